@@ -1,0 +1,40 @@
+"""fedjax_drift simulates federated learning, for the study of drift: one round is one compiled JAX program.
+
+>>> import jax, numpy as np
+>>> import fedjax_drift as fd
+>>> data = fd.FederatedData.from_clients([(np.eye(2, dtype="f4"), np.array([0, 1])) for _ in range(4)])
+>>> model = fd.models.linear((2,), num_classes=2)
+>>> sim = fd.Simulation(model, data, fd.algorithms.fedavg(), local=fd.LocalTraining(lr=0.5), cohort_size=2)
+>>> state, info = sim.round_fn(sim.init(jax.random.key(0)))
+>>> int(state.round)
+1
+"""
+
+from fedjax_drift import algorithms, models
+from fedjax_drift.data import datasets, partition
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.sharding import clients_mesh, use_cpu_devices
+from fedjax_drift.simulation import Simulation
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Round, ServerState, Work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "Batch",
+    "ClientResult",
+    "FederatedData",
+    "LocalTraining",
+    "Model",
+    "Round",
+    "ServerState",
+    "Simulation",
+    "Work",
+    "algorithms",
+    "clients_mesh",
+    "datasets",
+    "models",
+    "partition",
+    "use_cpu_devices",
+]

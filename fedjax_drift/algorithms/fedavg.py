@@ -1,0 +1,56 @@
+"""FedAvg. McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from
+Decentralized Data", AISTATS 2017, arXiv 1602.05629, algorithm 1.
+
+Client i:  theta_i = w, then E epochs of minibatch SGD;  D_i = theta_i - w
+Server:    w <- w + server_lr sum_S n_i D_i / sum_S n_i                                              (1)
+
+Deviates:  nothing at server_lr = 1 (the default); the factor is the server's learning rate of Reddi et al. 2021.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from fedjax_drift import tree
+from fedjax_drift.algorithms.checks import choice, positive
+from fedjax_drift.local import train
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+
+WEIGHTINGS = ("examples", "uniform")
+
+
+class Server(NamedTuple):
+    params: Params  # w, the global model
+
+
+def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
+    """Federated averaging.
+
+    Args:
+      server_lr: factor of the mean update, > 0. Default 1: the new model is the mean of the clients' models.
+      weighting: a client's weight in the mean: "examples" (n_i, default) or "uniform" (1).
+
+    Raises:
+      ValueError: server_lr <= 0, or an unknown weighting.
+    """
+    positive("server_lr", server_lr)
+    choice("weighting", weighting, WEIGHTINGS)
+
+    def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
+        w = server.params
+        theta, metrics = train(work, start=w)
+        D = tree.subtract(theta, w)
+        return ClientResult(D, weight(work, weighting), client, metrics)
+
+    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+        return Server(jax.tree.map(lambda w, D: w + server_lr * D, server.params, D))  # (1)
+
+    return Algorithm(Server, lambda params: (), client_update, server_update, name="fedavg")
+
+
+def weight(work: Work, weighting: str) -> jax.Array:
+    """n_i, or 1 for every client."""
+    size = work.size.astype(work.lr.dtype)
+    return size if weighting == "examples" else size**0

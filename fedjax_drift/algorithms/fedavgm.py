@@ -1,0 +1,54 @@
+"""FedAvgM, server momentum. Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
+Visual Classification", 2019, arXiv 1909.06335, section 4.3.
+
+Client i:  as FedAvg;  Delta_i = w - theta_i
+Server:    v <- beta v + Delta,                 Delta = sum_S n_i Delta_i / sum_S n_i                (1)
+           v <- beta v + (1 - beta) Delta       if damped                                            (1')
+           w <- w - server_lr v                                                                      (2)
+
+Deviates:  the damped form (1') is the one of MOON's, LfD's and FedEve's baselines; Hsu et al. print (1), the default.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from fedjax_drift import tree
+from fedjax_drift.algorithms.checks import fraction, positive
+from fedjax_drift.algorithms.fedavg import fedavg
+from fedjax_drift.types import Algorithm, Params, PyTree, Round
+
+
+class Server(NamedTuple):
+    params: Params  # w, the global model
+    v: Params  # the server's momentum
+
+
+def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, weighting: str = "examples") -> Algorithm:
+    """FedAvg with momentum on the server.
+
+    Args:
+      beta: momentum in [0, 1); 0 is FedAvg.
+      server_lr: > 0. Undamped momentum multiplies a steady update by 1/(1-beta): at beta = 0.9, server_lr = 1 steps
+        ten times as far as FedAvg.
+      damped: put (1 - beta) in front of the mean update, so that a steady update keeps its length.
+      weighting: as in `fedavg`.
+
+    Raises:
+      ValueError: beta outside [0, 1), server_lr <= 0.
+    """
+    fraction("beta", beta)
+    positive("server_lr", server_lr)
+    gain = 1 - beta if damped else 1.0
+
+    def init_server(params: Params) -> Server:
+        return Server(params, tree.zeros_like(params))
+
+    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+        v = jax.tree.map(lambda v, D: beta * v + gain * (-D), server.v, D)  # (1), (1')
+        w = jax.tree.map(lambda w, v: w - server_lr * v, server.params, v)  # (2)
+        return Server(w, v)
+
+    return fedavg(weighting=weighting)._replace(init_server=init_server, server_update=server_update, name="fedavgm")

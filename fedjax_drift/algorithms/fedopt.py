@@ -1,0 +1,94 @@
+"""FedAdam, FedYogi, FedAdagrad. Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan, "Adaptive Federated
+Optimization", ICLR 2021, arXiv 2003.00295, algorithm 2.
+
+Client i:  as FedAvg;  D = sum_S n_i D_i / sum_S n_i
+Server:    m <- b1 m + (1 - b1) D                                                                    (1)
+           v <- v + D^2                                   FedAdagrad                                 (2)
+           v <- v - (1 - b2) D^2 sign(v - D^2)            FedYogi                                    (3)
+           v <- b2 v + (1 - b2) D^2                       FedAdam                                    (4)
+           w <- w + server_lr m / (sqrt(v) + tau)                                                    (5)
+
+with m_0 = 0, v_0 = tau^2, no bias correction; FedAdagrad has b1 = 0.
+
+Deviates:  nothing from the paper. Its authors' code runs Keras optimizers instead (bias correction, v_0 = 0), so
+learning rates tuned there need tuning anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import tree
+from fedjax_drift.algorithms.checks import fraction, positive
+from fedjax_drift.algorithms.fedavg import fedavg
+from fedjax_drift.types import Algorithm, Params, PyTree, Round
+
+
+class Server(NamedTuple):
+    params: Params  # w, the global model
+    m: Params  # first moment of the mean update
+    v: Params  # second moment
+
+
+def fedadam(
+    server_lr: float, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3, weighting: str = "examples"
+) -> Algorithm:
+    """Adam on the server.
+
+    Args:
+      server_lr: > 0; a parameter moves by about server_lr a round while its updates agree in sign.
+      b1, b2: decay of the moments, in [0, 1).
+      tau: adaptivity, > 0: updates much smaller than tau are not scaled up.
+      weighting: as in `fedavg`.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+    fraction("b2", b2)
+    return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting)  # (4)
+
+
+def fedyogi(
+    server_lr: float, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3, weighting: str = "examples"
+) -> Algorithm:
+    """Yogi on the server: v moves towards D^2 by steps of a size that does not depend on v. Arguments as `fedadam`."""
+    fraction("b2", b2)
+    return _fedopt(
+        "fedyogi", lambda v, D: v - (1 - b2) * D**2 * jnp.sign(v - D**2), server_lr, b1, tau, weighting
+    )  # (3)
+
+
+def fedadagrad(
+    server_lr: float, b1: float = 0.0, b2: float = 0.99, tau: float = 1e-3, weighting: str = "examples"
+) -> Algorithm:
+    """Adagrad on the server: v is the sum of all D^2, so b2 has no effect (it is here so that the three are called
+    alike). b1 = 0 in the paper. Other arguments as `fedadam`."""
+    return _fedopt("fedadagrad", lambda v, D: v + D**2, server_lr, b1, tau, weighting)  # (2)
+
+
+def _fedopt(
+    name: str,
+    second_moment: Callable[[jax.Array, jax.Array], jax.Array],
+    server_lr: float,
+    b1: float,
+    tau: float,
+    weighting: str,
+) -> Algorithm:
+    positive("server_lr", server_lr)
+    fraction("b1", b1)
+    positive("tau", tau)
+
+    def init_server(params: Params) -> Server:
+        return Server(params, tree.zeros_like(params), jax.tree.map(lambda w: jnp.full_like(w, tau**2), params))
+
+    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+        m = jax.tree.map(lambda m, D: b1 * m + (1 - b1) * D, server.m, D)  # (1)
+        v = jax.tree.map(second_moment, server.v, D)
+        w = jax.tree.map(lambda w, m, v: w + server_lr * m / (jnp.sqrt(v) + tau), server.params, m, v)  # (5)
+        return Server(w, m, v)
+
+    return fedavg(weighting=weighting)._replace(init_server=init_server, server_update=server_update, name=name)

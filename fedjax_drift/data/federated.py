@@ -1,0 +1,233 @@
+"""A federation's data: one flat array of rows, cut into clients.
+
+The rows of client i stand side by side, ``x[offsets[i] : offsets[i] + sizes[i]]``, so a client of any size is two
+integers and a minibatch is a gather by row number. Nothing is padded, nothing is copied per round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class FederatedData:
+    """N clients' training rows and, optionally, a test set.
+
+    Build it with `from_clients` or `from_partition`. ``M`` rows, ``N`` clients.
+    """
+
+    x: np.ndarray
+    """[M, ...] training inputs, grouped by client. uint8 images stay uint8 on the device and reach the model as
+    float32 in [0, 1], or standardised when `mean` and `std` are given; other dtypes reach it unchanged."""
+    y: np.ndarray
+    """[M, ...] training labels (integers for the default loss)."""
+    sizes: np.ndarray
+    """int32 [N] rows of each client, all >= 1."""
+    x_test: np.ndarray | None = None
+    """[M_test, ...] test inputs; None without a test set."""
+    y_test: np.ndarray | None = None
+    test_sizes: np.ndarray | None = None
+    """int32 [N] test rows of each client, where the test set is cut into clients too (natural partitions)."""
+    mean: np.ndarray | None = None
+    """Mean of the inputs scaled to [0, 1], a scalar or one value per channel (the last axis of x)."""
+    std: np.ndarray | None = None
+    """Standard deviation, likewise."""
+    name: str = "data"
+
+    def __post_init__(self) -> None:
+        _check_pair(self.x, self.y, "training data")
+        sizes = np.asarray(self.sizes, np.int32)
+        if sizes.ndim != 1 or len(sizes) == 0:
+            raise ValueError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
+        if sizes.min() < 1:
+            raise ValueError(
+                f"every client needs at least 1 row, but client {int(sizes.argmin())} is empty: leave it out, "
+                "or choose a partition with min_size >= 1"
+            )
+        if sizes.sum() != len(self.x):
+            raise ValueError(
+                f"sizes must sum to the {len(self.x)} rows of x, got {int(sizes.sum())}: "
+                "build the federation with from_clients or from_partition"
+            )
+        object.__setattr__(self, "sizes", sizes)
+        if (self.x_test is None) != (self.y_test is None):
+            raise ValueError("a test set needs both inputs and labels: pass test=(x, y)")
+        if self.x_test is not None and self.y_test is not None:
+            _check_pair(self.x_test, self.y_test, "test data")
+            if self.x_test.shape[1:] != self.x.shape[1:] or self.x_test.dtype != self.x.dtype:
+                raise ValueError(
+                    f"test inputs must look like the training inputs, {self.x.dtype}{list(self.x.shape[1:])} a row, "
+                    f"got {self.x_test.dtype}{list(self.x_test.shape[1:])}: convert them alike"
+                )
+        if self.test_sizes is not None:
+            tests = np.asarray(self.test_sizes, np.int32)
+            rows = 0 if self.x_test is None else len(self.x_test)
+            if tests.shape != sizes.shape or tests.sum() != rows or tests.min() < 0:
+                raise ValueError(
+                    f"test_sizes must be {len(sizes)} numbers >= 0 that sum to the {rows} test rows, "
+                    f"got shape {tests.shape} and sum {int(tests.sum())}"
+                )
+            object.__setattr__(self, "test_sizes", tests)
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("standardising needs both mean and std: pass both, or neither")
+        if self.std is not None and not (np.asarray(self.std) > 0).all():
+            raise ValueError(f"std must be > 0, got {self.std}: use the data's standard deviation scaled to [0, 1]")
+
+    @property
+    def num_clients(self) -> int:
+        """N, the number of clients."""
+        return len(self.sizes)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int32 [N]: client i's first row."""
+        return (np.cumsum(self.sizes, dtype=np.int64) - self.sizes).astype(np.int32)
+
+    @classmethod
+    def from_clients(
+        cls,
+        clients: Sequence[Pair],
+        test: Pair | None = None,
+        *,
+        test_clients: Sequence[Pair] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        name: str = "data",
+    ) -> FederatedData:
+        """A federation from one ``(x_i, y_i)`` pair of arrays per client, of any sizes >= 1.
+
+        ``test=(x, y)`` is a pooled test set; ``test_clients`` instead gives each client's own test rows (a client may
+        have none), and `Simulation.evaluate` pools them. Raises ValueError for an empty client, lengths that don't
+        match, mixed dtypes or row shapes, and non-finite inputs.
+        """
+        x, y, sizes = _concatenate(clients, "client", allow_empty=False)
+        test_sizes = None
+        if test_clients is not None:
+            if test is not None:
+                raise ValueError("pass either test or test_clients, got both: test_clients is pooled by evaluate")
+            if len(test_clients) != len(clients):
+                raise ValueError(
+                    f"test_clients must have one pair for each of the {len(clients)} clients, got {len(test_clients)}"
+                )
+            x_test, y_test, test_sizes = _concatenate(test_clients, "test client", allow_empty=True)
+            test = (x_test, y_test)
+        x_test, y_test = _optional_pair(test)
+        return cls(x, y, sizes, x_test, y_test, test_sizes, _stat(mean), _stat(std), name)
+
+    @classmethod
+    def from_partition(
+        cls,
+        x: np.ndarray,
+        y: np.ndarray,
+        parts: Sequence[np.ndarray],
+        test: Pair | None = None,
+        *,
+        test_parts: Sequence[np.ndarray] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        name: str = "data",
+    ) -> FederatedData:
+        """A federation from a data set ``x [M, ...], y [M, ...]`` and N integer arrays of row numbers.
+
+        ``test_parts`` cuts the test set into clients likewise. Raises ValueError for an empty client and for row
+        numbers outside 0..M-1.
+        """
+        x, y = np.asarray(x), np.asarray(y)
+        _check_pair(x, y, "training data")
+        rows, sizes = _join_parts(parts, len(x), "parts")
+        x_test, y_test = _optional_pair(test)
+        test_sizes = None
+        if test_parts is not None:
+            if x_test is None or y_test is None:
+                raise ValueError("test_parts cuts the test set into clients: pass test=(x, y) too")
+            test_rows, test_sizes = _join_parts(test_parts, len(x_test), "test_parts")
+            x_test, y_test = x_test[test_rows], y_test[test_rows]
+        return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, _stat(mean), _stat(std), name)
+
+    def client(self, i: int) -> Pair:
+        """Client i's training rows ``(x [n_i, ...], y [n_i, ...])``, as stored."""
+        if not 0 <= i < self.num_clients:
+            raise ValueError(f"a client id must be in 0..{self.num_clients - 1}, got {i}")
+        rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
+        return self.x[rows], self.y[rows]
+
+    def label_counts(self) -> np.ndarray:
+        """int64 [N, C]: how many rows of each class each client holds (integer labels only)."""
+        if not np.issubdtype(self.y.dtype, np.integer) or self.y.ndim != 1:
+            raise ValueError(f"label counts need integer labels, one a row, got {self.y.dtype}{list(self.y.shape)}")
+        client = np.repeat(np.arange(self.num_clients), self.sizes)
+        classes = int(self.y.max()) + 1
+        flat = np.bincount(client * classes + self.y.astype(np.int64), minlength=self.num_clients * classes)
+        return flat.reshape(self.num_clients, classes)
+
+    def __repr__(self) -> str:
+        test = "no test set" if self.x_test is None else f"{len(self.x_test):,} test rows"
+        return (
+            f"FederatedData({self.name!r}: {self.num_clients:,} clients, {len(self.x):,} rows of "
+            f"{self.x.dtype}{list(self.x.shape[1:])}, {self.sizes.min()} to {self.sizes.max()} a client, {test})"
+        )
+
+
+def _stat(value: float | Sequence[float] | None) -> np.ndarray | None:
+    return None if value is None else np.asarray(value, np.float32)
+
+
+def _optional_pair(pair: Pair | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    return (None, None) if pair is None else (np.asarray(pair[0]), np.asarray(pair[1]))
+
+
+def _check_pair(x: np.ndarray, y: np.ndarray, what: str) -> None:
+    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
+        raise ValueError(f"{what} must have as many inputs as labels, got {_rows(x)} inputs and {_rows(y)} labels")
+    if len(x) == 0:
+        raise ValueError(f"{what} must have at least 1 row, got 0")
+    for array, kind in ((x, "inputs"), (y, "labels")):
+        if array.dtype == object or array.dtype.kind in "US":
+            raise ValueError(
+                f"{what}: {kind} must be a numeric array, got dtype {array.dtype}: "
+                "rows of one data set have one shape (encode text as integers, stack the rows)"
+            )
+        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+            bad = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(1)))
+            raise ValueError(f"{what}: {kind} must be finite, but row {bad} holds NaN or infinity: clean or drop it")
+
+
+def _rows(array: np.ndarray) -> int:
+    return len(array) if array.ndim else 0
+
+
+def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in clients]
+    if not pairs:
+        raise ValueError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
+    first_x, first_y = pairs[0]
+    for i, (x, y) in enumerate(pairs):
+        if _rows(x) != _rows(y):
+            raise ValueError(f"{what} {i} must have as many inputs as labels, got {_rows(x)} and {_rows(y)}")
+        if _rows(x) == 0 and not allow_empty:
+            raise ValueError(f"every client needs at least 1 row, but {what} {i} is empty: leave it out")
+        if _rows(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
+            raise ValueError(
+                f"{what} {i} must look like client 0, {first_x.dtype}{list(first_x.shape[1:])} a row, "
+                f"got {x.dtype}{list(x.shape[1:])}: give every client one dtype and row shape"
+            )
+    sizes = np.array([len(x) for x, _ in pairs], np.int32)
+    return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), sizes
+
+
+def _join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+    arrays = [np.asarray(part) for part in parts]
+    if not arrays:
+        raise ValueError(f"{what} must list at least 1 client, got none")
+    for i, part in enumerate(arrays):
+        if part.ndim != 1 or (len(part) and not np.issubdtype(part.dtype, np.integer)):
+            raise ValueError(f"{what}[{i}] must be one axis of row numbers, got {part.dtype}{list(part.shape)}")
+        if len(part) and not (0 <= part.min() and part.max() < rows):
+            raise ValueError(f"{what}[{i}] must hold row numbers in 0..{rows - 1}, got {part.min()}..{part.max()}")
+    sizes = np.array([len(part) for part in arrays], np.int32)
+    return np.concatenate(arrays).astype(np.int64), sizes

@@ -1,0 +1,286 @@
+"""Where data sets lie on disk: npz files that others made, the cache, and tensorflow-datasets.
+
+Whatever is read is checked against a `Column` per array before anything is computed from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import socket
+import tempfile
+import urllib.request
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+# Where tensorflow-datasets downloads from: asked for a connection first, because its own attempts take minutes to fail.
+HOSTS = {
+    "mnist": ("storage.googleapis.com", 443),
+    "fashion_mnist": ("fashion-mnist.s3-website.eu-central-1.amazonaws.com", 80),
+    "cifar10": ("www.cs.toronto.edu", 443),
+}
+
+
+class Column(NamedTuple):
+    """What one array of a data set must look like."""
+
+    dtype: type[np.generic]
+    """np.uint8 for pixels; an abstract type such as np.integer admits all its kinds."""
+    row: tuple[int, ...] = ()
+    """Shape of one row. A last axis of 1 (grey) may be missing and is added."""
+    table: str | None = "rows"
+    """Arrays of one table have as many rows; None: a single number."""
+    classes: int | None = None
+    """Values must be in 0..classes-1; None: any."""
+
+
+Spec = Mapping[str, Column]
+
+
+def cache_dir() -> Path:
+    """The folder for arrays that took a while to make: $FEDJAX_DRIFT_CACHE, or ~/.cache/fedjax_drift."""
+    return Path(os.environ.get("FEDJAX_DRIFT_CACHE") or "~/.cache/fedjax_drift").expanduser()
+
+
+def tfds_dir() -> Path:
+    """The folder of tensorflow-datasets: $TFDS_DATA_DIR, or ~/tensorflow_datasets."""
+    return Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+
+
+def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Where data files are looked for: `data_dir` alone, or else $FEDJAX_DRIFT_DATA (if set), then the cache."""
+    if data_dir is not None:
+        return [Path(data_dir).expanduser()]
+    shared = os.environ.get("FEDJAX_DRIFT_DATA")
+    return [*([Path(shared).expanduser()] if shared else []), cache_dir()]
+
+
+def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
+    """The first file of one of these names, the first folder first, or None.
+
+    Raises ValueError for a folder that can't be searched.
+    """
+    for path in [folder / filename for folder in places for filename in filenames]:
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise ValueError(
+                f"cannot look for {path}: {error.strerror}: allow this user to read the folder, "
+                "or pass another data_dir"
+            ) from error
+        return path
+    return None
+
+
+def read_npz(path: Path, spec: Spec) -> Arrays:
+    """The arrays of an npz file named in `spec`, checked; other arrays of the file are not read.
+
+    Raises FileNotFoundError without the file, and ValueError for a file that is unreadable, truncated, no npz, lacks
+    an array, or holds one of another dtype, shape, length or label range.
+    """
+    with _plain_errors(path), open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            raise ValueError("it is no npz file: write it with numpy.savez")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as npz:
+            missing = [key for key in spec if key not in npz.files]
+            if missing:
+                raise ValueError(
+                    f"it must hold {', '.join(spec)}, got {', '.join(npz.files)}: add {', '.join(missing)}"
+                )
+            arrays = {key: npz[key] for key in spec}
+    return check(arrays, spec, path)
+
+
+@contextlib.contextmanager
+def _plain_errors(path: Path) -> Iterator[None]:
+    """What can go wrong inside a file, as a ValueError naming it; a missing file stays a FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (zipfile.BadZipFile, EOFError, zlib.error, KeyError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged, cut short or no npz ({error}): copy or make it again") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"cannot read {path}: {reason}: check the file and its permissions") from error
+    except ValueError as error:
+        raise ValueError(f"cannot use {path}: {error}") from error
+
+
+def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
+    """The arrays as `spec` wants them, with a grey axis where it was missing; ValueError naming `source` otherwise."""
+    checked: Arrays = {}
+    rows: dict[str, tuple[str, int]] = {}
+    for key, column in spec.items():
+        array = np.asarray(arrays[key])
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{source}: {key} must be finite, got NaN or infinity: clean or drop those rows")
+        if not np.issubdtype(array.dtype, column.dtype):
+            fix = "save pixels as uint8, 0 to 255" if column.dtype is np.uint8 else "convert it"
+            raise ValueError(f"{source}: {key} must be {column.dtype.__name__}, got {array.dtype}: {fix}")
+        if column.row[-1:] == (1,) and array.ndim == len(column.row):
+            array = array[..., None]
+        leading = 0 if column.table is None else 1
+        if array.ndim != leading + len(column.row) or array.shape[leading:] != column.row:
+            wanted = ", ".join([*["rows"] * leading, *map(str, column.row)])
+            raise ValueError(f"{source}: {key} must have shape [{wanted}], got {list(arrays[key].shape)}: reshape it")
+        if column.table is not None:
+            first, length = rows.setdefault(column.table, (key, len(array)))
+            if len(array) != length:
+                raise ValueError(
+                    f"{source}: {key} must have as many rows as {first}, {length}, got {len(array)}: "
+                    "the two belong row by row"
+                )
+            if length == 0:
+                raise ValueError(f"{source}: {key} must have at least 1 row, got 0: fill or remake the file")
+        if column.classes is not None and not (0 <= array.min() and array.max() < column.classes):
+            raise ValueError(
+                f"{source}: {key} must be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: "
+                "renumber the labels, or check that it is the right file"
+            )
+        checked[key] = array
+    return checked
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes an uncompressed npz; a reader sees the whole file or none. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
+    """The arrays of a file in the cache, made with `make()` and kept when missing or damaged.
+
+    A cache that can't be written costs a warning, not the data.
+    """
+    path = cache_dir() / filename
+    try:
+        return read_npz(path, spec)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        warnings.warn(f"making the cached data again: {error}", stacklevel=2)
+    arrays = check(make(), spec, filename)
+    try:
+        write_npz(path, arrays)
+    except OSError as error:
+        warnings.warn(
+            f"cannot keep {path} ({error.strerror or error}), it will be made again next time: "
+            "set FEDJAX_DRIFT_CACHE to a folder that can be written",
+            stacklevel=2,
+        )
+    return arrays
+
+
+def fingerprint(path: Path) -> str:
+    """Eight hex digits of a npz file's content, from the checksums it stores: nothing is decompressed."""
+    with _plain_errors(path), zipfile.ZipFile(path) as archive:
+        sums = [f"{member.filename} {member.CRC}" for member in archive.infolist()]
+    return f"{zlib.crc32(' '.join(sums).encode()):08x}"
+
+
+def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
+    """x_train uint8 [M, side, side, 3], y_train [M], x_test, y_test from a file of concatenated JPEG images.
+
+    The npz holds `jpeg` uint8 [bytes], `offsets` [M + M_test + 1], `labels` [M + M_test] and `n_train` = M; image i is
+    jpeg[offsets[i] : offsets[i + 1]], training images first. Raises ValueError for a damaged file, ImportError without
+    Pillow.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(f"decoding {path} needs Pillow: pip install pillow") from error
+    spec = {
+        "jpeg": Column(np.uint8, table="bytes"),
+        "offsets": Column(np.integer, table="bounds"),
+        "labels": Column(np.integer, classes=classes),
+        "n_train": Column(np.integer, table=None),
+    }
+    jpeg, offsets, labels, n_train = read_npz(path, spec).values()
+    m, n = len(labels), int(n_train)
+    if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
+        raise ValueError(f"{path}: offsets must rise from 0 to {len(jpeg)} in {m} steps: copy or make the file again")
+    if not 0 < n < m:
+        raise ValueError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave rows for the test set")
+    x = np.empty((m, side, side, 3), np.uint8)
+    data = memoryview(jpeg)
+    for i in range(m):
+        try:
+            with Image.open(io.BytesIO(data[offsets[i] : offsets[i + 1]])) as image:
+                pixels = np.asarray(image.convert("RGB"))
+        except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for some broken headers
+            raise ValueError(f"{path}: image {i} is no readable JPEG ({error}): copy or make the file again") from error
+        if pixels.shape != x.shape[1:]:
+            raise ValueError(f"{path}: image {i} must be {side} x {side}, got {list(pixels.shape[:2])}: resize it")
+        x[i] = pixels
+    return {"x_train": x[:n], "y_train": labels[:n], "x_test": x[n:], "y_test": labels[n:]}
+
+
+def from_tfds(name: str, directory: Path | None = None) -> Arrays:
+    """x_train uint8 [M, ...], y_train [M], x_test, y_test of an image data set of tensorflow-datasets.
+
+    `directory` defaults to `tfds_dir()`. Prepared array_record data are read without TensorFlow; data that are not
+    prepared are downloaded and prepared if TensorFlow is installed (tensorflow-datasets 4.9.10 encodes the images
+    with it, once). Rows come in tensorflow-datasets' own shuffled order. Raises FileNotFoundError, without waiting for
+    the network, where there is nothing to read or no way to prepare it; ValueError for data that only TensorFlow reads.
+    """
+    directory = directory or tfds_dir()
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise FileNotFoundError(
+            f"tensorflow-datasets can't be imported ({error}): pip install tensorflow-datasets importlib_resources"
+        ) from error
+    # try_gcs=False: no look at Google's bucket, which waits for the network.
+    builder = tfds.builder(name, data_dir=directory, try_gcs=False)
+    if not builder.is_prepared():
+        if importlib.util.find_spec("tensorflow") is None:
+            raise FileNotFoundError(
+                f"{builder.data_path} is not prepared, and preparing it needs TensorFlow, once: "
+                'pip install "fedjax-drift[prepare]"'
+            )
+        _require_connection(name)
+        builder.download_and_prepare(file_format="array_record")
+    if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
+        raise ValueError(
+            f"{builder.data_path} must be in array_record format, got {builder.info.file_format.value}, which only "
+            "TensorFlow reads: move that folder away, or set TFDS_DATA_DIR to another one, and load again"
+        )
+    arrays: Arrays = {}
+    for split in ("train", "test"):
+        rows = builder.as_data_source(split=split)
+        x = np.empty((len(rows), *builder.info.features["image"].shape), np.uint8)
+        y = np.empty(len(rows), np.int32)
+        for i, row in enumerate(rows):
+            x[i], y[i] = row["image"], row["label"]
+        arrays |= {f"x_{split}": x, f"y_{split}": y}
+    return arrays
+
+
+def _require_connection(name: str) -> None:
+    if name not in HOSTS or urllib.request.getproxies():
+        return
+    try:
+        socket.create_connection(HOSTS[name], timeout=5).close()
+    except OSError as error:
+        raise FileNotFoundError(f"it can't be downloaded: no connection to {HOSTS[name][0]} ({error})") from error

@@ -1,0 +1,261 @@
+"""One round of federated learning, as one pure function that compiles once.
+
+    state.key -> cohort [K]       uniform without replacement, Bernoulli, or given
+    gather    client states [N, ...] -> [K, ...]
+    order     the cohort by local steps, longest first; deal it to devices and groups of L lanes
+    train     scan over groups: L clients side by side (vmap), as many steps as the longest of THIS group needs
+    sum       weight * message added to a running sum, then one psum over the devices
+    update    server_update(server, sum / total weight, round)
+    scatter   new client states back to [N, ...]
+
+Memory for messages is L of them and one sum, whatever K is. A client's result depends on its id, the round's key and
+its own rows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift import tree
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.local import LocalTraining, shuffle
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Params, PyTree, Round, ServerState, Work
+
+AXIS = "clients"  # the one mesh axis
+
+
+class Rows(NamedTuple):
+    """The training set on the devices."""
+
+    x: jax.Array  # [M, ...] as stored: images stay uint8
+    y: jax.Array  # [M, ...]
+    offsets: jax.Array  # int32 [N], client i's first row
+    sizes: jax.Array  # int32 [N]
+
+
+class TestRows(NamedTuple):
+    """The test set, cut into T batches (a multiple of the number of devices); the last ones are padded."""
+
+    x: jax.Array  # [T, B, ...]
+    y: jax.Array  # [T, B, ...]
+    mask: jax.Array  # bool [T, B], False on padding
+
+
+class Arrays(NamedTuple):
+    """The data set: an argument of the compiled round, never a constant captured by it."""
+
+    rows: Rows
+    test: TestRows | None
+
+
+class Engine(NamedTuple):
+    """What a round is compiled from: all static, no arrays."""
+
+    model: Model
+    algorithm: Algorithm
+    local: LocalTraining
+    mesh: Mesh
+    lanes: int  # L; 1: clients one after another, no vmap
+    cohort_size: int
+    bernoulli: bool  # every client with probability cohort_size / N, instead of exactly cohort_size
+    drop_nonfinite: bool  # a client whose update is not finite counts as absent
+    num_clients: int  # N
+    mean_size: float
+    max_size: int
+    capacity: int  # most clients a sampled cohort may have
+    decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees
+
+
+def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | None) -> tuple[ServerState, dict]:
+    """One round: ``(state, arrays, cohort [K] or None) -> (state, info)``. Pure; traced once per cohort length."""
+    cohort_key, client_key = jax.random.split(jax.random.fold_in(state.key, state.round))
+    ids = sample(engine, cohort_key) if cohort is None else cohort  # [K]; N marks an absent client
+    present = ids < engine.num_clients
+    sizes = jnp.where(present, arrays.rows.sizes[ids], 0)  # an absent client has no rows: no steps, no weight
+    t = state.round
+    lr = jnp.asarray(engine.local.lr * engine.local.lr_decay ** t.astype(float), float)
+    round = Round(t, lr, present.sum() / engine.num_clients, engine.num_clients, engine.mean_size)
+
+    order, ragged = deal(engine, sizes)  # [D, G, L], positions in ids
+    dealt = jnp.where(ragged, engine.num_clients, ids[order])
+    states = jax.tree.map(lambda s: s[dealt], state.clients)
+
+    def train_all(server: Any, rows: Rows, key: jax.Array, lr: jax.Array, ids: jax.Array, states: PyTree) -> tuple:
+        """Trains one device's share, ids [1, G, L]."""
+
+        def client(id: jax.Array, kept: PyTree) -> tuple[ClientResult, jax.Array]:
+            work = client_work(engine, rows, key, id, lr)
+            result = engine.algorithm.client_update(server, kept, work)
+            # An absent client has run no step, but its weight, or 0/0 in its message, must not reach the sum.
+            counts = id < engine.num_clients
+            finite = tree.all_finite(result.message)
+            if engine.drop_nonfinite:
+                counts &= finite
+                result = result._replace(state=select(counts, result.state, kept))
+            weight = jnp.where(counts, result.weight, 0)
+            message = jax.tree.map(lambda m: jnp.where(counts, weight.astype(m.dtype) * m, 0), result.message)
+            return result._replace(message=message, weight=weight), finite
+
+        def group(total: tuple, lanes: tuple) -> tuple:
+            if engine.lanes == 1:
+                result, finite = client(*jax.tree.map(lambda a: a[0], lanes))
+                result, finite = jax.tree.map(lambda a: a[None], (result, finite))
+            else:
+                result, finite = jax.vmap(client)(*lanes)
+            added = jax.tree.map(lambda s, a: s + a.sum(0), total, (result.message, result.weight))
+            return added, (result.state, result.weight, dict(result.metrics), finite)
+
+        ids, states = jax.tree.map(lambda a: a[0], (ids, states))  # [G, L, ...]: this device's share
+        shape, _ = jax.eval_shape(client, *jax.tree.map(lambda a: a[0, 0], (ids, states)))
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (shape.message, shape.weight))
+        total, kept = lax.scan(group, nothing, (ids, states))
+        return lax.psum(total, AXIS), jax.tree.map(lambda a: a[None], kept)
+
+    (sums, total_weight), (new_states, weights, metrics, finite) = jax.shard_map(
+        train_all,
+        mesh=engine.mesh,
+        in_specs=(P(), P(), P(), P(), P(AXIS), P(AXIS)),
+        out_specs=(P(), P(AXIS)),
+        check_vma=False,
+    )(state.server, arrays.rows, client_key, lr, dealt, states)
+
+    mean = jax.tree.map(lambda s: s / total_weight.astype(s.dtype), sums)
+    updated = engine.algorithm.server_update(state.server, mean, round)
+    server = select(total_weight > 0, updated, state.server)  # nobody answered: the round changes nothing
+    if engine.algorithm.observe is not None and arrays.test is not None:
+        server = engine.algorithm.observe(server, evaluate(engine, server.params, arrays.test))
+    clients = jax.tree.map(lambda bank, new: bank.at[dealt].set(new, mode="drop"), state.clients, new_states)
+
+    def undealt(a: jax.Array) -> jax.Array:  # [D, G, L] -> [K], in the cohort's order
+        return jnp.zeros(ids.shape, a.dtype).at[jnp.where(ragged, ids.size, order)].set(a, mode="drop")
+
+    steps = jnp.where(ragged, 0, engine.local.steps(sizes)[order])  # [D, G, L]
+    info = {
+        "cohort": jnp.where(present, ids, -1),
+        "size": sizes,
+        "weight": undealt(weights),
+        "finite": undealt(finite) | ~present,
+        "steps": steps.sum(),
+        "executed_steps": steps.max(-1).sum() * engine.lanes,
+        "lr": lr,
+        **jax.tree.map(undealt, metrics),
+    }
+    return ServerState(t + 1, state.key, server, clients), info
+
+
+def sample(engine: Engine, key: jax.Array) -> jax.Array:
+    """int32 [capacity]: the ids of a random cohort; N fills a Bernoulli cohort up."""
+    N = engine.num_clients
+    if not engine.bernoulli:
+        if engine.cohort_size == N:
+            return jnp.arange(N, dtype=jnp.int32)
+        return jax.random.choice(key, N, (engine.cohort_size,), replace=False).astype(jnp.int32)
+
+    def draw(carry: tuple) -> tuple:
+        key, _ = carry
+        key, use = jax.random.split(key)
+        return key, jax.random.bernoulli(use, engine.cohort_size / N, (N,))
+
+    _, active = lax.while_loop(lambda carry: ~carry[1].any(), draw, draw((key, None)))  # again while nobody is in
+    return jnp.nonzero(active, size=engine.capacity, fill_value=N)[0].astype(jnp.int32)
+
+
+def deal(engine: Engine, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which client trains where: positions int32 [D, G, L] in the cohort, and bool [D, G, L] marking empty places.
+
+    The cohort is sorted by local steps, longest first, so that the L lanes of a group finish together; groups are dealt
+    to the D devices back and forth, so that the devices do.
+    """
+    K, D, L = len(sizes), engine.mesh.size, engine.lanes
+    G = -(-K // (D * L))
+    order = jnp.argsort(-engine.local.steps(sizes), stable=True)
+    places = np.arange(G * L * D).reshape(G, D, L)
+    places[1::2] = places[1::2, ::-1]
+    places = places.swapaxes(0, 1)
+    return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)
+
+
+def client_work(engine: Engine, data: Rows, round_key: jax.Array, id: jax.Array, lr: jax.Array) -> Work:
+    """The work of client ``id`` (N: an absent client, which has no rows)."""
+    size = jnp.where(id < engine.num_clients, data.sizes[id], 0)
+    B = min(engine.local.batch_size, engine.max_size)
+    length = -(-engine.max_size // B) * B
+
+    def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
+        order = shuffle(key, size, length)
+
+        def batch(k: jax.Array) -> Batch:
+            mask = k * B + jnp.arange(B) < size
+            rows = data.offsets[id] + jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0)
+            return Batch(engine.decode(data.x[rows]), data.y[rows], mask)
+
+        return batch
+
+    return Work(
+        size=size,
+        num_steps=engine.local.steps(size),
+        lr=lr,
+        key=jax.random.fold_in(round_key, id),
+        epochs=engine.local.epochs,
+        optimizer=engine.local.direction(),
+        epoch=epoch,
+        model=engine.model,
+    )
+
+
+def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
+    """Of every test row its loss and, for classifiers, whether it is classified rightly: [T, B] each."""
+
+    def batch(xy: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        x, y = xy
+        logits = engine.model.apply(params, engine.decode(x))
+        rows = {"loss": engine.model.loss(logits, y)}
+        if jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1:
+            right = (logits.argmax(-1) == y).astype(rows["loss"].dtype)
+            rows["accuracy"] = right.mean(axis=tuple(range(1, right.ndim)))
+        return rows
+
+    return jax.shard_map(
+        lambda params, xy: lax.map(batch, xy),
+        mesh=engine.mesh,
+        in_specs=(P(), P(AXIS)),
+        out_specs=P(AXIS),
+        check_vma=False,
+    )(params, (test.x, test.y))
+
+
+def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
+    """Means over the test set, scalars: {"loss", "accuracy"}."""
+    rows = evaluate_rows(engine, params, test)
+    return {name: jnp.where(test.mask, values, 0).sum() / test.mask.sum() for name, values in rows.items()}
+
+
+def place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
+    """Puts the data set on the devices, a copy on each; the test set is cut over them."""
+    everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+    rows = Rows(*jax.device_put((data.x, _labels(data.y), data.offsets, data.sizes), everywhere))
+    if data.x_test is None or data.y_test is None:
+        return Arrays(rows, None)
+    M, D = len(data.x_test), mesh.size
+    B = min(eval_batch_size, -(-M // D))
+    T = -(-M // (B * D)) * D
+    index = np.arange(T * B).reshape(T, B)
+    padded = np.minimum(index, M - 1)
+    return Arrays(rows, TestRows(*jax.device_put((data.x_test[padded], _labels(data.y_test)[padded], index < M), split)))
+
+
+def _labels(y: np.ndarray) -> np.ndarray:
+    return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
+
+
+def select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """new where the scalar condition holds, else old."""
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)

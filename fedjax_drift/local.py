@@ -1,0 +1,140 @@
+"""The local training loop that nearly every algorithm shares: E epochs of minibatch steps from the model it was sent.
+
+One step on a batch, theta the local model and w the global one:
+
+    g     = grad of the mean loss over the batch's real rows
+    g     = correct(g, theta)                       the algorithm's term, e.g. g + mu (theta - w)
+    u     = clip(g) + weight_decay * theta          then momentum, or the optimizer
+    theta = theta - eta_t u
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from fedjax_drift.types import Batch, Metrics, Params, Work
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How every client trains: ``K_i = epochs * ceil(n_i / batch_size)`` steps with rate ``lr * lr_decay**t``.
+
+    Rows are reshuffled every epoch; the last batch of an epoch may be short, and its gradient is the mean over its
+    real rows. Optimizer state starts fresh every round. Raises ValueError for values out of range.
+    """
+
+    epochs: int = 1
+    """E >= 1, passes over the client's rows in a round."""
+    batch_size: int = 20
+    """B >= 1."""
+    lr: float = 0.1
+    """eta_0 > 0."""
+    lr_decay: float = 1.0
+    """eta_t = lr * lr_decay**t, t the round; > 0."""
+    momentum: float = 0.0
+    """Heavy ball inside the round, in [0, 1): v = momentum v + u; theta -= eta_t v."""
+    weight_decay: float = 0.0
+    """>= 0, added as weight_decay * theta after clipping."""
+    clip_norm: float | None = None
+    """Global norm that the corrected gradient is clipped to, > 0; None: no clipping."""
+    optimizer: optax.GradientTransformation | None = None
+    """Replaces momentum, e.g. ``optax.scale_by_adam()``: maps a gradient to a direction that points uphill."""
+
+    def __post_init__(self) -> None:
+        _check(self.epochs, "epochs", "an integer >= 1", lambda v: v >= 1, integer=True)
+        _check(self.batch_size, "batch_size", "an integer >= 1", lambda v: v >= 1, integer=True)
+        _check(self.lr, "lr", "a finite number > 0", lambda v: v > 0)
+        _check(self.lr_decay, "lr_decay", "a finite number > 0 (1 for a constant rate)", lambda v: v > 0)
+        _check(self.momentum, "momentum", "in [0, 1)", lambda v: 0 <= v < 1)
+        _check(self.weight_decay, "weight_decay", "a finite number >= 0", lambda v: v >= 0)
+        if self.clip_norm is not None:
+            _check(self.clip_norm, "clip_norm", "a finite number > 0 (None for no clipping)", lambda v: v > 0)
+        if self.optimizer is not None:
+            if self.momentum:
+                raise ValueError(
+                    f"momentum must be 0 when an optimizer is given, got {self.momentum}: the optimizer replaces it"
+                )
+            one = jnp.ones(1)
+            direction, _ = self.optimizer.update(one, self.optimizer.init(one), one)
+            if float(direction[0]) < 0:
+                raise ValueError(
+                    "optimizer must map a gradient to a direction uphill, got one that already steps downhill: "
+                    "pass optax.scale_by_adam(), not optax.adam(lr); the rate is LocalTraining's lr"
+                )
+
+    def direction(self) -> optax.GradientTransformation:
+        """Gradient -> direction: clip, then weight decay, then momentum or the optimizer."""
+        return optax.chain(
+            optax.identity(),
+            *[optax.clip_by_global_norm(self.clip_norm)] * (self.clip_norm is not None),
+            *[optax.add_decayed_weights(self.weight_decay)] * bool(self.weight_decay),
+            *[optax.trace(self.momentum)] * bool(self.momentum),
+            *([self.optimizer] if self.optimizer is not None else []),
+        )
+
+    def steps(self, sizes: Any) -> Any:
+        """K_i for a client, or clients, of ``sizes`` rows."""
+        return self.epochs * -(-sizes // self.batch_size)
+
+    def __repr__(self) -> str:
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"LocalTraining({', '.join(f'{name}={value}' for name, value in changed)})"
+
+
+def _check(value: float, name: str, allowed: str, ok: Callable[[float], bool], *, integer: bool = False) -> None:
+    kinds = (int, np.integer) if integer else (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not np.isfinite(value) or not ok(value):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def shuffle(key: jax.Array, size: jax.Array, length: int) -> jax.Array:
+    """int32 [length]: a random order of 0..size-1, followed by the rest of 0..length-1.
+
+    The order depends on key and size only, never on the padded length: bit i of JAX's counter-based generator is a
+    function of key and i, and padding sorts last.
+    """
+    bits = jax.random.bits(key, (length,), jnp.uint32)
+    return jnp.argsort(jnp.where(jnp.arange(length) < size, bits, jnp.uint32(2**32 - 1)), stable=True)
+
+
+def train(
+    work: Work,
+    start: Params,
+    *,
+    correct: Callable[[Params, Params], Params] | None = None,
+    at: Callable[[Params], Params] | None = None,
+    loss: Callable[[Params, Batch, jax.Array], jax.Array] | None = None,
+) -> tuple[Params, Metrics]:
+    """Trains from ``start`` for K_i steps; returns the local model theta_i and ``{"loss": mean over the steps}``.
+
+    ``correct(g, theta)`` adds the algorithm's term to the gradient; ``at(theta)`` is the point where the gradient is
+    taken (default theta itself); ``loss(params, batch, key)`` replaces the model's mean loss on a batch.
+    """
+    value_and_grad = jax.value_and_grad(loss or work.loss)
+
+    def epoch(e: jax.Array, carry: tuple) -> tuple:
+        shuffle_key, noise_key = jax.random.split(jax.random.fold_in(work.key, e))
+        batch = work.epoch(shuffle_key)
+
+        def step(k: jax.Array, carry: tuple) -> tuple:
+            theta, memory, total = carry
+            value, g = value_and_grad(at(theta) if at else theta, batch(k), jax.random.fold_in(noise_key, k))
+            if correct:
+                g = correct(g, theta)
+            u, memory = work.optimizer.update(g, memory, theta)
+            theta = jax.tree.map(lambda theta, u: theta - work.lr.astype(theta.dtype) * u, theta, u)
+            return theta, memory, total + value.astype(total.dtype)
+
+        return lax.fori_loop(0, work.num_steps // work.epochs, step, carry)
+
+    carry = (start, work.optimizer.init(start), jnp.zeros_like(work.lr))
+    theta, _, total = lax.fori_loop(0, work.epochs, epoch, carry)
+    return theta, {"loss": total / work.num_steps}

@@ -1,0 +1,91 @@
+"""flax modules as `Model`s."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift.types import Model, Params
+
+
+def from_linen(module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
+    """See `Model.from_linen`."""
+    takes_train = "train" in inspect.signature(type(module).__call__).parameters
+    evaluating = {"train": False} if takes_train else {}
+
+    def init(key: jax.Array) -> Params:
+        params_key, dropout_key = jax.random.split(key)
+        example = jnp.zeros((1, *input_shape), options.get("input_dtype", jnp.float32))
+        return module.init({"params": params_key, "dropout": dropout_key}, example, **evaluating)["params"]
+
+    example = jax.ShapeDtypeStruct((1, *input_shape), options.pop("input_dtype", jnp.float32))
+    key = jax.random.key(0)
+    variables = jax.eval_shape(lambda k, x: module.init({"params": k, "dropout": k}, x, **evaluating), key, example)
+    if extra := sorted(set(variables) - {"params"}):
+        raise ValueError(
+            f"a model's only variables may be parameters, but {type(module).__name__} also has {', '.join(extra)}: "
+            "replace BatchNorm by GroupNorm (fd.models.layers.GroupNorm or flax.linen.GroupNorm)"
+        )
+
+    def method(name: str) -> Any:
+        if not callable(getattr(type(module), name, None)):
+            return None
+        return lambda params, x: module.apply({"params": params}, x, method=name)
+
+    def train_apply(params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
+        return module.apply({"params": params}, x, train=True, rngs={"dropout": key})
+
+    fields = {
+        "init": init,
+        "apply": lambda params, x: module.apply({"params": params}, x, **evaluating),
+        "train_apply": train_apply if takes_train else None,
+        "features": method("features"),
+        "head": method("head"),
+        "cosine": bool(getattr(module, "cosine", False)),
+    }
+    return Model(**(fields | options))
+
+
+def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options: Any) -> Model:
+    """See `Model.from_nnx`."""
+    from flax import nnx
+
+    def create(key: jax.Array) -> Any:
+        return module if isinstance(module, nnx.Module) else module(nnx.Rngs(params=key, dropout=key))
+
+    def split(instance: Any) -> tuple[Any, Any, Any]:
+        graph, params, rest = nnx.split(instance, nnx.Param, ...)  # type: ignore[misc]
+        return graph, nnx.to_pure_dict(params), rest
+
+    example = create(jax.random.key(0))
+    graph, _, rest = split(example)
+    if nnx.state(example, nnx.BatchStat):
+        raise ValueError(
+            f"a model's only variables may be parameters, but {type(example).__name__} has running statistics: "
+            "replace BatchNorm by GroupNorm"
+        )
+    stochastic = bool(nnx.state(example, nnx.RngState))
+
+    def merge(params: Params, train: bool, key: jax.Array | None = None) -> Any:
+        instance = nnx.merge(graph, nnx.State(params), rest)
+        (instance.train if train else instance.eval)()
+        if key is not None:
+            nnx.reseed(instance, dropout=key)
+        return instance
+
+    def method(name: str) -> Any:
+        if not callable(getattr(type(example), name, None)):
+            return None
+        return lambda params, x: getattr(merge(params, train=False), name)(x)
+
+    fields = {
+        "init": lambda key: split(create(key))[1],
+        "apply": lambda params, x: merge(params, train=False)(x),
+        "train_apply": (lambda params, x, key: merge(params, True, key)(x)) if stochastic else None,
+        "features": method("features"),
+        "head": method("head"),
+    }
+    return Model(**(fields | options))

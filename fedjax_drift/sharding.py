@@ -1,0 +1,37 @@
+"""Devices: one mesh axis, "clients", over which cohorts are spread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from fedjax_drift.engine import AXIS
+
+
+def clients_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over ``devices`` (default: all local ones) with the single axis "clients"."""
+    devices = jax.local_devices() if devices is None else list(devices)
+    return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def use_cpu_devices(n: int | None = None) -> int:
+    """Gives JAX ``n`` CPU devices, by default one for each core this process may use; returns n.
+
+    On a CPU one client per core trains fastest, each on a device of its own. Call it before JAX computes anything: a
+    RuntimeError says so otherwise (nothing is changed then). Without effect on accelerators.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    n = cores if n is None else n
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n must be an integer >= 1 (this process may use {cores} cores), got {n!r}")
+    try:
+        jax.config.update("jax_num_cpu_devices", n)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"use_cpu_devices({n}) must be called before JAX starts its backend: move it to the top of the script, "
+            "before any array is made (in a notebook: restart the kernel and run it first)"
+        ) from error
+    return n

@@ -1,0 +1,416 @@
+"""Simulation: a federation, a model and an algorithm, put together and checked before anything compiles."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift import engine
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.sharding import clients_mesh
+from fedjax_drift.types import Algorithm, Model, Params, ServerState
+
+Record = dict[str, Any]
+
+
+class Simulation:
+    """Simulates federated learning of ``model`` on ``data`` with ``algorithm``.
+
+    Args:
+      model: what is trained.
+      data: N clients' rows, and a test set for `evaluate`.
+      algorithm: a value such as ``fd.algorithms.fedavg()``.
+      local: how a client trains. Default ``LocalTraining()``.
+      cohort_size: K, clients a round, in 1..N; with Bernoulli sampling the expected number.
+      lanes: L, clients trained side by side on one device. "auto": 1 on CPU (one after another, which is fastest
+        there), many on an accelerator. Results don't depend on it (beyond rounding).
+      sampling: "uniform" (exactly K clients, without replacement) or "bernoulli" (each client with probability K/N,
+        drawn again while nobody is in).
+      mesh: a mesh with the one axis "clients". Default: all local devices.
+      donate: let a round overwrite the state it is given, which saves one copy of it; the old state is then invalid.
+      eval_batch_size: rows a batch in `evaluate`.
+      on_nonfinite: what happens to a client whose update is NaN or infinite: "keep" (default; averaged like any
+        other, `run` warns), "drop_client" (it counts as absent, and keeps its old state) or "raise" (`round_fn` waits
+        for the round and raises FloatingPointError; the state that went in is still valid).
+
+    Raises:
+      ValueError: arguments out of range, or a model that does not fit the data.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        data: FederatedData,
+        algorithm: Algorithm,
+        *,
+        local: LocalTraining | None = None,
+        cohort_size: int,
+        lanes: int | str | None = "auto",
+        sampling: str = "uniform",
+        mesh: Mesh | None = None,
+        donate: bool = False,
+        eval_batch_size: int = 500,
+        on_nonfinite: str = "keep",
+    ) -> None:
+        local = LocalTraining() if local is None else local
+        N = data.num_clients
+        _check_types(model, data, algorithm, local)
+        _check_integer("cohort_size", cohort_size, f"in 1..{N} (the federation has {N} clients)", 1, N)
+        _check_integer("eval_batch_size", eval_batch_size, "an integer >= 1", 1)
+        _check_choice("sampling", sampling, ("uniform", "bernoulli"))
+        _check_choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
+        mesh = clients_mesh() if mesh is None else mesh
+        if mesh.axis_names != (engine.AXIS,):
+            raise ValueError(f'mesh must have the one axis "{engine.AXIS}", got {mesh.axis_names}')
+        bernoulli = sampling == "bernoulli"
+        capacity = _bernoulli_capacity(N, cohort_size) if bernoulli else cohort_size
+        if donate and on_nonfinite == "raise":
+            raise ValueError('donate=True needs on_nonfinite="keep" or "drop_client", got "raise": the state that went '
+                             "into a failed round would be lost")  # fmt: skip
+        if algorithm.observe is not None and data.x_test is None:
+            raise ValueError(f"{algorithm.name} evaluates the model every round and needs test data: pass test=(x, y)")
+        self.data, self.local, self.on_nonfinite, self.mesh = data, local, on_nonfinite, mesh
+        self._engine = engine.Engine(
+            model=model,
+            algorithm=algorithm,
+            local=local,
+            mesh=mesh,
+            lanes=_lanes(lanes, capacity, mesh),
+            cohort_size=cohort_size,
+            bernoulli=bernoulli,
+            drop_nonfinite=on_nonfinite == "drop_client",
+            num_clients=N,
+            mean_size=len(data.x) / N,
+            max_size=int(data.sizes.max()),
+            capacity=capacity,
+            decode=_decoder(data),
+        )
+        _check_model(model, data, self._engine.decode)
+        self._arrays = engine.place(data, mesh, eval_batch_size)
+        self._round = jax.jit(partial(engine.round_fn, self._engine), donate_argnums=0 if donate else ())
+        self._evaluate = jax.jit(partial(engine.evaluate, self._engine))
+        self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, self._engine))
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm simulated."""
+        return self._engine.algorithm
+
+    @property
+    def model(self) -> Model:
+        """The model trained."""
+        return self._engine.model
+
+    @property
+    def lanes(self) -> int:
+        """L, clients trained side by side on one device."""
+        return self._engine.lanes
+
+    def init(self, key: jax.Array, params: Params | None = None) -> ServerState:
+        """The state before round 0. ``key`` (``jax.random.key(seed)``) decides the initial parameters, unless
+        ``params`` are given, and all cohorts, shuffles and dropout to come."""
+        init_key, round_key = jax.random.split(key)
+        if params is None:
+            params = self.model.init(init_key)
+        else:
+            _check_params(params, jax.eval_shape(self.model.init, init_key))
+            params = jax.tree.map(jnp.array, params)  # a copy, so that donation never deletes the caller's
+        N = self.data.num_clients
+        client = self.algorithm.init_client(params)
+        clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (N, *jnp.shape(c))), client)
+        state = ServerState(jnp.zeros((), jnp.int32), round_key, self.algorithm.init_server(params), clients)
+        if isinstance(round_key, jax.core.Tracer):
+            return state
+        return jax.device_put(jax.tree.map(jnp.array, state), NamedSharding(self.mesh, P()))
+
+    def round_fn(
+        self, state: ServerState, cohort: Sequence[int] | np.ndarray | jax.Array | None = None
+    ) -> tuple[ServerState, dict[str, jax.Array]]:
+        """One round. Pure: the same state gives the same result, bit for bit, and stays valid (unless donated).
+
+        Args:
+          state: from `init` or an earlier round.
+          cohort: client ids, distinct and in 0..N-1; default: drawn from the state's own key.
+
+        Returns:
+          The next state, and info: ``cohort`` int32 [K] (-1 where a Bernoulli cohort is not filled up), per-client
+          ``size``, ``weight``, ``loss`` (mean over the local steps), ``finite``, all [K], and the scalars ``lr``,
+          ``steps`` (needed by the cohort) and ``executed_steps`` (run, idle lanes included).
+
+        Raises:
+          ValueError: an empty cohort, ids out of range or twice.
+          FloatingPointError: with ``on_nonfinite="raise"``, an update that is not finite.
+        """
+        if cohort is not None and not isinstance(cohort, jax.core.Tracer):
+            cohort = _check_cohort(cohort, self.data.num_clients)
+        new, info = self._round(state, self._arrays, cohort)
+        if self.on_nonfinite == "raise" and not isinstance(new.round, jax.core.Tracer):
+            finite = np.asarray(info["finite"])
+            if not finite.all():
+                ids = np.asarray(info["cohort"])[~finite]
+                raise FloatingPointError(_nonfinite_message(int(state.round), ids, len(finite)))
+        return new, info
+
+    def evaluate(self, state: ServerState) -> dict[str, float]:
+        """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only)."""
+        return {name: float(value) for name, value in self._evaluate(state.params, self._test()).items()}
+
+    def evaluate_clients(self, state: ServerState) -> dict[str, np.ndarray]:
+        """The same for every client's own test rows, float [N]; NaN for a client without any.
+
+        Raises ValueError unless the test set is cut into clients (natural partitions, ``test_clients=``).
+        """
+        sizes = self.data.test_sizes
+        if sizes is None:
+            raise ValueError("the test set is not cut into clients: build the data with test_clients= or test_parts=")
+        client = np.repeat(np.arange(len(sizes)), sizes)
+        rows = self._evaluate_rows(state.params, self._test())
+        flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
+        with np.errstate(invalid="ignore"):
+            return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
+
+    def run(
+        self,
+        state: ServerState,
+        rounds: int,
+        eval_every: int = 10,
+        *,
+        progress: bool = True,
+        on_round: Callable[[Record], None] | None = None,
+    ) -> tuple[ServerState, list[Record]]:
+        """Runs ``rounds`` rounds from ``state``; returns the last state and the history, one dict a round.
+
+        A record holds ``round`` (rounds done so far), ``train_loss`` (mean of the cohort's, by rows), ``clients``,
+        ``lr``, ``steps``, ``executed_steps`` and ``seconds``; after every ``eval_every``-th round and the last also
+        `evaluate`'s ``loss`` and ``accuracy`` (0, or no test set: never). ``on_round(record)`` is called as each round
+        ends. Ctrl-C ends the run after the round in progress (a second one at once) and returns what is done.
+        """
+        _check_integer("rounds", rounds, "an integer >= 0", 0)
+        _check_integer("eval_every", eval_every, "an integer >= 0 (0: never)", 0)
+        if self.data.x_test is None:
+            eval_every = 0
+        history: list[Record] = []
+        done = start = int(state.round)
+        clock = time.perf_counter()
+        warned = False
+
+        def finish(pending: tuple) -> None:
+            nonlocal clock, done, warned
+            info, scores = jax.device_get(pending)
+            now = time.perf_counter()
+            done += 1
+            record = _record(done, info) | {"seconds": now - clock} | {k: float(v) for k, v in scores.items()}
+            clock = now
+            history.append(record)
+            bar.update(1)
+            shown = {k: f"{record[k]:.4f}" for k in ("train_loss", "accuracy") if k in record}
+            bar.set_postfix(postfix | shown)
+            postfix.update({k: v for k, v in shown.items() if k == "accuracy"})
+            if not info["finite"].all() and not warned:
+                warned = True
+                ids = info["cohort"][~info["finite"]]
+                warnings.warn(_nonfinite_message(done - 1, ids, len(info["finite"])), RuntimeWarning, stacklevel=3)
+            if on_round is not None:
+                on_round(record)
+
+        postfix: dict[str, str] = {}
+        pending: tuple | None = None
+        with _stop_on_interrupt() as stop, _progress_bar(rounds, self.algorithm.name, progress) as bar:
+            try:
+                for t in range(start + 1, start + rounds + 1):
+                    if stop.is_set():
+                        break
+                    state, info = self.round_fn(state)
+                    scores = {}
+                    if eval_every and (t % eval_every == 0 or t == start + rounds):
+                        scores = self._evaluate(state.params, self._test())
+                    previous, pending = pending, (info, scores)
+                    if previous is not None:  # one round stays in flight, so the device never waits for Python
+                        finish(previous)
+                if pending is not None:
+                    finish(pending)
+            except KeyboardInterrupt:
+                if pending is not None and done < int(state.round):
+                    finish(pending)
+        return state, history
+
+    def _test(self) -> engine.TestRows:
+        if self._arrays.test is None:
+            raise ValueError("evaluating needs a test set: pass test=(x, y) to FederatedData.from_clients")
+        return self._arrays.test
+
+    def __repr__(self) -> str:
+        e = self._engine
+        return (
+            f"Simulation({e.algorithm.name}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
+            f"{e.lanes} lanes on {e.mesh.size} {self.mesh.devices.flat[0].platform} devices)"
+        )
+
+
+def _record(done: int, info: dict[str, np.ndarray]) -> Record:
+    present = info["cohort"] >= 0
+    sizes = np.where(present, info["size"], 0)
+    return {
+        "round": done,
+        "train_loss": float(np.where(present, info["loss"], 0) @ (sizes / sizes.sum())),
+        "clients": int(present.sum()),
+        "lr": float(info["lr"]),
+        "steps": int(info["steps"]),
+        "executed_steps": int(info["executed_steps"]),
+    }
+
+
+def _nonfinite_message(t: int, ids: np.ndarray, K: int) -> str:
+    some = ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
+    return (
+        f"round {t}: {len(ids)} of {K} client updates are not finite (clients {some}): lower lr, set clip_norm, or "
+        'choose on_nonfinite="drop_client"'
+    )
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[threading.Event]:
+    """The first SIGINT asks the loop to stop after its round; the second raises KeyboardInterrupt."""
+    stop = threading.Event()
+
+    def handler(signum: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        print("\nstopping after this round; press Ctrl-C again to stop at once", flush=True)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    old = signal.signal(signal.SIGINT, handler)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+def _progress_bar(rounds: int, name: str, shown: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=rounds, desc=name, unit="round", disable=not shown, dynamic_ncols=True)
+
+
+def _decoder(data: FederatedData) -> Callable[[jax.Array], jax.Array]:
+    """Stored rows -> what the model sees: uint8 images as float32 in [0, 1], or standardised."""
+    mean, std = data.mean, data.std
+
+    def decode(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.uint8:
+            x = x.astype(jnp.float32) / 255
+        if mean is not None and std is not None:
+            shape = (1,) * (x.ndim - mean.ndim) + mean.shape
+            x = (x - mean.reshape(shape)) / std.reshape(shape)
+        return x
+
+    return decode
+
+
+def _lanes(lanes: int | str | None, capacity: int, mesh: Mesh) -> int:
+    per_device = -(-capacity // mesh.size)
+    if lanes == "auto":
+        return 1 if mesh.devices.flat[0].platform == "cpu" else min(per_device, 64)
+    if lanes is None:
+        return 1
+    _check_integer("lanes", lanes, 'an integer >= 1, or "auto"', 1)
+    return min(int(lanes), per_device)
+
+
+def _bernoulli_capacity(N: int, cohort_size: int) -> int:
+    """The size that a Binomial(N, K/N) cohort exceeds with probability under 1e-12."""
+    from scipy.stats import binom
+
+    return min(N, max(1, int(binom.isf(1e-12, N, cohort_size / N))))
+
+
+def _check_integer(name: str, value: Any, allowed: str, low: int, high: float = np.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
+    for name, value, kind, hint in (
+        ("model", model, Model, "fd.models.lenet5() or fd.Model(init=..., apply=...)"),
+        ("data", data, FederatedData, "fd.datasets.load(...) or fd.FederatedData.from_clients(...)"),
+        ("algorithm", algorithm, Algorithm, "fd.algorithms.fedavg() (with the parentheses)"),
+        ("local", local, LocalTraining, "fd.LocalTraining(...)"),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}: pass {hint}")
+
+
+def _check_cohort(cohort: Any, N: int) -> jax.Array:
+    ids = np.asarray(cohort)
+    if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"cohort must be one axis of at least 1 client id, got {ids.dtype}{list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= N:
+        bad = ids[(ids < 0) | (ids >= N)][0]
+        raise ValueError(f"cohort must hold client ids in 0..{N - 1}, got {bad}")
+    values, counts = np.unique(ids, return_counts=True)
+    if counts.max() > 1:
+        raise ValueError(
+            f"cohort must hold every client once, got client {values[counts.argmax()]} {counts.max()} times"
+        )
+    return jnp.asarray(ids, jnp.int32)
+
+
+def _check_params(params: Params, expected: Params) -> None:
+    def describe(tree: Any) -> dict[str, str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{jnp.result_type(a)}{list(jnp.shape(a))}" for path, a in leaves}
+
+    got, want = describe(params), describe(expected)
+    if got != want:
+        differences = [f"{k}: {got.get(k, 'missing')} instead of {want.get(k, 'nothing')}" for k in {**want, **got}
+                       if got.get(k) != want.get(k)]  # fmt: skip
+        raise ValueError("params must be shaped like model.init's: " + "; ".join(differences[:3]))
+
+
+def _check_model(model: Model, data: FederatedData, decode: Callable) -> None:
+    """The model accepts the data's rows, and integer labels are classes it knows."""
+    rows = jax.ShapeDtypeStruct((2, *data.x.shape[1:]), jax.dtypes.canonicalize_dtype(data.x.dtype))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    try:
+        logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows)
+    except Exception as error:
+        raise ValueError(
+            f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
+    labels = [("training", data.y)] + ([("test", data.y_test)] if data.y_test is not None else [])
+    default_loss = model.loss is Model._field_defaults["loss"]
+    for kind, y in labels:
+        if not default_loss:
+            continue
+        if not np.issubdtype(y.dtype, np.integer):
+            raise ValueError(
+                f"{kind} labels must be integers for the default loss, got {y.dtype}: pass Model(loss=...)"
+            )
+        C = logits.shape[-1] if logits.ndim > 1 else 0
+        if y.min() < 0 or y.max() >= C:
+            raise ValueError(
+                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {y.min()}..{y.max()}: "
+                "use a model with more classes, or relabel"
+            )

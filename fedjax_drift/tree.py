@@ -1,0 +1,29 @@
+"""The few reductions over pytrees of parameters. Elementwise equations are written out as ``jax.tree.map``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift.types import PyTree
+
+
+def zeros_like(tree: PyTree) -> PyTree:
+    """A tree of zeros of the same shapes and dtypes."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def subtract(a: PyTree, b: PyTree) -> PyTree:
+    """a - b."""
+    return jax.tree.map(lambda a, b: a - b, a, b)
+
+
+def size(tree: PyTree) -> int:
+    """Number of values in all leaves, d for a model's parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """bool []: no NaN and no infinity in any floating leaf."""
+    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack(leaves).all() if leaves else jnp.array(True)

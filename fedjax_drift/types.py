@@ -1,0 +1,162 @@
+"""The central types. Read this first, then engine.py, then one file of algorithms/.
+
+Axis letters, in every shape comment of the library:
+
+    N  clients in the federation        M  rows of the flat data set
+    K  clients in this round's cohort   B  rows of a minibatch
+    L  lanes trained side by side       E  local epochs
+    d  parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+PyTree = Any
+Params = PyTree
+Metrics = Mapping[str, jax.Array]
+
+
+class Batch(NamedTuple):
+    """One minibatch of one client. The last batch of an epoch may be short: its other rows are masked out."""
+
+    x: jax.Array  # [B, ...] as the model sees it (uint8 images already scaled)
+    y: jax.Array  # [B, ...]
+    mask: jax.Array  # bool [B], True for real rows; at least one is
+
+
+class Model(NamedTuple):
+    """A model is two pure functions; everything else is optional.
+
+    >>> import fedjax_drift as fd
+    >>> model = fd.Model(init=lambda key: jnp.zeros(3), apply=lambda w, x: x @ w, loss=lambda z, y: (z - y) ** 2)
+    >>> model.loss(model.apply(jnp.ones(3), jnp.ones((2, 3))), jnp.zeros(2)).tolist()
+    [9.0, 9.0]
+    """
+
+    init: Callable[[jax.Array], Params]
+    """``init(key) -> params``."""
+    apply: Callable[[Params, jax.Array], jax.Array]
+    """``apply(params, x [B, ...]) -> logits [B, C]``, deterministic: what evaluation uses."""
+    loss: Callable[[jax.Array, jax.Array], jax.Array] = lambda logits, y: cross_entropy(logits, y)
+    """``loss(logits, y) -> [B]``, one loss a row. Default: softmax cross-entropy with integer labels."""
+    train_apply: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
+    """``train_apply(params, x, key) -> logits`` for models that draw random numbers in training (dropout)."""
+    features: Callable[[Params, jax.Array], jax.Array] | None = None
+    """``features(params, x) -> [B, F]``, the representation before the classifier (MOON needs it)."""
+    head: Callable[[Params, jax.Array], jax.Array] | None = None
+    """``head(params, features) -> logits``, the classifier alone."""
+    cosine: bool = False
+    """A promise that `apply` returns cosines in [-1, 1] (LfD needs it)."""
+
+    @classmethod
+    def from_linen(cls, module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
+        """A model from any ``flax.linen`` module. ``input_shape`` is one row's shape, without the batch axis.
+
+        A module whose ``__call__`` takes ``train`` gets ``train=True`` and a "dropout" key in training; its methods
+        ``features`` and ``head``, if any, become the model's. ``options`` replace fields of `Model` (``loss=``, ...).
+        Raises ValueError for modules with running statistics (BatchNorm): use GroupNorm.
+        """
+        from fedjax_drift.models import adapters
+
+        return adapters.from_linen(module, input_shape, **options)
+
+    @classmethod
+    def from_nnx(cls, module: Any, input_shape: tuple[int, ...] | None = None, **options: Any) -> Model:
+        """A model from ``flax.nnx``: a function ``nnx.Rngs -> module`` or a module.
+
+        A function is called with the initialisation key, so every seed has its own parameters; a module's own
+        parameters are used whatever the key. ``options`` as in `from_linen`.
+        """
+        from fedjax_drift.models import adapters
+
+        return adapters.from_nnx(module, input_shape, **options)
+
+
+def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """Softmax cross-entropy with integer labels, [B]; a sequence's loss is the mean over its positions."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return loss.mean(axis=tuple(range(1, loss.ndim)))
+
+
+class Work(NamedTuple):
+    """One client's work in one round, all that its update may look at."""
+
+    size: jax.Array  # int32 [], n_i, rows of this client
+    num_steps: jax.Array  # int32 [], K_i = E * ceil(n_i / B)
+    lr: jax.Array  # float [], eta_t
+    key: jax.Array  # this client's key of this round
+    epochs: int  # E
+    optimizer: optax.GradientTransformation  # gradient -> direction: clip, weight decay, momentum
+    epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
+    """``epoch(key)`` shuffles the client's rows; the result maps a step k in 0..ceil(n_i / B)-1 to its batch."""
+    model: Model
+
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        """Mean loss over the batch's real rows, a scalar."""
+        model = self.model
+        logits = model.train_apply(params, batch.x, key) if model.train_apply else model.apply(params, batch.x)
+        return batch_mean(model.loss(logits, batch.y), batch.mask)
+
+
+def batch_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean of ``values [B]`` over the rows where ``mask [B]`` is True."""
+    return jnp.where(mask, values, 0).sum() / mask.sum()
+
+
+class ClientResult(NamedTuple):
+    """What one client's update returns."""
+
+    message: PyTree  # uploaded; the server sees only the cohort's weighted mean of it
+    weight: jax.Array  # [] its weight in that mean: n_i or 1
+    state: PyTree  # what the client keeps until its next round; () when stateless
+    metrics: Metrics  # scalars for a person to look at
+
+
+class Round(NamedTuple):
+    """What everyone knows about a round."""
+
+    t: jax.Array  # int32 [], from 0
+    lr: jax.Array  # float [], eta_t
+    participation: jax.Array  # float [], |S| / N
+    num_clients: int  # N
+    mean_size: float  # mean of n_i over the federation
+
+
+class Algorithm(NamedTuple):
+    """A federated algorithm is a value made of pure functions; its factory captures the hyper-parameters.
+
+    The server sees only a weighted mean of messages, never one client's message: that is what secure aggregation
+    allows in the field, and it is what lets the engine stream a cohort of any size through L lanes and one sum.
+    """
+
+    init_server: Callable[[Params], Any]
+    """``init_server(params) -> server``, a pytree with an attribute ``params``, the global model w."""
+    init_client: Callable[[Params], PyTree]
+    """``init_client(params) -> client``, what ONE client keeps between its rounds; () when stateless."""
+    client_update: Callable[[Any, PyTree, Work], ClientResult]
+    """ONE client's round, no client axis."""
+    server_update: Callable[[Any, PyTree, Round], Any]
+    """``server_update(server, mean, round) -> server``; mean: the cohort's weighted mean message."""
+    observe: Callable[[Any, Metrics], Any] | None = None
+    """``observe(server, metrics) -> server``: when given, every round evaluates the new model and shows it."""
+    name: str = "algorithm"
+
+
+class ServerState(NamedTuple):
+    """All that the next round needs. Immutable; `Simulation.round_fn` maps one to the next."""
+
+    round: jax.Array  # int32 [], rounds done
+    key: jax.Array  # never changes: round t draws from fold_in(key, t)
+    server: Any  # the algorithm's server variables
+    clients: PyTree  # client states, every leaf [N, ...]
+
+    @property
+    def params(self) -> Params:
+        """The global model w that is sent to clients."""
+        return self.server.params

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from fedjax_drift.data import partition
+from fedjax_drift.data.partition import by_writer, dirichlet, iid, shards
+
+ALPHAS = (5e-324, 1e-6, 0.01, 0.3, 100.0, 1e6, 1e300)
+# Gaps, a negative label, a class of one row, sizes that no tested N divides.
+LABELS = np.random.default_rng(7).permutation(np.repeat([-3, 0, 1, 2, 40, 41], [1, 7, 90, 400, 251, 250]))
+SKEWED = np.random.default_rng(8).permutation(np.repeat([0, 1, 2, 3], [28000, 8000, 3000, 1000]))
+
+
+def recipes(seed: int) -> list[partition.Partition]:
+    numbers = (1, 2, 37, 99, 999)
+    dealt = itertools.product(numbers, ALPHAS, ("client", "global"), (0.0, 0.3, 3.0))
+    return [
+        *(iid(n, seed, sigma) for n in numbers for sigma in (0.0, 0.3, 50.0)),
+        *(shards(n, k, seed) for n, k in ((1, 1), (2, 3), (37, 4), (99, 10), (999, 1))),
+        *(dirichlet(n, a, seed, prior=prior, size_sigma=sigma) for n, a, prior, sigma in dealt),
+        *(dirichlet(99, a, seed, size_sigma=2.0, min_size=5) for a in ALPHAS),
+        *(
+            dirichlet(n, a, seed, prior="class", min_size=size)
+            for n, a, size in itertools.product(numbers, ALPHAS, (1, 5, 10))
+            if n * size <= LABELS.size
+        ),
+    ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_recipe_keeps_its_promises():
+    other_seed = iter(recipes(seed=4))
+    for recipe in recipes(seed=3):
+        parts, again, other = recipe(LABELS), recipe(LABELS), next(other_seed)(LABELS)
+        arguments = recipe.arguments
+        sizes = np.array([len(rows) for rows in parts])
+        assert len(parts) == recipe.num_clients, recipe
+        assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in parts), recipe
+        np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(LABELS.size), repr(recipe))
+        assert sizes.min() >= arguments.get("min_size", 1), recipe
+        if arguments.get("size_sigma") == 0 and arguments.get("prior") != "class":
+            assert sizes.max() - sizes.min() <= 1, recipe
+        assert all(map(np.array_equal, parts, again)), recipe
+        if len(parts) > 1:
+            assert not all(map(np.array_equal, parts, other)), recipe
+
+
+def test_equal_sizes_differ_by_at_most_one_whatever_the_numbers():
+    for rows, clients in itertools.product((60_000, 50_000, 1001, 1000), (3, 7, 100, 499, 1000)):
+        sizes = partition._apportion(rows, np.ones(clients))
+        assert sizes.sum() == rows and set(sizes) <= {rows // clients, -(-rows // clients)}
+
+
+def test_size_sigma_is_the_spread_of_the_log_size():
+    for recipe in (iid(400, 0, 0.3), dirichlet(400, 0.3, size_sigma=0.3)):
+        sizes = np.array([len(rows) for rows in recipe(SKEWED)])
+        assert np.log(sizes).std() == pytest.approx(0.3, rel=0.12)
+
+
+def label_mix(recipe: partition.Partition, y: np.ndarray) -> np.ndarray:
+    """Relative label frequencies [N, C]."""
+    counts = np.array([np.bincount(y[rows], minlength=y.max() + 1) for rows in recipe(y)])
+    return counts / counts.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(("prior", "concentration"), [("client", lambda a: a), ("global", lambda a: a / 10)])
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 3.0, 1000.0])
+def test_label_mixes_spread_as_the_dirichlet_says(prior, concentration, alpha):
+    y = np.repeat(np.arange(10), 4000)
+    size, a = 20, concentration(alpha)
+    purity = (label_mix(dirichlet(2000, alpha, prior=prior), y) ** 2).sum(axis=1).mean()
+    # E sum_c p_c^2 under Dir(a 1_10), seen through `size` draws; few turns meet a used-up class.
+    assert purity == pytest.approx(1 / size + (1 - 1 / size) * (a + 1) / (10 * a + 1), rel=0.05)
+
+
+def test_class_prior_spreads_each_class_as_the_dirichlet_says():
+    y = np.repeat(np.arange(2), 20_000)
+    share = [len(dirichlet(4, 5.0, s, prior="class")(y[:20_000])[0]) / 20_000 for s in range(400)]
+    assert np.mean(share) == pytest.approx(1 / 4, abs=0.02)
+    assert np.var(share) == pytest.approx(1 / 4 * 3 / 4 / (4 * 5 + 1), rel=0.25)
+    # Whoever holds more than its part after the first class gets nothing of the second.
+    parts = dirichlet(4, 0.5, 1, "class")(y)
+    first, second = np.array([np.bincount(y[rows], minlength=2) for rows in parts]).T
+    assert (first >= 10_000).any() and not second[first >= 10_000].any()
+
+
+def test_class_prior_rounds_without_favour():
+    y = np.repeat(np.arange(10), 100)
+    sizes = [len(dirichlet(300, 1e6, s, prior="class", min_size=1)(y)[0]) for s in range(60)]
+    assert np.mean(sizes) == pytest.approx(1000 / 300, abs=0.4)
+
+
+def test_global_prior_is_centred_on_a_skewed_label_frequency():
+    p = np.bincount(SKEWED) / SKEWED.size
+    kept = label_mix(dirichlet(100, alpha=1e6, prior="global"), SKEWED)
+    np.testing.assert_allclose(kept.mean(axis=0), p, atol=1e-9)
+    assert np.abs(kept - p).max() < 5 * np.sqrt(0.21 / 400)  # binomial noise of 400 rows
+    # Var p_c = p_c (1 - p_c) / (alpha + 1) for Dir(alpha p).
+    spread = label_mix(dirichlet(1000, alpha=20, prior="global"), SKEWED).var(axis=0)
+    np.testing.assert_allclose(spread, p * (1 - p) * (1 / 21 + (20 / 21) / 40), rtol=0.15)
+
+
+def deal_one_by_one(rng, class_sizes, sizes, alpha):
+    """The authors' procedure as its description reads: counts [N, C]."""
+    mixes = rng.dirichlet(np.full(len(class_sizes), alpha), len(sizes))
+    left, counts = list(class_sizes), np.zeros((len(sizes), len(class_sizes)), int)
+    while any(left):
+        i = rng.integers(len(sizes))
+        if counts[i].sum() == sizes[i]:
+            continue
+        while not left[c := rng.choice(len(left), p=mixes[i])]:
+            pass
+        left[c] -= 1
+        counts[i, c] += 1
+    return counts
+
+
+def test_dealing_all_turns_at_once_has_the_law_of_dealing_one_by_one():
+    class_sizes, sizes, draws = np.array([1, 5, 5]), np.array([1, 3, 7]), 3000
+    alpha = 1.5  # at small alpha the literal procedure hardly ever ends
+    y, rng = np.repeat(np.arange(3), class_sizes), np.random.default_rng(0)
+    at_once, one_by_one = np.zeros((2, draws, 3, 3))
+    for k in range(draws):
+        mixes = partition._log_gamma(rng, alpha, (3, 3))
+        np.add.at(at_once[k], (partition._deal(rng, y, class_sizes, sizes, mixes), y), 1)
+        one_by_one[k] = deal_one_by_one(rng, class_sizes, sizes, alpha)
+    for moment in (lambda x: x, np.square):
+        error = np.sqrt((moment(at_once).var(0) + moment(one_by_one).var(0)) / draws)
+        gap = moment(at_once).mean(0) - moment(one_by_one).mean(0)
+        assert (np.abs(gap) <= 4 * error + 1e-12).all()
+
+
+def test_a_used_up_class_leaves_the_ratios_of_the_others():
+    mixes = np.array([[0.0, -2000.0, -2000.0 - np.log(3)]])  # classes 1 and 2 underflow beside 0
+    drawn = partition._draw(np.random.default_rng(0), mixes, np.array([False, True, True]), np.zeros(20_000, int))
+    assert np.bincount(drawn, minlength=3)[0] == 0
+    assert (drawn == 1).mean() == pytest.approx(3 / 4, abs=0.015)
+
+
+def test_repair_takes_from_the_largest():
+    assert partition._top_up(np.array([0, 9, 3, 7, 1]), 3).tolist() == [3, 5, 3, 6, 3]
+    parts = dirichlet(50, 1e-6, seed=0, prior="class", min_size=15)(LABELS)
+    sizes = np.array([len(rows) for rows in parts])
+    assert sizes.min() == 15 and (sizes == 15).sum() > 25  # a draw fills six clients
+
+
+@pytest.mark.parametrize("per_client", [1, 2, 4])
+def test_shards_hold_few_labels(per_client):
+    y = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
+    parts = shards(100, per_client, seed=5)(y)  # blocks end where labels end
+    labels = np.array([np.unique(y[rows]).size for rows in parts])
+    assert labels.max() == per_client and {len(rows) for rows in parts} == {500}
+    cut_across = [np.unique(LABELS[rows]).size for rows in shards(31, per_client)(LABELS)]
+    assert max(cut_across) <= 3 + 2 * (per_client - 1)  # one block may meet three classes
+
+
+def test_rows_of_one_label_are_shuffled():
+    one_label = np.zeros(1000, int)
+    for recipe in (iid(2), shards(2, 1), *(dirichlet(2, 100, prior=p) for p in partition.PRIORS)):
+        rows = recipe(one_label)[0]
+        assert np.corrcoef(np.isin(np.arange(1000), rows), np.arange(1000))[0, 1] ** 2 < 0.02, recipe
+
+
+def test_writers_come_in_increasing_order():
+    writer = np.array([30, 5, 30, 5, 7])
+    parts = by_writer()(np.zeros(5, int), writer)
+    assert [rows.tolist() for rows in parts] == [[1, 3], [4], [0, 2]]
+    names = by_writer()(np.zeros(3, int), np.array(["b", "a", "b"]))
+    assert [rows.tolist() for rows in names] == [[1], [0, 2]]
+    assert by_writer().num_clients is None
+
+
+def test_a_recipe_is_a_value():
+    recipe = dirichlet(100, alpha=0.3, seed=0)
+    assert eval(repr(recipe)) == recipe != dirichlet(100, alpha=0.3, seed=1)
+    assert hash(recipe) == hash(dirichlet(100, 0.3, 0))
+    assert recipe.num_clients == 100 and recipe.arguments["min_size"] == 1
+    assert repr(by_writer()) == "by_writer()"
+
+
+@pytest.mark.parametrize("prior", partition.PRIORS)
+@pytest.mark.parametrize("alpha", [1e-6, 1e6])
+def test_ten_thousand_clients(prior, alpha):
+    y = np.repeat(np.arange(10), 6000)
+    parts = dirichlet(10_000, alpha, prior=prior, min_size=2)(y)
+    assert min(map(len, parts)) >= 2 and np.unique(np.concatenate(parts)).size == y.size
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: iid(0), "num_clients must be an integer >= 1, got 0"),
+        (lambda: iid(2.0), "num_clients must be an integer >= 1, got 2.0"),
+        (lambda: iid(True), "num_clients must be an integer >= 1, got True"),
+        (lambda: iid(2, seed=-1), "seed must be an integer >= 0, got -1"),
+        (lambda: iid(2, size_sigma=-0.1), "size_sigma must be >= 0 and finite, got -0.1"),
+        (lambda: dirichlet(2, 0.0), "alpha must be > 0 and finite, got 0.0: use a small value"),
+        (lambda: dirichlet(2, np.nan), "alpha must be > 0 and finite, got nan"),
+        (lambda: dirichlet(2, np.inf), "alpha must be > 0 and finite, got inf"),
+        (lambda: dirichlet(2, 1, prior="clas"), "got 'clas': did you mean 'class'?"),
+        (lambda: dirichlet(2, 1, min_size=0), "min_size must be an integer >= 1, got 0"),
+        (lambda: dirichlet(2, 1, prior="class", size_sigma=0.3), "size_sigma must be 0 with"),
+        (lambda: shards(2, 0), "per_client must be an integer >= 1, got 0"),
+        (
+            lambda: iid(1000)(LABELS),
+            "num_clients=1000 needs at least 1000 rows, the data set has 999: use num_clients <= 999",
+        ),
+        (lambda: shards(100, 10)(LABELS), "use per_client <= 9 or num_clients <= 99"),
+        (
+            lambda: dirichlet(100, 1, prior="class")(LABELS),
+            "num_clients=100 with min_size=10 needs at least 1000 rows, the data set has 999: "
+            "use min_size <= 9 or num_clients <= 99",
+        ),
+        (lambda: dirichlet(1000, 1, min_size=1000)(LABELS), "use more data"),
+        (lambda: dirichlet(9, 1, min_size=112)(LABELS), "use min_size <= 111 or num_clients <= 8"),
+        (lambda: iid(2)(LABELS[:, None]), "y must be one-dimensional integer labels"),
+        (lambda: iid(2)(LABELS / 2), "got float64 of shape"),
+        (lambda: by_writer()(LABELS), "has no writers: use iid, dirichlet or shards"),
+        (lambda: by_writer()(LABELS, LABELS[1:]), "strings of shape (999,), got int64 of"),
+    ],
+)
+def test_bad_input_says_what_to_do(make, message):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert message in str(error.value)
