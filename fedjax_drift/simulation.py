@@ -100,7 +100,12 @@ class Simulation:
         )
         _check_model(model, data, self._engine.decode)
         self._arrays = engine.place(data, mesh, eval_batch_size)
-        self._round = jax.jit(partial(engine.round_fn, self._engine), donate_argnums=0 if donate else ())
+        # A state always leaves a round placed as it came in, so that the next round finds the program compiled.
+        self._round = jax.jit(
+            partial(engine.round_fn, self._engine),
+            donate_argnums=0 if donate else (),
+            out_shardings=(NamedSharding(mesh, P()), None),
+        )
         self._evaluate = jax.jit(partial(engine.evaluate, self._engine))
         self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, self._engine))
 
@@ -127,14 +132,12 @@ class Simulation:
             params = self.model.init(init_key)
         else:
             _check_params(params, jax.eval_shape(self.model.init, init_key))
-            params = jax.tree.map(jnp.array, params)  # a copy, so that donation never deletes the caller's
+            params = jax.tree.map(jnp.asarray, params)
         N = self.data.num_clients
         client = self.algorithm.init_client(params)
         clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (N, *jnp.shape(c))), client)
         state = ServerState(jnp.zeros((), jnp.int32), round_key, self.algorithm.init_server(params), clients)
-        if isinstance(round_key, jax.core.Tracer):
-            return state
-        return jax.device_put(jax.tree.map(jnp.array, state), NamedSharding(self.mesh, P()))
+        return self._here(jax.tree.map(jnp.array, state))  # arrays of its own, so that donation deletes only them
 
     def round_fn(
         self, state: ServerState, cohort: Sequence[int] | np.ndarray | jax.Array | None = None
@@ -156,7 +159,7 @@ class Simulation:
         """
         if cohort is not None and not isinstance(cohort, jax.core.Tracer):
             cohort = _check_cohort(cohort, self.data.num_clients)
-        new, info = self._round(state, self._arrays, cohort)
+        new, info = self._round(self._here(state), self._arrays, cohort)
         if self.on_nonfinite == "raise" and not isinstance(new.round, jax.core.Tracer):
             finite = np.asarray(info["finite"])
             if not finite.all():
@@ -166,7 +169,7 @@ class Simulation:
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only)."""
-        return {name: float(value) for name, value in self._evaluate(state.params, self._test()).items()}
+        return {name: float(value) for name, value in self._evaluate(self._here(state).params, self._test()).items()}
 
     def evaluate_clients(self, state: ServerState) -> dict[str, np.ndarray]:
         """The same for every client's own test rows, float [N]; NaN for a client without any.
@@ -177,7 +180,7 @@ class Simulation:
         if sizes is None:
             raise ValueError("the test set is not cut into clients: build the data with test_clients= or test_parts=")
         client = np.repeat(np.arange(len(sizes)), sizes)
-        rows = self._evaluate_rows(state.params, self._test())
+        rows = self._evaluate_rows(self._here(state).params, self._test())
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         with np.errstate(invalid="ignore"):
             return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
@@ -246,6 +249,12 @@ class Simulation:
                 if pending is not None and done < int(state.round):
                     finish(pending)
         return state, history
+
+    def _here(self, state: ServerState) -> ServerState:
+        """The state on this simulation's devices (it may come from another's)."""
+        if isinstance(state.round, jax.core.Tracer) or state.round.sharding.device_set == set(self.mesh.devices.flat):
+            return state
+        return jax.device_put(state, NamedSharding(self.mesh, P()))
 
     def _test(self) -> engine.TestRows:
         if self._arrays.test is None:

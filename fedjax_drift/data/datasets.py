@@ -79,7 +79,7 @@ def load(
     Raises ValueError for an unknown data set or option, an illegal value, and a file that is damaged, foreign or
     unreadable; FileNotFoundError, naming the file and the command that makes it, when the data are not on this machine.
     """
-    if name not in DATASETS:
+    if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}{_nearest(name, NAMES)}")
     make = DATASETS[name]
     known = [key for key, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY]
@@ -101,7 +101,7 @@ def _deal(name: str, samples: Samples, recipe: Partition, standardize: bool) -> 
     (x, y), test, writer, test_writer, mean, std = samples
     if not standardize:
         mean = std = None
-    if recipe != by_writer() or writer is None or (np.diff(writer) < 0).any():
+    if recipe != by_writer() or writer is None or (writer[1:] < writer[:-1]).any():
         parts = recipe(y, writer=writer)
         return FederatedData.from_partition(x, y, parts, test, mean=mean, std=std, name=name)
     # The rows lie grouped by writer already: keep them in place, glyphs are half a gigabyte.
@@ -109,8 +109,8 @@ def _deal(name: str, samples: Samples, recipe: Partition, standardize: bool) -> 
     test_sizes = None
     if test_writer is not None:
         test_sizes = np.bincount(np.searchsorted(ids, test_writer), minlength=len(ids))
-    stats = (None if stat is None else np.asarray(stat, np.float32) for stat in (mean, std))
-    return FederatedData(x, y, sizes, *test, test_sizes, *stats, name=name)
+    stats = [None if stat is None else np.asarray(stat, np.float32) for stat in (mean, std)]
+    return FederatedData(x, y, sizes, test[0], test[1], test_sizes, stats[0], stats[1], name)
 
 
 def synthetic(
@@ -167,7 +167,8 @@ def _synthetic(
     iid_sol: bool | None = None,
     iid_data: bool | None = None,
 ) -> Samples:
-    if variant not in VARIANTS:
+    """Linear classification with a knob for each kind of drift: see `synthetic`."""
+    if variant not in tuple(VARIANTS):
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}{_nearest(variant, VARIANTS)}")
     for key, spread in (("alpha", alpha), ("beta", beta)):
         if isinstance(spread, bool) or not isinstance(spread, Real) or not 0 <= spread < math.inf:
@@ -210,24 +211,24 @@ def _glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3
     """Drawn characters in thousands of hands, the built-in stand-in for FEMNIST.
 
     62 classes in LEAF's order, uint8 [28, 28, 1], 255 = ink, no mean and std; `num_writers` >= 1 clients of 19 to 460
-    training rows, each with its own test rows. Drawn on the first use (about a minute for 3,400 writers), kept in the
+    training rows, each with its own test rows. Drawn on the first use (a minute or two for 3,400 writers), kept in the
     cache. See `fedjax_drift.data.glyphs.make_glyphs`.
     """
-    from fedjax_drift.data.glyphs import make_glyphs  # needs matplotlib and Pillow
+
+    def draw() -> files.Arrays:
+        from fedjax_drift.data.glyphs import make_glyphs  # needs matplotlib and Pillow
+
+        return make_glyphs(num_writers, seed, progress=num_writers >= 500)._asdict()
 
     _whole("num_writers", num_writers, 1)
-    spec = {}
+    spec: dict[str, Column] = {}
     for part in ("", "_test"):
         spec |= {
-            f"x{part}": Column(np.uint8, (28, 28, 1), part),
-            f"y{part}": Column(np.integer, table=part, classes=62),
-            f"writer{part}": Column(np.integer, table=part, classes=num_writers),
+            f"x{part}": Column("uint8", (28, 28, 1), part),
+            f"y{part}": Column(table=part, classes=62),
+            f"writer{part}": Column(table=part, classes=num_writers),
         }
-    a = files.cached(
-        f"glyphs_{num_writers}_{seed}_v{GLYPHS_VERSION}.npz",
-        spec,
-        lambda: make_glyphs(num_writers, seed, progress=num_writers >= 500)._asdict(),
-    )
+    a = files.cached(f"glyphs_{num_writers}_{seed}_v{GLYPHS_VERSION}.npz", spec, draw)
     return Samples(_pair(a["x"], a["y"]), _pair(a["x_test"], a["y_test"]), a["writer"], a["writer_test"])
 
 
@@ -251,7 +252,7 @@ def _mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
         )
     writers = image_file.with_name("mnist_writers.npz")
     try:
-        writer = files.read_npz(writers, {"writer_train": Column(np.integer)})["writer_train"]
+        writer = files.read_npz(writers, {"writer_train": Column()})["writer_train"]
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"by_writer() reads the writers of mnist from {writers}, which is not there: make it from QMNIST's "
@@ -284,8 +285,8 @@ def _cifar10(data_dir: DataDir, seed: int, natural: bool) -> Samples:
 
     `cifar10.npz`: x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test; or else `cifar10_jpeg.npz`, the same
     images as JPEG files (see `fedjax_drift.data.files.decode_jpegs`), decoded on the first use and kept in the cache.
-    JPEG is lossy: accuracies come close to published ones, but are not comparable to the last percent. (Krizhevsky, "Learning
-    Multiple Layers of Features from Tiny Images", 2009.)
+    JPEG is lossy: accuracies come close to published ones, but are not comparable to the last percent. (Krizhevsky,
+    "Learning Multiple Layers of Features from Tiny Images", 2009.)
     """
     return _images("cifar10", (32, 32, 3), data_dir, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
 
@@ -306,9 +307,9 @@ def _femnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
             "pass its folder as data_dir, or use glyphs, which needs no file"
         )
     spec = {
-        "x": Column(np.uint8, (28, 28, 1)),
-        "y": Column(np.integer, classes=62),
-        "writer": Column(np.integer),
+        "x": Column("uint8", (28, 28, 1)),
+        "y": Column(classes=62),
+        "writer": Column(),
     }
     x, y, writer = files.read_npz(path, spec).values()
     shuffled = np.lexsort((np.random.default_rng(seed).random(len(y)), writer))
@@ -359,10 +360,10 @@ def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
 def _images(
     name: str, row: tuple[int, ...], data_dir: DataDir, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Samples:
-    spec = {}
+    spec: dict[str, Column] = {}
     for split in ("train", "test"):
-        spec[f"x_{split}"] = Column(np.uint8, row, split)
-        spec[f"y_{split}"] = Column(np.integer, table=split, classes=CLASSES[name])
+        spec[f"x_{split}"] = Column("uint8", row, split)
+        spec[f"y_{split}"] = Column(table=split, classes=CLASSES[name])
     path = files.find(FILES[name], files.folders(data_dir))
     if path is None:
         a = _images_of_tfds(name, row, data_dir, spec)

@@ -10,14 +10,13 @@ import importlib.util
 import io
 import os
 import socket
-import tempfile
 import urllib.request
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -34,8 +33,8 @@ HOSTS = {
 class Column(NamedTuple):
     """What one array of a data set must look like."""
 
-    dtype: type[np.generic]
-    """np.uint8 for pixels; an abstract type such as np.integer admits all its kinds."""
+    dtype: Literal["uint8", "integer"] = "integer"
+    """uint8 for pixels; any signed or unsigned integers for labels and the like."""
     row: tuple[int, ...] = ()
     """Shape of one row. A last axis of 1 (grey) may be missing and is added."""
     table: str | None = "rows"
@@ -128,9 +127,9 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
         array = np.asarray(arrays[key])
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ValueError(f"{source}: {key} must be finite, got NaN or infinity: clean or drop those rows")
-        if not np.issubdtype(array.dtype, column.dtype):
-            fix = "save pixels as uint8, 0 to 255" if column.dtype is np.uint8 else "convert it"
-            raise ValueError(f"{source}: {key} must be {column.dtype.__name__}, got {array.dtype}: {fix}")
+        if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":
+            fix = "save pixels as uint8, 0 to 255" if column.dtype == "uint8" else "convert it"
+            raise ValueError(f"{source}: {key} must be {column.dtype}, got {array.dtype}: {fix}")
         if column.row[-1:] == (1,) and array.ndim == len(column.row):
             array = array[..., None]
         leading = 0 if column.table is None else 1
@@ -158,13 +157,13 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes an uncompressed npz; a reader sees the whole file or none. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(unfinished, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         os.replace(unfinished, path)
     except BaseException:
-        os.unlink(unfinished)
+        unfinished.unlink(missing_ok=True)
         raise
 
 
@@ -211,10 +210,10 @@ def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
     except ImportError as error:
         raise ImportError(f"decoding {path} needs Pillow: pip install pillow") from error
     spec = {
-        "jpeg": Column(np.uint8, table="bytes"),
-        "offsets": Column(np.integer, table="bounds"),
-        "labels": Column(np.integer, classes=classes),
-        "n_train": Column(np.integer, table=None),
+        "jpeg": Column("uint8", table="bytes"),
+        "offsets": Column(table="bounds"),
+        "labels": Column(classes=classes),
+        "n_train": Column(table=None),
     }
     jpeg, offsets, labels, n_train = read_npz(path, spec).values()
     m, n = len(labels), int(n_train)
@@ -223,7 +222,7 @@ def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
     if not 0 < n < m:
         raise ValueError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave rows for the test set")
     x = np.empty((m, side, side, 3), np.uint8)
-    data = memoryview(jpeg)
+    data = jpeg.data
     for i in range(m):
         try:
             with Image.open(io.BytesIO(data[offsets[i] : offsets[i + 1]])) as image:
@@ -246,7 +245,7 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
     """
     directory = directory or tfds_dir()
     try:
-        import tensorflow_datasets as tfds
+        import tensorflow_datasets as tfds  # type: ignore[import-untyped]
     except ImportError as error:
         raise FileNotFoundError(
             f"tensorflow-datasets can't be imported ({error}): pip install tensorflow-datasets importlib_resources"

@@ -1,0 +1,594 @@
+"""The command line: `fedjax-drift quickstart`, `fedjax-drift run` and `fedjax-drift data`.
+
+What is typed is checked, the data are read and every simulation is put together before anything compiles or the
+output folder is made. Bad input is one line on stderr and exit code 2; Ctrl-C keeps what is done and exits with 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+import textwrap
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+import fedjax_drift as fd
+from fedjax_drift.data.datasets import CLASSES, DATASETS
+from fedjax_drift.models import MODELS, num_parameters
+
+ALGORITHMS: Mapping[str, Callable[..., fd.Algorithm]] = fd.algorithms.ALGORITHMS  # type: ignore[assignment]
+PARTITIONS: dict[str, Callable[..., fd.partition.Partition]] = {
+    "iid": fd.partition.iid,
+    "dirichlet": fd.partition.dirichlet,
+    "shards": fd.partition.shards,
+    "by_writer": fd.partition.by_writer,
+}
+DEFAULT_MODEL = {
+    "synthetic": "linear",
+    "glyphs": "lenet5",
+    "femnist": "lenet5",
+    "mnist": "mnist_2nn",
+    "fashion_mnist": "mnist_2nn",
+    "cifar10": "cifar_cnn",
+}
+QUICKSTART = ("fedavg", "fedprox:mu=0.1", "fedadam:server_lr=0.01")
+
+RUN_EXAMPLES = """\
+examples:
+  fedjax-drift run --dataset mnist --partition dirichlet:0.3 --clients 100 \\
+      --algorithm fedavg --algorithm fedprox:mu=0.01 --rounds 50
+  fedjax-drift run --dataset synthetic:alpha=1,beta=1 --algorithm fedavg \\
+      --cohort 20 --epochs 5 --batch-size 10 --output runs/synthetic
+  fedjax-drift run --dataset glyphs:num_writers=500 --cohort 50 \\
+      --algorithm fedadam:server_lr=0.01 --lr 0.3 --batch-size 10
+
+The output folder holds config.json (everything that was set, and the
+command), rounds.jsonl (a line for each round and algorithm, written as the
+round ends) and curves.png. Ctrl-C stops after the round in progress; what is
+done is kept.
+"""
+DATA_EXAMPLES = """\
+examples:
+  fedjax-drift data
+  fedjax-drift data mnist --partition dirichlet:0.3 --clients 100
+  fedjax-drift data synthetic:variant=fedprox --output runs/look
+"""
+
+
+class Spec(NamedTuple):
+    """What was written as NAME or NAME:key=value,key=value."""
+
+    text: str
+    name: str
+    options: dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0, 2 (bad input: one line on stderr) or 130 (Ctrl-C)."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            args = _parse(argv)
+            return args.command(args, argv)
+        except (ValueError, OSError) as error:
+            if not _is_bad_input(error):
+                raise
+            print("fedjax-drift: error: " + " ".join(str(error).split()), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("fedjax-drift: interrupted", file=sys.stderr)
+            return 130
+
+
+def _is_bad_input(error: BaseException) -> bool:
+    """The library raises ValueError and OSError itself about what it was given; from elsewhere they are bugs."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return (frames[-1].f_globals.get("__package__") or "").split(".")[0] == "fedjax_drift"
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"\nfedjax-drift: warning: {message}", file=sys.stderr)
+
+
+# What was typed.
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="fedjax-drift", description="Federated learning for the study of drift.")
+    parser.add_argument("--version", action="version", version=f"fedjax-drift {fd.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers = {}
+    for name, summary, epilog, fill in (
+        ("quickstart", "compare three algorithms on generated handwriting, in about a minute", None, _fill_quickstart),
+        ("run", "simulate algorithms on a data set", RUN_EXAMPLES, _fill_run),
+        ("data", "list the data sets, or draw what the clients of one hold", DATA_EXAMPLES, _fill_data),
+    ):
+        subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
+        fill(subparsers[name])
+    if not argv:
+        parser.print_help()
+        parser.exit()
+    if not argv[0].startswith("-") and argv[0] not in subparsers:
+        near = _nearest(argv[0], subparsers)
+        raise ValueError(f"the command must be one of {', '.join(subparsers)}, got {argv[0]!r}{near}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [flag for flag in subparsers[argv[0]]._option_string_actions if flag.startswith("--")]
+        near = _nearest(unknown[0].partition("=")[0], known)
+        raise ValueError(f"unknown argument {unknown[0]!r}{near} (see fedjax-drift {argv[0]} --help)")
+    return args
+
+
+def _fill_run(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]"
+    parser.description = "Simulates algorithms on a data set, one after another, and compares them."
+    local = fd.LocalTraining()
+    _add_data(parser.add_argument_group("data"), required=True)
+    group = parser.add_argument_group("what is simulated")
+    group.add_argument(
+        "--algorithm",
+        action="append",
+        metavar="NAME[:key=value,...]",
+        required=True,
+        help=f"one of {', '.join(ALGORITHMS)}; options are those of its factory, e.g. fedprox:mu=0.01. "
+        "Give it several times to compare algorithms on the same data, cohorts and initial model",
+    )
+    _add(
+        group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
+        "mnist_2nn for mnist and fashion_mnist, cifar_cnn for cifar10, linear for synthetic)",
+    )  # fmt: skip
+    _add(group, "--rounds", "N", "rounds", _count, 50)
+    _add(group, "--cohort", "K", "clients a round", _count, 10)
+    _add(
+        group, "--sampling", "KIND", "uniform: exactly K clients; bernoulli: each with probability K/N", str, "uniform"
+    )
+    group = parser.add_argument_group("local training, the same for every client")
+    _add(group, "--epochs", "E", "passes over a client's rows in a round", int, local.epochs)
+    _add(group, "--batch-size", "B", "rows a step", int, local.batch_size)
+    _add(group, "--lr", "LR", "step size in round 0", float, local.lr)
+    _add(group, "--lr-decay", "FACTOR", "round t uses LR * FACTOR^t", float, local.lr_decay)
+    _add(group, "--momentum", "BETA", "in [0, 1); starts afresh every round", float, local.momentum)
+    _add(group, "--weight-decay", "LAMBDA", "adds LAMBDA * parameters to the gradient", float, local.weight_decay)
+    _add(group, "--clip-norm", "NORM", "clip gradients to this global norm (default: no clipping)", float)
+    group = parser.add_argument_group("execution")
+    _add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", _count0, 1)
+    _add(group, "--devices", "N", "CPU devices to share a round (default: one per core; no effect on a GPU)", _count)
+    _add(group, "--lanes", "L", "clients trained side by side on one device", _lanes, "auto")
+    _add_output(group)
+    parser.set_defaults(command=_run)
+
+
+def _fill_quickstart(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options]"
+    parser.description = textwrap.fill(
+        "Simulates writers of 62 characters: in every round, some of them train a LeNet-5 on their own images. "
+        f"Compares {', '.join(QUICKSTART)}. The first time the images are drawn, which takes another minute. "
+        "Prints a table and writes config.json, rounds.jsonl and curves.png.",
+        78,
+    )
+    _add(parser, "--writers", "N", "clients of the federation", _count, 3400)
+    _add(parser, "--cohort", "K", "writers a round (default: 200, or all if there are fewer)", _count)
+    _add(parser, "--rounds", "N", "rounds of each algorithm", _count, 16)
+    _add(parser, "--seed", "N", "of the images, the cohorts and the initial model", _count0, 0)
+    _add_output(parser)
+    parser.set_defaults(command=_quickstart)
+
+
+def _fill_data(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [NAME[:key=value,...]] [options]"
+    parser.description = textwrap.fill(
+        "Without a name: lists the data sets, which of them are here and how to get the others. "
+        "With a name: prints the sizes of its clients and writes federation.png, their label mixes and sizes.",
+        78,
+    )
+    _add_data(parser, required=False)
+    _add_output(parser, progress=False)
+    parser.set_defaults(command=_data)
+
+
+def _add_data(group: Any, required: bool) -> None:
+    text = f"one of {', '.join(DATASETS)}; options, for example, glyphs:num_writers=500 or synthetic:alpha=1,beta=1"
+    if required:
+        group.add_argument("--dataset", required=True, metavar="NAME[:key=value,...]", help=text)
+    else:
+        group.add_argument("dataset", nargs="?", metavar="NAME[:key=value,...]", help=text)
+    _add(
+        group, "--partition", "RECIPE", "how rows are dealt to clients. iid; dirichlet:ALPHA (small ALPHA: few labels "
+        "a client) or dirichlet:ALPHA:prior=class; shards:S (S blocks of the sorted labels each); by_writer "
+        "(default: the clients that come with glyphs, femnist and synthetic, iid for the others)",
+    )  # fmt: skip
+    _add(group, "--clients", "N", "clients to deal the rows to (default: 100)", _count)
+    _add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
+    _add(group, "--data-dir", "DIR", "the npz files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
+    _add(group, "--seed", "N", "of all that is random: data, partition, cohorts, initial model", _count0, 0)
+
+
+def _add_output(group: Any, progress: bool = True) -> None:
+    _add(group, "--output", "DIR", "folder for the results, new or empty (default: runs/WHAT-TIME)", Path)
+    group.add_argument("--force", action="store_true", help="write into DIR even if it holds files")
+    if progress:
+        group.add_argument("--no-progress", action="store_true", help="no progress bars")
+
+
+def _add(group: Any, flag: str, metavar: str, text: str, kind: Callable[[str], Any] = str, default: Any = None) -> None:
+    text += "" if default is None else f" (default: {default})"
+    group.add_argument(flag, metavar=metavar, type=kind, default=default, help=text.replace("%", "%%"))
+
+
+def _count(text: str, lowest: int = 1) -> int:
+    if not re.fullmatch(r"[+-]?\d+", text) or int(text) < lowest:
+        raise argparse.ArgumentTypeError(f"must be an integer >= {lowest}, got {text!r}")
+    return int(text)
+
+
+def _count0(text: str) -> int:
+    return _count(text, 0)
+
+
+def _lanes(text: str) -> int | str:
+    return text if text == "auto" else _count(text)
+
+
+def _spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]], hidden: Sequence[str] = ()) -> Spec:
+    """NAME[:value][:key=value,...] against the factory's signature; ``hidden`` parameters have flags of their own."""
+    name, *items = [part for part in re.split("[:,]", text) if part] or [""]
+    if name not in factories:
+        raise ValueError(f"{kind} must be one of {', '.join(factories)}, got {name!r}{_nearest(name, factories)}")
+    signature = inspect.signature(factories[name]).parameters
+    known = {key: p for key, p in signature.items() if key not in hidden and not isinstance(p.default, tuple)}
+    listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
+    options: dict[str, Any] = {}
+    for key, equals, value in (item.partition("=") for item in items):
+        if not equals:  # dirichlet:0.3
+            key, value = next((k for k in known if k not in options), ""), key
+        if key not in known:
+            wrong = f"option {key!r}" if key else f"value {value!r}"
+            raise ValueError(f"{kind} {name}: unknown {wrong}: {listed}{_nearest(key, known)}")
+        if key in options:
+            raise ValueError(f"{kind} {name}: option {key!r} must be given once, got it twice in {text!r}")
+        options[key] = _value(value)
+        if isinstance(known[key].default, bool) and not isinstance(options[key], bool):
+            raise ValueError(f"{kind} {name}: {key} must be true or false, got {value!r}")
+    missing = [key for key, p in known.items() if p.default is p.empty and key not in options]
+    if missing:
+        wanted = ",".join(f"{key}=VALUE" for key in missing)
+        raise ValueError(f"{kind} {name} needs {' and '.join(missing)}, got {text!r}: write {name}:{wanted}")
+    return Spec(text, name, options)
+
+
+def _value(text: str) -> bool | int | float | str | None:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _nearest(text: str, known: Any) -> str:
+    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+# What is to be done with it.
+
+
+def _load(args: argparse.Namespace, dataset: Spec) -> tuple[fd.FederatedData, str]:
+    """The federation, and the partition in words."""
+    recipe = _recipe(args, dataset)
+    data = fd.datasets.load(dataset.name, recipe, args.data_dir, seed=args.seed, **dataset.options)
+    return data, repr(recipe) if recipe else "the data set's own clients"
+
+
+def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition | None:
+    natural = dataset.name in ("glyphs", "femnist", "synthetic")
+    if args.partition is None and natural:
+        for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
+            if value is not None:
+                raise ValueError(
+                    f"{flag} needs --partition, got {value}: without one, {dataset.name} keeps its own clients; "
+                    "add --partition iid, for example"
+                )
+        return None
+    hidden = ("num_clients", "seed", "size_sigma")
+    spec = _spec("partition", args.partition or "iid", PARTITIONS, hidden)
+    factory = PARTITIONS[spec.name]
+    given = {"num_clients": 100 if args.clients is None else args.clients, "seed": args.seed}
+    given["size_sigma"] = 0.0 if args.size_sigma is None else args.size_sigma
+    takes = inspect.signature(factory).parameters
+    for key, flag in (("num_clients", "clients"), ("size_sigma", "size-sigma")):
+        value = args.clients if key == "num_clients" else args.size_sigma
+        if value is not None and key not in takes:
+            raise ValueError(f"--{flag} has no effect on {spec.name}, got {value}: leave it out, or choose dirichlet")
+    return factory(**{k: v for k, v in given.items() if k in takes}, **spec.options)
+
+
+def _model(text: str | None, dataset: Spec, data: fd.FederatedData) -> tuple[Spec, fd.Model]:
+    spec = _spec("model", text or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape",))
+    highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
+    own = {"num_classes": max(CLASSES[dataset.name], highest + 1), "input_shape": data.x.shape[1:]}
+    takes = inspect.signature(MODELS[spec.name]).parameters
+    spec = spec._replace(options={k: v for k, v in own.items() if k in takes} | spec.options)
+    return spec, MODELS[spec.name](**spec.options)
+
+
+def _output(args: argparse.Namespace, what: str) -> Path:
+    """The folder to write to, not yet made; ValueError if that would overwrite something or can't work."""
+    path = args.output or Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--output must be a folder, got the file {path}: choose another name")
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output must be where files can be written, got {path} ({there} can't): choose another")
+    if path.is_dir() and any(path.iterdir()) and not args.force:
+        raise ValueError(
+            f"--output must be a new or empty folder, got {path}, which holds files: choose another, or add --force "
+            "to replace the files of an earlier run"
+        )
+    return path
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    dataset = _spec("data set", args.dataset, DATASETS, hidden=("data_dir", "seed", "natural"))
+    specs = [_spec("algorithm", text, ALGORITHMS) for text in args.algorithm]
+    names = [spec.text for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--algorithm must be different each time, got {name!r} {names.count(name)} times")
+    local = fd.LocalTraining(
+        args.epochs, args.batch_size, args.lr, args.lr_decay, args.momentum, args.weight_decay, args.clip_norm
+    )
+    algorithms = {spec.text: ALGORITHMS[spec.name](**spec.options) for spec in specs}
+    output = _output(args, "-".join([dataset.name, *dict.fromkeys(spec.name for spec in specs)])[:80])
+    try:
+        fd.use_cpu_devices(args.devices)
+    except RuntimeError as error:  # JAX has started, as in a notebook: its devices are kept
+        if args.devices is not None:
+            raise ValueError(f"--devices must be set before JAX starts, got {args.devices}: leave it out") from error
+    data, dealt = _load(args, dataset)
+    model_spec, model = _model(args.model, dataset, data)
+
+    def simulation(name: str) -> fd.Simulation:
+        options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
+        return fd.Simulation(model, data, algorithms[name], local=local, **options)
+
+    # Each simulation puts its own copy of the data on the devices: checked one by one, none is kept.
+    lanes = [simulation(name).lanes for name in names][0]
+    config = {
+        "command": shlex.join(["fedjax-drift", *argv]),
+        "dataset": {"name": dataset.name, **dataset.options},
+        "partition": dealt,
+        "source": next(entry["found"] for entry in fd.datasets.describe(args.data_dir) if entry["name"] == dataset.name),
+        "data": _summary(data),
+        "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
+        "algorithms": {spec.text: _resolved(spec) for spec in specs},
+        "local": {f.name: getattr(local, f.name) for f in dataclasses.fields(local) if f.name != "optimizer"},
+        "rounds": args.rounds,
+        "cohort_size": args.cohort,
+        "sampling": args.sampling,
+        "eval_every": args.eval_every,
+        "seed": args.seed,
+        "lanes": lanes,
+        "devices": {"platform": jax.default_backend(), "count": jax.local_device_count()},
+        "versions": {
+            "fedjax_drift": fd.__version__, "jax": jax.__version__, "numpy": np.__version__,
+            "python": platform.python_version(), "platform": platform.platform(),
+        },
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    print(_heading(config, output), flush=True)
+
+    records: dict[str, list[dict[str, Any]]] = {}
+    interrupted = False
+    progress = not args.no_progress and sys.stderr.isatty()
+    with _jsonl(output / "rounds.jsonl") as write:
+        for name in names:
+            history = records.setdefault(name, [])
+
+            def keep(record: Mapping[str, Any], name: str = name, history: list[dict[str, Any]] = history) -> None:
+                history.append(dict(record))
+                write({"algorithm": name, **record})
+
+            if not progress:
+                print(f"running {name}: {args.rounds} rounds", flush=True)
+            try:
+                sim = simulation(name)
+                state = sim.init(jax.random.key(args.seed))
+                sim.run(state, args.rounds, args.eval_every, progress=progress, on_round=keep)
+            except KeyboardInterrupt:
+                interrupted = True
+            interrupted |= len(history) < args.rounds
+            if interrupted:
+                break
+    records = {name: history for name, history in records.items() if history}
+    written = ["config.json", "rounds.jsonl"]
+    if records:
+        from fedjax_drift import plots
+
+        plots.curves(records, output / "curves.png")
+        written.append("curves.png")
+        print("\n" + _table(records))
+    print(f"\n{'interrupted: ' if interrupted else ''}{output}: {', '.join(written)}")
+    return 130 if interrupted else 0
+
+
+def _quickstart(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    cohort = min(200, args.writers) if args.cohort is None else args.cohort
+    if cohort > args.writers:
+        raise ValueError(f"--cohort must be in 1..{args.writers} (all writers), got {cohort}: raise --writers")
+    flags = {
+        "--dataset": f"glyphs:num_writers={args.writers}", "--model": "lenet5", "--cohort": cohort,
+        "--rounds": args.rounds, "--batch-size": 10, "--lr": 0.3, "--eval-every": 2, "--seed": args.seed,
+    }  # fmt: skip
+    run = ["run", *[str(part) for flag in flags.items() for part in flag]]
+    run += [part for name in QUICKSTART for part in ("--algorithm", name)]
+    run += ["--output", str(args.output)] if args.output else []
+    run += ["--force"] * args.force + ["--no-progress"] * args.no_progress
+    intro = (
+        f"Compares {len(QUICKSTART)} algorithms, {args.rounds} rounds of {cohort} of {args.writers:,} writers each. "
+        "The default sizes take about a minute on two idle cores, one more when the images are drawn the first time. "
+        "It is the same as this command:"
+    )
+    print(textwrap.fill(intro, 80), _wrapped_command(["fedjax-drift", *run]), sep="\n\n", end="\n\n", flush=True)
+    return _run(_parse(run), run)
+
+
+def _data(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    if args.dataset is None:
+        print(_listing(args.data_dir))
+        return 0
+    dataset = _spec("data set", args.dataset, DATASETS, hidden=("data_dir", "seed", "natural"))
+    output = _output(args, f"data-{dataset.name}")
+    data, dealt = _load(args, dataset)
+    from fedjax_drift import plots
+
+    output.mkdir(parents=True, exist_ok=True)
+    plots.federation(data, output / "federation.png")
+    summary = _summary(data)
+    sizes, labels = summary["sizes"], summary["labels_per_client"]
+    print(_lines({
+        "data": f"{data.name}: {data.x.dtype}{list(data.x.shape[1:])} a row, {summary['classes']} labels",
+        "partition": dealt,
+        "clients": f"{data.num_clients:,}",
+        "rows": f"{summary['rows']:,} for training, {summary['test_rows']:,} for testing",
+        "rows a client": f"{sizes['min']:,} to {sizes['max']:,}, median {sizes['median']:,.0f}",
+        "labels a client": f"{labels['min']} to {labels['max']}, mean {labels['mean']:.1f}",
+        "picture": str(output / "federation.png"),
+    }))  # fmt: skip
+    return 0
+
+
+# What is shown and written.
+
+
+def _summary(data: fd.FederatedData) -> dict[str, Any]:
+    counts = data.label_counts()
+    labels = (counts > 0).sum(axis=1)
+    return {
+        "clients": data.num_clients,
+        "rows": len(data.x),
+        "test_rows": 0 if data.x_test is None else len(data.x_test),
+        "row": f"{data.x.dtype}{list(data.x.shape[1:])}",
+        "classes": int((counts.sum(axis=0) > 0).sum()),
+        "sizes": {"min": int(data.sizes.min()), "median": float(np.median(data.sizes)), "max": int(data.sizes.max())},
+        "labels_per_client": {"min": int(labels.min()), "mean": float(labels.mean()), "max": int(labels.max())},
+    }
+
+
+def _resolved(spec: Spec) -> dict[str, Any]:
+    defaults = {k: p.default for k, p in inspect.signature(ALGORITHMS[spec.name]).parameters.items()}
+    return {"name": spec.name, **defaults, **spec.options}
+
+
+def _heading(config: Mapping[str, Any], output: Path) -> str:
+    data, local, model = config["data"], config["local"], config["model"]
+    defaults = fd.LocalTraining()
+    changed = [f"{k} {v}" for k, v in local.items() if k not in ("epochs", "batch_size", "lr")
+               and v != getattr(defaults, k)]  # fmt: skip
+    epochs = f"{local['epochs']} epoch{'s' * (local['epochs'] > 1)}"
+    return _lines({
+        "data": f"{config['dataset']['name']}: {data['rows']:,} rows, {data['test_rows']:,} for testing",
+        "clients": f"{data['clients']:,} of {data['sizes']['min']:,} to {data['sizes']['max']:,} rows, "
+        f"{config['cohort_size']:,} a round ({config['sampling']})",
+        "model": f"{model['name']}, {model['parameters']:,} parameters",
+        "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
+        "devices": f"{config['devices']['count']} ({config['devices']['platform']}), lanes {config['lanes']}",
+        "output": str(output),
+    })  # fmt: skip
+
+
+def _table(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """One line an algorithm; seconds a round: the median, which leaves out the compilation in the first."""
+    width = min(34, max(len("algorithm"), *map(len, records)))
+    lines = [f"{'algorithm':{width}}  rounds  accuracy     best  at round  train loss  s/round"]
+    for name, history in records.items():
+        known = [(record["accuracy"], record["round"]) for record in history if "accuracy" in record]
+        final, best, at = "-", "-", "-"
+        if known:
+            top = max(known, key=lambda pair: pair[0])
+            final, best, at = f"{100 * known[-1][0]:.1f} %", f"{100 * top[0]:.1f} %", str(top[1])
+        shown = name if len(name) <= width else name[: width - 3] + "..."
+        seconds = float(np.median([record["seconds"] for record in history]))
+        loss = history[-1]["train_loss"]
+        lines.append(f"{shown:{width}}  {len(history):6}  {final:>8} {best:>8}  {at:>8}  {loss:10.4f}  {seconds:7.3g}")
+    return "\n".join(lines)
+
+
+def _listing(data_dir: str | None) -> str:
+    """The data sets, what is here, and how to get the rest."""
+    found = fd.datasets.describe(data_dir)
+    lines = ["data set       labels  where"]
+    lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['found']}" for entry in found]
+    lines += ["", "Options, written NAME:key=value,key=value, with their defaults:"]
+    for name, make in DATASETS.items():
+        own = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        if own:
+            options = ", ".join(f"{p.name}={p.default}" for p in own)
+            lines += _wrap(f"{name}: {options}", "  ", "      ")
+    for entry in found:
+        if not entry["available"]:
+            lines += ["", f"To get {entry['name']}:"]
+            lines += _wrap(entry["how"], "  ", "  ")
+    lines += ["", "A picture of one: fedjax-drift data NAME --partition dirichlet:0.3 --clients 100"]
+    return "\n".join(lines)
+
+
+def _lines(entries: Mapping[str, str]) -> str:
+    width = max(map(len, entries)) + 2
+    return "\n".join("\n".join(_wrap(f"{key:{width}}{value}", "", " " * width)) for key, value in entries.items())
+
+
+def _wrap(text: str, first: str, later: str, width: int = 80) -> list[str]:
+    """Lines of 80 columns; words are kept whole, so that paths and options can be copied."""
+    wrapper = textwrap.TextWrapper(width, first, later, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
+
+
+def _wrapped_command(words: Sequence[str]) -> str:
+    return " \\\n".join(_wrap(shlex.join(words), "  ", "      ", 76))
+
+
+@contextlib.contextmanager
+def _jsonl(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A function that writes one record a line, at once; a number that is not finite becomes null, as JSON has none."""
+    with path.open("w") as file:
+
+        def write(record: Mapping[str, Any]) -> None:
+            plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            file.write(json.dumps(plain) + "\n")
+            file.flush()
+
+        yield write
+
+
+if __name__ == "__main__":
+    sys.exit(main())

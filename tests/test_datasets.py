@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedjax_drift.data import datasets, files
+from fedjax_drift.data.datasets import load
+from fedjax_drift.data.partition import by_writer, dirichlet, iid
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of this machine is read or written, and nothing is downloaded."""
+    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+    monkeypatch.delenv("FEDJAX_DRIFT_DATA", raising=False)
+    found = files.importlib.util.find_spec
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda n, *a: None if n == "tensorflow" else found(n, *a))
+
+
+@pytest.fixture
+def real(request: pytest.FixtureRequest) -> str:
+    if not REAL:
+        pytest.skip("FEDJAX_DRIFT_DATA does not name the folder of the real data sets")
+    return REAL
+
+
+REAL = os.environ.get("FEDJAX_DRIFT_DATA", "")
+
+
+def images(rows: int = 40, test_rows: int = 10, shape: tuple[int, ...] = (28, 28)) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "x_train": rng.integers(0, 256, (rows, *shape), np.uint8),
+        "y_train": np.arange(rows) % 10,
+        "x_test": rng.integers(0, 256, (test_rows, *shape), np.uint8),
+        "y_test": np.arange(test_rows) % 10,
+    }
+
+
+# ---------------------------------------------------------------- npz files
+
+
+def test_npz_rows_reach_the_clients_unchanged(tmp_path: Path) -> None:
+    arrays = images()
+    np.savez(tmp_path / "mnist.npz", **arrays)
+    data = load("mnist", iid(4, seed=1), str(tmp_path))
+    assert data.x.dtype == np.uint8 and data.x.shape == (40, 28, 28, 1) and data.num_clients == 4
+    rows = np.concatenate(iid(4, seed=1)(arrays["y_train"]))
+    np.testing.assert_array_equal(data.x[..., 0], arrays["x_train"][rows])
+    np.testing.assert_array_equal(data.y, arrays["y_train"][rows])
+    np.testing.assert_allclose([data.mean, data.std], [[0.1307], [0.3081]])
+    assert data.test_sizes is None
+    assert load("mnist", iid(4), tmp_path, standardize=False).mean is None
+
+
+def test_folders_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, rows in (("given", 30), ("shared", 20), ("cache", 10)):
+        (tmp_path / folder).mkdir()
+        np.savez(tmp_path / folder / "mnist.npz", **images(rows))
+    monkeypatch.setenv("FEDJAX_DRIFT_DATA", str(tmp_path / "shared"))
+    sizes = [len(load("mnist", iid(2), folder).x) for folder in (tmp_path / "given", None)]
+    monkeypatch.delenv("FEDJAX_DRIFT_DATA")
+    assert [*sizes, len(load("mnist", iid(2)).x)] == [30, 20, 10]
+
+
+def test_a_missing_file_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"elsewhere.mnist\.npz.*numpy\.savez"):
+        load("mnist", data_dir=tmp_path / "elsewhere")
+    with pytest.raises(
+        FileNotFoundError, match=r"cifar10\.npz or .*cifar10_jpeg\.npz.*fedjax-drift\[prepare\]"
+    ) as error:
+        load("cifar10")
+    assert "fd.datasets.load('cifar10')" in str(error.value)
+    with pytest.raises(FileNotFoundError, match=r"femnist_writers\.npz"):
+        load("femnist")
+
+
+def _without(key: str) -> dict[str, np.ndarray]:
+    return {k: v for k, v in images().items() if k != key}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (_without("y_test"), "add y_test"),
+        (images() | {"y_train": np.arange(40)}, r"y_train must be in 0\.\.9, got 0\.\.39"),
+        (images() | {"y_train": np.zeros(39, int)}, "as many rows as x_train, 40, got 39"),
+        (images() | {"y_train": np.zeros(40)}, "y_train must be integer, got float64"),
+        (images() | {"x_train": np.zeros((40, 28, 28), np.float32)}, "x_train must be uint8, got float32"),
+        (images() | {"x_train": np.full((40, 28, 28), np.nan, np.float32)}, "x_train must be finite"),
+        (images(shape=(32, 32, 3)), r"shape \[rows, 28, 28, 1\], got \[40, 32, 32, 3\]"),
+        (images(test_rows=0), "x_test must have at least 1 row"),
+        (images() | {"x_train": np.array([None] * 40)}, "allow_pickle"),
+    ],
+)
+def test_foreign_arrays_are_refused(tmp_path: Path, change: dict[str, np.ndarray], message: str) -> None:
+    np.savez(tmp_path / "mnist.npz", **change)
+    with pytest.raises(ValueError, match=message) as error:
+        load("mnist", iid(2), tmp_path)
+    assert str(tmp_path / "mnist.npz") in str(error.value)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mnist.npz"
+    np.savez_compressed(path, **images())
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes(b ^ 255 for b in whole[middle : middle + 64]) + whole[middle + 64 :]
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(3))
+    for content in (b"", b"hello", whole[:middle], whole[:-10], flipped, buffer.getvalue()):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"mnist\.npz"):
+            load("mnist", iid(2), tmp_path)
+
+
+def test_folders_and_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ValueError, match="cannot look for"):
+        load("mnist", data_dir=tmp_path / "loop")
+    (tmp_path / "mnist.npz").mkdir()
+    with pytest.raises(ValueError, match="cannot read"):
+        load("mnist", data_dir=tmp_path)
+
+    def refuse(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files.os, "stat", refuse)  # a chmod would not stop the administrator
+    with pytest.raises(ValueError, match="Permission denied: allow this user"):
+        files.find(["mnist.npz"], [tmp_path])
+
+
+# ---------------------------------------------------------------- the data sets' own rules
+
+
+def test_mnist_writers_line_up_with_the_images(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mnist.npz", **images(6))
+    with pytest.raises(FileNotFoundError, match=r"mnist_writers\.npz"):
+        load("mnist", by_writer(), tmp_path)
+    np.savez(tmp_path / "mnist_writers.npz", writer_train=np.array([7, 3, 7, 3, 3, 9], np.uint16))
+    data = load("mnist", by_writer(), tmp_path)
+    assert data.sizes.tolist() == [3, 2, 1] and data.y.tolist() == [1, 3, 4, 0, 2, 5] and data.test_sizes is None
+    np.savez(tmp_path / "mnist_writers.npz", writer_train=np.zeros(5, int))
+    with pytest.raises(ValueError, match="as many rows as .* 6, got 5"):
+        load("mnist", by_writer(), tmp_path)
+    assert load("mnist", iid(2), tmp_path).num_clients == 2
+
+
+def test_femnist_is_inverted_and_every_writer_tests(tmp_path: Path) -> None:
+    writer = np.array([4, 1, 4, 1, 4, 4, 4, 8, 4, 4, 4, 4, 4])
+    x = np.zeros((13, 28, 28), np.uint8) + np.arange(13, dtype=np.uint8)[:, None, None]
+    np.savez(tmp_path / "femnist_writers.npz", x=x, y=np.arange(13), writer=writer)
+    data = load("femnist", data_dir=tmp_path)
+    assert data.sizes.tolist() == [1, 8, 1] and data.test_sizes is not None
+    assert data.test_sizes.tolist() == [1, 2, 0]  # ten rows give two; a single row stays in training
+    assert data.x_test is not None and data.y_test is not None
+    rows, test_rows = data.y, data.y_test
+    assert sorted([*rows, *test_rows]) == list(range(13))
+    np.testing.assert_array_equal(data.x[:, 0, 0, 0], 255 - rows)
+    np.testing.assert_array_equal(data.x_test[:, 5, 5, 0], 255 - test_rows)
+    assert writer[rows].tolist() == [1] + [4] * 8 + [8] and writer[test_rows].tolist() == [1, 4, 4]
+    splits = {tuple(load("femnist", data_dir=tmp_path, seed=seed).y) for seed in (0, 0, 1, 2)}
+    assert 2 <= len(splits) <= 3
+    assert load("femnist", iid(3), tmp_path).test_sizes is None
+
+
+def test_cifar10_jpegs_are_decoded_once_and_known_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+
+    def write(colours: list[int]) -> None:
+        encoded = []
+        for colour in colours:
+            buffer = io.BytesIO()
+            image.new("RGB", (32, 32), (colour, 0, 0)).save(buffer, "JPEG", quality=95)
+            encoded.append(np.frombuffer(buffer.getvalue(), np.uint8))
+        offsets = np.cumsum([0, *map(len, encoded)])
+        labels = np.arange(len(colours), dtype=np.uint8)
+        np.savez(tmp_path / "cifar10_jpeg.npz", jpeg=np.concatenate(encoded), offsets=offsets, labels=labels, n_train=3)
+
+    write([50, 100, 150, 200])
+    first = load("cifar10", iid(1), tmp_path)
+    assert first.x.shape == (3, 32, 32, 3) and first.x_test is not None and len(first.x_test) == 1
+    np.testing.assert_allclose(first.x[first.y.argsort()].mean((1, 2))[:, 0], [50, 100, 150], atol=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "decode_jpegs", None)  # not called again
+        np.testing.assert_array_equal(load("cifar10", iid(1), tmp_path).x, first.x)
+    write([10, 20, 30, 40])
+    assert load("cifar10", iid(1), tmp_path).x.max() < 40
+    with np.load(tmp_path / "cifar10_jpeg.npz") as z:
+        broken = dict(z) | {"jpeg": z["jpeg"][::-1]}
+    np.savez(tmp_path / "cifar10_jpeg.npz", **broken)
+    with pytest.raises(ValueError, match="image 0 is no readable JPEG"):
+        load("cifar10", iid(1), tmp_path)
+    np.savez(tmp_path / "cifar10.npz", **images(20, 5, (32, 32, 3)))
+    assert len(load("cifar10", iid(1), tmp_path).x) == 20
+
+
+def test_glyphs_are_kept_and_remade_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from fedjax_drift.data import glyphs
+
+    data = load("glyphs", num_writers=2)
+    assert data.num_clients == 2 and data.x.shape[1:] == (28, 28, 1) and data.mean is None
+    assert data.test_sizes is not None and data.test_sizes.min() >= 1
+    kept = list((tmp_path / "cache").iterdir())
+    assert len(kept) == 1 and kept[0].suffix == ".npz"
+    with monkeypatch.context() as patch:
+        patch.setattr(glyphs, "make_glyphs", None)  # not called again
+        again = load("glyphs", dirichlet(3, 0.3), num_writers=2)
+    assert again.num_clients == 3 and again.test_sizes is None and len(again.x) == len(data.x)
+    kept[0].write_bytes(kept[0].read_bytes()[:1000])
+    with pytest.warns(UserWarning, match="again"):
+        np.testing.assert_array_equal(load("glyphs", num_writers=2).x, data.x)
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "file"))
+    spec = {"a": files.Column()}
+    with pytest.warns(UserWarning) as warnings:
+        assert files.cached("a.npz", spec, lambda: {"a": np.arange(3)})["a"].tolist() == [0, 1, 2]
+    assert "FEDJAX_DRIFT_CACHE" in str(warnings[-1].message)
+
+
+# ---------------------------------------------------------------- tensorflow-datasets
+
+
+def test_prepared_tfds_data_are_read_without_tensorflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tfds = pytest.importorskip("tensorflow_datasets")
+    pytest.importorskip("array_record")
+    image = pytest.importorskip("PIL.Image")
+    arrays = images()
+
+    class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("3.0.1")
+
+        def _info(self):
+            features = {
+                "image": tfds.features.Image(shape=(28, 28, 1)),
+                "label": tfds.features.ClassLabel(num_classes=10),
+            }
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+        def _split_generators(self, dl_manager):
+            return {split: self._generate_examples(split) for split in ("train", "test")}
+
+        def _generate_examples(self, split):
+            for i, (x, y) in enumerate(zip(arrays[f"x_{split}"], arrays[f"y_{split}"], strict=True)):
+                yield i, {"image": image.fromarray(x), "label": int(y)}
+
+    Mnist(data_dir=tmp_path / "tfds", file_format="array_record").download_and_prepare()
+    monkeypatch.setattr(files.socket, "create_connection", None)
+    assert {row["name"]: row["found"] for row in datasets.describe()}["mnist"] == "tensorflow-datasets"
+    data = load("mnist", iid(1))
+    shuffled, wanted = (sorted(zip(map(bytes, x), y, strict=True)) for x, y in (
+        (data.x, data.y.tolist()), (arrays["x_train"], arrays["y_train"].tolist())
+    ))  # fmt: skip
+    assert shuffled == wanted
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "from_tfds", None)  # kept as npz: not called again
+        np.testing.assert_array_equal(load("mnist", iid(1)).x, data.x)
+    with pytest.raises(FileNotFoundError, match="official order"):
+        load("mnist", by_writer())
+
+    info = next((tmp_path / "tfds").glob("mnist/*/dataset_info.json"))
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"fileFormat": "tfrecord"}))
+    with pytest.raises(ValueError, match="array_record format, got tfrecord"):
+        files.from_tfds("mnist")
+
+
+def test_without_a_network_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    def offline(*args: object, **kwargs: object) -> None:
+        raise OSError("unreachable")
+
+    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", None)
+    with pytest.raises(FileNotFoundError, match=r"needs TensorFlow, once: pip install \"fedjax-drift\[prepare\]\""):
+        files.from_tfds("fashion_mnist")
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(files.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(files.socket, "create_connection", offline)
+    with pytest.raises(FileNotFoundError, match="no connection to storage.googleapis.com"):
+        load("mnist")
+
+
+# ---------------------------------------------------------------- synthetic
+
+
+def labels_fit_one_model(x: np.ndarray, y: np.ndarray, classes: int) -> float:
+    """The training accuracy of one linear model, by least squares on one-hot labels."""
+    design = np.c_[x, np.ones(len(x))]
+    weights = np.linalg.lstsq(design, np.eye(classes)[y], rcond=None)[0]
+    return float(((design @ weights).argmax(1) == y).mean())
+
+
+def test_feddyn_synthetic() -> None:
+    data = datasets.synthetic()
+    assert data.num_clients == 20 and (data.sizes == 200).all() and data.x.dtype == np.float32
+    assert data.x.shape == (4000, 30) and data.y.max() == 4 and data.x_test is not None
+    np.testing.assert_array_equal(data.x_test, data.x)
+    np.testing.assert_allclose(data.x.var(0), np.arange(1, 31) ** -1.2, rtol=0.15)
+    pooled = [labels_fit_one_model(d.x, d.y, 5) for d in (data, datasets.synthetic(alpha=1.0))]
+    assert pooled[0] > 0.7 > pooled[1]  # alpha = 0: one model for all; alpha = 1: each client its own
+    centres = [
+        np.stack([d.client(i)[0].mean(0) for i in range(20)]).std()
+        for d in (data, datasets.synthetic(beta=1.0), datasets.synthetic(beta=1.0, iid_data=True))
+    ]
+    assert centres[0] < 0.1 and 1.0 < centres[1] < 2.0 and centres[2] < 0.1
+    assert not np.array_equal(datasets.synthetic(seed=1).x, data.x)
+    np.testing.assert_array_equal(load("synthetic").x, data.x)
+
+
+def test_fedprox_synthetic() -> None:
+    data = datasets.synthetic(1.0, 1.0, variant="fedprox")
+    assert data.num_clients == 30 and data.x.shape[1:] == (60,) and data.y.max() == 9
+    assert data.test_sizes is not None
+    total = data.sizes + data.test_sizes
+    assert total.min() >= 50 and total.max() > 3 * np.median(total)
+    np.testing.assert_array_equal(data.sizes, (0.9 * total).astype(int))
+    shared = datasets.synthetic(variant="fedprox", iid_sol=True, iid_data=True, num_rows=100)
+    own = datasets.synthetic(variant="fedprox", iid_data=True, num_rows=100)  # alpha = 0: still a model each
+    assert labels_fit_one_model(shared.x, shared.y, 10) > labels_fit_one_model(own.x, own.y, 10) + 0.2
+    moved = datasets.synthetic(variant="fedprox", num_rows=100)  # beta = 0: still a centre each
+    assert np.stack([moved.client(i)[0].mean(0) for i in range(30)]).std() > 0.8
+    pooled = load("synthetic", iid(3), variant="fedprox", num_rows=100)
+    assert pooled.num_clients == 3 and pooled.test_sizes is None and len(pooled.x) == 2700
+
+
+# ---------------------------------------------------------------- the arguments of load
+
+
+@pytest.mark.parametrize(
+    "arguments, options, message",
+    [
+        (("minst",), {}, "did you mean 'mnist'"),
+        (("glyphs",), {"num_writer": 2}, "options of glyphs are num_writers: did you mean 'num_writers'"),
+        (("mnist",), {"num_writers": 2}, "mnist has no options"),
+        (("mnist", 100), {}, "partition must be a recipe"),
+        (("synthetic",), {"alpha": -1.0}, "alpha must be >= 0"),
+        (("synthetic",), {"beta": float("nan")}, "beta must be >= 0"),
+        (("synthetic",), {"variant": "fedpox"}, "did you mean 'fedprox'"),
+        (("synthetic",), {"num_rows": 1}, "num_rows must be an integer >= 2, got 1"),
+        (("synthetic",), {"seed": -1}, "seed must be an integer >= 0, got -1"),
+        (("glyphs",), {"num_writers": 2.5}, "num_writers must be an integer >= 1, got 2.5"),
+    ],
+)
+def test_bad_arguments(arguments: tuple, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(*arguments, **options)
+
+
+def test_describe_tells_what_is_here(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mnist.npz", **images())
+    rows = {row["name"]: row for row in datasets.describe(tmp_path)}
+    assert tuple(rows) == datasets.NAMES
+    assert rows["mnist"]["found"] == str(tmp_path / "mnist.npz") and rows["mnist"]["available"]
+    assert rows["cifar10"]["found"] == "no" and not rows["cifar10"]["available"]
+    assert rows["glyphs"]["available"] and rows["glyphs"]["classes"] == 62
+    assert "prepare" in {row["name"]: row for row in datasets.describe()}["cifar10"]["how"]
+
+
+# ---------------------------------------------------------------- the real files
+
+
+@pytest.mark.parametrize(
+    "name, rows, test_rows", [("mnist", 60_000, 10_000), ("fashion_mnist", 60_000, 10_000), ("femnist", None, None)]
+)
+def test_real_files(real: str, name: str, rows: int | None, test_rows: int | None) -> None:
+    data = load(name, data_dir=real)
+    assert data.x_test is not None
+    if rows is not None:
+        assert (len(data.x), len(data.x_test)) == (rows, test_rows)
+        np.testing.assert_allclose([data.x.mean() / 255], data.mean, atol=1e-4)
+        np.testing.assert_allclose([data.x.std() / 255], data.std, atol=1e-4)
+    else:
+        assert data.test_sizes is not None and data.test_sizes.min() >= 1
+        assert data.x.mean() < 100  # ink is the smaller part: 255 = ink
+
+
+def test_real_mnist_writers(real: str) -> None:
+    data = load("mnist", by_writer(), real)
+    assert data.num_clients == 539 and data.sizes.min() == 19 and data.sizes.max() == 131

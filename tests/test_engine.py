@@ -1,0 +1,380 @@
+"""What the engine promises, whatever the algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift import tree
+from fedjax_drift.local import shuffle, train
+from fedjax_drift.types import Algorithm, ClientResult
+
+SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 ragged clients
+FEATURES, CLASSES = 6, 4
+
+
+@pytest.fixture(scope="module")
+def data() -> fd.FederatedData:
+    rng = np.random.default_rng(0)
+
+    def rows(n: int) -> tuple[np.ndarray, np.ndarray]:
+        return rng.normal(size=(n, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, n)
+
+    return fd.FederatedData.from_clients([rows(n) for n in SIZES], test=rows(101))
+
+
+def mlp() -> fd.Model:
+    """A small network whose `apply` counts how often it is traced."""
+
+    def init(key: jax.Array) -> dict:
+        a, b = jax.random.split(key)
+        return {"a": jax.random.normal(a, (FEATURES, 8)), "b": jax.random.normal(b, (8, CLASSES))}
+
+    def apply(params: dict, x: jax.Array) -> jax.Array:
+        apply.traces += 1  # type: ignore[attr-defined]
+        return jnp.tanh(x @ params["a"]) @ params["b"]
+
+    apply.traces = 0  # type: ignore[attr-defined]
+    return fd.Model(init, apply)
+
+
+def keeping() -> Algorithm:
+    """FedAvg whose clients also keep their last local model, so that a test can look at one client's result."""
+    base = fd.algorithms.fedavg()
+
+    def client_update(server, client, work) -> ClientResult:
+        theta, metrics = train(work, start=server.params)
+        return ClientResult(tree.subtract(theta, server.params), work.size.astype(float), theta, metrics)
+
+    return base._replace(init_client=lambda params: params, client_update=client_update)
+
+
+def simulate(data, algorithm=None, devices=1, **options) -> fd.Simulation:
+    options = {"local": fd.LocalTraining(epochs=2, batch_size=4, lr=0.2), "cohort_size": 10} | options
+    mesh = fd.clients_mesh(jax.devices()[:devices])
+    return fd.Simulation(options.pop("model", mlp()), data, algorithm or keeping(), mesh=mesh, **options)
+
+
+def assert_close(a, b, tolerance=1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
+
+
+def assert_equal(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def client_model(state: fd.ServerState, i: int):
+    return jax.tree.map(lambda a: np.asarray(a[i]), state.clients)
+
+
+@pytest.mark.parametrize(("lanes", "devices"), [(1, 1), (1, 2), (3, 1), (5, 2)])
+def test_a_client_does_not_depend_on_its_companions(data, lanes, devices) -> None:
+    sim = simulate(data, lanes=lanes, devices=devices)
+    start = sim.init(jax.random.key(1))
+    cohorts = [[3, 1, 4, 5, 9, 2], [29, 28, 27, 26, 25, 3], [3, 4, 14, 24, 8, 18]]
+    results = [client_model(sim.round_fn(start, cohort=cohort)[0], 3) for cohort in cohorts]
+    assert not np.array_equal(results[0]["a"], client_model(start, 3)["a"])
+    for result in results[1:]:
+        assert_equal(result, results[0])
+
+
+def test_a_client_does_not_depend_on_the_longest_client(data) -> None:
+    """Its rows are padded to the federation's largest client; the order of its rows must not change with that."""
+    small = fd.FederatedData.from_clients([data.client(i) for i in range(3)])
+    large = fd.FederatedData.from_clients([data.client(i) for i in (0, 1, 2, 7)])
+    a, b = (simulate(d, cohort_size=3) for d in (small, large))
+    for i in range(3):
+        one, two = (client_model(sim.round_fn(sim.init(jax.random.key(1)), cohort=[i])[0], i) for sim in (a, b))
+        assert_equal(one, two)
+
+
+def test_lanes_and_devices_agree(data) -> None:
+    def after_three_rounds(lanes, devices):
+        sim = simulate(data, lanes=lanes, devices=devices, cohort_size=27)
+        state = sim.init(jax.random.key(0))
+        for _ in range(3):
+            state, info = sim.round_fn(state)
+        return state._replace(key=0), info["loss"]
+
+    reference = after_three_rounds(None, 1)
+    for lanes, devices in [(1, 2), (5, 1), (5, 2), (25, 1), (25, 2)]:
+        assert_close(after_three_rounds(lanes, devices), reference)
+
+
+def test_ten_rounds_compile_once(data) -> None:
+    model = mlp()
+    sim = simulate(data, model=model)
+    state = sim.init(jax.random.key(0))
+    state, first = sim.round_fn(state)
+    traces = model.apply.traces
+    cohorts = [np.asarray(first["cohort"])]
+    for _ in range(9):
+        state, info = sim.round_fn(state)
+        cohorts.append(np.asarray(info["cohort"]))
+    assert model.apply.traces == traces
+    assert len({tuple(c) for c in cohorts}) == 10
+    sim.round_fn(state, cohort=[1, 2])
+    traces = model.apply.traces
+    sim.round_fn(state, cohort=[7, 3])
+    assert model.apply.traces == traces
+
+
+def test_scan_equals_loop(data) -> None:
+    sim = simulate(data)
+    start = state = sim.init(jax.random.key(0))
+    for _ in range(4):
+        state, _ = sim.round_fn(state)
+    scanned, infos = jax.lax.scan(lambda s, _: sim.round_fn(s), start, None, length=4)
+    assert_close((scanned.params, scanned.clients), (state.params, state.clients), 1e-6)
+    assert infos["loss"].shape == (4, 10)
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_vmap_over_seeds_equals_loop(data, lanes) -> None:
+    sim = simulate(data, lanes=lanes, devices=2)
+
+    def two_rounds(key: jax.Array) -> fd.ServerState:
+        state, _ = sim.round_fn(sim.init(key))
+        return sim.round_fn(state)[0]
+
+    keys = jax.random.split(jax.random.key(5), 3)
+    together = jax.vmap(two_rounds)(keys)
+    for i, key in enumerate(keys):
+        assert_close(jax.tree.map(lambda a, i=i: a[i], together.params), two_rounds(key).params)
+
+
+def test_same_state_same_result_and_the_old_state_stays_valid(data) -> None:
+    sim = simulate(data, devices=2)
+    state = sim.init(jax.random.key(0))
+    before = jax.tree.map(np.array, state.params)
+    one, two = sim.round_fn(state)[0], sim.round_fn(state)[0]
+    assert_equal(one.params, two.params)
+    assert_equal(one.clients, two.clients)
+    assert_equal(state.params, before)
+    other = sim.init(jax.random.key(1))
+    assert not np.array_equal(np.asarray(other.params["a"]), np.asarray(state.params["a"]))
+
+
+def test_donation_overwrites_the_state_but_not_the_callers_params(data) -> None:
+    params = mlp().init(jax.random.key(3))
+    sim = simulate(data, donate=True)
+    plain = simulate(data)
+    state = sim.init(jax.random.key(0), params=params)
+    after, _ = sim.round_fn(state)
+    assert_equal(after.params, plain.round_fn(plain.init(jax.random.key(0), params=params))[0].params)
+    assert jax.tree.leaves(state.clients)[0].is_deleted()
+    assert jax.tree.leaves(params)[0] is not None and np.isfinite(params["a"]).all()
+
+
+def test_the_data_set_is_an_argument_not_a_constant(data) -> None:
+    sim = simulate(data)
+    state = sim.init(jax.random.key(0))
+    text = sim._round.lower(state, sim._arrays, None).as_text()
+    assert f"tensor<{sum(SIZES)}x{FEATURES}xf32>" in text  # as an argument
+    assert not [line for line in text.splitlines() if "constant" in line and len(line) > 2000]
+
+
+def test_memory_does_not_grow_with_the_cohort() -> None:
+    rng = np.random.default_rng(0)
+    many = fd.FederatedData.from_clients([(rng.normal(size=(4, 500)).astype("f4"), np.arange(4))] * 64)
+
+    def scratch(cohort_size: int) -> int:
+        model = fd.models.linear((500,), 10)
+        sim = simulate(many, fd.algorithms.fedavg(), model=model, cohort_size=cohort_size, lanes=2)
+        compiled = sim._round.lower(sim.init(jax.random.key(0)), sim._arrays, None).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one_message = 4 * 5010
+    assert scratch(64) - scratch(4) < one_message
+
+
+def test_every_epoch_visits_every_row_once() -> None:
+    """With one parameter per row, a loss of <w, x> and rate 1, parameter j counts the visits to row j."""
+    rows = np.eye(sum(SIZES), dtype=np.float32)
+    parts = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
+    counted = fd.FederatedData.from_partition(rows, np.zeros(len(rows), np.int32), parts)
+    model = fd.Model(lambda key: jnp.zeros(len(rows)), lambda w, x: x @ w, loss=lambda z, y: z)
+    local = fd.LocalTraining(epochs=3, batch_size=1, lr=1.0)
+    sim = simulate(counted, model=model, local=local, cohort_size=30, lanes=7)
+    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    for i, part in enumerate(parts):
+        visits = -np.asarray(state.clients[i])
+        np.testing.assert_array_equal(visits[part], 3)
+        assert visits.sum() == 3 * len(part)
+
+
+def test_shuffle_is_a_uniform_permutation_that_ignores_padding() -> None:
+    key = jax.random.key(0)
+    for size in (1, 5, 8):
+        order = shuffle(key, jnp.array(size), 8)
+        assert sorted(order[:size].tolist()) == list(range(size))
+        assert order[:size].tolist() == shuffle(key, jnp.array(size), 200)[:size].tolist()
+    orders = jax.vmap(lambda k: shuffle(k, jnp.array(3), 5))(jax.random.split(key, 6000))
+    _, counts = np.unique(np.asarray(orders[:, :3]), axis=0, return_counts=True)
+    assert len(counts) == 6 and abs(counts - 1000).max() < 150  # 5 standard deviations
+
+
+def test_short_batches_average_their_real_rows() -> None:
+    """5 rows in batches of 4: one step over 4 rows, one over 1."""
+    x = np.arange(1, 6, dtype=np.float32)[:, None]
+    one = fd.FederatedData.from_clients([(x, np.zeros(5, np.int32))])
+    model = fd.Model(lambda key: jnp.zeros(1), lambda w, x: x @ w, loss=lambda z, y: z)
+    sim = simulate(one, model=model, local=fd.LocalTraining(batch_size=4, lr=1.0), cohort_size=1)
+    state, info = sim.round_fn(sim.init(jax.random.key(0)))
+    assert any(np.isclose(-float(state.params[0]), (15 - alone) / 4 + alone) for alone in range(1, 6))
+    assert int(info["steps"]) == int(info["executed_steps"]) == 2
+
+
+def test_uniform_cohorts(data) -> None:
+    sim = simulate(data, fd.algorithms.fedavg(), cohort_size=10)
+    _, infos = jax.lax.scan(lambda s, _: sim.round_fn(s), sim.init(jax.random.key(0)), None, length=300)
+    cohorts = np.asarray(infos["cohort"])
+    assert all(len(set(c)) == 10 for c in cohorts)
+    counts = np.bincount(cohorts.ravel(), minlength=30)
+    assert counts.min() > 60 and counts.max() < 140  # 100 expected, standard deviation 8
+    everyone = simulate(data, cohort_size=30).round_fn(sim.init(jax.random.key(0))._replace(clients=mlp_bank()))[1]
+    assert sorted(everyone["cohort"].tolist()) == list(range(30))
+
+
+def mlp_bank():
+    return {"a": jnp.zeros((30, FEATURES, 8)), "b": jnp.zeros((30, 8, CLASSES))}
+
+
+def test_bernoulli_cohorts(data) -> None:
+    sim = simulate(data, cohort_size=5, sampling="bernoulli", lanes=2, devices=2)
+    state = sim.init(jax.random.key(0))
+    sizes = []
+    for _ in range(60):
+        old, (state, info) = state, sim.round_fn(state)
+        ids = np.asarray(info["cohort"])
+        ids = ids[ids >= 0]
+        sizes.append(len(ids))
+        absent = np.setdiff1d(np.arange(30), ids)
+        assert_equal(jax.tree.map(lambda a: a[absent], old.clients), jax.tree.map(lambda a: a[absent], state.clients))
+        assert np.isfinite(state.params["a"]).all() and info["finite"].all()
+        assert float(info["weight"].sum()) == sum(SIZES[i] for i in ids)
+    assert min(sizes) >= 1 and abs(np.mean(sizes) - 5) < 1.1 and np.std(sizes) > 1  # sd 2.04, of the mean 0.26
+    # The mean is over those present: the same cohort, given, leads to the same model.
+    given, _ = simulate(data).round_fn(old, cohort=ids)
+    assert_close(given.params, state.params)
+
+
+def test_femnist_like_sizes_waste_little() -> None:
+    """Mean 197 rows, spread 85, batch 20; 100 of 3,400 clients a round in groups of 10 lanes."""
+    rng = np.random.default_rng(0)
+    sizes = np.clip(rng.gamma((197 / 85) ** 2, 85**2 / 197, 3400), 19, 470).astype(np.int32)
+    rows = np.zeros((sizes.sum(), 1), np.float32)
+    femnist = fd.FederatedData(rows, np.zeros(len(rows), np.int32), sizes)
+    local = fd.LocalTraining(batch_size=20)
+    sim = simulate(femnist, fd.algorithms.fedavg(), model=fd.models.linear((1,), 2), local=local, cohort_size=100, lanes=10)  # fmt: skip
+    state, ratios = sim.init(jax.random.key(0)), []
+    for _ in range(10):
+        state, info = sim.round_fn(state)
+        needed = sum(-(-sizes[i] // 20) for i in np.asarray(info["cohort"]))
+        assert int(info["steps"]) == needed
+        ratios.append(int(info["executed_steps"]) / needed)
+    assert np.mean(ratios) <= 1.12
+
+
+def test_nonfinite_updates(data) -> None:
+    x, y = data.client(4)
+    pairs = [data.client(i) for i in range(6)]
+    pairs[4] = (x * 1e30, y)  # its loss overflows
+
+    def poisoned(**options) -> fd.Simulation:
+        model = fd.Model(mlp().init, lambda p, x: jnp.square(x @ p["a"] @ p["b"]) ** 2)
+        broken = fd.FederatedData.from_clients(pairs, test=data.client(0))
+        return simulate(broken, model=model, cohort_size=3, local=fd.LocalTraining(lr=1e-4), **options)
+
+    start = poisoned().init(jax.random.key(0))
+    kept, info = poisoned().round_fn(start, cohort=[1, 4, 2])
+    assert not np.isfinite(kept.params["a"]).all() and info["finite"].tolist() == [True, False, True]
+    dropped, _ = poisoned(on_nonfinite="drop_client").round_fn(start, cohort=[1, 4, 2])
+    assert_close(dropped.params, poisoned().round_fn(start, cohort=[1, 2])[0].params)
+    assert_equal(client_model(dropped, 4), client_model(start, 4))
+    nobody, _ = poisoned(on_nonfinite="drop_client").round_fn(start, cohort=[4])
+    assert_equal(nobody.params, start.params)
+    with pytest.raises(FloatingPointError, match=r"round 0: 1 of 3 client updates are not finite \(clients 4\)"):
+        poisoned(on_nonfinite="raise").round_fn(start, cohort=[1, 4, 2])
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        poisoned().run(start, 6, progress=False)
+
+
+def test_evaluate_is_the_mean_over_the_test_rows(data) -> None:
+    sim = simulate(data, devices=2, eval_batch_size=16)  # 101 rows: padded
+    state = sim.init(jax.random.key(0))
+    logits = np.tanh(data.x_test @ np.asarray(state.params["a"])) @ np.asarray(state.params["b"])
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(101), data.y_test]
+    right = logits.argmax(1) == data.y_test
+    scores = sim.evaluate(state)
+    assert scores["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert scores["accuracy"] == pytest.approx(right.mean(), abs=1e-6)
+    sizes = [1] * 28 + [0, 73]
+    clients = dataclasses.replace(data, test_sizes=np.array(sizes))
+    per_client = simulate(clients, devices=2, eval_batch_size=16).evaluate_clients(state)
+    assert per_client["accuracy"][:28].tolist() == right[:28].tolist() and np.isnan(per_client["accuracy"][28])
+    assert per_client["loss"][29] == pytest.approx(losses[28:].mean(), rel=1e-5)
+    with pytest.raises(ValueError, match="test_clients="):
+        sim.evaluate_clients(state)
+
+
+def test_uint8_images_reach_the_model_scaled() -> None:
+    x = np.array([[0], [51], [255]], np.uint8)
+    plain = fd.FederatedData.from_clients([(x, np.zeros(3, int))], test=(x, np.zeros(3, int)))
+    model = fd.Model(lambda key: jnp.ones(()), lambda w, x: w * x[:, 0], loss=lambda z, y: z)
+    sim = simulate(plain, model=model, cohort_size=1)
+    assert sim.evaluate(sim.init(jax.random.key(0)))["loss"] == pytest.approx((0 + 0.2 + 1) / 3)
+    assert sim._arrays.rows.x.dtype == jnp.uint8
+    scaled = dataclasses.replace(plain, mean=np.float32(0.2), std=np.float32(0.5))
+    sim = simulate(scaled, model=model, cohort_size=1)
+    assert sim.evaluate(sim.init(jax.random.key(0)))["loss"] == pytest.approx((-0.4 + 0 + 1.6) / 3)
+
+
+def test_dropout_draws_anew_in_training_and_not_in_evaluation() -> None:
+    x, y = np.ones((8, 28, 28, 1), np.float32), np.zeros(8, int)
+    images = fd.FederatedData.from_clients([(x, y)], test=(x, y))
+    sim = simulate(images, model=fd.models.simple_fl_lenet(), cohort_size=1)
+    losses = {float(sim.round_fn(sim.init(jax.random.key(k), params=sim.model.init(jax.random.key(0))))[1]["loss"][0])
+              for k in range(3)}  # fmt: skip
+    state = sim.init(jax.random.key(0))
+    assert len(losses) == 3 and sim.evaluate(state) == sim.evaluate(state)
+
+
+def test_run_records_every_round_and_resumes(data) -> None:
+    sim = simulate(data)
+    start = sim.init(jax.random.key(0))
+    seen: list = []
+    state, history = sim.run(start, 7, eval_every=3, progress=False, on_round=seen.append)
+    assert seen == history and [r["round"] for r in history] == [1, 2, 3, 4, 5, 6, 7]
+    assert [r["round"] for r in history if "accuracy" in r] == [3, 6, 7]
+    assert history[-1]["accuracy"] == sim.evaluate(state)["accuracy"]
+    half, _ = sim.run(start, 4, progress=False)
+    rest, more = sim.run(half, 3, progress=False)
+    assert_equal(rest.params, state.params)
+    assert [r["train_loss"] for r in more] == [r["train_loss"] for r in history[4:]]
+    by_hand = sim.round_fn(start)[1]
+    expected = np.average(by_hand["loss"], weights=[SIZES[i] for i in by_hand["cohort"]])
+    assert history[0]["train_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["signal", "exception"])
+def test_ctrl_c_returns_what_is_done(data, how, capsys) -> None:
+    sim = simulate(data)
+    start = sim.init(jax.random.key(0))
+
+    def interrupt(record: dict) -> None:
+        if record["round"] == 3:
+            if how == "exception":
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+
+    state, history = sim.run(start, 50, eval_every=0, progress=False, on_round=interrupt)
+    assert 3 <= len(history) < 10 and int(state.round) == len(history)
+    assert_equal(state.params, sim.run(start, len(history), eval_every=0, progress=False)[0].params)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
