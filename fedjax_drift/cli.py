@@ -48,7 +48,7 @@ DEFAULT_MODEL = {
     "fashion_mnist": "mnist_2nn",
     "cifar10": "cifar_cnn",
 }
-QUICKSTART = ("fedavg", "fedprox:mu=0.1", "fedadam:server_lr=0.01")
+QUICKSTART = ("fedavg", "fedprox:mu=0.1", "fedavgm:beta=0.7")
 
 RUN_EXAMPLES = """\
 examples:
@@ -86,20 +86,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            args = _parse(argv)
-            return args.command(args, argv)
-        except (ValueError, OSError) as error:
-            if not _is_bad_input(error):
-                raise
-            print("fedjax-drift: error: " + " ".join(str(error).split()), file=sys.stderr)
-            return 2
+            try:
+                args = _parse(argv)
+                work = args.command(args, argv)
+            except (ValueError, OSError) as error:
+                if not _is_bad_input(error):
+                    raise
+                print("fedjax-drift: error: " + " ".join(str(error).split()), file=sys.stderr)
+                return 2
+            return work()
         except KeyboardInterrupt:
             print("fedjax-drift: interrupted", file=sys.stderr)
             return 130
 
 
 def _is_bad_input(error: BaseException) -> bool:
-    """The library raises ValueError and OSError itself about what it was given; from elsewhere they are bugs."""
+    """Files and folders are input, and the library raises ValueError itself: one from NumPy or JAX is a bug."""
+    if isinstance(error, OSError):
+        return True
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return (frames[-1].f_globals.get("__package__") or "").split(".")[0] == "fedjax_drift"
 
@@ -125,7 +129,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers = {}
     for name, summary, epilog, fill in (
-        ("quickstart", "compare three algorithms on generated handwriting, in about a minute", None, _fill_quickstart),
+        ("quickstart", "compare three algorithms on generated handwriting, in a minute or two", None, _fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, _fill_run),
         ("data", "list the data sets, or draw what the clients of one hold", DATA_EXAMPLES, _fill_data),
     ):
@@ -134,7 +138,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help()
         parser.exit()
-    if not argv[0].startswith("-") and argv[0] not in subparsers:
+    if argv[0] not in (*subparsers, "-h", "--help", "--version"):
         near = _nearest(argv[0], subparsers)
         raise ValueError(f"the command must be one of {', '.join(subparsers)}, got {argv[0]!r}{near}")
     args, unknown = parser.parse_known_args(argv)
@@ -193,8 +197,8 @@ def _fill_quickstart(parser: argparse.ArgumentParser) -> None:
         78,
     )
     _add(parser, "--writers", "N", "clients of the federation", _count, 3400)
-    _add(parser, "--cohort", "K", "writers a round (default: 200, or all if there are fewer)", _count)
-    _add(parser, "--rounds", "N", "rounds of each algorithm", _count, 16)
+    _add(parser, "--cohort", "K", "writers a round (default: 100, or all if there are fewer)", _count)
+    _add(parser, "--rounds", "N", "rounds of each algorithm", _count, 15)
     _add(parser, "--seed", "N", "of the images, the cohorts and the initial model", _count0, 0)
     _add_output(parser)
     parser.set_defaults(command=_quickstart)
@@ -336,7 +340,15 @@ def _model(text: str | None, dataset: Spec, data: fd.FederatedData) -> tuple[Spe
     own = {"num_classes": max(CLASSES[dataset.name], highest + 1), "input_shape": data.x.shape[1:]}
     takes = inspect.signature(MODELS[spec.name]).parameters
     spec = spec._replace(options={k: v for k, v in own.items() if k in takes} | spec.options)
-    return spec, MODELS[spec.name](**spec.options)
+    try:
+        return spec, MODELS[spec.name](**spec.options)
+    except (ValueError, TypeError, IndexError) as error:  # a network's complaint about shapes, in JAX's words
+        if _is_bad_input(error):
+            raise
+        raise ValueError(
+            f"model {spec.name} can't take rows of shape {list(data.x.shape[1:])}, got {type(error).__name__}: "
+            f"choose another --model, such as {DEFAULT_MODEL[dataset.name]}"
+        ) from error
 
 
 def _output(args: argparse.Namespace, what: str) -> Path:
@@ -355,7 +367,8 @@ def _output(args: argparse.Namespace, what: str) -> Path:
     return path
 
 
-def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    """Checks and reads everything; what it returns does the work."""
     dataset = _spec("data set", args.dataset, DATASETS, hidden=("data_dir", "seed", "natural"))
     specs = [_spec("algorithm", text, ALGORITHMS) for text in args.algorithm]
     names = [spec.text for spec in specs]
@@ -385,7 +398,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         "command": shlex.join(["fedjax-drift", *argv]),
         "dataset": {"name": dataset.name, **dataset.options},
         "partition": dealt,
-        "source": next(entry["found"] for entry in fd.datasets.describe(args.data_dir) if entry["name"] == dataset.name),
+        "source": {entry["name"]: entry["found"] for entry in fd.datasets.describe(args.data_dir)}[dataset.name],
         "data": _summary(data),
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
         "algorithms": {spec.text: _resolved(spec) for spec in specs},
@@ -403,30 +416,44 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         },
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }  # fmt: skip
+
+    def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> None:
+        sim = simulation(name)
+        state = sim.init(jax.random.key(args.seed))
+        sim.run(state, args.rounds, args.eval_every, progress=progress, on_round=on_round)
+
+    progress = not args.no_progress and sys.stderr.isatty()
+    return lambda: _simulate(config, names, start, output, progress)
+
+
+def _simulate(
+    config: Mapping[str, Any],
+    names: Sequence[str],
+    start: Callable[[str, Callable[[dict[str, Any]], None]], None],
+    output: Path,
+    progress: bool,
+) -> int:
+    """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     print(_heading(config, output), flush=True)
-
     records: dict[str, list[dict[str, Any]]] = {}
     interrupted = False
-    progress = not args.no_progress and sys.stderr.isatty()
     with _jsonl(output / "rounds.jsonl") as write:
         for name in names:
             history = records.setdefault(name, [])
 
-            def keep(record: Mapping[str, Any], name: str = name, history: list[dict[str, Any]] = history) -> None:
-                history.append(dict(record))
+            def keep(record: dict[str, Any], name: str = name, history: list[dict[str, Any]] = history) -> None:
+                history.append(record)
                 write({"algorithm": name, **record})
 
             if not progress:
-                print(f"running {name}: {args.rounds} rounds", flush=True)
+                print(f"running {name}: {config['rounds']} rounds", flush=True)
             try:
-                sim = simulation(name)
-                state = sim.init(jax.random.key(args.seed))
-                sim.run(state, args.rounds, args.eval_every, progress=progress, on_round=keep)
+                start(name, keep)
             except KeyboardInterrupt:
                 interrupted = True
-            interrupted |= len(history) < args.rounds
+            interrupted |= len(history) < config["rounds"]  # Simulation.run ends early on Ctrl-C
             if interrupted:
                 break
     records = {name: history for name, history in records.items() if history}
@@ -441,34 +468,38 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 130 if interrupted else 0
 
 
-def _quickstart(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    cohort = min(200, args.writers) if args.cohort is None else args.cohort
+def _quickstart(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    cohort = min(100, args.writers) if args.cohort is None else args.cohort
     if cohort > args.writers:
         raise ValueError(f"--cohort must be in 1..{args.writers} (all writers), got {cohort}: raise --writers")
-    flags = {
-        "--dataset": f"glyphs:num_writers={args.writers}", "--model": "lenet5", "--cohort": cohort,
-        "--rounds": args.rounds, "--batch-size": 10, "--lr": 0.3, "--eval-every": 2, "--seed": args.seed,
-    }  # fmt: skip
-    run = ["run", *[str(part) for flag in flags.items() for part in flag]]
-    run += [part for name in QUICKSTART for part in ("--algorithm", name)]
-    run += ["--output", str(args.output)] if args.output else []
+    # Local momentum takes LeNet-5 off its first plateau within a few rounds.
+    run = [
+        "run", f"--dataset=glyphs:num_writers={args.writers}", "--model=lenet5", f"--cohort={cohort}",
+        f"--rounds={args.rounds}", "--batch-size=10", "--lr=0.05", "--momentum=0.9", "--eval-every=3",
+        f"--seed={args.seed}", *[f"--algorithm={name}" for name in QUICKSTART],
+    ]  # fmt: skip
+    run += [f"--output={args.output}"] if args.output else []
     run += ["--force"] * args.force + ["--no-progress"] * args.no_progress
     intro = (
         f"Compares {len(QUICKSTART)} algorithms, {args.rounds} rounds of {cohort} of {args.writers:,} writers each. "
-        "The default sizes take about a minute on two idle cores, one more when the images are drawn the first time. "
+        "The default sizes take one to two minutes on two idle cores, and one more the first time, to draw the images. "
         "It is the same as this command:"
     )
     print(textwrap.fill(intro, 80), _wrapped_command(["fedjax-drift", *run]), sep="\n\n", end="\n\n", flush=True)
     return _run(_parse(run), run)
 
 
-def _data(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _data(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     if args.dataset is None:
-        print(_listing(args.data_dir))
-        return 0
+        listing = _listing(args.data_dir)
+        return lambda: print(listing) or 0
     dataset = _spec("data set", args.dataset, DATASETS, hidden=("data_dir", "seed", "natural"))
     output = _output(args, f"data-{dataset.name}")
     data, dealt = _load(args, dataset)
+    return lambda: _draw(data, dealt, output)
+
+
+def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
     from fedjax_drift import plots
 
     output.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -74,9 +75,18 @@ class Engine(NamedTuple):
     decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees
 
 
+def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
+    """The state before round 0, from ``params`` or else the model's own."""
+    init_key, round_key = jax.random.split(key)
+    params = engine.model.init(init_key) if params is None else params
+    client = engine.algorithm.init_client(params)
+    clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.num_clients, *jnp.shape(c))), client)
+    return ServerState(jnp.zeros((), jnp.int32), round_key, engine.algorithm.init_server(params), clients)
+
+
 def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | None) -> tuple[ServerState, dict]:
     """One round: ``(state, arrays, cohort [K] or None) -> (state, info)``. Pure; traced once per cohort length."""
-    cohort_key, client_key = jax.random.split(jax.random.fold_in(state.key, state.round))
+    cohort_key, round_key = jax.random.split(jax.random.fold_in(state.key, state.round))
     ids = sample(engine, cohort_key) if cohort is None else cohort  # [K]; N marks an absent client
     present = ids < engine.num_clients
     sizes = jnp.where(present, arrays.rows.sizes[ids], 0)  # an absent client has no rows: no steps, no weight
@@ -88,12 +98,16 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
     dealt = jnp.where(ragged, engine.num_clients, ids[order])
     states = jax.tree.map(lambda s: s[dealt], state.clients)
 
-    def train_all(server: Any, rows: Rows, key: jax.Array, lr: jax.Array, ids: jax.Array, states: PyTree) -> tuple:
-        """Trains one device's share, ids [1, G, L]."""
+    def train_all(
+        server: Any, rows: Rows, round_key: jax.Array, lr: jax.Array, ids: jax.Array, states: PyTree
+    ) -> tuple:
+        """Trains one device's share, ids [1, G, L]; returns the mean over all devices and what each client made."""
+
+        def update(id: jax.Array, kept: PyTree) -> ClientResult:
+            return engine.algorithm.client_update(server, kept, client_work(engine, rows, round_key, id, lr))
 
         def client(id: jax.Array, kept: PyTree) -> tuple[ClientResult, jax.Array]:
-            work = client_work(engine, rows, key, id, lr)
-            result = engine.algorithm.client_update(server, kept, work)
+            result = update(id, kept)
             # An absent client has run no step, but its weight, or 0/0 in its message, must not reach the sum.
             counts = id < engine.num_clients
             finite = tree.all_finite(result.message)
@@ -101,7 +115,7 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
                 counts &= finite
                 result = result._replace(state=select(counts, result.state, kept))
             weight = jnp.where(counts, result.weight, 0)
-            message = jax.tree.map(lambda m: jnp.where(counts, weight.astype(m.dtype) * m, 0), result.message)
+            message = jax.tree.map(lambda m: jnp.where(counts, weight * m, 0), result.message)
             return result._replace(message=message, weight=weight), finite
 
         def group(total: tuple, lanes: tuple) -> tuple:
@@ -114,20 +128,24 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
             return added, (result.state, result.weight, dict(result.metrics), finite)
 
         ids, states = jax.tree.map(lambda a: a[0], (ids, states))  # [G, L, ...]: this device's share
-        shape, _ = jax.eval_shape(client, *jax.tree.map(lambda a: a[0, 0], (ids, states)))
-        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (shape.message, shape.weight))
-        total, kept = lax.scan(group, nothing, (ids, states))
-        return lax.psum(total, AXIS), jax.tree.map(lambda a: a[None], kept)
+        one = jax.tree.map(lambda a: a[0, 0], (ids, states))
+        result, _ = jax.eval_shape(client, *one)
+        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (result.message, result.weight))
+        kept: tuple  # what `group` returns of each client, [G, L, ...]
+        total, kept = lax.scan(group, zero, (ids, states))
+        sums, weight = lax.psum(total, AXIS)
+        sent = jax.eval_shape(update, *one).message  # sums are in the weights' precision, the mean in the messages'
+        mean = jax.tree.map(lambda s, m: (s / weight).astype(m.dtype), sums, sent)
+        return (mean, weight), jax.tree.map(lambda a: a[None], kept)
 
-    (sums, total_weight), (new_states, weights, metrics, finite) = jax.shard_map(
+    (mean, total_weight), (new_states, weights, metrics, finite) = jax.shard_map(
         train_all,
         mesh=engine.mesh,
         in_specs=(P(), P(), P(), P(), P(AXIS), P(AXIS)),
         out_specs=(P(), P(AXIS)),
         check_vma=False,
-    )(state.server, arrays.rows, client_key, lr, dealt, states)
+    )(state.server, arrays.rows, round_key, lr, dealt, states)
 
-    mean = jax.tree.map(lambda s: s / total_weight.astype(s.dtype), sums)
     updated = engine.algorithm.server_update(state.server, mean, round)
     server = select(total_weight > 0, updated, state.server)  # nobody answered: the round changes nothing
     if engine.algorithm.observe is not None and arrays.test is not None:
@@ -238,8 +256,21 @@ def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Ar
     return {name: jnp.where(test.mask, values, 0).sum() / test.mask.sum() for name, values in rows.items()}
 
 
+_PLACED: WeakKeyDictionary[FederatedData, dict[tuple[Mesh, int], Arrays]] = WeakKeyDictionary()
+
+
 def place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
-    """Puts the data set on the devices, a copy on each; the test set is cut over them."""
+    """The data set on the devices, a copy on each; the test set is cut over them.
+
+    Simulations of the same data share it, for as long as the data live.
+    """
+    placed = _PLACED.setdefault(data, {})
+    if (mesh, eval_batch_size) not in placed:
+        placed[mesh, eval_batch_size] = _place(data, mesh, eval_batch_size)
+    return placed[mesh, eval_batch_size]
+
+
+def _place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
     everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
     rows = Rows(*jax.device_put((data.x, _labels(data.y), data.offsets, data.sizes), everywhere))
     if data.x_test is None or data.y_test is None:
@@ -249,7 +280,8 @@ def place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
     T = -(-M // (B * D)) * D
     index = np.arange(T * B).reshape(T, B)
     padded = np.minimum(index, M - 1)
-    return Arrays(rows, TestRows(*jax.device_put((data.x_test[padded], _labels(data.y_test)[padded], index < M), split)))
+    test = (data.x_test[padded], _labels(data.y_test)[padded], index < M)
+    return Arrays(rows, TestRows(*jax.device_put(test, split)))
 
 
 def _labels(y: np.ndarray) -> np.ndarray:

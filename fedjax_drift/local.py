@@ -73,7 +73,7 @@ class LocalTraining:
     def direction(self) -> optax.GradientTransformation:
         """Gradient -> direction: clip, then weight decay, then momentum or the optimizer."""
         return optax.chain(
-            optax.identity(),
+            optax.identity(),  # a chain needs at least one link
             *[optax.clip_by_global_norm(self.clip_norm)] * (self.clip_norm is not None),
             *[optax.add_decayed_weights(self.weight_decay)] * bool(self.weight_decay),
             *[optax.trace(self.momentum)] * bool(self.momentum),
@@ -98,11 +98,12 @@ def _check(value: float, name: str, allowed: str, ok: Callable[[float], bool], *
 def shuffle(key: jax.Array, size: jax.Array, length: int) -> jax.Array:
     """int32 [length]: a random order of 0..size-1, followed by the rest of 0..length-1.
 
-    The order depends on key and size only, never on the padded length: bit i of JAX's counter-based generator is a
-    function of key and i, and padding sorts last.
+    The order depends on key and size only, never on the padded length: word i of JAX's counter-based generator is a
+    function of key and i (threefry, JAX's default), and padding sorts last.
     """
     bits = jax.random.bits(key, (length,), jnp.uint32)
-    return jnp.argsort(jnp.where(jnp.arange(length) < size, bits, jnp.uint32(2**32 - 1)), stable=True)
+    bits = jnp.where(jnp.arange(length) < size, bits, jnp.uint32(2**32 - 1))
+    return jnp.argsort(bits, stable=True).astype(jnp.int32)
 
 
 def train(

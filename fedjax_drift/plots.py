@@ -91,6 +91,7 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     if high - low < 10:
         sizes.set_xlim(low - 5, high + 5)
     sizes.set(xlabel="Training rows of a client", ylabel="Clients", title=f"Sizes ({len(data.x):,} rows in all)")
+    sizes.set_ylim(top=1.15 * sizes.get_ylim()[1])  # room for the legend
     sizes.locator_params(integer=True)
     sizes.legend(frameon=False)
     _tidy(sizes)

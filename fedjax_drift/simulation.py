@@ -101,10 +101,12 @@ class Simulation:
         _check_model(model, data, self._engine.decode)
         self._arrays = engine.place(data, mesh, eval_batch_size)
         # A state always leaves a round placed as it came in, so that the next round finds the program compiled.
+        self._everywhere = NamedSharding(mesh, P())
+        self._init = jax.jit(partial(engine.init, self._engine), out_shardings=self._everywhere)
         self._round = jax.jit(
             partial(engine.round_fn, self._engine),
             donate_argnums=0 if donate else (),
-            out_shardings=(NamedSharding(mesh, P()), None),
+            out_shardings=(self._everywhere, None),
         )
         self._evaluate = jax.jit(partial(engine.evaluate, self._engine))
         self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, self._engine))
@@ -127,17 +129,9 @@ class Simulation:
     def init(self, key: jax.Array, params: Params | None = None) -> ServerState:
         """The state before round 0. ``key`` (``jax.random.key(seed)``) decides the initial parameters, unless
         ``params`` are given, and all cohorts, shuffles and dropout to come."""
-        init_key, round_key = jax.random.split(key)
-        if params is None:
-            params = self.model.init(init_key)
-        else:
-            _check_params(params, jax.eval_shape(self.model.init, init_key))
-            params = jax.tree.map(jnp.asarray, params)
-        N = self.data.num_clients
-        client = self.algorithm.init_client(params)
-        clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (N, *jnp.shape(c))), client)
-        state = ServerState(jnp.zeros((), jnp.int32), round_key, self.algorithm.init_server(params), clients)
-        return self._here(jax.tree.map(jnp.array, state))  # arrays of its own, so that donation deletes only them
+        if params is not None:
+            _check_params(params, jax.eval_shape(self.model.init, key))
+        return self._init(key, params)
 
     def round_fn(
         self, state: ServerState, cohort: Sequence[int] | np.ndarray | jax.Array | None = None
@@ -252,9 +246,9 @@ class Simulation:
 
     def _here(self, state: ServerState) -> ServerState:
         """The state on this simulation's devices (it may come from another's)."""
-        if isinstance(state.round, jax.core.Tracer) or state.round.sharding.device_set == set(self.mesh.devices.flat):
+        if isinstance(state.round, jax.core.Tracer) or state.round.sharding == self._everywhere:
             return state
-        return jax.device_put(state, NamedSharding(self.mesh, P()))
+        return jax.device_put(state, self._everywhere)
 
     def _test(self) -> engine.TestRows:
         if self._arrays.test is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.algorithms.checks import choice, positive
@@ -53,4 +54,4 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
 def weight(work: Work, weighting: str) -> jax.Array:
     """n_i, or 1 for every client."""
     size = work.size.astype(work.lr.dtype)
-    return size if weighting == "examples" else size**0
+    return size if weighting == "examples" else jnp.ones_like(size)

@@ -114,8 +114,8 @@ class FederatedData:
                 raise ValueError(
                     f"test_clients must have one pair for each of the {len(clients)} clients, got {len(test_clients)}"
                 )
-            x_test, y_test, test_sizes = _concatenate(test_clients, "test client", allow_empty=True)
-            test = (x_test, y_test)
+            *pooled, test_sizes = _concatenate(test_clients, "test client", allow_empty=True)
+            test = (pooled[0], pooled[1])
         x_test, y_test = _optional_pair(test)
         return cls(x, y, sizes, x_test, y_test, test_sizes, _stat(mean), _stat(std), name)
 

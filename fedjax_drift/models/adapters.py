@@ -13,17 +13,23 @@ from fedjax_drift.types import Model, Params
 
 def from_linen(module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     """See `Model.from_linen`."""
+    example = jax.ShapeDtypeStruct((1, *input_shape), options.pop("input_dtype", jnp.float32))
     takes_train = "train" in inspect.signature(type(module).__call__).parameters
     evaluating = {"train": False} if takes_train else {}
 
     def init(key: jax.Array) -> Params:
         params_key, dropout_key = jax.random.split(key)
-        example = jnp.zeros((1, *input_shape), options.get("input_dtype", jnp.float32))
-        return module.init({"params": params_key, "dropout": dropout_key}, example, **evaluating)["params"]
+        zeros = jnp.zeros(example.shape, example.dtype)
+        return module.init({"params": params_key, "dropout": dropout_key}, zeros, **evaluating)["params"]
 
-    example = jax.ShapeDtypeStruct((1, *input_shape), options.pop("input_dtype", jnp.float32))
     key = jax.random.key(0)
-    variables = jax.eval_shape(lambda k, x: module.init({"params": k, "dropout": k}, x, **evaluating), key, example)
+    try:
+        variables = jax.eval_shape(lambda k, x: module.init({"params": k, "dropout": k}, x, **evaluating), key, example)
+    except Exception as error:
+        raise ValueError(
+            f"{type(module).__name__} does not accept rows of shape {tuple(input_shape)}: pass the input_shape of one "
+            f"row as the module expects it, such as (28, 28, 1) ({str(error).splitlines()[0]})"
+        ) from error
     if extra := sorted(set(variables) - {"params"}):
         raise ValueError(
             f"a model's only variables may be parameters, but {type(module).__name__} also has {', '.join(extra)}: "
@@ -70,7 +76,7 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
     stochastic = bool(nnx.state(example, nnx.RngState))
 
     def merge(params: Params, train: bool, key: jax.Array | None = None) -> Any:
-        instance = nnx.merge(graph, nnx.State(params), rest)
+        instance = nnx.merge(graph, nnx.State(params), rest, copy=True)
         (instance.train if train else instance.eval)()
         if key is not None:
             nnx.reseed(instance, dropout=key)

@@ -1,0 +1,175 @@
+"""Every algorithm: the contract that all keep, and for each a round by hand, limits and bad input."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.types import ClientResult
+
+
+def quadratics(targets, sizes) -> tuple[fd.FederatedData, fd.Model]:
+    """Client i minimises |w - targets[i]|^2 / 2: its rows are all its target, so every batch has the same gradient."""
+    rows = [(np.full((n, 1), a, np.float32), np.zeros(n, np.int32)) for a, n in zip(targets, sizes, strict=True)]
+    model = fd.Model(lambda key: jnp.zeros(1), lambda w, x: w[None] - x, loss=lambda z, y: (z[:, 0] ** 2) / 2)
+    return fd.FederatedData.from_clients(rows, test=rows[0]), model
+
+
+def simulate(algorithm, lr=0.5, **options) -> fd.Simulation:
+    data, model = quadratics([2.0, 8.0], [1, 3])
+    local = fd.LocalTraining(epochs=2, batch_size=10, lr=lr, **options)  # two steps for each client
+    return fd.Simulation(model, data, algorithm, local=local, cohort_size=2)
+
+
+def models_after(algorithm, rounds=2, start=0.0, **options) -> list[float]:
+    sim = simulate(algorithm, **options)
+    state, models = sim.init(jax.random.key(0), params=jnp.full(1, start)), []
+    for _ in range(rounds):
+        state, _ = sim.round_fn(state)
+        models.append(float(state.params[0]))
+    return models
+
+
+# Two steps of rate 1/2 towards a leave a quarter of the distance: theta = w / 4 + 3 a / 4, and D = 3 (a - w) / 4.
+# Weighted by examples the target is (2 + 3 * 8) / 4 = 6.5, so round 0 has D = 4.875.
+def test_fedavg_by_hand() -> None:
+    assert models_after(fd.algorithms.fedavg()) == pytest.approx([4.875, 4.875 / 4 + 4.875])
+    assert models_after(fd.algorithms.fedavg(server_lr=0.5), 1) == pytest.approx([4.875 / 2])
+    assert models_after(fd.algorithms.fedavg(weighting="uniform"), 1) == pytest.approx([3 * 5 / 4])
+
+
+def test_fedprox_by_hand() -> None:
+    # mu = 1/2 from w = 0: first step a / 2; second theta - ((theta - a) + theta / 2) / 2 = a / 2 + a / 4 - a / 8.
+    assert models_after(fd.algorithms.fedprox(mu=0.5), 1) == pytest.approx([6.5 * 5 / 8])
+
+
+def test_fedavgm_by_hand() -> None:
+    first, second = 4.875, 0.75 * (6.5 - 4.875)
+    assert models_after(fd.algorithms.fedavgm(beta=0.5)) == pytest.approx([first, first + 0.5 * first + second])
+    half = first / 2
+    second = 0.75 * (6.5 - half)
+    damped = models_after(fd.algorithms.fedavgm(beta=0.5, damped=True))
+    assert damped == pytest.approx([half, half + 0.5 * half + 0.5 * second])
+
+
+def test_fedopt_by_hand() -> None:
+    D, tau, lr = 4.875, 0.5, 0.1
+    m, v = 0.1 * D, 0.99 * tau**2 + 0.01 * D**2
+    assert models_after(fd.algorithms.fedadam(lr, tau=tau), 1) == pytest.approx([lr * m / (v**0.5 + tau)])
+    v = tau**2 + 0.01 * D**2  # sign(tau^2 - D^2) = -1
+    assert models_after(fd.algorithms.fedyogi(lr, tau=tau), 1) == pytest.approx([lr * m / (v**0.5 + tau)])
+    v = tau**2 + D**2
+    assert models_after(fd.algorithms.fedadagrad(lr, tau=tau), 1) == pytest.approx([lr * D / (v**0.5 + tau)])
+
+
+def test_limits() -> None:
+    fedavg = models_after(fd.algorithms.fedavg(), 4)
+    assert models_after(fd.algorithms.fedprox(mu=0), 4) == fedavg
+    assert models_after(fd.algorithms.fedavgm(beta=0), 4) == pytest.approx(fedavg, rel=1e-6)
+    # A large tau = sqrt(v_0) turns the adaptive methods into FedAvg with a server rate of server_lr / (2 tau).
+    half = models_after(fd.algorithms.fedavg(server_lr=0.5), 3)
+    for name in ("fedadam", "fedyogi", "fedadagrad"):
+        assert models_after(ALGORITHMS[name](1e3, b1=0.0, b2=0.9999, tau=1e3), 3) == pytest.approx(half, rel=1e-3)
+    # |D| far above tau: a step of Adagrad's first round is server_lr, whatever the scale.
+    assert models_after(fd.algorithms.fedadagrad(0.1, tau=1e-6), 1) == pytest.approx([0.1], rel=1e-5)
+
+
+def test_local_options_by_hand() -> None:
+    one_client = {"algorithm": fd.algorithms.fedavg(weighting="uniform"), "rounds": 1, "lr": 0.5}
+    # Momentum 1/2: v = -a, theta = a / 2; v = -a/2 - a/2 = -a, theta = a. Mean target 5.
+    assert models_after(**one_client, momentum=0.5) == pytest.approx([5.0])
+    # Clipped to norm 1: two steps of 1/2.
+    assert models_after(**one_client, clip_norm=1.0) == pytest.approx([1.0])
+    # From w = 4 with weight decay 1/4, clipped to 1: client 0 goes down (1 + 1) / 2, then (1 + 3/4) / 2 = 2.125 left;
+    # client 1 has (-1 + 1) = 0 and stays.
+    assert models_after(**one_client, start=4.0, clip_norm=1.0, weight_decay=0.25) == pytest.approx([(2.125 + 4) / 2])
+    # eta_t = 1/2, 1/4: a quarter of the distance is left, then (3/4)^2 of it.
+    decayed = models_after(fd.algorithms.fedavg(), lr=0.5, lr_decay=0.5)
+    assert decayed == pytest.approx([4.875, 6.5 - (6.5 - 4.875) * 9 / 16])
+
+
+def small(factory):
+    """The algorithm with 0.1 for every hyper-parameter that has no default."""
+    required = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
+    return factory(**dict.fromkeys(required, 0.1))
+
+
+@pytest.fixture(scope="module", params=list(ALGORITHMS))
+def simulation(request) -> fd.Simulation:
+    rng = np.random.default_rng(0)
+    rows = [(rng.normal(size=(n, 5)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 25, 1, 16)]
+    data = fd.FederatedData.from_clients(rows, test=rows[3])
+    local = fd.LocalTraining(epochs=2, batch_size=4)
+    algorithm = small(ALGORITHMS[request.param])
+    return fd.Simulation(fd.models.linear((5,), 3), data, algorithm, local=local, cohort_size=3, lanes=2)
+
+
+def test_contract(simulation) -> None:
+    """Structure, shapes and dtypes never change; rounds are pure and finite, train, and keep absent clients' state."""
+    start = simulation.init(jax.random.key(0))
+    assert simulation.algorithm.name in ALGORITHMS
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), start)
+    before = jax.tree.map(np.array, (start.params, start.clients))
+    state, losses = start, [simulation.evaluate(start)["loss"]]
+    for t in range(5):
+        assert int(state.round) == t
+        old, (state, info) = state, simulation.round_fn(state)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == shapes
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.server, state.clients)))
+        assert info["cohort"].shape == info["loss"].shape == (3,)
+        absent = np.setdiff1d(np.arange(6), info["cohort"])
+        for a, b in zip(jax.tree.leaves(old.clients), jax.tree.leaves(state.clients), strict=True):
+            np.testing.assert_array_equal(a[absent], b[absent])
+        losses.append(simulation.evaluate(state)["loss"])
+    assert min(losses[1:]) < losses[0]
+    jax.tree.map(np.testing.assert_array_equal, before, (start.params, start.clients))
+    again, _ = simulation.round_fn(old)
+    jax.tree.map(np.testing.assert_array_equal, again.server, state.server)
+
+
+def test_a_zero_gradient_changes_nothing(simulation) -> None:
+    """Where every client's gradient vanishes from the start, the model stays."""
+    model = fd.Model(lambda key: jnp.ones(3), lambda w, x: jnp.ones(len(x)), loss=lambda z, y: z)
+    still = fd.Simulation(model, simulation.data, simulation.algorithm, cohort_size=3)
+    state, _ = still.run(still.init(jax.random.key(0)), 3, eval_every=0, progress=False)
+    np.testing.assert_allclose(state.params, 1.0, atol=1e-7)
+
+
+def test_client_update_has_no_client_axis(simulation) -> None:
+    """A client's message, metrics and weight have the shapes of one client, whatever the engine does around it."""
+    seen: list[ClientResult] = []
+
+    def spy(server, client, work):
+        seen.append(simulation.algorithm.client_update(server, client, work))
+        return seen[-1]
+
+    algorithm = simulation.algorithm._replace(client_update=spy)
+    sim = fd.Simulation(simulation.model, simulation.data, algorithm, cohort_size=3, lanes=1)
+    sim.round_fn(sim.init(jax.random.key(0)))
+    for result in seen:
+        assert result.weight.shape == () and all(value.shape == () for value in result.metrics.values())
+
+
+BAD = [
+    (lambda: fd.algorithms.fedavg(server_lr=0), r"server_lr must be a finite number > 0, got 0"),
+    (lambda: fd.algorithms.fedavg(weighting="rows"), r"weighting must be one of 'examples', 'uniform', got 'rows'"),
+    (lambda: fd.algorithms.fedprox(mu=-1), r"mu must be a finite number >= 0, got -1"),
+    (lambda: fd.algorithms.fedprox(mu="0.1"), r"mu must be a finite number >= 0, got '0.1'"),
+    (lambda: fd.algorithms.fedprox(mu=float("nan")), r"mu must be a finite number >= 0, got nan"),
+    (lambda: fd.algorithms.fedavgm(beta=1.0), r"beta must be in \[0, 1\), got 1.0"),
+    (lambda: fd.algorithms.fedadam(0.1, tau=0), r"tau must be a finite number > 0, got 0"),
+    (lambda: fd.algorithms.fedyogi(0.1, b2=1), r"b2 must be in \[0, 1\), got 1"),
+    (lambda: fd.algorithms.fedadagrad(-0.1), r"server_lr must be a finite number > 0, got -0.1"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_hyper_parameters(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image
+
+import fedjax_drift as fd
+from fedjax_drift import cli, plots
+
+TINY = ["run", "--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--rounds", "2", "--no-progress"]
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
+    folder = tmp_path / "o"
+    command = [*TINY, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=0.5", "--momentum", "0.5"]
+    command += ["--output", str(folder)]
+    assert cli.main(command) == 0
+    table = capsys.readouterr().out
+    assert max(map(len, table.replace(str(tmp_path), "").splitlines())) <= 80
+
+    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    config, done = json.loads(written["config.json"]), records(folder)
+    assert config["algorithms"]["fedprox:mu=0.5"] == {
+        "name": "fedprox",
+        "mu": 0.5,
+        "server_lr": 1.0,
+        "weighting": "examples",
+    }
+    assert config["local"]["momentum"] == 0.5 and config["data"]["clients"] == 6
+    assert [(r["algorithm"], r["round"]) for r in done] == [(a, t) for a in config["algorithms"] for t in (1, 2)]
+    assert f" {100 * done[-1]['accuracy']:.1f} % " in table.splitlines()[-3]
+    with Image.open(folder / "curves.png") as picture:
+        assert picture.format == "PNG" and picture.width > 800
+
+    assert cli.main(command) == 2
+    assert "--force" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == written
+
+    assert cli.main([*shlex.split(config["command"])[1:], "--force"]) == 0
+    assert [r | {"seconds": 0} for r in records(folder)] == [r | {"seconds": 0} for r in done]
+    repeated = json.loads((folder / "config.json").read_text())
+    assert repeated | {"command": "", "started": ""} == config | {"command": "", "started": ""}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--algorithm", "fedporx:mu=1"], "got 'fedporx': did you mean 'fedprox'?"),
+        (["--algorithm", "fedavg:server_rl=1"], "did you mean 'server_lr'?"),
+        (["--algorithm", "fedavgm:damped=yes"], "damped must be true or false, got 'yes'"),
+        (["--algorithm", "fedadam"], "needs server_lr, got 'fedadam': write fedadam:server_lr=VALUE"),
+        (["--algorithm", "fedprox:mu=-1"], "mu must be a finite number >= 0, got -1"),
+        (["--algorithm", "fedavg", "--algorithm", "fedavg"], "got 'fedavg' 2 times"),
+        (["--algorithm", "fedavg", "--batch-size", "0"], "batch_size must be an integer >= 1, got 0"),
+        (["--algorithm", "fedavg", "--cohort", "7"], "in 1..6 (the federation has 6 clients), got 7"),
+        (["--algorithm", "fedavg", "--cohrt", "2"], "did you mean '--cohort'?"),
+        (["--algorithm", "fedavg", "--rounds", "x"], "must be an integer >= 1, got 'x'"),
+        (["--algorithm", "fedavg", "--partition", "dirichlt:1"], "did you mean 'dirichlet'?"),
+        (["--algorithm", "fedavg", "--partition", "dirichlet"], "needs alpha"),
+        (["--algorithm", "fedavg", "--partition", "iid", "--clients", "999"], "use num_clients <= 120"),
+        (["--algorithm", "fedavg", "--clients", "3"], "--clients needs --partition, got 3"),
+        (["--algorithm", "fedavg", "--partition", "shards:2", "--size-sigma", "1"], "no effect on shards, got 1.0"),
+        (["--algorithm", "fedavg", "--model", "lenet5"], "can't take rows of shape [30]"),
+        (["--algorithm", "fedavg", "--dataset", "mnits"], "did you mean 'mnist'?"),
+        (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "nowhere/mnist.npz"),
+        (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, cut short"),
+        ([], "required: --algorithm"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.savez("whole.npz", x_train=np.zeros((5, 28, 28), np.uint8))
+    Path("mnist.npz").write_bytes(Path("whole.npz").read_bytes()[:-200])
+    assert cli.main([*TINY, *arguments]) == 2
+    output, error = capsys.readouterr()
+    assert error.startswith("fedjax-drift: error: ") and error.count("\n") == 1 and said in error
+    assert not output and not Path("runs").exists()
+
+
+def test_a_bug_is_no_bad_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(fd.datasets, "load", lambda *_, **__: np.zeros(3).reshape(2, 2))
+    with pytest.raises(ValueError, match="cannot reshape"):
+        cli.main([*TINY, "--algorithm", "fedavg", "--output", str(tmp_path / "o")])
+
+
+def test_ctrl_c_ends_the_algorithm_and_keeps_what_is_done(tmp_path, monkeypatch, capsys):
+    folder, run = tmp_path / "o", fd.Simulation.run
+
+    def interrupted_in_round_2(self, state, rounds, eval_every, *, progress, on_round):
+        def press(record):
+            on_round(record)
+            if record["round"] == 2:
+                signal.raise_signal(signal.SIGINT)
+
+        return run(self, state, rounds, eval_every, progress=progress, on_round=press)
+
+    monkeypatch.setattr(fd.Simulation, "run", interrupted_in_round_2)
+    two = ["--algorithm", "fedavg", "--algorithm", "fedprox:mu=1"]
+    assert cli.main([*TINY, *two, "--rounds", "50", "--output", str(folder)]) == 130
+    done = records(folder)
+    assert {r["algorithm"] for r in done} == {"fedavg"} and 2 <= len(done) < 10
+    assert (folder / "curves.png").exists() and re.search(rf"fedavg +{len(done)} ", capsys.readouterr().out)
+
+
+def test_quickstart_is_the_run_command_it_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cli, "_simulate", lambda config, names, *_: made.update(config) or 0)
+    made: dict = {}
+    assert cli.main(["quickstart", "--writers", "3", "--cohort", "2", "--rounds", "1", "--output", "o"]) == 0
+    printed = capsys.readouterr().out.split("\n\n")[1]
+    assert shlex.split(printed.replace("\\\n", "")) == shlex.split(made["command"])
+    assert made["data"]["clients"] == 3 and list(made["algorithms"]) == list(cli.QUICKSTART)
+    assert cli.main(["quickstart", "--writers", "3", "--cohort", "4"]) == 2
+
+
+def test_data_lists_and_draws(tmp_path, capsys):
+    assert cli.main(["data", "--data-dir", str(tmp_path)]) == 0
+    listing = capsys.readouterr().out
+    assert all(name in listing for name in fd.datasets.NAMES) and "To get mnist:" in listing
+    look = ["data", "synthetic", "--partition", "shards:2", "--clients", "70", "--output", str(tmp_path / "o")]
+    assert cli.main(look) == 0
+    assert "56 to 58" in capsys.readouterr().out  # 4,000 rows in 140 blocks of 28 or 29
+    assert (tmp_path / "o" / "federation.png").stat().st_size > 10_000
+
+
+def test_pictures_show_the_numbers_and_leave_the_backend_alone():
+    before = matplotlib.get_backend()
+    history = [{"round": t, "train_loss": 1 / t} | ({"accuracy": t / 10} if t % 2 == 0 else {}) for t in range(1, 5)]
+    accuracy, loss = plots.curves({"a": history, "b": history[:2]}).axes
+    assert accuracy.lines[0].get_xydata().tolist() == [[2, 20], [4, 40]]
+    assert loss.lines[1].get_xydata().tolist() == [[1, 1], [2, 0.5]]
+    with pytest.raises(ValueError, match="at least 1 round"):
+        plots.curves({"a": []})
+
+    clients = [(np.zeros((i + 1, 2), np.float32), np.full(i + 1, i % 3)) for i in range(120)]
+    mix, sizes = plots.federation(fd.FederatedData.from_clients(clients)).axes[:2]
+    share = mix.images[0].get_array()
+    assert share.shape == (50, 3) and (share.sum(axis=1) == 100).all()
+    assert sum(bar.get_height() for bar in sizes.patches) == 120
+    assert matplotlib.get_backend() == before
+
+
+def test_the_module_from_a_shell(tmp_path):
+    def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "fedjax_drift.cli", *arguments], capture_output=True, text=True)
+
+    asked = shell("run", "--help")
+    assert asked.returncode == 0 and "examples:" in asked.stdout
+    assert max(map(len, asked.stdout.splitlines())) <= 80
+    wrong = shell(*TINY, "--algorithm", "fedavg", "--partition", "dirichlet:0", "--output", str(tmp_path / "o"))
+    assert wrong.returncode == 2 and wrong.stdout == ""
+    assert wrong.stderr.startswith("fedjax-drift: error: alpha must be > 0") and wrong.stderr.count("\n") == 1

@@ -1,0 +1,190 @@
+"""The layers against `lax.conv`, the zoo against the papers' parameter counts, flax modules as models."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import fedjax_drift as fd
+from fedjax_drift.models import MODELS, layers, num_parameters
+
+COUNTS = {
+    "linear": 155,
+    "mnist_2nn": 199_210,
+    "emnist_nn": 89_610,
+    "cifar_cnn": 797_962,
+    "mnist_cnn": 1_663_370,
+    "lenet5": 66_126,
+    "simple_fl_lenet": 31_972,
+    "fedadc_cnn": 2_328_746,
+    "emnist_cnn": 1_206_590,
+    "simple_cnn": 92_626,
+    "resnet18": 11_173_962,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_counts(name) -> None:
+    assert num_parameters(MODELS[name]()) == COUNTS[name]
+
+
+def test_parameter_counts_of_variants() -> None:
+    assert num_parameters(fd.models.cifar_cnn(100)) == 815_332
+    assert num_parameters(fd.models.resnet18(100)) == 11_220_132
+    assert num_parameters(fd.models.resnet18(10, (64, 64, 3), stem=7)) == 11_181_642
+    assert num_parameters(fd.models.resnet18(200, (64, 64, 3), stem=7)) == 11_279_112
+    assert num_parameters(fd.models.simple_cnn(100)) == 115_756
+    assert num_parameters(fd.models.simple_cnn(projection=False)) == 62_006
+    assert num_parameters(fd.models.simple_cnn(cosine=True)) == 92_616
+
+
+def reference_conv(x, kernel, stride, padding):
+    padding = [padding, padding] if isinstance(padding, tuple) else padding
+    return lax.conv_general_dilated(
+        x, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest"
+    )
+
+
+def own_conv(x, kernel, stride, padding):
+    return layers.conv(layers.to_grid(x), kernel, stride, padding).transpose(3, 1, 2, 0)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", (2, 1)])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("size", "window"), [((7, 9), 3), ((8, 5), 5), ((6, 6), 1)])
+def test_conv_is_lax_conv(size, window, stride, padding) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(4, *size, 3)), jnp.float32)
+    kernels = jnp.asarray(rng.normal(size=(2, window, window, 3, 5)), jnp.float32)
+
+    def value_and_grads(conv):
+        def summed(x, kernels):
+            each = jax.vmap(lambda k: conv(x, k, stride, padding))(kernels)  # every client has its own filters
+            return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
+
+        return jax.grad(summed, argnums=(0, 1), has_aux=True)(x, kernels)
+
+    for ours, theirs in zip(
+        jax.tree.leaves(value_and_grads(own_conv)), jax.tree.leaves(value_and_grads(reference_conv)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize(("size", "window", "stride"), [((7, 9), 2, 2), ((8, 6), 3, 2), ((5, 5), 2, 1)])
+def test_pooling_is_flax_pooling(size, window, stride, padding) -> None:
+    x = jnp.asarray(np.random.default_rng(0).permutation(4 * size[0] * size[1] * 3).reshape(4, *size, 3), jnp.float32)
+    for ours, theirs in ((layers.max_pool, nn.max_pool), (layers.avg_pool, nn.avg_pool)):
+
+        def own(x, ours=ours):
+            return ours(layers.to_grid(x), window, stride, padding).transpose(3, 1, 2, 0)
+
+        def reference(x, theirs=theirs):
+            return theirs(x, (window, window), (stride, stride), padding)
+
+        np.testing.assert_allclose(own(x), reference(x), rtol=1e-6)
+        a, b = (jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (own, reference))
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_group_norm_is_flax_group_norm() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(3, 2, (4, 5, 6, 8)), jnp.float32)
+    scale, bias = jnp.arange(8.0), jnp.arange(8.0) ** 2
+    variables = {"params": {"scale": scale, "bias": bias}}
+    ours = layers.GroupNorm(groups=2).apply(variables, layers.to_grid(x)).transpose(3, 1, 2, 0)
+    theirs = nn.GroupNorm(num_groups=2, epsilon=1e-5).apply(variables, x)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_lenet_is_the_same_network_in_flax() -> None:
+    """The whole forward pass and its gradient against flax's own layers, with the same weights."""
+    model = fd.models.lenet5(10)
+    params = model.init(jax.random.key(0))
+    x = jax.random.uniform(jax.random.key(1), (3, 28, 28, 1))
+
+    def reference(p, x):
+        for name, padding in (("convs_0", "SAME"), ("convs_1", "VALID")):
+            x = nn.relu(reference_conv(x, p[name]["kernel"], 1, padding) + p[name]["bias"][None, None, None])
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        x = x.transpose(0, 3, 1, 2).reshape(3, -1)  # channels first, as PyTorch flattens
+        for name in ("denses_0", "denses_1"):
+            x = nn.relu(x @ p[name]["kernel"] + p[name]["bias"][None])
+        dense = p["classifier"]["dense"]
+        return x @ dense["kernel"] + dense["bias"][None]
+
+    np.testing.assert_allclose(model.apply(params, x), reference(params, x), rtol=1e-4, atol=1e-5)
+    ours, theirs = (jax.grad(lambda p, f=f: (f(p, x) ** 2).sum())(params) for f in (model.apply, reference))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["linear", "lenet5", "simple_fl_lenet", "simple_cnn"])
+def test_head_of_features_is_apply_and_cosines_are_cosines(name) -> None:
+    shape = {"linear": (30,), "simple_cnn": (32, 32, 3)}.get(name, (28, 28, 1))
+    x = jax.random.normal(jax.random.key(1), (5, *shape))
+    for cosine in (False, True):
+        model = MODELS[name](cosine=cosine)
+        params = model.init(jax.random.key(0))
+        features = model.features(params, x)
+        np.testing.assert_allclose(model.head(params, features), model.apply(params, x), rtol=1e-5)
+        assert model.cosine is cosine
+    kernel = jax.tree.leaves(params["classifier"])[0]
+    expected = (features @ kernel) / np.outer(np.linalg.norm(features, axis=1), np.linalg.norm(kernel, axis=0))
+    np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-6)
+    zero = jax.grad(lambda f: fd.models.cosine_logits(f, kernel).sum())(jnp.zeros((1, kernel.shape[0])))
+    assert np.isfinite(zero).all()
+
+
+def test_initial_weights_are_pytorchs() -> None:
+    kernel = fd.models.mnist_2nn().init(jax.random.key(0))["layers_0"]["kernel"]
+    assert abs(kernel).max() <= 784**-0.5 and float(kernel.std()) == pytest.approx((784 * 3) ** -0.5, rel=0.01)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(fd.models.linear().init(jax.random.key(0))))
+
+
+def one_round(model: fd.Model) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    data = fd.FederatedData.from_clients([(rng.normal(size=(6, 4)).astype("f4"), rng.integers(0, 3, 6))] * 2)
+    sim = fd.Simulation(model, data, fd.algorithms.fedavg(), cohort_size=2)
+    states = [sim.round_fn(sim.init(jax.random.key(seed)))[0] for seed in (0, 1)]
+    assert not np.allclose(*(jax.tree.leaves(state.params)[-1] for state in states))
+    return jax.tree.leaves(states[0].params)
+
+
+def test_any_linen_module() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train: bool):
+            return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(x))
+
+    assert [leaf.shape for leaf in one_round(fd.Model.from_linen(Net(), (4,)))] == [(3,), (4, 3)]
+
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(3)(x))
+
+    with pytest.raises(ValueError, match="replace BatchNorm by GroupNorm"):
+        fd.Model.from_linen(Normed(), (4,))
+
+
+def test_any_nnx_module() -> None:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.dense, self.dropout = nnx.Linear(4, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(self.dropout(x))
+
+    model = fd.Model.from_nnx(Net, (4,))
+    assert sorted(leaf.shape for leaf in one_round(model)) == [(3,), (4, 3)]
+    params, x = model.init(jax.random.key(0)), jnp.ones((2, 4))
+    np.testing.assert_array_equal(model.apply(params, x), model.apply(params, x))
+    a, b = (model.train_apply(params, x, jax.random.key(k)) for k in (0, 1))
+    assert not np.array_equal(a, b)
+    instance = Net(nnx.Rngs(0))
+    fixed = fd.Model.from_nnx(instance)
+    np.testing.assert_array_equal(fixed.init(jax.random.key(5))["dense"]["kernel"], instance.dense.kernel[...])
