@@ -30,10 +30,10 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
+from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.data.datasets import CLASSES, DATASETS
 from fedjax_drift.models import MODELS, num_parameters
 
-ALGORITHMS: Mapping[str, Callable[..., fd.Algorithm]] = fd.algorithms.ALGORITHMS  # type: ignore[assignment]
 PARTITIONS: dict[str, Callable[..., fd.partition.Partition]] = {
     "iid": fd.partition.iid,
     "dirichlet": fd.partition.dirichlet,
@@ -388,12 +388,10 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     data, dealt = _load(args, dataset)
     model_spec, model = _model(args.model, dataset, data)
 
-    def simulation(name: str) -> fd.Simulation:
-        options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
-        return fd.Simulation(model, data, algorithms[name], local=local, **options)
-
-    # Each simulation puts its own copy of the data on the devices: checked one by one, none is kept.
-    lanes = [simulation(name).lanes for name in names][0]
+    options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
+    simulations = {
+        name: fd.Simulation(model, data, algorithm, local=local, **options) for name, algorithm in algorithms.items()
+    }
     config = {
         "command": shlex.join(["fedjax-drift", *argv]),
         "dataset": {"name": dataset.name, **dataset.options},
@@ -408,7 +406,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "sampling": args.sampling,
         "eval_every": args.eval_every,
         "seed": args.seed,
-        "lanes": lanes,
+        "lanes": simulations[names[0]].lanes,
         "devices": {"platform": jax.default_backend(), "count": jax.local_device_count()},
         "versions": {
             "fedjax_drift": fd.__version__, "jax": jax.__version__, "numpy": np.__version__,
@@ -418,7 +416,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     }  # fmt: skip
 
     def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> None:
-        sim = simulation(name)
+        sim = simulations[name]
         state = sim.init(jax.random.key(args.seed))
         sim.run(state, args.rounds, args.eval_every, progress=progress, on_round=on_round)
 

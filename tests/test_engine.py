@@ -73,12 +73,14 @@ def client_model(state: fd.ServerState, i):
     return jax.tree.map(lambda a: np.asarray(a[i]), state.clients)
 
 
-@pytest.mark.parametrize(("lanes", "devices"), [(1, 1), (1, 2), (3, 1), (5, 2)])
-def test_a_client_does_not_depend_on_its_companions(data, lanes, devices) -> None:
-    sim = simulate(data, lanes=lanes, devices=devices)
-    start = sim.init(jax.random.key(1))
-    cohorts = [[3, 1, 4, 5, 9, 2], [29, 28, 27, 26, 25, 3], [3, 4, 14, 24, 8, 18]]
-    results = [client_model(sim.round_fn(start, cohort=cohort)[0], 3) for cohort in cohorts]
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_client_does_not_depend_on_its_companions_or_devices(data, lanes) -> None:
+    results = []
+    for devices in (1, 2):
+        sim = simulate(data, lanes=lanes, devices=devices)
+        start = sim.init(jax.random.key(1))
+        for cohort in ([3, 1, 4, 5, 9, 2], [29, 28, 27, 26, 25, 3], [3, 4, 14, 24, 8, 18]):
+            results.append(client_model(sim.round_fn(start, cohort=cohort)[0], 3))
     assert not np.array_equal(results[0]["a"], client_model(start, 3)["a"])
     for result in results[1:]:
         assert_equal(result, results[0])
