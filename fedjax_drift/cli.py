@@ -340,15 +340,7 @@ def _model(text: str | None, dataset: Spec, data: fd.FederatedData) -> tuple[Spe
     own = {"num_classes": max(CLASSES[dataset.name], highest + 1), "input_shape": data.x.shape[1:]}
     takes = inspect.signature(MODELS[spec.name]).parameters
     spec = spec._replace(options={k: v for k, v in own.items() if k in takes} | spec.options)
-    try:
-        return spec, MODELS[spec.name](**spec.options)
-    except (ValueError, TypeError, IndexError) as error:  # a network's complaint about shapes, in JAX's words
-        if _is_bad_input(error):
-            raise
-        raise ValueError(
-            f"model {spec.name} can't take rows of shape {list(data.x.shape[1:])}, got {type(error).__name__}: "
-            f"choose another --model, such as {DEFAULT_MODEL[dataset.name]}"
-        ) from error
+    return spec, MODELS[spec.name](**spec.options)
 
 
 def _output(args: argparse.Namespace, what: str) -> Path:

@@ -73,7 +73,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedavg", "--partition", "iid", "--clients", "999"], "use num_clients <= 120"),
         (["--algorithm", "fedavg", "--clients", "3"], "--clients needs --partition, got 3"),
         (["--algorithm", "fedavg", "--partition", "shards:2", "--size-sigma", "1"], "no effect on shards, got 1.0"),
-        (["--algorithm", "fedavg", "--model", "lenet5"], "can't take rows of shape [30]"),
+        (["--algorithm", "fedavg", "--model", "lenet5"], "CNN does not accept rows of shape (30,)"),
         (["--algorithm", "fedavg", "--dataset", "mnits"], "did you mean 'mnist'?"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "nowhere/mnist.npz"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, cut short"),
