@@ -27,7 +27,7 @@ def from_linen(module: Any, input_shape: tuple[int, ...], **options: Any) -> Mod
         variables = jax.eval_shape(lambda k, x: module.init({"params": k, "dropout": k}, x, **evaluating), key, example)
     except Exception as error:
         raise ValueError(
-            f"{type(module).__name__} does not accept rows of shape {tuple(input_shape)}: choose a model for such rows, "
+            f"{type(module).__name__} does not accept rows of shape {tuple(input_shape)}: choose a model for them, "
             f"or pass the input_shape it expects, such as (28, 28, 1) ({str(error).splitlines()[0]})"
         ) from error
     if extra := sorted(set(variables) - {"params"}):
