@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -31,6 +30,7 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import CLASSES, DATASETS
 from fedjax_drift.models import MODELS, num_parameters
 
@@ -139,12 +139,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.print_help()
         parser.exit()
     if argv[0] not in (*subparsers, "-h", "--help", "--version"):
-        near = _nearest(argv[0], subparsers)
+        near = nearest(argv[0], subparsers)
         raise ValueError(f"the command must be one of {', '.join(subparsers)}, got {argv[0]!r}{near}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [flag for flag in subparsers[argv[0]]._option_string_actions if flag.startswith("--")]
-        near = _nearest(unknown[0].partition("=")[0], known)
+        near = nearest(unknown[0].partition("=")[0], known)
         raise ValueError(f"unknown argument {unknown[0]!r}{near} (see fedjax-drift {argv[0]} --help)")
     return args
 
@@ -263,7 +263,7 @@ def _spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]], hid
     """NAME[:value][:key=value,...] against the factory's signature; ``hidden`` parameters have flags of their own."""
     name, *items = [part for part in re.split("[:,]", text) if part] or [""]
     if name not in factories:
-        raise ValueError(f"{kind} must be one of {', '.join(factories)}, got {name!r}{_nearest(name, factories)}")
+        raise ValueError(f"{kind} must be one of {', '.join(factories)}, got {name!r}{nearest(name, factories)}")
     signature = inspect.signature(factories[name]).parameters
     known = {key: p for key, p in signature.items() if key not in hidden and not isinstance(p.default, tuple)}
     listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
@@ -273,7 +273,7 @@ def _spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]], hid
             key, value = next((k for k in known if k not in options), ""), key
         if key not in known:
             wrong = f"option {key!r}" if key else f"value {value!r}"
-            raise ValueError(f"{kind} {name}: unknown {wrong}: {listed}{_nearest(key, known)}")
+            raise ValueError(f"{kind} {name}: unknown {wrong}: {listed}{nearest(key, known)}")
         if key in options:
             raise ValueError(f"{kind} {name}: option {key!r} must be given once, got it twice in {text!r}")
         options[key] = _value(value)
@@ -294,11 +294,6 @@ def _value(text: str) -> bool | int | float | str | None:
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
-
-
-def _nearest(text: str, known: Any) -> str:
-    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else ""
 
 
 # What is to be done with it.

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
+from fedjax_drift import checks
 from fedjax_drift.types import Batch, Metrics, Params, Work
 
 
@@ -49,14 +49,14 @@ class LocalTraining:
     """Replaces momentum, e.g. ``optax.scale_by_adam()``: maps a gradient to a direction that points uphill."""
 
     def __post_init__(self) -> None:
-        _check(self.epochs, "epochs", "an integer >= 1", lambda v: v >= 1, integer=True)
-        _check(self.batch_size, "batch_size", "an integer >= 1", lambda v: v >= 1, integer=True)
-        _check(self.lr, "lr", "a finite number > 0", lambda v: v > 0)
-        _check(self.lr_decay, "lr_decay", "a finite number > 0 (1 for a constant rate)", lambda v: v > 0)
-        _check(self.momentum, "momentum", "in [0, 1)", lambda v: 0 <= v < 1)
-        _check(self.weight_decay, "weight_decay", "a finite number >= 0", lambda v: v >= 0)
+        checks.integer("epochs", self.epochs, 1)
+        checks.integer("batch_size", self.batch_size, 1)
+        checks.positive("lr", self.lr)
+        checks.positive("lr_decay", self.lr_decay, "1 keeps the rate constant")
+        checks.fraction("momentum", self.momentum)
+        checks.nonnegative("weight_decay", self.weight_decay)
         if self.clip_norm is not None:
-            _check(self.clip_norm, "clip_norm", "a finite number > 0 (None for no clipping)", lambda v: v > 0)
+            checks.positive("clip_norm", self.clip_norm, "None means no clipping")
         if self.optimizer is not None:
             if self.momentum:
                 raise ValueError(
@@ -87,12 +87,6 @@ class LocalTraining:
     def __repr__(self) -> str:
         changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
         return f"LocalTraining({', '.join(f'{name}={value}' for name, value in changed)})"
-
-
-def _check(value: float, name: str, allowed: str, ok: Callable[[float], bool], *, integer: bool = False) -> None:
-    kinds = (int, np.integer) if integer else (int, float, np.integer, np.floating)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not np.isfinite(value) or not ok(value):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def shuffle(key: jax.Array, size: jax.Array, length: int) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import engine
+from fedjax_drift import checks, engine
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.sharding import clients_mesh
@@ -66,12 +66,12 @@ class Simulation:
         on_nonfinite: str = "keep",
     ) -> None:
         local = LocalTraining() if local is None else local
-        N = data.num_clients
         _check_types(model, data, algorithm, local)
-        _check_integer("cohort_size", cohort_size, f"in 1..{N} (the federation has {N} clients)", 1, N)
-        _check_integer("eval_batch_size", eval_batch_size, "an integer >= 1", 1)
-        _check_choice("sampling", sampling, ("uniform", "bernoulli"))
-        _check_choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
+        N = data.num_clients
+        cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
+        eval_batch_size = checks.integer("eval_batch_size", eval_batch_size, 1)
+        checks.choice("sampling", sampling, ("uniform", "bernoulli"))
+        checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
         mesh = clients_mesh() if mesh is None else mesh
         if mesh.axis_names != (engine.AXIS,):
             raise ValueError(f'mesh must have the one axis "{engine.AXIS}", got {mesh.axis_names}')
@@ -195,8 +195,8 @@ class Simulation:
         `evaluate`'s ``loss`` and ``accuracy`` (0, or no test set: never). ``on_round(record)`` is called as each round
         ends. Ctrl-C ends the run after the round in progress (a second one at once) and returns what is done.
         """
-        _check_integer("rounds", rounds, "an integer >= 0", 0)
-        _check_integer("eval_every", eval_every, "an integer >= 0 (0: never)", 0)
+        checks.integer("rounds", rounds, 0)
+        checks.integer("eval_every", eval_every, 0, fix="0 means never")
         if self.data.x_test is None:
             eval_every = 0
         history: list[Record] = []
@@ -335,8 +335,7 @@ def _lanes(lanes: int | str | None, capacity: int, mesh: Mesh) -> int:
         return min(per_device, max(16, min(128, per_device // 4)))
     if lanes is None:
         return 1
-    _check_integer("lanes", lanes, 'an integer >= 1, or "auto"', 1)
-    return min(int(lanes), per_device)
+    return min(checks.integer("lanes", lanes, 1, fix='or pass "auto"'), per_device)
 
 
 def _bernoulli_capacity(N: int, cohort_size: int) -> int:
@@ -344,16 +343,6 @@ def _bernoulli_capacity(N: int, cohort_size: int) -> int:
     from scipy.stats import binom
 
     return min(N, max(1, int(binom.isf(1e-12, N, cohort_size / N))))
-
-
-def _check_integer(name: str, value: Any, allowed: str, low: int, high: float = np.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
-
-
-def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def _check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
@@ -364,7 +353,7 @@ def _check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
         ("local", local, LocalTraining, "fd.LocalTraining(...)"),
     ):
         if not isinstance(value, kind):
-            raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}: pass {hint}")
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
 
 
 def _check_cohort(cohort: Any, N: int) -> jax.Array:

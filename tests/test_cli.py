@@ -65,7 +65,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedprox:mu=-1"], "mu must be a finite number >= 0, got -1"),
         (["--algorithm", "fedavg", "--algorithm", "fedavg"], "got 'fedavg' 2 times"),
         (["--algorithm", "fedavg", "--batch-size", "0"], "batch_size must be an integer >= 1, got 0"),
-        (["--algorithm", "fedavg", "--cohort", "7"], "in 1..6 (the federation has 6 clients), got 7"),
+        (["--algorithm", "fedavg", "--cohort", "7"], "in 1..6, got 7: the federation has 6 clients"),
         (["--algorithm", "fedavg", "--cohrt", "2"], "did you mean '--cohort'?"),
         (["--algorithm", "fedavg", "--rounds", "x"], "must be an integer >= 1, got 'x'"),
         (["--algorithm", "fedavg", "--partition", "dirichlt:1"], "did you mean 'dirichlet'?"),
@@ -162,4 +162,7 @@ def test_the_module_from_a_shell(tmp_path):
     assert max(map(len, asked.stdout.splitlines())) <= 80
     wrong = shell(*TINY, "--algorithm", "fedavg", "--partition", "dirichlet:0", "--output", str(tmp_path / "o"))
     assert wrong.returncode == 2 and wrong.stdout == ""
-    assert wrong.stderr.startswith("fedjax-drift: error: alpha must be > 0") and wrong.stderr.count("\n") == 1
+    assert (
+        wrong.stderr.startswith("fedjax-drift: error: alpha must be a finite number > 0, got 0")
+        and wrong.stderr.count("\n") == 1
+    )

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
-from fedjax_drift.algorithms.checks import choice, positive
+from fedjax_drift import checks, tree
 from fedjax_drift.local import train
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
 
@@ -36,8 +35,8 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
     Raises:
       ValueError: server_lr <= 0, or an unknown weighting.
     """
-    positive("server_lr", server_lr)
-    choice("weighting", weighting, WEIGHTINGS)
+    checks.positive("server_lr", server_lr)
+    checks.choice("weighting", weighting, WEIGHTINGS)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

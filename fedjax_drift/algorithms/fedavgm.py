@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from fedjax_drift import tree
-from fedjax_drift.algorithms.checks import fraction, positive
+from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.types import Algorithm, Params, PyTree, Round
 
@@ -39,8 +38,8 @@ def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, wei
     Raises:
       ValueError: beta outside [0, 1), server_lr <= 0.
     """
-    fraction("beta", beta)
-    positive("server_lr", server_lr)
+    checks.fraction("beta", beta)
+    checks.positive("server_lr", server_lr)
     gain = 1 - beta if damped else 1.0
 
     def init_server(params: Params) -> Server:

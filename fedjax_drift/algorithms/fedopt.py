@@ -22,8 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
-from fedjax_drift.algorithms.checks import fraction, positive
+from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.types import Algorithm, Params, PyTree, Round
 
@@ -48,7 +47,7 @@ def fedadam(
     Raises:
       ValueError: a value out of range.
     """
-    fraction("b2", b2)
+    checks.fraction("b2", b2)
     return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting)  # (4)
 
 
@@ -56,7 +55,7 @@ def fedyogi(
     server_lr: float, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3, weighting: str = "examples"
 ) -> Algorithm:
     """Yogi on the server: v moves towards D^2 by steps of a size that does not depend on v. Arguments as `fedadam`."""
-    fraction("b2", b2)
+    checks.fraction("b2", b2)
     return _fedopt(
         "fedyogi", lambda v, D: v - (1 - b2) * D**2 * jnp.sign(v - D**2), server_lr, b1, tau, weighting
     )  # (3)
@@ -78,9 +77,9 @@ def _fedopt(
     tau: float,
     weighting: str,
 ) -> Algorithm:
-    positive("server_lr", server_lr)
-    fraction("b1", b1)
-    positive("tau", tau)
+    checks.positive("server_lr", server_lr)
+    checks.fraction("b1", b1)
+    checks.positive("tau", tau)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), jax.tree.map(lambda w: jnp.full_like(w, tau**2), params))

@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 
-from fedjax_drift import tree
-from fedjax_drift.algorithms.checks import nonnegative
+from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work
@@ -32,7 +31,7 @@ def fedprox(mu: float, server_lr: float = 1.0, weighting: str = "examples") -> A
     Raises:
       ValueError: mu < 0, and as `fedavg`.
     """
-    nonnegative("mu", mu)
+    checks.nonnegative("mu", mu)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

@@ -8,17 +8,15 @@ A data set is one function in `DATASETS`: (data_dir, seed, natural, *, its optio
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import math
 import os
 import zlib
-from collections.abc import Callable, Iterable
-from numbers import Integral, Real
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
@@ -79,17 +77,16 @@ def load(
     Raises ValueError for an unknown data set or option, an illegal value, and a file that is damaged, foreign or
     unreadable; FileNotFoundError, naming the file and the command that makes it, when the data are not on this machine.
     """
-    if name not in NAMES:
-        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}{_nearest(name, NAMES)}")
+    checks.choice("name", name, NAMES)
     make = DATASETS[name]
     known = [key for key, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in known:
             listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
-            raise ValueError(f"unknown option {option!r}: {listed}{_nearest(option, known)}")
+            raise ValueError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
     if partition is not None and not callable(partition):
         raise ValueError(f"partition must be a recipe such as fd.partition.iid(100, seed=0), got {partition!r}")
-    _whole("seed", seed, 0)
+    checks.integer("seed", seed, 0)
 
     samples = make(data_dir, seed, partition == by_writer(), **options)
     natural = partition is None and samples.writer is not None
@@ -168,15 +165,13 @@ def _synthetic(
     iid_data: bool | None = None,
 ) -> Samples:
     """Linear classification with a knob for each kind of drift: see `synthetic`."""
-    if variant not in tuple(VARIANTS):
-        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}{_nearest(variant, VARIANTS)}")
+    checks.choice("variant", variant, VARIANTS)
     for key, spread in (("alpha", alpha), ("beta", beta)):
-        if isinstance(spread, bool) or not isinstance(spread, Real) or not 0 <= spread < math.inf:
-            raise ValueError(f"{key} must be >= 0 and finite, got {spread!r}: it is a standard deviation, 1.0 is usual")
+        checks.nonnegative(key, spread, "it is a standard deviation, 1.0 is usual")
     d, classes, usual_clients = VARIANTS[variant]
-    n = usual_clients if num_clients is None else _whole("num_clients", num_clients, 1)
+    n = usual_clients if num_clients is None else checks.integer("num_clients", num_clients, 1)
     if num_rows is not None:
-        _whole("num_rows", num_rows, 2)
+        checks.integer("num_rows", num_rows, 2)
     fedprox = variant == "fedprox"
     iid_sol = (not fedprox and alpha == 0) if iid_sol is None else iid_sol
     iid_data = (not fedprox and beta == 0) if iid_data is None else iid_data
@@ -220,7 +215,7 @@ def _glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3
 
         return make_glyphs(num_writers, seed, progress=num_writers >= 500)._asdict()
 
-    _whole("num_writers", num_writers, 1)
+    checks.integer("num_writers", num_writers, 1)
     spec: dict[str, Column] = {}
     for part in ("", "_test"):
         spec |= {
@@ -402,14 +397,3 @@ def _places(name: str, data_dir: DataDir) -> str:
 
 def _pair(x: np.ndarray, y: np.ndarray) -> Pair:
     return x, y.astype(np.int32)
-
-
-def _nearest(value: object, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(value), list(known), n=1, cutoff=0.0)
-    return f": did you mean {close[0]!r}?" if close else ""
-
-
-def _whole(name: str, value: object, lowest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < lowest:
-        raise ValueError(f"{name} must be an integer >= {lowest}, got {value!r}")
-    return int(value)

@@ -3,6 +3,8 @@
 A recipe is a value; calling it on the labels deals the rows:
 
     >>> import numpy as np
+
+from fedjax_drift import checks
     >>> recipe = dirichlet(2, alpha=0.3, seed=0)
     >>> recipe
     dirichlet(num_clients=2, alpha=0.3, seed=0, prior='client', size_sigma=0.0, min_size=1)
@@ -16,15 +18,14 @@ labels.
 
 from __future__ import annotations
 
-import difflib
 import heapq
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+
+from fedjax_drift import checks
 
 PRIORS = ("client", "class", "global")
 ATTEMPTS = 100  # draws of prior="class" before the short clients are topped up
@@ -73,8 +74,8 @@ def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0) -> Partition:
 
     Raises ValueError for num_clients < 1, a negative seed or size_sigma; when called, for M < N.
     """
-    num_clients, seed = _whole("num_clients", num_clients, 1), _whole("seed", seed, 0)
-    size_sigma = _size_sigma(size_sigma)
+    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0)
+    checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual")
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         rng = np.random.default_rng(seed)
@@ -112,23 +113,17 @@ def dirichlet(
     min_size < 1, a negative seed or size_sigma, size_sigma with prior="class"; when called, for
     M < N min_size.
     """
-    num_clients, seed = _whole("num_clients", num_clients, 1), _whole("seed", seed, 0)
-    size_sigma = _size_sigma(size_sigma)
-    if prior not in PRIORS:
-        near = difflib.get_close_matches(str(prior), PRIORS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"prior must be one of {PRIORS}, got {prior!r}: did you mean {near!r}?")
-    if isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 < alpha < math.inf:
-        raise ValueError(
-            f"alpha must be > 0 and finite, got {alpha!r}: use a small value such as 0.01 for "
-            "a very uneven label mix, a large one such as 100 for an even mix"
-        )
+    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0)
+    checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual")
+    checks.choice("prior", prior, PRIORS)
+    checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one")
     if prior == "class" and size_sigma > 0:
         raise ValueError(
             f"size_sigma must be 0 with prior='class', got {size_sigma!r}: there the label mixes "
             "decide the sizes; use prior='client' or prior='global' for log-normal sizes"
         )
     default = 10 if prior == "class" else 1
-    fewest = default if min_size is None else _whole("min_size", min_size, 1)
+    fewest = default if min_size is None else checks.integer("min_size", min_size, 1)
     alpha = float(alpha)
     arguments = {
         "num_clients": num_clients,
@@ -162,8 +157,8 @@ def shards(num_clients: int, per_client: int, seed: int = 0) -> Partition:
     Raises ValueError for num_clients or per_client < 1, a negative seed; when called, for
     M < N * per_client.
     """
-    num_clients, seed = _whole("num_clients", num_clients, 1), _whole("seed", seed, 0)
-    per_client = _whole("per_client", per_client, 1)
+    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0)
+    per_client = checks.integer("per_client", per_client, 1)
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         _require_rows(y.size, num_clients, "per_client", per_client)
@@ -333,15 +328,3 @@ def _require_rows(num_rows: int, num_clients: int, name: str, each: int) -> None
         f"{asked} needs at least {num_clients * each} rows, the data set has {num_rows}: "
         f"use {' or '.join(fixes) or 'more data'}"
     )
-
-
-def _whole(name: str, value: int, lowest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < lowest:
-        raise ValueError(f"{name} must be an integer >= {lowest}, got {value!r}: pass a whole number")
-    return int(value)
-
-
-def _size_sigma(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
-        raise ValueError(f"size_sigma must be >= 0 and finite, got {value!r}: 0 gives equal sizes, 0.3 is usual")
-    return float(value)

@@ -1,0 +1,61 @@
+"""What a value may be, said before anything compiles: what, the allowed range, the value, the fix.
+
+A traced value (an axis of a sweep) passes every check of a number's range.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+
+
+def positive(name: str, value: Any, fix: str = "") -> None:
+    """ValueError unless value is a finite number > 0."""
+    number(name, value, "a finite number > 0", lambda v: v > 0, fix)
+
+
+def nonnegative(name: str, value: Any, fix: str = "") -> None:
+    """ValueError unless value is a finite number >= 0."""
+    number(name, value, "a finite number >= 0", lambda v: v >= 0, fix)
+
+
+def fraction(name: str, value: Any, fix: str = "") -> None:
+    """ValueError unless value is in [0, 1)."""
+    number(name, value, "in [0, 1)", lambda v: 0 <= v < 1, fix)
+
+
+def number(name: str, value: Any, allowed: str, ok: Callable[[Any], bool], fix: str = "") -> None:
+    """ValueError unless value is a finite real number for which ok holds."""
+    if isinstance(value, jax.Array) and (isinstance(value, jax.core.Tracer) or value.ndim == 0):
+        if isinstance(value, jax.core.Tracer):
+            return
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not ok(value):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}" + (f": {fix}" if fix else ""))
+
+
+def integer(name: str, value: Any, low: int, high: float = math.inf, fix: str = "") -> int:
+    """The value as an int; ValueError unless it is a whole number in low..high."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+        allowed = f"an integer >= {low}" if high == math.inf else f"in {low}..{high}"
+        raise ValueError(f"{name} must be {allowed}, got {value!r}" + (f": {fix}" if fix else ""))
+    return int(value)
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """ValueError unless value is one of allowed; names the nearest."""
+    allowed = list(allowed)
+    if value not in allowed:
+        listed = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, allowed)}")
+
+
+def nearest(value: Any, known: Iterable[str]) -> str:
+    """``: did you mean 'x'?`` where one of the known names is close to value, else nothing."""
+    close = difflib.get_close_matches(str(value), list(known), n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else ""
