@@ -9,6 +9,7 @@ the fast path altogether.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import flax.linen as nn
@@ -44,8 +45,9 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "V
     h, w, C, F = kernel.shape
     x = pad(x, (h, w), stride, padding, 0.0)
     H, W = _positions(x, (h, w), stride)
-    # Offsets vary slowest, as in the kernel: rows of the patches are (i, j, c).
-    patches = jnp.concatenate([_shifted(x, i, j, H, W, stride) for i in range(h) for j in range(w)])
+    # First the columns of each window, then its rows: w + h slices instead of w * h. Rows of the patches are (i, j, c).
+    columns = jnp.concatenate([_every(x, 2, j, W, stride) for j in range(w)])
+    patches = jnp.concatenate([_every(columns, 1, i, H, stride) for i in range(h)])
     out = kernel.reshape(h * w * C, F).T @ patches.reshape(h * w * C, -1)
     return out.reshape(F, H, W, -1)
 
@@ -85,9 +87,9 @@ def _positions(x: jax.Array, window: tuple[int, int], stride: int) -> tuple[int,
     return H, W
 
 
-def _shifted(x: jax.Array, i: int, j: int, H: int, W: int, stride: int) -> jax.Array:
-    """What offset (i, j) of a window sees at each of its H x W positions, [C, H, W, B]."""
-    return x[:, i : i + (H - 1) * stride + 1 : stride, j : j + (W - 1) * stride + 1 : stride]
+def _every(x: jax.Array, axis: int, start: int, count: int, stride: int) -> jax.Array:
+    """``count`` entries of x along an axis, ``stride`` apart."""
+    return lax.slice_in_dim(x, start, start + (count - 1) * stride + 1, stride, axis)
 
 
 def _pool(
@@ -95,17 +97,8 @@ def _pool(
 ) -> jax.Array:
     x = pad(x, (window, window), stride, padding, empty)
     H, W = _positions(x, (window, window), stride)
-    # One direction, then the other: 2 * window slices instead of window**2.
-    rows = [x[:, i : i + (H - 1) * stride + 1 : stride] for i in range(window)]
-    x = _reduce(combine, rows)
-    return _reduce(combine, [x[:, :, j : j + (W - 1) * stride + 1 : stride] for j in range(window)])
-
-
-def _reduce(combine: Callable[..., jax.Array], parts: list[jax.Array]) -> jax.Array:
-    total = parts[0]
-    for part in parts[1:]:
-        total = combine(total, part)
-    return total
+    x = reduce(combine, [_every(x, 1, i, H, stride) for i in range(window)])
+    return reduce(combine, [_every(x, 2, j, W, stride) for j in range(window)])
 
 
 def torch_uniform(fan_in: int) -> Callable[..., jax.Array]:
