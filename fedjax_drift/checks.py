@@ -47,6 +47,12 @@ def integer(name: str, value: Any, low: int, high: float = math.inf, fix: str = 
     return int(value)
 
 
+def flag(name: str, value: Any) -> None:
+    """ValueError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
 def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """ValueError unless value is one of allowed; names the nearest."""
     allowed = list(allowed)

@@ -236,7 +236,7 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> dict[str, j
         x, y = xy
         logits = engine.model.apply(params, engine.decode(x))
         rows = {"loss": engine.model.loss(logits, y)}
-        if jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1:
+        if jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1:
             right = (logits.argmax(-1) == y).astype(rows["loss"].dtype)
             rows["accuracy"] = right.mean(axis=tuple(range(1, right.ndim)))
         return rows
@@ -256,7 +256,7 @@ def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Ar
     return {name: jnp.where(test.mask, values, 0).sum() / test.mask.sum() for name, values in rows.items()}
 
 
-_PLACED: WeakKeyDictionary[FederatedData, dict[tuple[Mesh, int], Arrays]] = WeakKeyDictionary()
+_PLACED: WeakKeyDictionary[FederatedData, dict[tuple, Any]] = WeakKeyDictionary()
 
 
 def place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
@@ -265,23 +265,25 @@ def place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
     Simulations of the same data share it, for as long as the data live.
     """
     placed = _PLACED.setdefault(data, {})
-    if (mesh, eval_batch_size) not in placed:
-        placed[mesh, eval_batch_size] = _place(data, mesh, eval_batch_size)
-    return placed[mesh, eval_batch_size]
+    rows, test = (mesh,), (mesh, eval_batch_size)
+    if rows not in placed:
+        arrays = (data.x, _labels(data.y), data.offsets, data.sizes)
+        placed[rows] = Rows(*jax.device_put(arrays, NamedSharding(mesh, P())))
+    if test not in placed:
+        placed[test] = _place_test(data, mesh, eval_batch_size)
+    return Arrays(placed[rows], placed[test])
 
 
-def _place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
-    everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
-    rows = Rows(*jax.device_put((data.x, _labels(data.y), data.offsets, data.sizes), everywhere))
+def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> TestRows | None:
     if data.x_test is None or data.y_test is None:
-        return Arrays(rows, None)
+        return None
     M, D = len(data.x_test), mesh.size
     B = min(eval_batch_size, -(-M // D))
     T = -(-M // (B * D)) * D
     index = np.arange(T * B).reshape(T, B)
     padded = np.minimum(index, M - 1)
-    test = (data.x_test[padded], _labels(data.y_test)[padded], index < M)
-    return Arrays(rows, TestRows(*jax.device_put(test, split)))
+    arrays = (data.x_test[padded], _labels(data.y_test)[padded], index < M)
+    return TestRows(*jax.device_put(arrays, NamedSharding(mesh, P(AXIS))))
 
 
 def _labels(y: np.ndarray) -> np.ndarray:

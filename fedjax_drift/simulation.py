@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import checks, engine
+from fedjax_drift import checks, engine, fit
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.sharding import clients_mesh
@@ -66,20 +68,23 @@ class Simulation:
         on_nonfinite: str = "keep",
     ) -> None:
         local = LocalTraining() if local is None else local
-        _check_types(model, data, algorithm, local)
+        fit.check_types(model, data, algorithm, local)
         N = data.num_clients
         cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
         eval_batch_size = checks.integer("eval_batch_size", eval_batch_size, 1)
         checks.choice("sampling", sampling, ("uniform", "bernoulli"))
         checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
-        mesh = clients_mesh() if mesh is None else mesh
-        if mesh.axis_names != (engine.AXIS,):
-            raise ValueError(f'mesh must have the one axis "{engine.AXIS}", got {mesh.axis_names}')
+        checks.flag("donate", donate)
+        if mesh is not None and getattr(mesh, "axis_names", None) != (engine.AXIS,):
+            raise ValueError(f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {mesh!r}')
+        mesh = clients_mesh(None if mesh is None else list(mesh.devices.flat))  # with the axis type the engine needs
         bernoulli = sampling == "bernoulli"
         capacity = _bernoulli_capacity(N, cohort_size) if bernoulli else cohort_size
         if donate and on_nonfinite == "raise":
-            raise ValueError('donate=True needs on_nonfinite="keep" or "drop_client", got "raise": the state that went '
-                             "into a failed round would be lost")  # fmt: skip
+            raise ValueError(
+                'donate=True needs on_nonfinite="keep" or "drop_client", got "raise": '
+                "the state that went into a failed round would be lost"
+            )
         if algorithm.observe is not None and data.x_test is None:
             raise ValueError(f"{algorithm.name} evaluates the model every round and needs test data: pass test=(x, y)")
         self.data, self.local, self.on_nonfinite, self.mesh = data, local, on_nonfinite, mesh
@@ -98,11 +103,13 @@ class Simulation:
             capacity=capacity,
             decode=_decoder(data),
         )
-        _check_model(model, data, self._engine.decode)
+        params = fit.check_model(model, data, self._engine.decode)
+        fit.check_local(local, params, self._engine.max_size)
         self._arrays = engine.place(data, mesh, eval_batch_size)
         # A state always leaves a round placed as it came in, so that the next round finds the program compiled.
         self._everywhere = NamedSharding(mesh, P())
         self._init = jax.jit(partial(engine.init, self._engine), out_shardings=self._everywhere)
+        self._expected = jax.eval_shape(lambda: engine.init(self._engine, jax.random.key(0), None))
         self._round = jax.jit(
             partial(engine.round_fn, self._engine),
             donate_argnums=0 if donate else (),
@@ -129,9 +136,11 @@ class Simulation:
     def init(self, key: jax.Array, params: Params | None = None) -> ServerState:
         """The state before round 0. ``key`` (``jax.random.key(seed)``) decides the initial parameters, unless
         ``params`` are given, and all cohorts, shuffles and dropout to come."""
+        if not isinstance(key, jax.Array):
+            raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {key!r}")
         if params is not None:
-            _check_params(params, jax.eval_shape(self.model.init, key))
-        return self._init(key, params)
+            fit.check_like(params, self._expected.params, "params must be shaped like model.init's")
+        return self._init(*self._here((key, params)))
 
     def round_fn(
         self, state: ServerState, cohort: Sequence[int] | np.ndarray | jax.Array | None = None
@@ -151,10 +160,10 @@ class Simulation:
           ValueError: an empty cohort, ids out of range or twice.
           FloatingPointError: with ``on_nonfinite="raise"``, an update that is not finite.
         """
-        if cohort is not None and not isinstance(cohort, jax.core.Tracer):
-            cohort = _check_cohort(cohort, self.data.num_clients)
-        new, info = self._round(self._here(state), self._arrays, cohort)
-        if self.on_nonfinite == "raise" and not isinstance(new.round, jax.core.Tracer):
+        if cohort is not None and not _traced(cohort):
+            cohort = fit.check_cohort(cohort, self.data.num_clients)
+        new, info = self._round(self._check(state), self._arrays, cohort)
+        if self.on_nonfinite == "raise" and not _traced(new.round):
             finite = np.asarray(info["finite"])
             if not finite.all():
                 ids = np.asarray(info["cohort"])[~finite]
@@ -162,8 +171,12 @@ class Simulation:
         return new, info
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
-        """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only)."""
-        return {name: float(value) for name, value in self._evaluate(self._here(state).params, self._test()).items()}
+        """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only).
+
+        Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
+        """
+        scores = self._evaluate(self._check(state).params, self._test())
+        return jax.tree.map(lambda v: v if _traced(v) else float(v), scores)
 
     def evaluate_clients(self, state: ServerState) -> dict[str, np.ndarray]:
         """The same for every client's own test rows, float [N]; NaN for a client without any.
@@ -174,7 +187,7 @@ class Simulation:
         if sizes is None:
             raise ValueError("the test set is not cut into clients: build the data with test_clients= or test_parts=")
         client = np.repeat(np.arange(len(sizes)), sizes)
-        rows = self._evaluate_rows(self._here(state).params, self._test())
+        rows = self._evaluate_rows(self._check(state).params, self._test())
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         with np.errstate(invalid="ignore"):
             return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
@@ -200,55 +213,65 @@ class Simulation:
         if self.data.x_test is None:
             eval_every = 0
         history: list[Record] = []
-        done = start = int(state.round)
+        flying: deque[tuple] = deque()  # rounds dispatched and not yet recorded: one, so that no device ever waits
         clock = time.perf_counter()
         warned = False
 
-        def finish(pending: tuple) -> None:
-            nonlocal clock, done, warned
-            info, scores = jax.device_get(pending)
-            now = time.perf_counter()
-            done += 1
-            record = _record(done, info) | {"seconds": now - clock} | {k: float(v) for k, v in scores.items()}
-            clock = now
+        def record_oldest() -> None:
+            nonlocal clock, warned
+            t, info, scores = flying[0]
+            info, scores = jax.device_get((info, scores))
+            seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            record = _record(t, info) | {"seconds": seconds} | {name: float(v) for name, v in scores.items()}
+            flying.popleft()
             history.append(record)
-            bar.update(1)
-            shown = {k: f"{record[k]:.4f}" for k in ("train_loss", "accuracy") if k in record}
-            bar.set_postfix(postfix | shown)
-            postfix.update({k: v for k, v in shown.items() if k == "accuracy"})
+            bar.update(record)
             if not info["finite"].all() and not warned:
                 warned = True
                 ids = info["cohort"][~info["finite"]]
-                warnings.warn(_nonfinite_message(done - 1, ids, len(info["finite"])), RuntimeWarning, stacklevel=3)
+                warnings.warn(_nonfinite_message(t - 1, ids, len(info["finite"])), RuntimeWarning, stacklevel=3)
             if on_round is not None:
                 on_round(record)
 
-        postfix: dict[str, str] = {}
-        pending: tuple | None = None
-        with _stop_on_interrupt() as stop, _progress_bar(rounds, self.algorithm.name, progress) as bar:
+        last = int(state.round) + rounds
+        with _stop_on_interrupt() as stop, _Bar(rounds, self.algorithm.name, progress) as bar:
             try:
-                for t in range(start + 1, start + rounds + 1):
+                for t in range(last - rounds + 1, last + 1):
+                    state, info = self.round_fn(state)
+                    flying.append((t, info, {}))
+                    if eval_every and (t % eval_every == 0 or t == last or stop.is_set()):
+                        flying[-1] = (t, info, self._evaluate(state.params, self._test()))
+                    if len(flying) > 1:
+                        record_oldest()
                     if stop.is_set():
                         break
-                    state, info = self.round_fn(state)
-                    scores = {}
-                    if eval_every and (t % eval_every == 0 or t == start + rounds):
-                        scores = self._evaluate(state.params, self._test())
-                    previous, pending = pending, (info, scores)
-                    if previous is not None:  # one round stays in flight, so the device never waits for Python
-                        finish(previous)
-                if pending is not None:
-                    finish(pending)
             except KeyboardInterrupt:
-                if pending is not None and done < int(state.round):
-                    finish(pending)
+                pass
+            if flying and eval_every and not flying[-1][2]:  # stopped: the last round is evaluated all the same
+                t, info, _ = flying[-1]
+                flying[-1] = (t, info, self._evaluate(state.params, self._test()))
+            while flying:
+                record_oldest()
         return state, history
 
-    def _here(self, state: ServerState) -> ServerState:
-        """The state on this simulation's devices (it may come from another's)."""
-        if isinstance(state.round, jax.core.Tracer) or state.round.sharding == self._everywhere:
-            return state
-        return jax.device_put(state, self._everywhere)
+    def _check(self, state: ServerState) -> ServerState:
+        """The state on this simulation's devices (it may come from another's, or from a file); ValueError if it is of
+        another algorithm, model or federation, or was donated."""
+        fit.check_like(state, self._expected, "this state is of another algorithm, model or federation")
+        if any(
+            isinstance(leaf, jax.Array) and not _traced(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state)
+        ):
+            raise ValueError("this state was donated to a round: go on from the state which that round returned")
+        return self._here(state)
+
+    def _here(self, tree: Any) -> Any:
+        """The tree's arrays on all devices of this simulation."""
+        leaves = jax.tree.leaves(tree)
+        if any(map(_traced, leaves)):
+            return tree
+        if all(getattr(leaf, "sharding", None) == self._everywhere for leaf in leaves):
+            return tree
+        return jax.device_put(tree, self._everywhere)
 
     def _test(self) -> engine.TestRows:
         if self._arrays.test is None:
@@ -263,14 +286,19 @@ class Simulation:
         )
 
 
+def _traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
 def _record(done: int, info: dict[str, np.ndarray]) -> Record:
     present = info["cohort"] >= 0
     sizes = np.where(present, info["size"], 0)
+    loss = {"train_loss": float(info["loss"] @ (sizes / sizes.sum()))} if "loss" in info else {}
     return {
         "round": done,
-        "train_loss": float(np.where(present, info["loss"], 0) @ (sizes / sizes.sum())),
+        **loss,
         "clients": int(present.sum()),
-        "lr": float(info["lr"]),
+        "lr": float(str(info["lr"])),  # the shortest number that is the same in float32
         "steps": int(info["steps"]),
         "executed_steps": int(info["executed_steps"]),
     }
@@ -305,10 +333,31 @@ def _stop_on_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, old)
 
 
-def _progress_bar(rounds: int, name: str, shown: bool) -> Any:
-    from tqdm import tqdm
+class _Bar:
+    """A progress bar with the latest loss and accuracy; tqdm is imported only if it is shown."""
 
-    return tqdm(total=rounds, desc=name, unit="round", disable=not shown, dynamic_ncols=True)
+    def __init__(self, rounds: int, name: str, shown: bool) -> None:
+        self.rounds, self.name, self.shown = rounds, name, shown
+        self.latest: dict[str, str] = {}
+
+    def __enter__(self) -> _Bar:
+        if self.shown:
+            from tqdm import tqdm
+
+            columns = min(shutil.get_terminal_size().columns, 100)
+            self.bar = tqdm(total=self.rounds, desc=self.name, unit="round", ncols=columns)
+        return self
+
+    def update(self, record: Record) -> None:
+        if self.shown:
+            names = {"train_loss": "loss", "accuracy": "acc"}
+            self.latest |= {short: f"{record[name]:.3g}" for name, short in names.items() if name in record}
+            self.bar.set_postfix(self.latest, refresh=False)
+            self.bar.update(1)
+
+    def __exit__(self, *_: object) -> None:
+        if self.shown:
+            self.bar.close()
 
 
 def _decoder(data: FederatedData) -> Callable[[jax.Array], jax.Array]:
@@ -343,69 +392,3 @@ def _bernoulli_capacity(N: int, cohort_size: int) -> int:
     from scipy.stats import binom
 
     return min(N, max(1, int(binom.isf(1e-12, N, cohort_size / N))))
-
-
-def _check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
-    for name, value, kind, hint in (
-        ("model", model, Model, "fd.models.lenet5() or fd.Model(init=..., apply=...)"),
-        ("data", data, FederatedData, "fd.datasets.load(...) or fd.FederatedData.from_clients(...)"),
-        ("algorithm", algorithm, Algorithm, "fd.algorithms.fedavg() (with the parentheses)"),
-        ("local", local, LocalTraining, "fd.LocalTraining(...)"),
-    ):
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
-
-
-def _check_cohort(cohort: Any, N: int) -> jax.Array:
-    ids = np.asarray(cohort)
-    if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"cohort must be one axis of at least 1 client id, got {ids.dtype}{list(ids.shape)}")
-    if ids.min() < 0 or ids.max() >= N:
-        bad = ids[(ids < 0) | (ids >= N)][0]
-        raise ValueError(f"cohort must hold client ids in 0..{N - 1}, got {bad}")
-    values, counts = np.unique(ids, return_counts=True)
-    if counts.max() > 1:
-        raise ValueError(
-            f"cohort must hold every client once, got client {values[counts.argmax()]} {counts.max()} times"
-        )
-    return jnp.asarray(ids, jnp.int32)
-
-
-def _check_params(params: Params, expected: Params) -> None:
-    def describe(tree: Any) -> dict[str, str]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): f"{jnp.result_type(a)}{list(jnp.shape(a))}" for path, a in leaves}
-
-    got, want = describe(params), describe(expected)
-    if got != want:
-        differences = [f"{k}: {got.get(k, 'missing')} instead of {want.get(k, 'nothing')}" for k in {**want, **got}
-                       if got.get(k) != want.get(k)]  # fmt: skip
-        raise ValueError("params must be shaped like model.init's: " + "; ".join(differences[:3]))
-
-
-def _check_model(model: Model, data: FederatedData, decode: Callable) -> None:
-    """The model accepts the data's rows, and integer labels are classes it knows."""
-    rows = jax.ShapeDtypeStruct((2, *data.x.shape[1:]), jax.dtypes.canonicalize_dtype(data.x.dtype))
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    try:
-        logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows)
-    except Exception as error:
-        raise ValueError(
-            f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        ) from error
-    labels = [("training", data.y)] + ([("test", data.y_test)] if data.y_test is not None else [])
-    default_loss = model.loss is Model._field_defaults["loss"]
-    for kind, y in labels:
-        if not default_loss:
-            continue
-        if not np.issubdtype(y.dtype, np.integer):
-            raise ValueError(
-                f"{kind} labels must be integers for the default loss, got {y.dtype}: pass Model(loss=...)"
-            )
-        C = logits.shape[-1] if logits.ndim > 1 else 0
-        if y.min() < 0 or y.max() >= C:
-            raise ValueError(
-                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {y.min()}..{y.max()}: "
-                "use a model with more classes, or relabel"
-            )

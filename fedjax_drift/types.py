@@ -58,8 +58,9 @@ class Model(NamedTuple):
     def from_linen(cls, module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
         """A model from any ``flax.linen`` module. ``input_shape`` is one row's shape, without the batch axis.
 
-        A module whose ``__call__`` takes ``train`` gets ``train=True`` and a "dropout" key in training; its methods
-        ``features`` and ``head``, if any, become the model's. ``options`` replace fields of `Model` (``loss=``, ...).
+        A module whose ``__call__`` takes ``train`` (or ``deterministic``) is told when it trains, and gets a "dropout"
+        key then; its methods ``features`` and ``head``, if any, become the model's. ``options`` replace fields of
+        `Model` (``loss=``, ...); ``input_dtype=jnp.int32`` is for rows of tokens (default float32).
         Raises ValueError for modules with running statistics (BatchNorm): use GroupNorm.
         """
         from fedjax_drift.models import adapters

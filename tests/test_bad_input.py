@@ -17,6 +17,10 @@ def federation(**options) -> fd.FederatedData:
     return fd.FederatedData.from_clients([(X, Y), (X, Y)], **({"test": (X, Y)} | options))
 
 
+def images(**options) -> fd.FederatedData:
+    return fd.FederatedData.from_clients([(X.astype(np.uint8), Y)], **options)
+
+
 def simulation(**options) -> fd.Simulation:
     options = {"model": fd.models.linear((3,), 3), "data": federation(), "algorithm": fd.algorithms.fedavg(),
                "cohort_size": 2} | options  # fmt: skip
@@ -25,6 +29,10 @@ def simulation(**options) -> fd.Simulation:
 
 def clients(*pairs) -> fd.FederatedData:
     return fd.FederatedData.from_clients(pairs)
+
+
+def regression(loss) -> fd.Model:
+    return fd.Model(lambda key: jnp.zeros(3), lambda w, x: x @ w, loss=loss)
 
 
 def infinite() -> np.ndarray:
@@ -37,7 +45,10 @@ DATA = [
     (lambda: clients(), "at least 1 client, got 0"),
     (lambda: clients((X, Y), (X[:0], Y[:0])), "client 1 is empty: leave it out"),
     (lambda: clients((X, Y), (X, Y[:3])), "client 1 must have as many inputs as labels, got 4 and 3"),
-    (lambda: clients((X, Y), (X[:, :2], Y)), r"client 1 must look like client 0, float32\[3\] a row, got float32\[2\]"),
+    (
+        lambda: clients((X, Y), (X[:, :2], Y)),
+        r"must look like client 0, inputs float32\[3\] .*, got float32\[2\]",
+    ),
     (lambda: clients((X, Y), (X.astype(np.uint8), Y)), "got uint8"),
     (lambda: clients((X, Y), (infinite(), Y)), "inputs must be finite, but row 6 holds NaN or infinity"),
     (lambda: clients((np.array(["a"] * 4), Y)), "inputs must be a numeric array"),
@@ -45,8 +56,18 @@ DATA = [
     (lambda: federation(test=(X[:, :1], Y)), "test inputs must look like the training inputs"),
     (lambda: federation(test_clients=[(X, Y)] * 2), "either test or test_clients"),
     (lambda: federation(test=None, test_clients=[(X, Y)]), "one pair for each of the 2 clients, got 1"),
-    (lambda: federation(mean=0.5), "both mean and std"),
-    (lambda: federation(mean=0.5, std=0.0), "std must be > 0"),
+    (lambda: images(mean=0.5), "both mean and std"),
+    (lambda: images(mean=0.5, std=0.0), "std must be > 0"),
+    (lambda: images(mean=np.nan, std=1.0), "mean must be a finite number"),
+    (lambda: images(mean=[0.1, 0.2], std=1.0), "one for each of the 3 channels"),
+    (lambda: federation(mean=0.5, std=1.0), "mean is for uint8 images, got inputs of float32"),
+    (lambda: federation(test=(X, Y, Y)), r"test must be a pair \(inputs, labels\), got a tuple of 3"),
+    (lambda: federation(test=(X, Y[:, None])), r"test labels must look like the training labels, int64\[\] a row"),
+    (lambda: fd.FederatedData.from_clients(X, Y), "one .inputs, labels. pair for each client, got a ndarray"),
+    (lambda: fd.FederatedData.from_partition(X, Y, fd.partition.iid(2)), r"got a recipe: call it on the labels"),
+    (lambda: fd.datasets.load("synthetic", partition=fd.partition.iid), "partition must be a recipe such as"),
+    (lambda: fd.models.lenet5(num_classes=0), "num_classes must be an integer >= 1, got 0"),
+    (lambda: fd.models.lenet5(input_shape=(5,)), r"CNN does not accept rows of shape \(5,\)"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0, 1], []]), "client 1 is empty"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0, 4]]), r"row numbers in 0..3, got 0..4"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0.5]]), r"one axis of row numbers, got float64\[1\]"),
@@ -67,7 +88,8 @@ LOCAL = [
     ({"weight_decay": -0.1}, "weight_decay must be a finite number >= 0, got -0.1"),
     ({"clip_norm": 0}, "clip_norm must be a finite number > 0, got 0: None means no clipping"),
     ({"momentum": 0.9, "optimizer": optax.scale_by_adam()}, "momentum must be 0 when an optimizer is given, got 0.9"),
-    ({"optimizer": optax.adam(0.1)}, "pass optax.scale_by_adam"),
+    ({"optimizer": "adam"}, "optimizer must be an optax transformation such as optax.scale_by_adam"),
+    ({"epochs": 0.5}, "epochs must be an integer >= 1, got 0.5"),
 ]
 SIMULATION = [
     ({"cohort_size": 0}, "cohort_size must be in 1..2, got 0: the federation has 2 clients"),
@@ -87,8 +109,19 @@ SIMULATION = [
         r"integers for the default loss, got float32: pass Model\(loss=...\)",
     ),
     ({"model": fd.models.lenet5(3)}, r"does not accept the data's rows, float32\[3\]"),
+    ({"local": fd.LocalTraining(optimizer=optax.adam(0.1))}, "pass optax.scale_by_adam"),
+    ({"local": fd.LocalTraining(epochs=2**31)}, "local steps below 2\\*\\*31, got 2147483648"),
+    ({"data": clients((X, np.eye(4, dtype=int))), "cohort_size": 1}, r"one integer for each row of logits, .*y.argmax"),
+    (
+        {"model": regression(lambda z, y: (z[:, None] - y[None]) ** 2)},
+        r"one number a row, \[7\] for 7 rows, got \[7, 7\]",
+    ),
+    ({"model": regression(lambda z, y: ((z - y) ** 2).mean())}, r"one number a row, \[7\] for 7 rows, got \[\]"),
+    ({"model": regression(lambda z, y: z @ y[:3])}, "the loss does not accept logits"),
+    ({"data": clients((X.astype(int) + 2**40, Y)), "cohort_size": 1}, "data must fit in int32"),
+    ({"donate": 1}, "donate must be True or False, got 1"),
     ({"donate": True, "on_nonfinite": "raise"}, "donate=True needs"),
-    ({"mesh": jax.make_mesh((1,), ("x",))}, 'mesh must have the one axis "clients"'),
+    ({"mesh": jax.make_mesh((1,), ("x",))}, 'with the one axis "clients"'),
 ]
 COHORTS = [
     ([], "at least 1 client id"),
@@ -124,6 +157,13 @@ def test_rounds() -> None:
     for cohort, message in COHORTS:
         with pytest.raises(ValueError, match=message):
             sim.round_fn(state, cohort=cohort)
+    momentum = simulation(algorithm=fd.algorithms.fedavgm())
+    with pytest.raises(
+        ValueError, match=r"of another algorithm, model or federation: \.server\.v.* missing instead of"
+    ):
+        momentum.round_fn(state)
+    with pytest.raises(ValueError, match=r"key must be a JAX key such as jax.random.key\(0\), got 0"):
+        sim.init(0)
     with pytest.raises(ValueError, match=r"params must be shaped like model.init's: .*float32\[2\] instead of"):
         sim.init(jax.random.key(0), params=jax.tree.map(lambda a: jnp.zeros(2), state.params))
     for rounds in (-1, 2.0):

@@ -147,8 +147,11 @@ def test_vmap_over_seeds_equals_loop(data, lanes) -> None:
 
     keys = jax.random.split(jax.random.key(5), 3)
     together = jax.vmap(two_rounds)(keys)
+    scores = jax.vmap(sim.evaluate)(together)
     for i, key in enumerate(keys):
-        assert_close(jax.tree.map(lambda a, i=i: a[i], together.params), two_rounds(key).params)
+        alone = two_rounds(key)
+        assert_close(jax.tree.map(lambda a, i=i: a[i], together.params), alone.params)
+        assert float(scores["loss"][i]) == pytest.approx(sim.evaluate(alone)["loss"], rel=1e-5)
 
 
 def test_same_state_same_result_and_the_old_state_stays_valid(data) -> None:
@@ -171,7 +174,22 @@ def test_donation_overwrites_the_state_but_not_the_callers_params(data) -> None:
     after, _ = sim.round_fn(state)
     assert_equal(after.params, plain.round_fn(plain.init(jax.random.key(0), params=params))[0].params)
     assert jax.tree.leaves(state.clients)[0].is_deleted()
+    with pytest.raises(ValueError, match="donated to a round: go on from the state which that round returned"):
+        sim.round_fn(state)
     assert jax.tree.leaves(params)[0] is not None and np.isfinite(params["a"]).all()
+
+
+def test_states_may_come_from_other_devices_or_from_numpy(data) -> None:
+    explicit = jax.make_mesh((2,), ("clients",))  # of explicit axes, JAX's default
+    sim = fd.Simulation(mlp(), data, keeping(), cohort_size=10, mesh=explicit)
+    other = simulate(data, devices=1)
+    state = sim.init(jax.random.key(0))
+    expected = sim.round_fn(state)[0].params
+    elsewhere = jax.device_put(state.params, jax.devices()[1])
+    saved = jax.tree.map(np.asarray, state._replace(key=0))._replace(key=state.key)
+    for same in (other.init(jax.random.key(0)), sim.init(jax.random.key(0), params=elsewhere), saved):
+        assert_equal(sim.round_fn(same)[0].params, expected)
+        assert sim.evaluate(same) == sim.evaluate(state)
 
 
 def test_the_data_set_is_an_argument_not_a_constant(data) -> None:
@@ -262,6 +280,8 @@ def test_bernoulli_cohorts(data) -> None:
         assert np.isfinite(state.params["a"]).all() and info["finite"].all()
         assert float(info["weight"].sum()) == sum(SIZES[i] for i in ids)
     assert min(sizes) >= 1 and abs(np.mean(sizes) - 5) < 1.1 and np.std(sizes) > 1  # sd 2.04, of the mean 0.26
+    with jax.debug_nans(True):  # an absent client makes no NaN either
+        sim.round_fn(state)
     # The mean is over those present: the same cohort, given, leads to the same model.
     given, _ = simulate(data).round_fn(old, cohort=ids)
     assert_close(given.params, state.params)
@@ -376,7 +396,9 @@ def test_ctrl_c_returns_what_is_done(data, how, capsys) -> None:
                 raise KeyboardInterrupt
             signal.raise_signal(signal.SIGINT)
 
-    state, history = sim.run(start, 50, eval_every=0, progress=False, on_round=interrupt)
+    state, history = sim.run(start, 50, eval_every=7, progress=False, on_round=interrupt)
+    assert history[-1]["accuracy"] == sim.evaluate(state)["accuracy"]
+    assert [record["round"] for record in history] == [*range(1, len(history) + 1)]
     assert 3 <= len(history) < 10 and int(state.round) == len(history)
     assert_equal(state.params, sim.run(start, len(history), eval_every=0, progress=False)[0].params)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -162,6 +162,16 @@ def test_any_linen_module() -> None:
 
     assert [leaf.shape for leaf in one_round(fd.Model.from_linen(Net(), (4,)))] == [(3,), (4, 3)]
 
+    class Deterministic(nn.Module):
+        @nn.compact
+        def __call__(self, x, deterministic: bool = True):
+            return nn.Dense(9)(nn.Dropout(0.5, deterministic=deterministic)(x))
+
+    model, x = fd.Model.from_linen(Deterministic(), (9,)), jnp.ones((1, 9))
+    params = model.init(jax.random.key(0))
+    noisy = [model.train_apply(params, x, jax.random.key(k)) for k in range(2)]
+    assert not np.array_equal(*noisy)
+
     class Normed(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -187,4 +197,6 @@ def test_any_nnx_module() -> None:
     assert not np.array_equal(a, b)
     instance = Net(nnx.Rngs(0))
     fixed = fd.Model.from_nnx(instance)
+    outputs = {float(fixed.train_apply(fixed.init(jax.random.key(0)), x, jax.random.key(k)).sum()) for k in range(6)}
+    assert len(outputs) > 3  # a module's own random streams are seeded anew for every step
     np.testing.assert_array_equal(fixed.init(jax.random.key(5))["dense"]["kernel"], instance.dense.kernel[...])

@@ -66,6 +66,7 @@ def fedadagrad(
 ) -> Algorithm:
     """Adagrad on the server: v is the sum of all D^2, so b2 has no effect (it is here so that the three are called
     alike). b1 = 0 in the paper. Other arguments as `fedadam`."""
+    checks.fraction("b2", b2)
     return _fedopt("fedadagrad", lambda v, D: v + D**2, server_lr, b1, tau, weighting)  # (2)
 
 

@@ -20,7 +20,7 @@ from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
-from fedjax_drift.data.partition import by_writer, iid
+from fedjax_drift.data.partition import by_writer, dirichlet, iid, shards
 
 GLYPHS_VERSION = 1  # of the cached files: raise it when make_glyphs draws other images
 CLASSES = {"synthetic": 5, "glyphs": 62, "mnist": 10, "fashion_mnist": 10, "cifar10": 10, "femnist": 62}
@@ -84,7 +84,7 @@ def load(
         if option not in known:
             listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
             raise ValueError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
-    if partition is not None and not callable(partition):
+    if partition is not None and (not callable(partition) or partition in (iid, dirichlet, shards, by_writer)):
         raise ValueError(f"partition must be a recipe such as fd.partition.iid(100, seed=0), got {partition!r}")
     checks.integer("seed", seed, 0)
 
@@ -168,6 +168,9 @@ def _synthetic(
     checks.choice("variant", variant, VARIANTS)
     for key, spread in (("alpha", alpha), ("beta", beta)):
         checks.nonnegative(key, spread, "it is a standard deviation, 1.0 is usual")
+    for key, same in (("iid_sol", iid_sol), ("iid_data", iid_data)):
+        if same is not None:
+            checks.flag(key, same)
     d, classes, usual_clients = VARIANTS[variant]
     n = usual_clients if num_clients is None else checks.integer("num_clients", num_clients, 1)
     if num_rows is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +34,10 @@ class FederatedData:
     y_test: np.ndarray | None = None
     test_sizes: np.ndarray | None = None
     """int32 [N] test rows of each client, where the test set is cut into clients too (natural partitions)."""
-    mean: np.ndarray | None = None
-    """Mean of the inputs scaled to [0, 1], a scalar or one value per channel (the last axis of x)."""
-    std: np.ndarray | None = None
-    """Standard deviation, likewise."""
+    mean: Any = None
+    """Of uint8 images scaled to [0, 1]: a scalar or one value per channel (the last axis of x); kept as float32."""
+    std: Any = None
+    """Standard deviation, likewise; both or neither."""
     name: str = "data"
 
     def __post_init__(self) -> None:
@@ -59,11 +60,13 @@ class FederatedData:
             raise ValueError("a test set needs both inputs and labels: pass test=(x, y)")
         if self.x_test is not None and self.y_test is not None:
             _check_pair(self.x_test, self.y_test, "test data")
-            if self.x_test.shape[1:] != self.x.shape[1:] or self.x_test.dtype != self.x.dtype:
-                raise ValueError(
-                    f"test inputs must look like the training inputs, {self.x.dtype}{list(self.x.shape[1:])} a row, "
-                    f"got {self.x_test.dtype}{list(self.x_test.shape[1:])}: convert them alike"
-                )
+            for kind, train, test in (("inputs", self.x, self.x_test), ("labels", self.y, self.y_test)):
+                same_dtype = train.dtype == test.dtype or kind == "labels"
+                if test.shape[1:] != train.shape[1:] or not same_dtype:
+                    raise ValueError(
+                        f"test {kind} must look like the training {kind}, {_row(train)} a row, got {_row(test)}: "
+                        "convert them alike"
+                    )
         if self.test_sizes is not None:
             tests = np.asarray(self.test_sizes, np.int32)
             rows = 0 if self.x_test is None else len(self.x_test)
@@ -75,8 +78,22 @@ class FederatedData:
             object.__setattr__(self, "test_sizes", tests)
         if (self.mean is None) != (self.std is None):
             raise ValueError("standardising needs both mean and std: pass both, or neither")
-        if self.std is not None and not (np.asarray(self.std) > 0).all():
-            raise ValueError(f"std must be > 0, got {self.std}: use the data's standard deviation scaled to [0, 1]")
+        for name, value in (("mean", self.mean), ("std", self.std)):
+            if value is None:
+                continue
+            if self.x.dtype != np.uint8:
+                raise ValueError(
+                    f"{name} is for uint8 images, got inputs of {self.x.dtype}, which reach the model unchanged: "
+                    "standardise them yourself"
+                )
+            value = np.asarray(value, np.float32)
+            if value.shape not in ((), self.x.shape[-1:]) or not np.isfinite(value).all():
+                raise ValueError(
+                    f"{name} must be a finite number, or one for each of the {self.x.shape[-1]} channels, got {value}"
+                )
+            if name == "std" and not (value > 0).all():
+                raise ValueError(f"std must be > 0, got {value}: use the data's, with pixels scaled to [0, 1]")
+            object.__setattr__(self, name, value)
 
     @property
     def num_clients(self) -> int:
@@ -117,7 +134,7 @@ class FederatedData:
             *pooled, test_sizes = _concatenate(test_clients, "test client", allow_empty=True)
             test = (pooled[0], pooled[1])
         x_test, y_test = _optional_pair(test)
-        return cls(x, y, sizes, x_test, y_test, test_sizes, _stat(mean), _stat(std), name)
+        return cls(x, y, sizes, x_test, y_test, test_sizes, mean, std, name)
 
     @classmethod
     def from_partition(
@@ -147,7 +164,7 @@ class FederatedData:
                 raise ValueError("test_parts cuts the test set into clients: pass test=(x, y) too")
             test_rows, test_sizes = _join_parts(test_parts, len(x_test), "test_parts")
             x_test, y_test = x_test[test_rows], y_test[test_rows]
-        return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, _stat(mean), _stat(std), name)
+        return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
 
     def client(self, i: int) -> Pair:
         """Client i's training rows ``(x [n_i, ...], y [n_i, ...])``, as stored."""
@@ -173,12 +190,22 @@ class FederatedData:
         )
 
 
-def _stat(value: float | Sequence[float] | None) -> np.ndarray | None:
-    return None if value is None else np.asarray(value, np.float32)
+def _pair(pair: Pair, what: str) -> Pair:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
+        raise ValueError(f"{what} must be a pair (inputs, labels), got a {type(pair).__name__}{size}")
+    try:
+        return np.asarray(pair[0]), np.asarray(pair[1])
+    except ValueError as error:
+        raise ValueError(f"{what} must be two arrays whose rows have one shape each: {error}") from error
 
 
 def _optional_pair(pair: Pair | None) -> tuple[np.ndarray | None, np.ndarray | None]:
-    return (None, None) if pair is None else (np.asarray(pair[0]), np.asarray(pair[1]))
+    return (None, None) if pair is None else _pair(pair, "test")
+
+
+def _row(rows: np.ndarray) -> str:
+    return f"{rows.dtype}{list(rows.shape[1:])}"
 
 
 def _check_pair(x: np.ndarray, y: np.ndarray, what: str) -> None:
@@ -187,7 +214,7 @@ def _check_pair(x: np.ndarray, y: np.ndarray, what: str) -> None:
     if len(x) == 0:
         raise ValueError(f"{what} must have at least 1 row, got 0")
     for array, kind in ((x, "inputs"), (y, "labels")):
-        if array.dtype == object or array.dtype.kind in "US":
+        if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
             raise ValueError(
                 f"{what}: {kind} must be a numeric array, got dtype {array.dtype}: "
                 "rows of one data set have one shape (encode text as integers, stack the rows)"
@@ -202,7 +229,9 @@ def _rows(array: np.ndarray) -> int:
 
 
 def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in clients]
+    if not isinstance(clients, Sequence):
+        raise ValueError(f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}")
+    pairs = [_pair(pair, f"{what} {i}") for i, pair in enumerate(clients)]
     if not pairs:
         raise ValueError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
     first_x, first_y = pairs[0]
@@ -213,14 +242,18 @@ def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tu
             raise ValueError(f"every client needs at least 1 row, but {what} {i} is empty: leave it out")
         if _rows(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
             raise ValueError(
-                f"{what} {i} must look like client 0, {first_x.dtype}{list(first_x.shape[1:])} a row, "
-                f"got {x.dtype}{list(x.shape[1:])}: give every client one dtype and row shape"
+                f"{what} {i} must look like client 0, inputs {_row(first_x)} and labels {_row(first_y)}, "
+                f"got {_row(x)} and {_row(y)}: give every client one dtype and row shape"
             )
     sizes = np.array([len(x) for x, _ in pairs], np.int32)
     return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), sizes
 
 
 def _join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+    if callable(parts):
+        raise ValueError(
+            f"{what} must be one array of row numbers per client, got a recipe: call it on the labels, {what}(y)"
+        )
     arrays = [np.asarray(part) for part in parts]
     if not arrays:
         raise ValueError(f"{what} must list at least 1 client, got none")

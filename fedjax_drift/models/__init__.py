@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fedjax_drift import checks
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, MLP, ResNet18, SimpleCNN
 from fedjax_drift.types import Model
@@ -32,41 +33,41 @@ __all__ = [
 
 def linear(input_shape: tuple[int, ...] = (30,), num_classes: int = 5, cosine: bool = False) -> Model:
     """Multinomial logistic regression, initialised to zero (155 parameters for FedDyn/FedDC's synthetic data)."""
-    return Model.from_linen(MLP((), num_classes, zero_init=not cosine, cosine=cosine), input_shape)
+    return _model(MLP((), num_classes, zero_init=not cosine, cosine=cosine), input_shape)
 
 
 def mnist_2nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
     """McMahan et al.'s 2NN, 784-200-200-10 (199,210 parameters); FedDyn's and FedDC's network for MNIST."""
-    return Model.from_linen(MLP((200, 200), num_classes, cosine=cosine), input_shape)
+    return _model(MLP((200, 200), num_classes, cosine=cosine), input_shape)
 
 
 def emnist_nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
     """784-100-100-10 (89,610 parameters); FedDyn's and FedDC's network for EMNIST-L."""
-    return Model.from_linen(MLP((100, 100), num_classes, cosine=cosine), input_shape)
+    return _model(MLP((100, 100), num_classes, cosine=cosine), input_shape)
 
 
 def cifar_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
     """FedDyn's and FedDC's CIFAR network: two 5x5 convolutions of 64, 384-192 (797,962 parameters; 815,332 for 100)."""
     network = CNN(((64, 5, "VALID", 2), (64, 5, "VALID", 2)), (384, 192), num_classes, cosine=cosine)
-    return Model.from_linen(network, (32, 32, 3))
+    return _model(network, (32, 32, 3))
 
 
 def mnist_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
     """McMahan et al.'s MNIST CNN: 5x5 convolutions of 32 and 64, 512 (1,663,370 parameters)."""
     network = CNN(((32, 5, "SAME", 2), (64, 5, "SAME", 2)), (512,), num_classes, cosine=cosine)
-    return Model.from_linen(network, (28, 28, 1))
+    return _model(network, (28, 28, 1))
 
 
 def lenet5(num_classes: int = 62, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
     """LeNet-5 with ReLU and max-pooling on 28x28 (66,126 parameters for 62 classes)."""
     network = CNN(((6, 5, "SAME", 2), (16, 5, "VALID", 2)), (120, 84), num_classes, cosine=cosine)
-    return Model.from_linen(network, input_shape)
+    return _model(network, input_shape)
 
 
 def simple_fl_lenet(num_classes: int = 62, cosine: bool = False) -> Model:
     """FedEve's "LeNet5" (authors' library simple-FL): 3x3 convolutions of 6 and 10, 100, dropout 0.5 (31,972)."""
     convolutions = ((6, 3, "VALID", 2), (10, 3, "VALID", 2))
-    return Model.from_linen(CNN(convolutions, (100,), num_classes, 0.5, 0.5, cosine), (28, 28, 1))
+    return _model(CNN(convolutions, (100,), num_classes, 0.5, 0.5, cosine), (28, 28, 1))
 
 
 def fedadc_cnn(
@@ -80,13 +81,13 @@ def fedadc_cnn(
     The paper gives no widths: these are our choice, with 3x3 kernels and pooling after the second and the fourth.
     """
     layers = tuple((width, 3, "SAME", 1 + i % 2) for i, width in enumerate(convolutions))
-    return Model.from_linen(CNN(layers, dense, num_classes, cosine=cosine), (32, 32, 3))
+    return _model(CNN(layers, dense, num_classes, cosine=cosine), (32, 32, 3))
 
 
 def emnist_cnn(num_classes: int = 62, cosine: bool = False) -> Model:
     """Reddi et al.'s EMNIST CNN: 3x3 convolutions of 32 and 64, one pooling, 128, dropout 0.25 and 0.5 (1,206,590)."""
     convolutions = ((32, 3, "VALID", 1), (64, 3, "VALID", 2))
-    return Model.from_linen(CNN(convolutions, (128,), num_classes, 0.25, 0.5, cosine), (28, 28, 1))
+    return _model(CNN(convolutions, (128,), num_classes, 0.25, 0.5, cosine), (28, 28, 1))
 
 
 def simple_cnn(
@@ -96,7 +97,7 @@ def simple_cnn(
     cosine: bool = False,
 ) -> Model:
     """MOON's and LfD's simple CNN with a projection head (92,626 parameters, cosine 92,616; without 62,006)."""
-    return Model.from_linen(SimpleCNN(num_classes, projection, cosine), input_shape)
+    return _model(SimpleCNN(num_classes, projection, cosine), input_shape)
 
 
 def resnet18(
@@ -109,7 +110,12 @@ def resnet18(
     """
     if stem not in (3, 7):
         raise ValueError(f"stem must be 3 (3x3, no pooling) or 7 (7x7 with pooling), got {stem!r}")
-    return Model.from_linen(ResNet18(num_classes, stem, cosine), input_shape)
+    return _model(ResNet18(num_classes, stem, cosine), input_shape)
+
+
+def _model(network: Any, input_shape: tuple[int, ...]) -> Model:
+    checks.integer("num_classes", network.num_classes, 1)
+    return Model.from_linen(network, input_shape)
 
 
 MODELS: dict[str, Any] = {

@@ -14,21 +14,29 @@ from fedjax_drift.types import Model, Params
 def from_linen(module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     """See `Model.from_linen`."""
     example = jax.ShapeDtypeStruct((1, *input_shape), options.pop("input_dtype", jnp.float32))
-    takes_train = "train" in inspect.signature(type(module).__call__).parameters
-    evaluating = {"train": False} if takes_train else {}
+    takes = inspect.signature(type(module).__call__).parameters
+    # Networks that draw random numbers say so by one of flax's two customs.
+    training, evaluating = next(
+        (({name: on}, {name: not on}) for name, on in (("train", True), ("deterministic", False)) if name in takes),
+        ({}, {}),
+    )
 
     def init(key: jax.Array) -> Params:
         params_key, dropout_key = jax.random.split(key)
         zeros = jnp.zeros(example.shape, example.dtype)
         return module.init({"params": params_key, "dropout": dropout_key}, zeros, **evaluating)["params"]
 
-    key = jax.random.key(0)
+    def variables_of(x: jax.Array) -> Any:
+        key = jax.random.key(0)  # made while tracing: loading a model does not start JAX's backend
+        return module.init({"params": key, "dropout": key}, x, **evaluating)
+
     try:
-        variables = jax.eval_shape(lambda k, x: module.init({"params": k, "dropout": k}, x, **evaluating), key, example)
+        variables = jax.eval_shape(variables_of, example)
     except Exception as error:
         raise ValueError(
             f"{type(module).__name__} does not accept rows of shape {tuple(input_shape)}: choose a model for them, "
-            f"or pass the input_shape it expects, such as (28, 28, 1) ({str(error).splitlines()[0]})"
+            "or pass the input_shape it expects, such as (28, 28, 1), and input_dtype=jnp.int32 where rows are tokens "
+            f"({str(error).splitlines()[0]})"
         ) from error
     if extra := sorted(set(variables) - {"params"}):
         raise ValueError(
@@ -42,12 +50,12 @@ def from_linen(module: Any, input_shape: tuple[int, ...], **options: Any) -> Mod
         return lambda params, x: module.apply({"params": params}, x, method=name)
 
     def train_apply(params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
-        return module.apply({"params": params}, x, train=True, rngs={"dropout": key})
+        return module.apply({"params": params}, x, **training, rngs={"dropout": key})
 
     fields = {
         "init": init,
         "apply": lambda params, x: module.apply({"params": params}, x, **evaluating),
-        "train_apply": train_apply if takes_train else None,
+        "train_apply": train_apply if training else None,
         "features": method("features"),
         "head": method("head"),
         "cosine": bool(getattr(module, "cosine", False)),
@@ -60,7 +68,7 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
     from flax import nnx
 
     def create(key: jax.Array) -> Any:
-        return module if isinstance(module, nnx.Module) else module(nnx.Rngs(params=key, dropout=key))
+        return module if isinstance(module, nnx.Module) else module(nnx.Rngs(key))
 
     def split(instance: Any) -> tuple[Any, Any, Any]:
         graph, params, rest = nnx.split(instance, nnx.Param, ...)  # type: ignore[misc]
@@ -73,13 +81,14 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
             f"a model's only variables may be parameters, but {type(example).__name__} has running statistics: "
             "replace BatchNorm by GroupNorm"
         )
-    stochastic = bool(nnx.state(example, nnx.RngState))
+    streams = sorted({state.tag for _, state in nnx.iter_graph(example) if isinstance(state, nnx.RngKey)})
 
     def merge(params: Params, train: bool, key: jax.Array | None = None) -> Any:
         instance = nnx.merge(graph, nnx.State(params), rest, copy=True)
         (instance.train if train else instance.eval)()
         if key is not None:
-            nnx.reseed(instance, dropout=key)
+            keys: dict[str, Any] = {name: jax.random.fold_in(key, i) for i, name in enumerate(streams)}
+            nnx.reseed(instance, **keys)
         return instance
 
     def method(name: str) -> Any:
@@ -90,7 +99,7 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
     fields = {
         "init": lambda key: split(create(key))[1],
         "apply": lambda params, x: merge(params, train=False)(x),
-        "train_apply": (lambda params, x, key: merge(params, True, key)(x)) if stochastic else None,
+        "train_apply": (lambda params, x, key: merge(params, True, key)(x)) if streams else None,
         "features": method("features"),
         "head": method("head"),
     }

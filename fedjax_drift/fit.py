@@ -1,0 +1,151 @@
+"""Do model, data, local training, cohort and state fit together? Asked before anything compiles, of shapes alone.
+
+Each function raises a ValueError that says what, allowed, got and fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.types import Algorithm, Model, Params
+
+
+def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
+    for name, value, kind, hint in (
+        ("model", model, Model, "fd.models.lenet5() or fd.Model(init=..., apply=...)"),
+        ("data", data, FederatedData, "fd.datasets.load(...) or fd.FederatedData.from_clients(...)"),
+        ("algorithm", algorithm, Algorithm, "fd.algorithms.fedavg() (with the parentheses)"),
+        ("local", local, LocalTraining, "fd.LocalTraining(...)"),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
+
+
+def check_cohort(cohort: Any, N: int) -> jax.Array:
+    ids = np.asarray(cohort)
+    if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"cohort must be one axis of at least 1 client id, got {ids.dtype}{list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= N:
+        bad = ids[(ids < 0) | (ids >= N)][0]
+        raise ValueError(f"cohort must hold client ids in 0..{N - 1}, got {bad}")
+    values, counts = np.unique(ids, return_counts=True)
+    if counts.max() > 1:
+        raise ValueError(
+            f"cohort must hold every client once, got client {values[counts.argmax()]} {counts.max()} times"
+        )
+    return jnp.asarray(ids, jnp.int32)
+
+
+def check_like(tree: Any, expected: Any, what: str) -> None:
+    """ValueError unless both trees have the same structure, shapes and dtypes; names the first differences."""
+
+    def shapes(tree: Any) -> list[tuple]:
+        return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
+
+    structure: Any = jax.tree.structure
+    if structure(tree) == structure(expected) and shapes(tree) == shapes(expected):
+        return
+
+    def describe(tree: Any) -> dict[str, str]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{jnp.result_type(a)}{list(jnp.shape(a))}" for path, a in leaves}
+
+    got, want = describe(tree), describe(expected)
+    differ = [name for name in {**want, **got} if got.get(name) != want.get(name)]
+    listed = [f"{name}: {got.get(name, 'missing')} instead of {want.get(name, 'nothing')}" for name in differ]
+    raise ValueError(f"{what}: {'; '.join(listed[:3]) or type(tree).__name__}")
+
+
+def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
+    """The optimizer maps a gradient to a direction uphill; step numbers fit in int32."""
+    if local.steps(max_size) >= 2**31:
+        raise ValueError(f"epochs must keep a client's local steps below 2**31, got {local.epochs}: lower it")
+    optimizer = local.optimizer
+    if optimizer is None:
+        return
+
+    def first_direction() -> jax.Array:
+        ones = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
+        direction, _ = optimizer.update(ones, optimizer.init(ones), ones)
+        return jnp.stack([leaf.mean() for leaf in jax.tree.leaves(direction)]).min()
+
+    if float(jax.jit(first_direction)()) < 0:
+        raise ValueError(
+            "optimizer must map a gradient to a direction uphill, got one that already steps downhill: pass "
+            "optax.scale_by_adam(), not optax.adam(lr); the rate is LocalTraining's lr"
+        )
+
+
+def check_model(model: Model, data: FederatedData, decode: Callable) -> Params:
+    """The model accepts the data's rows, its loss gives one number a row, and integer labels are classes it knows;
+    returns the shapes of its parameters."""
+    B = 7  # a number of rows that is unlikely to be a size of something else
+
+    def rows(array: np.ndarray) -> jax.ShapeDtypeStruct:
+        _check_range(array)
+        return jax.ShapeDtypeStruct((B, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))
+
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    try:
+        logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows(data.x))
+    except Exception as error:
+        raise ValueError(
+            f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each: "
+            f"{_first_line(error)}"
+        ) from error
+    default_loss = model.loss is Model._field_defaults["loss"]
+    for kind, y in (("training", data.y), ("test", data.y_test)):
+        if y is None or not default_loss:
+            continue
+        if not np.issubdtype(y.dtype, np.integer):
+            raise ValueError(
+                f"{kind} labels must be integers for the default loss, got {y.dtype}: pass Model(loss=...)"
+            )
+        if logits.shape[:-1] != (B, *y.shape[1:]):
+            raise ValueError(
+                f"{kind} labels must be one integer for each row of logits, which are {[*logits.shape[1:]]} a row, got "
+                f"{[*y.shape[1:]]} a row: relabel (one-hot labels: y.argmax(-1)), or pass Model(loss=...)"
+            )
+        C = logits.shape[-1]
+        if y.min() < 0 or y.max() >= C:
+            raise ValueError(
+                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {y.min()}..{y.max()}: "
+                "use a model with more classes, or relabel"
+            )
+    try:
+        loss = jax.eval_shape(model.loss, logits, rows(data.y)).shape
+    except Exception as error:
+        raise ValueError(
+            f"the loss does not accept logits {[*logits.shape]} with labels {[B, *data.y.shape[1:]]}: "
+            f"{_first_line(error)}"
+        ) from error
+    if loss != (B,):
+        raise ValueError(
+            f"the loss must return one number a row, [{B}] for {B} rows, got {[*loss]} for logits {[*logits.shape]} "
+            f"and labels {[B, *data.y.shape[1:]]}: don't average over rows, and give both the same shape"
+        )
+    return params
+
+
+def _check_range(array: np.ndarray) -> None:
+    """What is stored in 64 bits fits in what JAX computes with."""
+    computed = jax.dtypes.canonicalize_dtype(array.dtype)
+    if computed == array.dtype or array.dtype.kind not in "iuf":
+        return
+    limits = np.finfo(computed) if array.dtype.kind == "f" else np.iinfo(computed)
+    if array.min() < limits.min or array.max() > limits.max:
+        raise ValueError(
+            f"data must fit in {computed}, which JAX computes with, got values in {array.min()}..{array.max()}: "
+            'rescale them, or jax.config.update("jax_enable_x64", True)'
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
