@@ -98,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("fedjax-drift: interrupted", file=sys.stderr)
             return 130
+        except BrokenPipeError:  # whoever read the output has gone, as in `| head`: nothing more can be said
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
 
 
 def _is_bad_input(error: BaseException) -> bool:
@@ -199,7 +202,7 @@ def _fill_quickstart(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--writers", "N", "clients of the federation", _count, 3400)
     _add(parser, "--cohort", "K", "writers a round (default: 100, or all if there are fewer)", _count)
     _add(parser, "--rounds", "N", "rounds of each algorithm", _count, 15)
-    _add(parser, "--seed", "N", "of the images, the cohorts and the initial model", _count0, 0)
+    _add(parser, "--seed", "N", "of the images, the cohorts and the initial model", _seed, 0)
     _add_output(parser)
     parser.set_defaults(command=_quickstart)
 
@@ -230,7 +233,7 @@ def _add_data(group: Any, required: bool) -> None:
     _add(group, "--clients", "N", "clients to deal the rows to (default: 100)", _count)
     _add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
     _add(group, "--data-dir", "DIR", "the npz files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
-    _add(group, "--seed", "N", "of all that is random: data, partition, cohorts, initial model", _count0, 0)
+    _add(group, "--seed", "N", "of all that is random: data, partition, cohorts, initial model", _seed, 0)
 
 
 def _add_output(group: Any, progress: bool = True) -> None:
@@ -253,6 +256,12 @@ def _count(text: str, lowest: int = 1) -> int:
 
 def _count0(text: str) -> int:
     return _count(text, 0)
+
+
+def _seed(text: str) -> int:
+    if _count(text, 0) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be below 2^32, got {text!r}")
+    return int(text)
 
 
 def _lanes(text: str) -> int | str:

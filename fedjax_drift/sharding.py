@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
+from fedjax_drift import checks
 from fedjax_drift.engine import AXIS
 
 
@@ -25,8 +26,7 @@ def use_cpu_devices(n: int | None = None) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n = cores if n is None else n
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"n must be an integer >= 1 (this process may use {cores} cores), got {n!r}")
+    checks.integer("n", n, 1, 256, f"this process may use {cores} cores")
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError as error:

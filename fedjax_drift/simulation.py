@@ -37,8 +37,8 @@ class Simulation:
       algorithm: a value such as ``fd.algorithms.fedavg()``.
       local: how a client trains. Default ``LocalTraining()``.
       cohort_size: K, clients a round, in 1..N; with Bernoulli sampling the expected number.
-      lanes: L, clients trained side by side on one device. "auto": 1 on CPU (one after another, which is fastest
-        there), many on an accelerator. Results don't depend on it (beyond rounding).
+      lanes: L, clients trained side by side on one device. "auto": 1 on CPU (or None: one after another, which is
+        fastest there), many on an accelerator. Results don't depend on it (beyond rounding).
       sampling: "uniform" (exactly K clients, without replacement) or "bernoulli" (each client with probability K/N,
         drawn again while nobody is in).
       mesh: a mesh with the one axis "clients". Default: all local devices.
@@ -206,7 +206,8 @@ class Simulation:
         A record holds ``round`` (rounds done so far), ``train_loss`` (mean of the cohort's, by rows), ``clients``,
         ``lr``, ``steps``, ``executed_steps`` and ``seconds``; after every ``eval_every``-th round and the last also
         `evaluate`'s ``loss`` and ``accuracy`` (0, or no test set: never). ``on_round(record)`` is called as each round
-        ends. Ctrl-C ends the run after the round in progress (a second one at once) and returns what is done.
+        ends. Ctrl-C ends the run after the round in progress (a second one at once) and returns what is done. Rounds
+        overlap with the recording of the one before, so ``seconds`` is from record to record.
         """
         checks.integer("rounds", rounds, 0)
         checks.integer("eval_every", eval_every, 0, fix="0 means never")
@@ -258,9 +259,8 @@ class Simulation:
         """The state on this simulation's devices (it may come from another's, or from a file); ValueError if it is of
         another algorithm, model or federation, or was donated."""
         fit.check_like(state, self._expected, "this state is of another algorithm, model or federation")
-        if any(
-            isinstance(leaf, jax.Array) and not _traced(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state)
-        ):
+        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not _traced(leaf)]
+        if any(array.is_deleted() for array in arrays):
             raise ValueError("this state was donated to a round: go on from the state which that round returned")
         return self._here(state)
 

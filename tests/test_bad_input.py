@@ -178,5 +178,5 @@ def test_cpu_devices_must_come_first() -> None:
     jax.devices()
     with pytest.raises(RuntimeError, match="before JAX starts its backend"):
         fd.use_cpu_devices(3)
-    with pytest.raises(ValueError, match="n must be an integer >= 1"):
+    with pytest.raises(ValueError, match="n must be in 1..256, got 0: this process may use"):
         fd.use_cpu_devices(0)

@@ -5,7 +5,7 @@ by examples, 66,126 parameters: the workload that other simulators are compared 
 
     python experiments/benchmarks/lenet_femnist.py [--rounds 30] [--devices 2] [--peer "COMMAND"]
 
-With --peer the two run in turn, several times each, and the ratio of the medians is printed; COMMAND must print
+peer_pfl.py, beside this file, is the same workload in pfl-research. With --peer the two run in turn, several times each, and the ratio of the medians is printed; COMMAND must print
 ``median=SECONDS`` as its seconds a round.
 """
 
@@ -101,7 +101,10 @@ def compare(arguments: argparse.Namespace) -> None:
     medians: dict[str, list[float]] = {"ours": [], "peer": []}
     for _ in range(arguments.turns):
         for name, command in (("ours", ours), ("peer", shlex.split(arguments.peer))):
-            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"{shlex.join(command)} failed:\n{done.stderr}")
+            output = done.stdout
             medians[name].append(float(re.findall(r"median=([\d.]+)", output)[-1]))
             print(name, output.strip().splitlines()[-1], flush=True)
     ratios = [a / b for a, b in zip(medians["ours"], medians["peer"], strict=True)]

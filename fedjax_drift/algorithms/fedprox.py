@@ -5,8 +5,8 @@ Client i:  minimises F_i(theta) + (mu/2) ||theta - w||^2:  g <- grad F_i(theta) 
 Server:    as FedAvg.
 
 Deviates:  clients solve (2) by E epochs of minibatch SGD, not to a gamma-inexact minimum, and are sampled uniformly
-and weighted by n_i, as in the authors' experiments. The mu/2 convention is the paper's; FedDC's repository has a
-gradient of 2e-4 (theta - w), that is mu = 2e-4 here.
+and weighted by n_i, as in the authors' experiments. The mu/2 convention is the paper's. FedDC's paper states
+mu = 1e-4 for this baseline; its repository's gradient is 2e-4 (theta - w), that is mu = 2e-4 here.
 """
 
 from __future__ import annotations
