@@ -5,7 +5,8 @@ by examples, 66,126 parameters: the workload that other simulators are compared 
 
     python experiments/benchmarks/lenet_femnist.py [--rounds 30] [--devices 2] [--peer "COMMAND"]
 
-peer_pfl.py, beside this file, is the same workload in pfl-research. With --peer the two run in turn, several times each, and the ratio of the medians is printed; COMMAND must print
+peer_pfl.py, beside this file, is the same workload in pfl-research. With --peer the two run in turn, several times,
+and the ratio of the medians is printed; COMMAND must print
 ``median=SECONDS`` as its seconds a round.
 """
 
