@@ -344,8 +344,10 @@ class _Bar:
         if self.shown:
             from tqdm import tqdm
 
-            columns = min(shutil.get_terminal_size().columns, 100)
-            self.bar = tqdm(total=self.rounds, desc=self.name, unit="round", ncols=columns)
+            columns, rows = shutil.get_terminal_size()
+            # Given a size, tqdm also shows its bar on terminals that report none.
+            size = {"ncols": min(columns, 100), "nrows": max(rows, 2)}
+            self.bar = tqdm(total=self.rounds, desc=self.name, unit="round", **size)
         return self
 
     def update(self, record: Record) -> None:

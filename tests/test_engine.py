@@ -368,7 +368,7 @@ def test_dropout_draws_anew_in_training_and_not_in_evaluation() -> None:
     assert len(losses) == 3 and sim.evaluate(state) == sim.evaluate(state)
 
 
-def test_run_records_every_round_and_resumes(data) -> None:
+def test_run_records_every_round_and_resumes(data, capsys) -> None:
     sim = simulate(data)
     start = sim.init(jax.random.key(0))
     seen: list = []
@@ -380,6 +380,9 @@ def test_run_records_every_round_and_resumes(data) -> None:
     rest, more = sim.run(half, 3, progress=False)
     assert_equal(rest.params, state.params)
     assert [r["train_loss"] for r in more] == [r["train_loss"] for r in history[4:]]
+    sim.run(start, 2, eval_every=1)
+    bar = capsys.readouterr().err
+    assert all(shown in bar for shown in ("fedavg: 100%", "2/2", "loss=", "acc="))
     by_hand = sim.round_fn(start)[1]
     expected = np.average(by_hand["loss"], weights=[SIZES[i] for i in by_hand["cohort"]])
     assert history[0]["train_loss"] == pytest.approx(expected, rel=1e-6)
