@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import tree
+from fedjax_drift import fit, tree
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining, shuffle
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Params, PyTree, Round, ServerState, Work
@@ -81,15 +82,17 @@ def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
     params = engine.model.init(init_key) if params is None else params
     client = engine.algorithm.init_client(params)
     clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.num_clients, *jnp.shape(c))), client)
-    return ServerState(jnp.zeros((), jnp.int32), round_key, engine.algorithm.init_server(params), clients)
+    server, clients = jax.tree.map(strong, (engine.algorithm.init_server(params), clients))
+    return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
 
 
 def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | None) -> tuple[ServerState, dict]:
     """One round: ``(state, arrays, cohort [K] or None) -> (state, info)``. Pure; traced once per cohort length."""
     cohort_key, round_key = jax.random.split(jax.random.fold_in(state.key, state.round))
-    ids = sample(engine, cohort_key) if cohort is None else cohort  # [K]; N marks an absent client
+    ids = sample(engine, cohort_key) if cohort is None else cohort.astype(jnp.int32)  # [K]; N marks an absent client
+    ids = jnp.where((ids >= 0) & (ids < engine.num_clients), ids, engine.num_clients)
     present = ids < engine.num_clients
-    sizes = jnp.where(present, arrays.rows.sizes[ids], 0)  # an absent client has no rows: no steps, no weight
+    sizes = rows_of(engine, arrays.rows, ids)
     t = state.round
     lr = jnp.asarray(engine.local.lr * engine.local.lr_decay ** t.astype(float), float)
     round = Round(t, lr, present.sum() / engine.num_clients, engine.num_clients, engine.mean_size)
@@ -103,32 +106,40 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
     ) -> tuple:
         """Trains one device's share, ids [1, G, L]; returns the mean over all devices and what each client made."""
 
-        def update(id: jax.Array, kept: PyTree) -> ClientResult:
-            return engine.algorithm.client_update(server, kept, client_work(engine, rows, round_key, id, lr))
+        def update(id: jax.Array, old: PyTree, longest: jax.Array) -> ClientResult:
+            work = client_work(engine, rows, round_key, id, longest, lr)
+            result = engine.algorithm.client_update(server, old, work)
+            message, metrics = jax.tree.map(jnp.asarray, (result.message, dict(result.metrics)))
+            weight = jnp.asarray(result.weight, lr.dtype)
+            chex.assert_rank([weight, *metrics.values()], 0)
+            state = like(result.state, old, f"{engine.algorithm.name}: a client's new state")
+            return ClientResult(message, weight, state, metrics)
 
-        def client(id: jax.Array, kept: PyTree) -> tuple[ClientResult, jax.Array]:
-            result = update(id, kept)
+        def client(id: jax.Array, old: PyTree, longest: jax.Array) -> tuple[ClientResult, jax.Array]:
+            result = update(id, old, longest)
             # An absent client has run no step, but its weight, or 0/0 in its message, must not reach the sum.
             counts = id < engine.num_clients
-            finite = tree.all_finite(result.message)
+            finite = tree.all_finite((result.message, result.weight, result.state))
             if engine.drop_nonfinite:
                 counts &= finite
-                result = result._replace(state=select(counts, result.state, kept))
+                result = result._replace(state=select(counts, result.state, old))
             weight = jnp.where(counts, result.weight, 0)
             message = jax.tree.map(lambda m: jnp.where(counts, weight * m, 0), result.message)
             return result._replace(message=message, weight=weight), finite
 
         def group(total: tuple, lanes: tuple) -> tuple:
+            ids, states = lanes
+            longest = rows_of(engine, rows, ids).max()
             if engine.lanes == 1:
-                result, finite = client(*jax.tree.map(lambda a: a[0], lanes))
-                result, finite = jax.tree.map(lambda a: a[None], (result, finite))
+                alone = client(ids[0], jax.tree.map(lambda a: a[0], states), longest)
+                result, finite = jax.tree.map(lambda a: a[None], alone)
             else:
-                result, finite = jax.vmap(client)(*lanes)
+                result, finite = jax.vmap(client, in_axes=(0, 0, None))(ids, states, longest)
             added = jax.tree.map(lambda s, a: s + a.sum(0), total, (result.message, result.weight))
-            return added, (result.state, result.weight, dict(result.metrics), finite)
+            return added, (result.state, result.weight, result.metrics, finite)
 
         ids, states = jax.tree.map(lambda a: a[0], (ids, states))  # [G, L, ...]: this device's share
-        one = jax.tree.map(lambda a: a[0, 0], (ids, states))
+        one = (ids[0, 0], jax.tree.map(lambda a: a[0, 0], states), rows.sizes[0])
         result, _ = jax.eval_shape(client, *one)
         zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (result.message, result.weight))
         kept: tuple  # what `group` returns of each client, [G, L, ...]
@@ -147,9 +158,11 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
     )(state.server, arrays.rows, round_key, lr, dealt, states)
 
     updated = engine.algorithm.server_update(state.server, mean, round)
+    updated = like(updated, state.server, f"{engine.algorithm.name}: the updated server")
     server = select(total_weight > 0, updated, state.server)  # nobody answered: the round changes nothing
     if engine.algorithm.observe is not None and arrays.test is not None:
-        server = engine.algorithm.observe(server, evaluate(engine, server.params, arrays.test))
+        observed = engine.algorithm.observe(server, evaluate(engine, server.params, arrays.test))
+        server = like(observed, server, f"{engine.algorithm.name}: the server after an evaluation")
     clients = jax.tree.map(lambda bank, new: bank.at[dealt].set(new, mode="drop"), state.clients, new_states)
 
     def undealt(a: jax.Array) -> jax.Array:  # [D, G, L] -> [K], in the cohort's order
@@ -164,8 +177,10 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
         "steps": steps.sum(),
         "executed_steps": steps.max(-1).sum() * engine.lanes,
         "lr": lr,
-        **jax.tree.map(undealt, metrics),
     }
+    if clash := info.keys() & metrics.keys():
+        raise ValueError(f"{engine.algorithm.name}: a metric needs a name of its own, got {', '.join(sorted(clash))}")
+    info |= jax.tree.map(undealt, metrics)
     return ServerState(t + 1, state.key, server, clients), info
 
 
@@ -201,14 +216,21 @@ def deal(engine: Engine, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)
 
 
-def client_work(engine: Engine, data: Rows, round_key: jax.Array, id: jax.Array, lr: jax.Array) -> Work:
-    """The work of client ``id`` (N: an absent client, which has no rows)."""
-    size = jnp.where(id < engine.num_clients, data.sizes[id], 0)
+def rows_of(engine: Engine, data: Rows, ids: jax.Array) -> jax.Array:
+    """n_i of the clients; an absent one (id N) has no rows, so it runs no step and has no weight."""
+    return jnp.where(ids < engine.num_clients, data.sizes[jnp.minimum(ids, engine.num_clients - 1)], 0)
+
+
+def client_work(
+    engine: Engine, data: Rows, round_key: jax.Array, id: jax.Array, longest: jax.Array, lr: jax.Array
+) -> Work:
+    """The work of client ``id``; no client that trains beside it has more than ``longest`` rows."""
+    size = rows_of(engine, data, id)
     B = min(engine.local.batch_size, engine.max_size)
     length = -(-engine.max_size // B) * B
 
     def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
-        order = shuffle(key, size, length)
+        order = shuffle(key, size, longest, length)
 
         def batch(k: jax.Array) -> Batch:
             mask = k * B + jnp.arange(B) < size
@@ -253,7 +275,11 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> dict[str, j
 def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
     """Means over the test set, scalars: {"loss", "accuracy"}."""
     rows = evaluate_rows(engine, params, test)
-    return {name: jnp.where(test.mask, values, 0).sum() / test.mask.sum() for name, values in rows.items()}
+    means = {}
+    for name, values in rows.items():
+        values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        means[name] = jnp.where(test.mask, values, 0).sum() / test.mask.sum()
+    return means
 
 
 _PLACED: WeakKeyDictionary[FederatedData, dict[tuple, Any]] = WeakKeyDictionary()
@@ -265,12 +291,14 @@ def place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
     Simulations of the same data share it, for as long as the data live.
     """
     placed = _PLACED.setdefault(data, {})
-    rows, test = (mesh,), (mesh, eval_batch_size)
-    if rows not in placed:
-        arrays = (data.x, _labels(data.y), data.offsets, data.sizes)
-        placed[rows] = Rows(*jax.device_put(arrays, NamedSharding(mesh, P())))
-    if test not in placed:
-        placed[test] = _place_test(data, mesh, eval_batch_size)
+    rows = (mesh, jax.dtypes.canonicalize_dtype(np.float64))
+    test = (*rows, eval_batch_size)
+    with jax.ensure_compile_time_eval():  # a Simulation made inside jax.jit must leave no tracer here
+        if rows not in placed:
+            arrays = (data.x, _labels(data.y), data.offsets, data.sizes)
+            placed[rows] = Rows(*jax.device_put(arrays, NamedSharding(mesh, P())))
+        if test not in placed:
+            placed[test] = _place_test(data, mesh, eval_batch_size)
     return Arrays(placed[rows], placed[test])
 
 
@@ -288,6 +316,18 @@ def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> TestRo
 
 def _labels(y: np.ndarray) -> np.ndarray:
     return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
+
+
+def strong(a: Any) -> jax.Array:
+    """The array with a dtype that stays: a Python number's is weak, and would change in the first round."""
+    a = jnp.asarray(a)
+    return a if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else lax.convert_element_type(a, a.dtype)
+
+
+def like(new: PyTree, old: PyTree, what: str) -> PyTree:
+    """new in old's dtypes; ValueError unless it has old's structure and shapes, as the next round needs them."""
+    fit.check_like(new, old, f"{what} must have the structure and the shapes of the one before", dtypes=False)
+    return jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), new, old)
 
 
 def select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:

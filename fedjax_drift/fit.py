@@ -1,4 +1,4 @@
-"""Do model, data, local training, cohort and state fit together? Asked before anything compiles, of shapes alone.
+"""Do model, data, local training, cohort and state fit together? Asked before a round compiles.
 
 Each function raises a ValueError that says what, allowed, got and fix.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.types import Algorithm, Model, Params
+from fedjax_drift.types import Algorithm, Model, Params, cross_entropy
 
 
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
@@ -43,11 +43,11 @@ def check_cohort(cohort: Any, N: int) -> jax.Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-def check_like(tree: Any, expected: Any, what: str) -> None:
-    """ValueError unless both trees have the same structure, shapes and dtypes; names the first differences."""
+def check_like(tree: Any, expected: Any, what: str, dtypes: bool = True) -> None:
+    """ValueError unless both trees have the same structure, shapes and (if asked) dtypes; names the differences."""
 
     def shapes(tree: Any) -> list[tuple]:
-        return [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
+        return [(jnp.shape(leaf), jnp.result_type(leaf) if dtypes else None) for leaf in jax.tree.leaves(tree)]
 
     structure: Any = jax.tree.structure
     if structure(tree) == structure(expected) and shapes(tree) == shapes(expected):
@@ -100,7 +100,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Params:
             f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each: "
             f"{_first_line(error)}"
         ) from error
-    default_loss = model.loss is Model._field_defaults["loss"]
+    default_loss = model.loss is cross_entropy
     for kind, y in (("training", data.y), ("test", data.y_test)):
         if y is None or not default_loss:
             continue

@@ -63,7 +63,7 @@ class LocalTraining:
                 raise ValueError(
                     f"optimizer must be an optax transformation such as optax.scale_by_adam(), got {self.optimizer!r}"
                 )
-            if self.momentum:
+            if _used(self.momentum):
                 raise ValueError(
                     f"momentum must be 0 when an optimizer is given, got {self.momentum}: the optimizer replaces it"
                 )
@@ -73,8 +73,8 @@ class LocalTraining:
         return optax.chain(
             optax.identity(),  # a chain needs at least one link
             *[optax.clip_by_global_norm(self.clip_norm)] * (self.clip_norm is not None),
-            *[optax.add_decayed_weights(self.weight_decay)] * bool(self.weight_decay),
-            *[optax.trace(self.momentum)] * bool(self.momentum),
+            *[optax.add_decayed_weights(self.weight_decay)] * _used(self.weight_decay),
+            *[optax.trace(self.momentum)] * _used(self.momentum),
             *([self.optimizer] if self.optimizer is not None else []),
         )
 
@@ -83,19 +83,33 @@ class LocalTraining:
         return self.epochs * -(-sizes // min(self.batch_size, 2**31 - 1))  # a whole client, however large it is
 
     def __repr__(self) -> str:
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"LocalTraining({', '.join(f'{name}={value}' for name, value in changed)})"
+        values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
+        changed = [f"{name}={v}" for name, v, default in values if isinstance(v, jax.core.Tracer) or v != default]
+        return f"LocalTraining({', '.join(changed)})"
 
 
-def shuffle(key: jax.Array, size: jax.Array, length: int) -> jax.Array:
-    """int32 [length]: a random order of 0..size-1, followed by the rest of 0..length-1.
+def _used(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer) or bool(value)
 
-    The order depends on key and size only, never on the padded length: word i of JAX's counter-based generator is a
-    function of key and i (threefry, JAX's default), and padding sorts last.
+
+def shuffle(key: jax.Array, size: jax.Array, longest: jax.Array, length: int) -> jax.Array:
+    """int32 [length]: a random order of 0..size-1, followed by padding; size <= longest <= length.
+
+    The order depends on key and size only, never on what it is padded to: word i of JAX's counter-based generator is a
+    function of key and i (threefry, JAX's default), and padding sorts last. So only about ``longest`` words are sorted,
+    and one huge client in a federation does not slow the others.
     """
-    bits = jax.random.bits(key, (length,), jnp.uint32)
-    bits = jnp.where(jnp.arange(length) < size, bits, jnp.uint32(2**32 - 1))
-    return jnp.argsort(bits, stable=True).astype(jnp.int32)
+
+    def sort(words: int) -> Callable[[], jax.Array]:
+        def order() -> jax.Array:
+            bits = jax.random.bits(key, (words,), jnp.uint32)
+            bits = jnp.where(jnp.arange(words) < size, bits, jnp.uint32(2**32 - 1))
+            return jnp.pad(jnp.argsort(bits, stable=True).astype(jnp.int32), (0, length - words))
+
+        return order
+
+    words = [n for n in (256 * 4**i for i in range(12)) if n < length] + [length]
+    return lax.switch((longest > jnp.array(words[:-1], jnp.int32)).sum(), [sort(n) for n in words])
 
 
 def train(
@@ -123,7 +137,7 @@ def train(
             if correct:
                 g = correct(g, theta)
             u, memory = work.optimizer.update(g, memory, theta)
-            theta = jax.tree.map(lambda theta, u: theta - work.lr.astype(theta.dtype) * u, theta, u)
+            theta = jax.tree.map(lambda theta, u: (theta - work.lr * u).astype(theta.dtype), theta, u)
             return theta, memory, total + value.astype(total.dtype)
 
         return lax.fori_loop(0, work.num_steps // work.epochs, step, carry)

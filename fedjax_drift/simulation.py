@@ -26,6 +26,7 @@ from fedjax_drift.sharding import clients_mesh
 from fedjax_drift.types import Algorithm, Model, Params, ServerState
 
 Record = dict[str, Any]
+THREEFRY = "threefry2x32"
 
 
 class Simulation:
@@ -109,7 +110,7 @@ class Simulation:
         # A state always leaves a round placed as it came in, so that the next round finds the program compiled.
         self._everywhere = NamedSharding(mesh, P())
         self._init = jax.jit(partial(engine.init, self._engine), out_shardings=self._everywhere)
-        self._expected = jax.eval_shape(lambda: engine.init(self._engine, jax.random.key(0), None))
+        self._expected = jax.eval_shape(lambda: engine.init(self._engine, jax.random.key(0, impl=THREEFRY), None))
         self._round = jax.jit(
             partial(engine.round_fn, self._engine),
             donate_argnums=0 if donate else (),
@@ -136,8 +137,7 @@ class Simulation:
     def init(self, key: jax.Array, params: Params | None = None) -> ServerState:
         """The state before round 0. ``key`` (``jax.random.key(seed)``) decides the initial parameters, unless
         ``params`` are given, and all cohorts, shuffles and dropout to come."""
-        if not isinstance(key, jax.Array):
-            raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {key!r}")
+        key = _typed(key)
         if params is not None:
             fit.check_like(params, self._expected.params, "params must be shaped like model.init's")
         return self._init(*self._here((key, params)))
@@ -146,6 +146,9 @@ class Simulation:
         self, state: ServerState, cohort: Sequence[int] | np.ndarray | jax.Array | None = None
     ) -> tuple[ServerState, dict[str, jax.Array]]:
         """One round. Pure: the same state gives the same result, bit for bit, and stays valid (unless donated).
+
+        It may be scanned and vmapped. Inside a `jax.jit` of your own the data set becomes a constant of that program,
+        which makes compiling slow: `jax.lax.scan` needs none around it.
 
         Args:
           state: from `init` or an earlier round.
@@ -213,6 +216,7 @@ class Simulation:
         checks.integer("eval_every", eval_every, 0, fix="0 means never")
         if self.data.x_test is None:
             eval_every = 0
+        state = self._check(state)
         history: list[Record] = []
         flying: deque[tuple] = deque()  # rounds dispatched and not yet recorded: one, so that no device ever waits
         clock = time.perf_counter()
@@ -248,6 +252,10 @@ class Simulation:
                         break
             except KeyboardInterrupt:
                 pass
+            except FloatingPointError:
+                while flying:
+                    record_oldest()
+                raise
             if flying and eval_every and not flying[-1][2]:  # stopped: the last round is evaluated all the same
                 t, info, _ = flying[-1]
                 flying[-1] = (t, info, self._evaluate(state.params, self._test()))
@@ -286,18 +294,38 @@ class Simulation:
         )
 
 
+def _typed(key: Any) -> jax.Array:
+    """A typed key; the older uint32 [2] kind is wrapped."""
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == (2,):
+        key = jax.random.wrap_key_data(key, impl=THREEFRY)
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {key!r}")
+    if key.shape != ():
+        raise ValueError(
+            f"key must be one key, got {list(key.shape)} of them: jax.vmap(sim.init)(keys) makes many states"
+        )
+    if str(jax.random.key_impl(key)) != THREEFRY:
+        raise ValueError(
+            f"key must be of the {THREEFRY} generator, on which shuffles rely, got {jax.random.key_impl(key)}: "
+            f'jax.random.key(0, impl="{THREEFRY}")'
+        )
+    return key
+
+
 def _traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
 def _record(done: int, info: dict[str, np.ndarray]) -> Record:
-    present = info["cohort"] >= 0
-    sizes = np.where(present, info["size"], 0)
-    loss = {"train_loss": float(info["loss"] @ (sizes / sizes.sum()))} if "loss" in info else {}
+    counted = info["weight"] != 0  # not absent, and not dropped
+    sizes = np.where(counted, info["size"], 0)
+    loss = {}
+    if "loss" in info:
+        loss["train_loss"] = float(np.where(counted, info["loss"], 0) @ (sizes / max(sizes.sum(), 1)))
     return {
         "round": done,
         **loss,
-        "clients": int(present.sum()),
+        "clients": int(counted.sum()),
         "lr": float(str(info["lr"])),  # the shortest number that is the same in float32
         "steps": int(info["steps"]),
         "executed_steps": int(info["executed_steps"]),

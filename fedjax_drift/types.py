@@ -30,6 +30,12 @@ class Batch(NamedTuple):
     mask: jax.Array  # bool [B], True for real rows; at least one is
 
 
+def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """Softmax cross-entropy with integer labels, [B]; a sequence's loss is the mean over its positions."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return loss.mean(axis=tuple(range(1, loss.ndim)))
+
+
 class Model(NamedTuple):
     """A model is two pure functions; everything else is optional.
 
@@ -43,7 +49,7 @@ class Model(NamedTuple):
     """``init(key) -> params``."""
     apply: Callable[[Params, jax.Array], jax.Array]
     """``apply(params, x [B, ...]) -> logits [B, C]``, deterministic: what evaluation uses."""
-    loss: Callable[[jax.Array, jax.Array], jax.Array] = lambda logits, y: cross_entropy(logits, y)
+    loss: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
     """``loss(logits, y) -> [B]``, one loss a row. Default: softmax cross-entropy with integer labels."""
     train_apply: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
     """``train_apply(params, x, key) -> logits`` for models that draw random numbers in training (dropout)."""
@@ -79,19 +85,13 @@ class Model(NamedTuple):
         return adapters.from_nnx(module, input_shape, **options)
 
 
-def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Softmax cross-entropy with integer labels, [B]; a sequence's loss is the mean over its positions."""
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-    return loss.mean(axis=tuple(range(1, loss.ndim)))
-
-
 class Work(NamedTuple):
     """One client's work in one round, all that its update may look at."""
 
     size: jax.Array  # int32 [], n_i, rows of this client
     num_steps: jax.Array  # int32 [], K_i = E * ceil(n_i / B)
     lr: jax.Array  # float [], eta_t
-    key: jax.Array  # this client's key of this round
+    key: jax.Array  # this client's key of this round; `local.train` uses fold_in(key, e) for the epochs e < E
     epochs: int  # E
     optimizer: optax.GradientTransformation  # gradient -> direction: clip, weight decay, momentum
     epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
@@ -143,7 +143,8 @@ class Algorithm(NamedTuple):
     client_update: Callable[[Any, PyTree, Work], ClientResult]
     """ONE client's round, no client axis."""
     server_update: Callable[[Any, PyTree, Round], Any]
-    """``server_update(server, mean, round) -> server``; mean: the cohort's weighted mean message."""
+    """``server_update(server, mean, round) -> server``; mean: the cohort's weighted mean message, in its dtypes. Not
+    used in a round in which nobody answered."""
     observe: Callable[[Any, Metrics], Any] | None = None
     """``observe(server, metrics) -> server``: when given, every round evaluates the new model and shows it."""
     name: str = "algorithm"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -232,10 +233,14 @@ def test_every_epoch_visits_every_row_once() -> None:
 def test_shuffle_is_a_uniform_permutation_that_ignores_padding() -> None:
     key = jax.random.key(0)
     for size in (1, 5, 8):
-        order = shuffle(key, jnp.array(size), 8)
+        order = shuffle(key, jnp.array(size), jnp.array(8), 8)
         assert sorted(order[:size].tolist()) == list(range(size))
-        assert order[:size].tolist() == shuffle(key, jnp.array(size), 200)[:size].tolist()
-    orders = jax.vmap(lambda k: shuffle(k, jnp.array(3), 5))(jax.random.split(key, 6000))
+        assert order[:size].tolist() == shuffle(key, jnp.array(size), jnp.array(9), 200)[:size].tolist()
+        for longest in (8, 256, 257, 5000):
+            assert order[:size].tolist() == shuffle(key, jnp.array(size), jnp.array(longest), 5000)[:size].tolist()
+    long = shuffle(key, jnp.array(3000), jnp.array(3000), 5000)
+    assert sorted(long[:3000].tolist()) == list(range(3000))
+    orders = jax.vmap(lambda k: shuffle(k, jnp.array(3), jnp.array(3), 5))(jax.random.split(key, 6000))
     _, counts = np.unique(np.asarray(orders[:, :3]), axis=0, return_counts=True)
     assert len(counts) == 6 and abs(counts - 1000).max() < 150  # 5 standard deviations
 
@@ -405,3 +410,83 @@ def test_ctrl_c_returns_what_is_done(data, how, capsys) -> None:
     assert 3 <= len(history) < 10 and int(state.round) == len(history)
     assert_equal(state.params, sim.run(start, len(history), eval_every=0, progress=False)[0].params)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def probing(state=None, server=None, observe=None, **result) -> Algorithm:
+    """FedAvg with client state, a server variable of a Python number, and one thing wrong."""
+    base = fd.algorithms.fedavg(weighting="uniform")
+
+    def client_update(own, client, work) -> ClientResult:
+        plain = base.client_update(own, (), work)
+        kept = {"visits": client["visits"] + 1} if state is None else state(client)
+        return plain._replace(state=kept, **{"weight": 1, **result})
+
+    def server_update(own, D, round):
+        updated = own._replace(params=tree.subtract(own.params, jax.tree.map(jnp.negative, D)))
+        return server(updated) if server else updated
+
+    class Server(NamedTuple):
+        params: dict
+        gain: float
+
+    return Algorithm(
+        lambda params: Server(params, 0.0), lambda params: {"visits": jnp.zeros((), jnp.int32)},
+        client_update, server_update, observe, "probe",
+    )  # fmt: skip
+
+
+def test_algorithms_of_ones_own_are_held_to_the_contract(data) -> None:
+    def one_round(algorithm, **options) -> tuple[fd.ServerState, dict]:
+        sim = simulate(data, algorithm, **options)
+        state, _ = sim.round_fn(sim.init(jax.random.key(0)), cohort=[1, 2, 5])
+        return sim.round_fn(state, cohort=[2, 5, 7])
+
+    def seen(server, metrics):
+        return server._replace(gain=metrics["loss"] * np.float64(1))
+
+    for lanes in (1, 2):
+        state, info = one_round(probing(metrics={"score": 1.5}, observe=seen), lanes=lanes, devices=2)
+        assert np.asarray(state.clients["visits"])[[0, 1, 2, 5, 7]].tolist() == [0, 1, 2, 2, 1]
+        assert info["score"].tolist() == [1.5] * 3 and float(state.server.gain) > 0
+    for algorithm, message in (
+        (probing(state=lambda c: {"visits": jnp.zeros(3)}), r"probe: a client's new state .*visits.*\[3\] instead of"),
+        (probing(state=lambda c: ()), "probe: a client's new state must have the structure"),
+        (probing(server=lambda s: s._replace(gain=jnp.ones(2))), r"probe: the updated server .*gain"),
+        (probing(metrics={"weight": jnp.ones(())}), "probe: a metric needs a name of its own, got weight"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            one_round(algorithm)
+    halves = probing(state=lambda c: {"visits": c["visits"] + 0.5})  # a promoted dtype is rounded back, not carried on
+    assert one_round(halves)[0].clients["visits"].dtype == jnp.int32
+
+
+def test_sums_are_not_rounded_to_the_messages_precision() -> None:
+    many = fd.FederatedData.from_clients([(np.ones((1, 1), np.float32), np.zeros(1, int))] * 600)
+    model = fd.Model(lambda key: jnp.zeros(1, jnp.bfloat16), lambda w, x: x @ w, loss=lambda z, y: -z)
+    algorithm = fd.algorithms.fedavg(weighting="uniform")
+    sim = simulate(many, algorithm, model=model, local=fd.LocalTraining(lr=1.0), cohort_size=600)
+    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    assert state.params.dtype == jnp.bfloat16 and float(state.params[0]) == 1.0  # a bfloat16 sum stops at 256
+
+
+def test_data_on_the_devices_are_shared_and_never_traced() -> None:
+    rows = (np.full((4, 2), 1 + 1e-12), np.zeros(4, int))
+    own = fd.FederatedData.from_clients([rows], test=rows)
+
+    def build(**options) -> fd.Simulation:
+        return simulate(own, fd.algorithms.fedavg(), model=fd.models.linear((2,), 2), cohort_size=1, **options)
+
+    jax.jit(lambda key: build().init(key))(jax.random.key(0))  # inside jax.jit: what is placed must not be a tracer
+    one, two = build(), build(eval_batch_size=3)
+    assert one._arrays.rows.x is two._arrays.rows.x and one._arrays.rows.x.dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert build()._arrays.rows.x.dtype == jnp.float64
+
+
+def test_keys(data) -> None:
+    sim = simulate(data)
+    assert_equal(sim.init(jax.random.PRNGKey(3)).params, sim.init(jax.random.key(3)).params)
+    with pytest.raises(ValueError, match=r"jax.vmap\(sim.init\)\(keys\) makes many states"):
+        sim.init(jax.random.split(jax.random.key(0)))
+    with pytest.raises(ValueError, match="threefry2x32"):
+        sim.init(jax.random.key(0, impl="rbg"))

@@ -50,7 +50,7 @@ def library_order(key: jax.Array, t: int, i: int, epoch: int) -> np.ndarray:
     _, round_key = jax.random.split(jax.random.fold_in(key, t))
     client_key = jax.random.fold_in(round_key, i)
     shuffle_key, _ = jax.random.split(jax.random.fold_in(client_key, epoch))
-    return np.asarray(shuffle(shuffle_key, jnp.int32(SIZES[i]), max(SIZES)))[: SIZES[i]]
+    return np.asarray(shuffle(shuffle_key, jnp.int32(SIZES[i]), jnp.int32(max(SIZES)), max(SIZES)))[: SIZES[i]]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(np.float32, 1e-5), (np.float64, 1e-9)], ids=["float32", "float64"])

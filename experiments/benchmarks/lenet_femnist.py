@@ -99,6 +99,8 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace) -> None:
     ours = [sys.executable, __file__, "--rounds", str(arguments.rounds)]
+    if arguments.devices:
+        ours += ["--devices", str(arguments.devices)]
     medians: dict[str, list[float]] = {"ours": [], "peer": []}
     for _ in range(arguments.turns):
         for name, command in (("ours", ours), ("peer", shlex.split(arguments.peer))):
