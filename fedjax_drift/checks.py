@@ -31,9 +31,9 @@ def fraction(name: str, value: Any, fix: str = "") -> None:
 
 def number(name: str, value: Any, allowed: str, ok: Callable[[Any], bool], fix: str = "") -> None:
     """ValueError unless value is a finite real number for which ok holds."""
-    if isinstance(value, jax.Array) and (isinstance(value, jax.core.Tracer) or value.ndim == 0):
-        if isinstance(value, jax.core.Tracer):
-            return
+    if isinstance(value, jax.core.Tracer):
+        return
+    if isinstance(value, jax.Array) and value.ndim == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not ok(value):
         raise ValueError(f"{name} must be {allowed}, got {value!r}" + (f": {fix}" if fix else ""))

@@ -139,13 +139,12 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
             return added, (result.state, result.weight, result.metrics, finite)
 
         ids, states = jax.tree.map(lambda a: a[0], (ids, states))  # [G, L, ...]: this device's share
-        one = (ids[0, 0], jax.tree.map(lambda a: a[0, 0], states), rows.sizes[0])
-        result, _ = jax.eval_shape(client, *one)
-        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (result.message, result.weight))
+        # Sums are in the weights' precision, the mean in the messages'.
+        sent = jax.eval_shape(update, ids[0, 0], jax.tree.map(lambda a: a[0, 0], states), rows.sizes[0]).message
+        zeros = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.promote_types(m.dtype, lr.dtype)), sent)
         kept: tuple  # what `group` returns of each client, [G, L, ...]
-        total, kept = lax.scan(group, zero, (ids, states))
+        total, kept = lax.scan(group, (zeros, jnp.zeros((), lr.dtype)), (ids, states))
         sums, weight = lax.psum(total, AXIS)
-        sent = jax.eval_shape(update, *one).message  # sums are in the weights' precision, the mean in the messages'
         mean = jax.tree.map(lambda s, m: (s / weight).astype(m.dtype), sums, sent)
         return (mean, weight), jax.tree.map(lambda a: a[None], kept)
 

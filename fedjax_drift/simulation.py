@@ -244,7 +244,7 @@ class Simulation:
                 for t in range(last - rounds + 1, last + 1):
                     state, info = self.round_fn(state)
                     flying.append((t, info, {}))
-                    if eval_every and (t % eval_every == 0 or t == last or stop.is_set()):
+                    if eval_every and t % eval_every == 0:
                         flying[-1] = (t, info, self._evaluate(state.params, self._test()))
                     if len(flying) > 1:
                         record_oldest()
@@ -256,7 +256,7 @@ class Simulation:
                 while flying:
                     record_oldest()
                 raise
-            if flying and eval_every and not flying[-1][2]:  # stopped: the last round is evaluated all the same
+            if flying and eval_every and not flying[-1][2]:  # the last round, also of a run that was stopped
                 t, info, _ = flying[-1]
                 flying[-1] = (t, info, self._evaluate(state.params, self._test()))
             while flying:

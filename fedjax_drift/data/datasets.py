@@ -106,8 +106,7 @@ def _deal(name: str, samples: Samples, recipe: Partition, standardize: bool) -> 
     test_sizes = None
     if test_writer is not None:
         test_sizes = np.bincount(np.searchsorted(ids, test_writer), minlength=len(ids))
-    stats = [None if stat is None else np.asarray(stat, np.float32) for stat in (mean, std)]
-    return FederatedData(x, y, sizes, test[0], test[1], test_sizes, stats[0], stats[1], name)
+    return FederatedData(x, y, sizes, test[0], test[1], test_sizes, mean, std, name)
 
 
 def synthetic(

@@ -6,10 +6,9 @@ does by default, which is what the papers' code relies on.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from fedjax_drift import checks
+from fedjax_drift import checks, tree
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, MLP, ResNet18, SimpleCNN
 from fedjax_drift.types import Model
@@ -137,4 +136,4 @@ def num_parameters(model: Model) -> int:
     """d, the number of parameters."""
     import jax
 
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+    return tree.size(jax.eval_shape(lambda: model.init(jax.random.key(0))))
