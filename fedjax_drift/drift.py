@@ -16,6 +16,7 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.engine import (
     Arrays,
+    Client,
     Engine,
     Plan,
     Shared,
@@ -23,6 +24,8 @@ from fedjax_drift.engine import (
     answers,
     client_work,
     deal,
+    gather,
+    look_up,
     over_clients,
     plan,
     undealt,
@@ -56,7 +59,7 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool) -
 
 
 def measure(
-    engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | None
+    engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> dict[str, jax.Array]:
     """What `round_fn` on the same state and cohort will show of drift; see `Simulation.measure`."""
     today = plan(engine, state, arrays.rows, cohort)
@@ -67,7 +70,7 @@ def measure(
     if "gradients" in names:
         found |= gradients(engine, shared, today)
     if set(names) - {"labels"}:
-        states = jax.tree.map(lambda s: s[today.dealt], state.clients)
+        states = gather(engine, state.clients, today.dealt.place)
         test = arrays.test if set(names) & set(TESTED) else None
         found |= jax.tree.map(partial(undealt, today), trainings(engine, names, shared, today, states, test))
     return found
@@ -80,7 +83,7 @@ def trainings(
     N, w = engine.num_clients, shared.server.params
 
     def trained(
-        shared: Shared, id: jax.Array, old: PyTree, work: Work, probe: Callable[[Params, Params], PyTree]
+        shared: Shared, client: Client, old: PyTree, work: Work, probe: Callable[[Params, Params], PyTree]
     ) -> tuple[jax.Array, jax.Array, Watched]:
         """The client's weight in means, whether it is there with finite numbers, and what was watched."""
         result = update(engine, shared, old, work._replace(probe=probe))
@@ -89,13 +92,13 @@ def trainings(
                 f"measuring drift needs clients that train with fedjax_drift.local.train and return its metrics, "
                 f"but those of {engine.algorithm.name} don't"
             )
-        answered, finite = answers(engine, id, result)
-        return jnp.where(answered, result.weight, 0), (id < N) & finite, result.metrics[WATCHED]
+        answered, finite = answers(engine, client, result)
+        return jnp.where(answered, result.weight, 0), (client.id < N) & finite, result.metrics[WATCHED]
 
-    def model_of(shared: Shared, id: jax.Array, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def model_of(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         """For the means of the local models, w_S, and of the updates, as the algorithm weights them."""
-        work = client_work(engine, shared, id, longest)
-        weight, _, (start, theta, _) = trained(shared, id, old, work, lambda start, theta: ())
+        work = client_work(engine, shared, client, longest)
+        weight, _, (start, theta, _) = trained(shared, client, old, work, lambda start, theta: ())
         models = (theta, tree.subtract(theta, start))
         return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), ()
 
@@ -105,9 +108,9 @@ def trainings(
         w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, w))
     z_global = None if test is None else predictions(engine, w, test)
 
-    def watch(shared: Shared, id: jax.Array, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def watch(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         w_S, mean_update, test, z_global = shared.given
-        work = client_work(engine, shared, id, longest)
+        work = client_work(engine, shared, client, longest)
         at_mean = full_gradient(work, w_S) if "gradients" in names else None
 
         def probe(start: Params, theta: Params) -> dict[str, jax.Array]:
@@ -126,7 +129,7 @@ def trainings(
                 seen["kl"] = mean_kl(z_global, z, mask)
             return seen
 
-        _, known, watched = trained(shared, id, old, work, probe)
+        _, known, watched = trained(shared, client, old, work, probe)
         kept = dict(watched.epochs)
         if "forgetting" in names:
             z, y, mask = predictions(engine, watched.theta, test), test.y.reshape(-1), test.mask.reshape(-1)
@@ -147,23 +150,26 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     cohort); dissimilarity: Gamma = sum_i p_i ||grad F_i - grad f||^2.
     """
     N, n = engine.num_clients, len(shared.rows.x)
-    chosen = jnp.zeros(N + 1, bool).at[today.ids].set(True).at[N].set(False)
-    order, ragged = deal(engine, shared.rows.sizes)
+    chosen = jnp.zeros(N + 1, bool).at[today.cohort.id].set(True).at[N].set(False)
+    everyone = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
+    everyone = jax.tree.map(lambda a, own: a.at[today.asked].set(own, mode="drop"), everyone, today.cohort)
+    order, ragged = deal(engine, everyone.size)
 
-    def client(shared: Shared, id: jax.Array, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         chosen, S = shared.given
-        work = client_work(engine, shared, id, longest)
+        work = client_work(engine, shared, client, longest)
         g = full_gradient(work, shared.server.params)
         n_i = work.size.astype(work.lr.dtype)
         # 1 / |S| - p_i over one denominator: exactly 0 where all clients of one size are in, as the drift then is.
-        excess = (jnp.where(chosen[id], n, 0) - n_i * S) / (S * n)
+        excess = (jnp.where(chosen[client.id], n, 0) - n_i * S) / (S * n)
         p = n_i / n
         of_all, of_gap = (jax.tree.map(lambda g, c=c: c * g, g) for c in (p, excess))
         return (of_all, of_gap, p * tree.dot(g, g)), ()
 
     given = (chosen, chosen.sum().astype(shared.lr.dtype))
-    dealt = jnp.where(ragged, N, order)
-    (grad_f, gap, square), _ = over_clients(engine, client, shared._replace(given=given), dealt, ())
+    dealt = jax.tree.map(lambda a: a[order], everyone)
+    dealt = dealt._replace(id=jnp.where(ragged, N, dealt.id), size=jnp.where(ragged, 0, dealt.size))
+    (grad_f, gap, square), _ = over_clients(engine, one, shared._replace(given=given), dealt, ())
     norm2 = tree.dot(grad_f, grad_f)
     return {
         "period_drift": tree.dot(gap, gap),
@@ -175,10 +181,10 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
 def label_mix(engine: Engine, shared: Shared, today: Plan) -> jax.Array:
     """float [C]: share of each class in the cohort's rows."""
 
-    def client(shared: Shared, id: jax.Array, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        return label_counts(engine, client_work(engine, shared, id, longest)), ()
+    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        return label_counts(engine, client_work(engine, shared, client, longest)), ()
 
-    counts, _ = over_clients(engine, client, shared, today.dealt, ())
+    counts, _ = over_clients(engine, one, shared, today.dealt, ())
     return counts / counts.sum()
 
 

@@ -37,13 +37,22 @@ AXIS = "clients"  # the one mesh axis
 
 
 class Rows(NamedTuple):
-    """The training set on the devices."""
+    """Training rows on the devices: the whole data set's or, streamed, those of one cohort."""
 
     x: jax.Array  # [M, ...] as stored: images stay uint8
     y: jax.Array  # [M, ...]
-    offsets: jax.Array  # int32 [N], client i's first row
-    sizes: jax.Array  # int32 [N]
-    places: jax.Array | None = None  # int32 [M + P], with rows dealt anew: client i's are places[offsets[i] + ...]
+    offsets: jax.Array | None  # int32 [N], client i's first row; None when streamed
+    sizes: jax.Array | None  # int32 [N]
+    places: jax.Array | None = None  # int32 [M + P], with rows dealt anew: a client's are places[offset + ...]
+
+
+class Client(NamedTuple):
+    """One client of a round, or an axis of them; an absent one has id N and no rows, so no steps and no weight."""
+
+    id: jax.Array  # int32
+    size: jax.Array  # int32, n_i
+    offset: jax.Array  # int32, its first row
+    place: jax.Array  # int32, its state's in ServerState.clients: its id, unless the states are kept on the host
 
 
 class TestRows(NamedTuple):
@@ -84,6 +93,8 @@ class Engine(NamedTuple):
     mean_size: float
     max_size: int  # most rows that a client may have in a round
     capacity: int  # most clients a sampled cohort may have
+    bank_rows: int  # client states in ServerState.clients: N or, sharded over the devices, a multiple of their number
+    sharded: bool  # each device keeps a part of the client states, instead of all
     decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees
     num_classes: int | None  # C, of classifiers with one integer label a row
     redeal: Redeal | None  # the cohort's rows are dealt anew every round
@@ -94,7 +105,7 @@ def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
     init_key, round_key = jax.random.split(key)
     params = engine.model.init(init_key) if params is None else params
     client = engine.algorithm.init_client(params)
-    clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.num_clients, *jnp.shape(c))), client)
+    clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.bank_rows, *jnp.shape(c))), client)
     server, clients = jax.tree.map(strong, (engine.algorithm.init_server(params), clients))
     return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
 
@@ -114,59 +125,81 @@ class Plan(NamedTuple):
     """Who trains where in a round, and with what."""
 
     shared: Shared
-    ids: jax.Array  # int32 [K]; N marks an absent client
-    sizes: jax.Array  # int32 [K]
-    order: jax.Array  # int32 [D, G, L], positions in ids
+    asked: jax.Array  # int32 [K], the ids drawn or given; N marks an absent client
+    cohort: Client  # [K]; absent are also those that were dealt no row
+    order: jax.Array  # int32 [D, G, L], positions in the cohort
     ragged: jax.Array  # bool [D, G, L], empty places
-    dealt: jax.Array  # int32 [D, G, L], client ids
+    dealt: Client  # [D, G, L]
 
 
-def plan(engine: Engine, state: ServerState, rows: Rows, cohort: jax.Array | None) -> Plan:
+def plan(engine: Engine, state: ServerState, rows: Rows, cohort: jax.Array | Client | None) -> Plan:
     """Draws the round's cohort, unless it is given, and deals it to devices, groups and lanes."""
-    cohort_key, key = jax.random.split(jax.random.fold_in(state.key, state.round))
-    ids = sample(engine, cohort_key) if cohort is None else cohort.astype(jnp.int32)
-    ids = jnp.where((ids >= 0) & (ids < engine.num_clients), ids, engine.num_clients)
+    cohort_key, key = round_keys(state.key, state.round)
+    if not isinstance(cohort, Client):
+        cohort = look_up(engine, rows, sample(engine, cohort_key) if cohort is None else cohort.astype(jnp.int32))
+    asked = cohort.id
     if engine.redeal is not None:
-        rows = deal_anew(engine, engine.redeal, jax.random.fold_in(key, engine.num_clients), ids, rows)
-        ids = jnp.where(rows_of(engine, rows, ids) > 0, ids, engine.num_clients)
-    sizes = rows_of(engine, rows, ids)
+        rows, cohort = deal_anew(engine, engine.redeal, jax.random.fold_in(key, engine.num_clients), cohort, rows)
     lr = jnp.asarray(engine.local.lr * engine.local.lr_decay ** state.round.astype(float), float)
-    order, ragged = deal(engine, sizes)
-    shared = Shared(state.server, rows, key, state.round, lr)
-    return Plan(shared, ids, sizes, order, ragged, jnp.where(ragged, engine.num_clients, ids[order]))
+    order, ragged = deal(engine, cohort.size)
+    absent = Client(engine.num_clients, 0, 0, engine.bank_rows)
+    dealt = Client(*[jnp.where(ragged, none, a[order]) for none, a in zip(absent, cohort, strict=True)])
+    return Plan(Shared(state.server, rows, key, state.round, lr), asked, cohort, order, ragged, dealt)
+
+
+def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of round t: the key that draws its cohort, and its clients'."""
+    cohort_key, clients_key = jax.random.split(jax.random.fold_in(key, t))
+    return cohort_key, clients_key
+
+
+def draw(engine: Engine, key: jax.Array, t: jax.Array) -> jax.Array:
+    """int32 [capacity]: the ids that round t draws by itself from the state's key; N where there is nobody."""
+    return sample(engine, round_keys(key, t)[0])
+
+
+def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
+    """The clients of these ids, which are absent if not in 0..N-1."""
+    if rows.sizes is None or rows.offsets is None:
+        raise ValueError("a streamed data set needs the host in every round: call round_fn or run outside jax.jit")
+    N = engine.num_clients
+    present = (ids >= 0) & (ids < N)
+    known = jnp.clip(ids, 0, N - 1)
+    size, place = jnp.where(present, rows.sizes[known], 0), jnp.where(present, ids, engine.bank_rows)
+    return Client(jnp.where(present, ids, N), size, rows.offsets[known], place)
 
 
 def over_clients(
     engine: Engine,
-    client: Callable[[Any, jax.Array, PyTree, jax.Array], tuple[PyTree, PyTree]],
+    update: Callable[[Any, Client, PyTree, jax.Array], tuple[PyTree, PyTree]],
     shared: Any,
-    dealt: jax.Array,
+    dealt: Client,
     states: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Calls ``client(shared, id, state, longest) -> (added, kept)`` for every client dealt, ids [D, G, L].
+    """Calls ``update(shared, client, state, longest) -> (added, kept)`` for every client dealt, [D, G, L].
 
     longest: no client that trains beside it has more rows. Returns the sum of ``added`` over all clients, and
     ``kept`` of each, leaves [D, G, L, ...]. Memory for ``added`` is L of them and one sum, whatever K is.
     """
 
-    def share(shared: Any, ids: jax.Array, states: PyTree) -> tuple[PyTree, PyTree]:
-        """One device's: ids [1, G, L]."""
+    def share(shared: Any, clients: Client, states: PyTree) -> tuple[PyTree, PyTree]:
+        """One device's: clients [1, G, L]."""
 
-        def group(total: PyTree, lanes: tuple) -> tuple[PyTree, PyTree]:
-            ids, states = lanes
-            longest = rows_of(engine, shared.rows, ids).max()
+        def group(total: PyTree, lanes: tuple[Client, PyTree]) -> tuple[PyTree, PyTree]:
+            clients, states = lanes
+            longest = clients.size.max()
             if engine.lanes == 1:
-                alone = client(shared, ids[0], jax.tree.map(lambda a: a[0], states), longest)
+                alone = update(shared, *jax.tree.map(lambda a: a[0], (clients, states)), longest)
                 added, kept = jax.tree.map(lambda a: a[None], alone)
             else:
-                added, kept = jax.vmap(client, in_axes=(None, 0, 0, None))(shared, ids, states, longest)
+                added, kept = jax.vmap(update, in_axes=(None, 0, 0, None))(shared, clients, states, longest)
             return jax.tree.map(lambda s, a: s + a.sum(0), total, added), kept
 
-        ids, states = jax.tree.map(lambda a: a[0], (ids, states))  # [G, L, ...]
-        first = jax.tree.map(lambda a: a[0, 0], (ids, states))
-        added, _ = jax.eval_shape(client, shared, *first, shared.rows.sizes[0])
+        clients, states = jax.tree.map(lambda a: a[0], (clients, states))  # [G, L, ...]
+        first = jax.tree.map(lambda a: a[0, 0], (clients, states))
+        added, _ = jax.eval_shape(update, shared, *first, clients.size[0, 0])
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), added)
-        total, kept = lax.scan(group, zeros, (ids, states))
+        total, kept = lax.scan(group, zeros, (clients, states))
         return lax.psum(total, AXIS), jax.tree.map(lambda a: a[None], kept)
 
     return jax.shard_map(
@@ -189,25 +222,30 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
     return ClientResult(message, weight, state, metrics)
 
 
-def answers(engine: Engine, id: jax.Array, result: ClientResult) -> tuple[jax.Array, jax.Array]:
+def answers(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:
     """Whether the client counts, bool [], and whether its update is finite.
 
     An absent client has run no step, but its weight, or 0/0 in its message, must not reach a sum.
     """
     finite = tree.all_finite((result.message, result.weight, result.state))
-    present = id < engine.num_clients
+    present = client.id < engine.num_clients
     return present & finite if engine.drop_nonfinite else present, finite
 
 
-def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | None) -> tuple[ServerState, dict]:
-    """One round: ``(state, arrays, cohort [K] or None) -> (state, info)``. Pure; traced once per cohort length."""
+def round_fn(
+    engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
+) -> tuple[ServerState, dict]:
+    """One round: ``(state, arrays, cohort [K] or None) -> (state, info)``. Pure; traced once per cohort length.
+
+    cohort: client ids; or the clients looked up already, by a host that keeps the rows or the states.
+    """
     N, algorithm = engine.num_clients, engine.algorithm
     today = plan(engine, state, arrays.rows, cohort)
-    states = jax.tree.map(lambda s: s[today.dealt], state.clients)
+    states = gather(engine, state.clients, today.dealt.place)
 
-    def client(shared: Shared, id: jax.Array, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        result = update(engine, shared, old, client_work(engine, shared, id, longest))
-        answered, finite = answers(engine, id, result)
+    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        result = update(engine, shared, old, client_work(engine, shared, client, longest))
+        answered, finite = answers(engine, client, result)
         if engine.drop_nonfinite:
             result = result._replace(state=select(answered, result.state, old))
         weight = jnp.where(answered, result.weight, 0)
@@ -219,7 +257,7 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
             result.metrics,
         )
 
-    (total, weight, count), kept = over_clients(engine, client, today.shared, today.dealt, states)
+    (total, weight, count), kept = over_clients(engine, one, today.shared, today.dealt, states)
     new_states, made, sent, metrics = kept
     mean = jax.tree.map(lambda s, m: (s / weight).astype(m.dtype), total, sent)  # sums are in the weights' precision
     round = Round(state.round, today.shared.lr, count / N, N, engine.mean_size)
@@ -233,17 +271,19 @@ def round_fn(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Arr
         server = like(observed, server, f"{algorithm.name}: the server after an evaluation")
     if algorithm.finish is not None:
         new_states = finish(algorithm.finish, server, made["answered"], new_states)
-    clients = jax.tree.map(lambda bank, new: bank.at[today.dealt].set(new, mode="drop"), state.clients, new_states)
+    clients = scatter(engine, state.clients, today.dealt.place, new_states)
 
-    present = today.ids < N
-    steps = jnp.where(today.ragged, 0, engine.local.steps(today.sizes)[today.order])  # [D, G, L]
+    present = today.cohort.id < N
+    steps = engine.local.steps(today.dealt.size)  # [D, G, L]
+    executed = steps.max(-1).sum() * engine.lanes
     info = {
-        "cohort": jnp.where(present, today.ids, -1),
-        "size": today.sizes,
+        "cohort": jnp.where(present, today.cohort.id, -1),
+        "size": today.cohort.size,
         "weight": undealt(today, made["weight"]),
         "finite": undealt(today, made["finite"]) | ~present,
         "steps": steps.sum(),
-        "executed_steps": steps.max(-1).sum() * engine.lanes,
+        "executed_steps": executed,
+        "executed_ratio": executed / jnp.maximum(steps.sum(), 1),
         "lr": today.shared.lr,
     }
     named = [jax.tree.map(partial(undealt, today), metrics), {f"test_{name}": v for name, v in scores.items()}]
@@ -265,9 +305,52 @@ def finish(how: Callable[[Any, PyTree], PyTree], server: Any, answered: jax.Arra
     return jax.vmap(jax.vmap(jax.vmap(one)))(answered, states)
 
 
+def gather(engine: Engine, bank: PyTree, places: jax.Array) -> PyTree:
+    """The client states at places [D, G, L] of the bank, whose leaves are [bank_rows, ...]: [D, G, L, ...]."""
+    if not engine.sharded:
+        return jax.tree.map(lambda s: s[places], bank)
+
+    def share(bank: PyTree, places: jax.Array) -> PyTree:
+        """One device's part of the bank, and all places: what is asked of it goes to the device that asks."""
+
+        def leaf(s: jax.Array) -> jax.Array:
+            mine, at = _mine(s, places)
+            asked = jnp.where(mine.reshape(mine.shape + (1,) * (s.ndim - 1)), s[at], jnp.zeros((), s.dtype))
+            wide = asked.astype(jnp.int32) if s.dtype == bool else asked
+            return lax.psum_scatter(wide, AXIS, scatter_dimension=0, tiled=True).astype(s.dtype)
+
+        return jax.tree.map(leaf, bank)
+
+    specs = {"in_specs": (P(AXIS), P()), "out_specs": P(AXIS)}
+    return jax.shard_map(share, mesh=engine.mesh, check_vma=False, **specs)(bank, places)
+
+
+def scatter(engine: Engine, bank: PyTree, places: jax.Array, new: PyTree) -> PyTree:
+    """The bank with the client states ``new`` [D, G, L, ...] at places [D, G, L]; those beyond its end are left out."""
+    if not engine.sharded:
+        return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), bank, new)
+
+    def share(bank: PyTree, places: jax.Array, new: PyTree) -> PyTree:
+        def leaf(s: jax.Array, new: jax.Array) -> jax.Array:
+            mine, at = _mine(s, places)
+            return s.at[jnp.where(mine, at, len(s))].set(lax.all_gather(new, AXIS, tiled=True), mode="drop")
+
+        return jax.tree.map(leaf, bank, new)
+
+    specs = {"in_specs": (P(AXIS), P(), P(AXIS)), "out_specs": P(AXIS)}
+    return jax.shard_map(share, mesh=engine.mesh, check_vma=False, **specs)(bank, places, new)
+
+
+def _mine(part: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which places lie in this device's part of the bank, and where in it (0 for the others)."""
+    at = places - lax.axis_index(AXIS) * len(part)
+    mine = (at >= 0) & (at < len(part))
+    return mine, jnp.where(mine, at, 0)
+
+
 def undealt(plan: Plan, values: jax.Array) -> jax.Array:
     """[D, G, L, ...] -> [K, ...], in the cohort's order."""
-    K = plan.ids.size
+    K = plan.cohort.id.size
     places = jnp.where(plan.ragged, K, plan.order)
     return jnp.zeros((K, *values.shape[3:]), values.dtype).at[places].set(values, mode="drop")
 
@@ -276,9 +359,12 @@ def sample(engine: Engine, key: jax.Array) -> jax.Array:
     """int32 [capacity]: the ids of a random cohort; N fills a Bernoulli cohort up."""
     N = engine.num_clients
     if not engine.bernoulli:
-        if engine.cohort_size == N:
+        K = engine.cohort_size
+        if K == N:
             return jnp.arange(N, dtype=jnp.int32)
-        return jax.random.choice(key, N, (engine.cohort_size,), replace=False).astype(jnp.int32)
+        if N <= 1024 or 2 * K > N:  # sorts N words
+            return jax.random.choice(key, N, (K,), replace=False).astype(jnp.int32)
+        return first_distinct(key, N, K)
 
     def draw(carry: tuple) -> tuple:
         key, _ = carry
@@ -289,24 +375,46 @@ def sample(engine: Engine, key: jax.Array) -> jax.Array:
     return jnp.nonzero(active, size=engine.capacity, fill_value=N)[0].astype(jnp.int32)
 
 
-def deal_anew(engine: Engine, how: Redeal, key: jax.Array, ids: jax.Array, rows: Rows) -> Rows:
-    """This round's rows: the cohort's are pooled and dealt to its clients anew, the others keep theirs."""
-    M, sizes = len(rows.x), rows_of(engine, rows, ids)
-    places, offsets, sizes = redeal(
+def first_distinct(key: jax.Array, N: int, K: int) -> jax.Array:
+    """int32 [K]: K <= N / 2 of 0..N-1 without replacement, every ordered choice as likely; the work is O(K log K).
+
+    Numbers are drawn with replacement and repetitions left out. Should 2 K + 64 draws hold fewer than K different ones
+    (never seen: below 1e-9), all are drawn again, which favours no number.
+    """
+
+    def attempt(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        drawn = jax.random.randint(key, (2 * K + 64,), 0, N, jnp.int32)
+        order = jnp.argsort(drawn, stable=True)
+        repeated = jnp.diff(drawn[order], prepend=-1) == 0
+        new = jnp.ones(len(drawn), bool).at[order].set(~repeated)
+        return drawn[jnp.nonzero(new, size=K, fill_value=0)[0]], new.sum() >= K
+
+    def again(carry: tuple) -> tuple:
+        key, _ = carry
+        key, use = jax.random.split(key)
+        return key, attempt(use)
+
+    return lax.while_loop(lambda carry: ~carry[1][1], again, again((key, None)))[1][0]
+
+
+def deal_anew(engine: Engine, how: Redeal, key: jax.Array, cohort: Client, rows: Rows) -> tuple[Rows, Client]:
+    """The cohort's rows, pooled and dealt to its clients anew; who gets none is absent. Other clients keep theirs."""
+    M = len(rows.x)
+    places, offset, size = redeal(
         key,
-        ids,
-        sizes,
-        rows.offsets[jnp.minimum(ids, engine.num_clients - 1)],
+        cohort.id,
+        cohort.size,
+        cohort.offset,
         None if how.alpha is None else rows.y,
         alpha=how.alpha,
         num_classes=how.num_classes,
-        most_rows=how.most_rows[len(ids) - 1],
+        most_rows=how.most_rows[len(cohort.id) - 1],
     )
-    return rows._replace(
-        offsets=rows.offsets.at[ids].set(M + offsets, mode="drop"),
-        sizes=rows.sizes.at[ids].set(sizes, mode="drop"),
-        places=jnp.concatenate([jnp.arange(M, dtype=jnp.int32), places]),
+    id, place = jnp.where(
+        size > 0, jnp.stack([cohort.id, cohort.place]), jnp.array([[engine.num_clients], [engine.bank_rows]])
     )
+    cohort = Client(id, size, M + offset, place)
+    return rows._replace(places=jnp.concatenate([jnp.arange(M, dtype=jnp.int32), places])), cohort
 
 
 def deal(engine: Engine, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -324,15 +432,9 @@ def deal(engine: Engine, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)
 
 
-def rows_of(engine: Engine, data: Rows, ids: jax.Array) -> jax.Array:
-    """n_i of the clients; an absent one (id N) has no rows, so it runs no step and has no weight."""
-    return jnp.where(ids < engine.num_clients, data.sizes[jnp.minimum(ids, engine.num_clients - 1)], 0)
-
-
-def client_work(engine: Engine, shared: Shared, id: jax.Array, longest: jax.Array) -> Work:
-    """The work of client ``id``; no client that trains beside it has more than ``longest`` rows."""
-    data = shared.rows
-    size = rows_of(engine, data, id)
+def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Array) -> Work:
+    """One client's work; no client that trains beside it has more than ``longest`` rows."""
+    data, size = shared.rows, client.size
     B = min(engine.local.batch_size, engine.max_size)
     most_batches = -(-engine.max_size // B)
 
@@ -341,7 +443,7 @@ def client_work(engine: Engine, shared: Shared, id: jax.Array, longest: jax.Arra
 
         def batch(k: jax.Array) -> Batch:
             mask = k * B + jnp.arange(B) < size
-            rows = data.offsets[id] + jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0)
+            rows = client.offset + jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0)
             rows = rows if data.places is None else data.places[rows]
             return Batch(engine.decode(data.x[rows]), data.y[rows], mask)
 
@@ -355,7 +457,7 @@ def client_work(engine: Engine, shared: Shared, id: jax.Array, longest: jax.Arra
         mean_steps=int(engine.local.steps(engine.mean_size)),
         lr=shared.lr,
         initial_lr=engine.local.lr,
-        key=jax.random.fold_in(shared.key, id),
+        key=jax.random.fold_in(shared.key, client.id),
         epochs=engine.local.epochs,
         most_batches=most_batches,
         optimizer=engine.local.direction(),

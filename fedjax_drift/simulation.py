@@ -111,6 +111,8 @@ class Simulation:
             mean_size=len(data.x) / N,
             max_size=max_size,
             capacity=capacity,
+            bank_rows=N,
+            sharded=False,
             decode=decode,
             num_classes=num_classes,
             redeal=redeal,
