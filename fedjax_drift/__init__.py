@@ -15,7 +15,7 @@ from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.sharding import clients_mesh, use_cpu_devices
+from fedjax_drift.sharding import clients_mesh, use_compilation_cache, use_cpu_devices
 from fedjax_drift.simulation import Simulation
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Round, ServerState, Work
 
@@ -40,5 +40,6 @@ __all__ = [
     "models",
     "partition",
     "plots",
+    "use_compilation_cache",
     "use_cpu_devices",
 ]

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import fit, tree
-from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.data.redeal import redeal
 from fedjax_drift.local import WATCHED, LocalTraining, shuffle
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Params, PyTree, Round, ServerState, Work
@@ -41,8 +41,8 @@ class Rows(NamedTuple):
 
     x: jax.Array  # [M, ...] as stored: images stay uint8
     y: jax.Array  # [M, ...]
-    offsets: jax.Array | None  # int32 [N], client i's first row; None when streamed
-    sizes: jax.Array | None  # int32 [N]
+    offsets: jax.Array | None = None  # int32 [N], client i's first row; None when streamed
+    sizes: jax.Array | None = None  # int32 [N]
     places: jax.Array | None = None  # int32 [M + P], with rows dealt anew: a client's are places[offset + ...]
 
 
@@ -74,7 +74,7 @@ class Redeal(NamedTuple):
 class Arrays(NamedTuple):
     """The data set: an argument of the compiled round, never a constant captured by it."""
 
-    rows: Rows
+    rows: Rows | None  # None: streamed, each round gets its own
     test: TestRows | None
 
 
@@ -132,8 +132,10 @@ class Plan(NamedTuple):
     dealt: Client  # [D, G, L]
 
 
-def plan(engine: Engine, state: ServerState, rows: Rows, cohort: jax.Array | Client | None) -> Plan:
+def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Array | Client | None) -> Plan:
     """Draws the round's cohort, unless it is given, and deals it to devices, groups and lanes."""
+    if rows is None:
+        raise ValueError("a streamed data set needs the host in every round: not inside jax.jit, vmap or scan")
     cohort_key, key = round_keys(state.key, state.round)
     if not isinstance(cohort, Client):
         cohort = look_up(engine, rows, sample(engine, cohort_key) if cohort is None else cohort.astype(jnp.int32))
@@ -142,7 +144,7 @@ def plan(engine: Engine, state: ServerState, rows: Rows, cohort: jax.Array | Cli
         rows, cohort = deal_anew(engine, engine.redeal, jax.random.fold_in(key, engine.num_clients), cohort, rows)
     lr = jnp.asarray(engine.local.lr * engine.local.lr_decay ** state.round.astype(float), float)
     order, ragged = deal(engine, cohort.size)
-    absent = Client(engine.num_clients, 0, 0, engine.bank_rows)
+    absent = (engine.num_clients, 0, 0, engine.bank_rows)
     dealt = Client(*[jnp.where(ragged, none, a[order]) for none, a in zip(absent, cohort, strict=True)])
     return Plan(Shared(state.server, rows, key, state.round, lr), asked, cohort, order, ragged, dealt)
 
@@ -160,8 +162,7 @@ def draw(engine: Engine, key: jax.Array, t: jax.Array) -> jax.Array:
 
 def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
     """The clients of these ids, which are absent if not in 0..N-1."""
-    if rows.sizes is None or rows.offsets is None:
-        raise ValueError("a streamed data set needs the host in every round: call round_fn or run outside jax.jit")
+    assert rows.sizes is not None and rows.offsets is not None, "streamed rows come with their clients"
     N = engine.num_clients
     present = (ids >= 0) & (ids < N)
     known = jnp.clip(ids, 0, N - 1)
@@ -189,7 +190,8 @@ def over_clients(
             clients, states = lanes
             longest = clients.size.max()
             if engine.lanes == 1:
-                alone = update(shared, *jax.tree.map(lambda a: a[0], (clients, states)), longest)
+                first, state = jax.tree.map(lambda a: a[0], (clients, states))
+                alone = update(shared, first, state, longest)
                 added, kept = jax.tree.map(lambda a: a[None], alone)
             else:
                 added, kept = jax.vmap(update, in_axes=(None, 0, 0, None))(shared, clients, states, longest)
@@ -296,6 +298,19 @@ def round_fn(
     return ServerState(state.round + 1, state.key, server, clients), info
 
 
+def rounds(engine: Engine, most: int, state: ServerState, arrays: Arrays, n: jax.Array) -> tuple[ServerState, dict]:
+    """n <= most rounds in one program: the last state, and every round's info, leaves [most, ...] of which n count."""
+    _, info = jax.eval_shape(partial(round_fn, engine), state, arrays, None)
+    infos = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), info)
+
+    def one(j: jax.Array, carry: tuple[ServerState, dict]) -> tuple[ServerState, dict]:
+        state, infos = carry
+        state, info = round_fn(engine, state, arrays, None)
+        return state, jax.tree.map(lambda all, a: all.at[j].set(a), infos, info)
+
+    return lax.fori_loop(0, n, one, (state, infos))
+
+
 def finish(how: Callable[[Any, PyTree], PyTree], server: Any, answered: jax.Array, states: PyTree) -> PyTree:
     """The states [D, G, L, ...] of the clients that answered, finished with the new server."""
 
@@ -321,8 +336,8 @@ def gather(engine: Engine, bank: PyTree, places: jax.Array) -> PyTree:
 
         return jax.tree.map(leaf, bank)
 
-    specs = {"in_specs": (P(AXIS), P()), "out_specs": P(AXIS)}
-    return jax.shard_map(share, mesh=engine.mesh, check_vma=False, **specs)(bank, places)
+    specs = (P(AXIS), P())
+    return jax.shard_map(share, mesh=engine.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)(bank, places)
 
 
 def scatter(engine: Engine, bank: PyTree, places: jax.Array, new: PyTree) -> PyTree:
@@ -337,8 +352,8 @@ def scatter(engine: Engine, bank: PyTree, places: jax.Array, new: PyTree) -> PyT
 
         return jax.tree.map(leaf, bank, new)
 
-    specs = {"in_specs": (P(AXIS), P(), P(AXIS)), "out_specs": P(AXIS)}
-    return jax.shard_map(share, mesh=engine.mesh, check_vma=False, **specs)(bank, places, new)
+    specs = (P(AXIS), P(), P(AXIS))
+    return jax.shard_map(share, mesh=engine.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)(bank, places, new)
 
 
 def _mine(part: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -508,8 +523,8 @@ def evaluate_server(engine: Engine, server: Any, test: TestRows) -> dict[str, ja
 _PLACED: WeakKeyDictionary[FederatedData, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-def place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
-    """The data set on the devices, a copy on each; the test set is cut over them.
+def place(data: FederatedData, mesh: Mesh, eval_batch_size: int, streamed: bool) -> Arrays:
+    """The data set on the devices, a copy on each, unless it is streamed; the test set is cut over them.
 
     Simulations of the same data share it, for as long as the data live.
     """
@@ -517,12 +532,12 @@ def place(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> Arrays:
     rows = (mesh, jax.dtypes.canonicalize_dtype(np.float64))
     test = (*rows, eval_batch_size)
     with jax.ensure_compile_time_eval():  # a Simulation made inside jax.jit must leave no tracer here
-        if rows not in placed:
-            arrays = (data.x, _labels(data.y), data.offsets, data.sizes)
+        if rows not in placed and not streamed:
+            arrays = (data.x, integers_as_int32(data.y), data.offsets.astype(np.int32), data.sizes)
             placed[rows] = Rows(*jax.device_put(arrays, NamedSharding(mesh, P())))
         if test not in placed:
             placed[test] = _place_test(data, mesh, eval_batch_size)
-    return Arrays(placed[rows], placed[test])
+    return Arrays(None if streamed else placed[rows], placed[test])
 
 
 def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> TestRows | None:
@@ -533,12 +548,8 @@ def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> TestRo
     T = -(-M // (B * D)) * D
     index = np.arange(T * B).reshape(T, B)
     padded = np.minimum(index, M - 1)
-    arrays = (data.x_test[padded], _labels(data.y_test)[padded], index < M)
+    arrays = (data.x_test[padded], integers_as_int32(data.y_test)[padded], index < M)
     return TestRows(*jax.device_put(arrays, NamedSharding(mesh, P(AXIS))))
-
-
-def _labels(y: np.ndarray) -> np.ndarray:
-    return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
 
 
 def strong(a: Any) -> jax.Array:

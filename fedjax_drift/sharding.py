@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from fedjax_drift import checks
+from fedjax_drift.data import files
 from fedjax_drift.engine import AXIS
 
 
@@ -65,3 +67,26 @@ def use_cpu_devices(n: int | None = None) -> int:
             "before any array is made (in a notebook: restart the kernel and run it first)"
         ) from error
     return n
+
+
+def use_compilation_cache(path: str | os.PathLike | None = None) -> str:
+    """Keeps compiled programs in a folder, so that a later process starts without compiling them again; returns it.
+
+    path: default ``xla`` in `$FEDJAX_DRIFT_CACHE`, or in ``~/.cache/fedjax_drift``. Programs of another machine, JAX or
+    library version are compiled anew. Call it before the first round. Raises OSError if the folder cannot be made.
+    """
+    folder = os.path.expanduser(os.fspath(files.cache_dir() / "xla" if path is None else path))
+    os.makedirs(folder, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return folder
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes that one device of the mesh has; a CPU device has its share of the machine's. inf where unknown."""
+    device = mesh.devices.flat[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return math.inf
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
-import threading
-import time
+import os
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +18,25 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, drift, engine, fit
+from fedjax_drift.bank import Bank
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.sharding import clients_mesh, launch, traced, wait_for_turn
-from fedjax_drift.types import Algorithm, Model, Params, ServerState
+from fedjax_drift.progress import Bar, Record, Recorder, nonfinite_message, stop_on_interrupt
+from fedjax_drift.sharding import clients_mesh, launch, memory_of, traced, wait_for_turn
+from fedjax_drift.stream import Stream
+from fedjax_drift.types import Algorithm, Model, Params, PyTree, ServerState
 
-Record = dict[str, Any]
 THREEFRY = "threefry2x32"
+MOST_ROUNDS = 64  # in one program of `run`
+CHUNK_SECONDS = 0.1  # how long such a program should take, and so how long Ctrl-C waits
+
+
+class Fetched(NamedTuple):
+    """What a round needs beside the state: the data, and its cohort if that is known beforehand."""
+
+    arrays: engine.Arrays
+    cohort: jax.Array | engine.Client | None = None
+    ids: np.ndarray | None = None  # int [K], where the host has to know the cohort
 
 
 class Simulation:
@@ -43,6 +53,12 @@ class Simulation:
       sampling: "uniform" (exactly K clients, without replacement) or "bernoulli" (each client with probability K/N,
         drawn again while nobody is in).
       mesh: a mesh with the one axis "clients". Default: all local devices.
+      stream: True leaves the training rows on the host, in memory or in a memory-mapped file, and sends each round its
+        cohort's, while the round before trains. "auto": if they take more than half of a device's memory.
+      bank: where client states are kept. "device": whole on every device; "sharded": cut over the devices; "host": in
+        the host's memory; a path: in files in that folder. On the host and in files only clients ever seen take space,
+        and every round overwrites the one before (the old state is then invalid). "auto": the first that takes no more
+        than half of a device's memory, or else "host".
       donate: let a round overwrite the state it is given, which saves one copy of it; the old state is then invalid.
       eval_batch_size: rows a batch in `evaluate`.
       on_nonfinite: what happens to a client whose update is NaN or infinite: "keep" (default; averaged like any
@@ -67,6 +83,8 @@ class Simulation:
         lanes: int | str | None = "auto",
         sampling: str = "uniform",
         mesh: Mesh | None = None,
+        stream: bool | str = "auto",
+        bank: str | os.PathLike = "auto",
         donate: bool = False,
         eval_batch_size: int = 500,
         on_nonfinite: str = "keep",
@@ -80,6 +98,8 @@ class Simulation:
         checks.choice("sampling", sampling, ("uniform", "bernoulli"))
         checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
         checks.flag("donate", donate)
+        if stream != "auto":
+            checks.flag("stream", stream)
         if mesh is not None and getattr(mesh, "axis_names", None) != (engine.AXIS,):
             raise ValueError(f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {mesh!r}')
         mesh = clients_mesh(None if mesh is None else list(mesh.devices.flat))  # with the axis type the engine needs
@@ -117,24 +137,43 @@ class Simulation:
             num_classes=num_classes,
             redeal=redeal,
         )
-        self._measures = drift.check_measures(measure, self._engine, data.x_test is not None)
         fit.check_local(local, params, self._engine.max_size)
-        self._arrays = engine.place(data, mesh, eval_batch_size)
+        self._everywhere = NamedSharding(mesh, P())
+        self._stream = Stream(data, self._everywhere) if _must_stream(stream, data, mesh) else None
+        self._measures = self._check_measures(measure)
+        self._arrays = engine.place(data, mesh, eval_batch_size, streamed=self._stream is not None)
         if "accuracy" in algorithm.requires:
             scores = jax.eval_shape(partial(engine.evaluate, self._engine), params, self._arrays.test)
             if "accuracy" not in scores:
                 raise ValueError(f"{algorithm.name} follows the test accuracy: use a classifier and integer labels")
+        self.bank = _where_states_fit(bank, jax.eval_shape(algorithm.init_client, params), N, mesh)
+        self._states_on_host = self.bank not in ("device", "sharded")
+        self._needs_host = self._states_on_host or self._stream is not None
+        self._donate, self._launch = donate, partial(launch, mesh)
+        self._compile(self._engine.lanes)
+
+    def _compile(self, lanes: int) -> None:
+        """The programs, which compile when they are first called."""
+        sharded, D = self.bank == "sharded", self.mesh.size
+        N = self.data.num_clients
+        how = self._engine._replace(lanes=lanes, sharded=sharded, bank_rows=-(-N // D) * D if sharded else N)
         # A state always leaves a round placed as it came in, so that the next round finds the program compiled.
-        self._everywhere = NamedSharding(mesh, P())
-        self._init = jax.jit(partial(engine.init, self._engine), out_shardings=self._everywhere)
-        self._expected = jax.eval_shape(lambda: engine.init(self._engine, jax.random.key(0, impl=THREEFRY), None))
-        round_fn, placed = partial(engine.round_fn, self._engine), (self._everywhere, None)
+        every = self._everywhere
+        clients = NamedSharding(self.mesh, P(engine.AXIS)) if sharded else every
+        self._engine, self._placement = how, _state_of((every, every, every, clients))
+        here = how._replace(bank_rows=1) if self._states_on_host else how  # a Bank keeps the others
+        init = partial(engine.init, here)
+        self._init = jax.jit(init, out_shardings=self._placement)
+        self._expected = jax.eval_shape(lambda: init(jax.random.key(0, impl=THREEFRY), None))
+        round_fn, placed = partial(engine.round_fn, how), (self._placement, None)
         self._donating_round = jax.jit(round_fn, donate_argnums=0, out_shardings=placed)
-        self._round = self._donating_round if donate else jax.jit(round_fn, out_shardings=placed)
-        self._measure = jax.jit(partial(drift.measure, self._engine), static_argnums=0)
-        self._evaluate = jax.jit(partial(engine.evaluate_server, self._engine))
-        self._launch, self._donate = partial(launch, mesh), donate
-        self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, self._engine))
+        self._round = self._donating_round if self._donate else jax.jit(round_fn, out_shardings=placed)
+        rounds = partial(engine.rounds, how, MOST_ROUNDS)
+        self._rounds = jax.jit(rounds, donate_argnums=0, out_shardings=placed)
+        self._measure = jax.jit(partial(drift.measure, how), static_argnums=0)
+        self._evaluate = jax.jit(partial(engine.evaluate_server, how))
+        self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, how))
+        self._draw = jax.jit(partial(engine.draw, how))
 
     @property
     def algorithm(self) -> Algorithm:
@@ -157,7 +196,41 @@ class Simulation:
         key = _typed(key)
         if params is not None:
             fit.check_like(params, self._expected.params, "params must be shaped like model.init's")
-        return self._init(*self._here((key, params)))
+        key, params = _moved((key, params), self._everywhere)
+        state = self._init(key, params)
+        if not self._states_on_host:
+            return state
+        if traced(state):
+            raise ValueError(f"bank={self.bank!r} keeps client states outside JAX: not inside jax.jit, vmap or scan")
+        initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(state.clients))
+        path = None if self.bank == "host" else self.bank
+        return state._replace(clients=Bank.create(initial, self.data.num_clients, path, self._identity(state)))
+
+    def reopen(self, state: ServerState) -> ServerState:
+        """A state that was saved without its client states, with those of the folder ``bank=``.
+
+        state: of the round at which the folder was left, whatever its ``clients``. Raises ValueError if the folder
+        belongs to another federation, algorithm, model, key or round, and lists what differs.
+        """
+        if self.bank in ("device", "sharded", "host"):
+            raise ValueError(f"reopen needs client states that are kept in files, got bank={self.bank!r}: pass a path")
+        what = "this state is of another algorithm, model or federation"
+        fit.check_like(state._replace(clients=()), self._expected._replace(clients=()), what)
+        first = self._init(*_moved((state.key, state.params), self._everywhere))
+        initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(first.clients))
+        bank = Bank.open(self.bank, initial, self.data.num_clients, self._identity(state))
+        return self._check(state._replace(clients=bank))
+
+    def _identity(self, state: ServerState) -> Mapping[str, str | int]:
+        """What a folder of client states must agree on beside their shapes."""
+        data = self.data
+        return {
+            "algorithm": self.algorithm.name,
+            "data": data.name,
+            "rows": len(data.x),
+            "sizes (crc32)": zlib.crc32(data.sizes.tobytes()),
+            "key": str(np.asarray(jax.random.key_data(state.key)).tolist()),
+        }
 
     def round_fn(
         self, state: ServerState, cohort: Sequence[int] | np.ndarray | jax.Array | None = None
@@ -184,17 +257,43 @@ class Simulation:
           FloatingPointError: with ``on_nonfinite="raise"``, an update that is not finite.
         """
         state, cohort = self._check(state), self._check_cohort(cohort)
-        measured = self._launch(self._measure, self._measures, state, self._arrays, cohort) if self._measures else {}
-        return self._advance(self._round, state, cohort, measured)
+        if self._needs_host:
+            if traced((state.key, cohort)):
+                raise ValueError(
+                    "streamed rows and client states on the host need it in every round: call round_fn "
+                    "outside jax.jit, vmap and scan"
+                )
+            fetched = self._fetch(_on_host(state.key), int(state.round), cohort)
+        else:
+            fetched = Fetched(self._arrays, cohort)
+        return self._fitting(lambda: self._advance(self._round, state, fetched, self._measures))
+
+    def _fetch(self, key: jax.Array, t: int, cohort: jax.Array | None = None) -> Fetched:
+        """What round t needs, where rows or states are kept on the host."""
+        data, N = self.data, self.data.num_clients
+        if cohort is None:
+            cohort = self._draw(key, t)
+        ids = np.asarray(cohort)
+        arrays, sizes = self._arrays, data.sizes_of(ids)
+        offsets = data.offsets[np.minimum(ids, N - 1)]
+        if self._stream is not None:
+            x, y, offsets = self._stream.fetch(ids)
+            arrays = arrays._replace(rows=engine.Rows(x, y))
+        place = np.arange(len(ids)) if self._states_on_host else ids
+        columns = (ids, sizes, offsets, np.where(ids < N, place, self._engine.bank_rows))
+        client = engine.Client(*jax.device_put([a.astype(np.int32) for a in columns], self._everywhere))
+        return Fetched(arrays, client, ids)
 
     def _advance(
-        self, program: Callable, state: ServerState, cohort: Any, measured: dict[str, jax.Array]
+        self, program: Callable, state: ServerState, fetched: Fetched, measures: Sequence[str]
     ) -> tuple[ServerState, dict]:
-        new, info = self._launch(program, state, self._arrays, cohort)
-        if clash := info.keys() & measured.keys():
-            names = ", ".join(sorted(clash))
-            raise ValueError(f"{self.algorithm.name}: a metric needs a name that measure= leaves free, got {names}")
-        info |= measured
+        """One round by ``program``, with what is to be measured of it."""
+        bank = state.clients
+        state = self._with_states(state, fetched)
+        arrays, cohort = fetched.arrays, fetched.cohort
+        measured = self._launch(self._measure, tuple(measures), state, arrays, cohort) if measures else {}
+        new, info = self._launch(program, state, arrays, cohort)
+        info = self._with_measured(info, measured)
         if traced((new, info)):
             return new, info
         if self.algorithm.observe is not None:
@@ -204,8 +303,42 @@ class Simulation:
             finite = np.asarray(info["finite"])
             if not finite.all():
                 ids = np.asarray(info["cohort"])[~finite]
-                raise FloatingPointError(_nonfinite_message(int(new.round) - 1, ids, len(finite)))
+                raise FloatingPointError(nonfinite_message(int(new.round) - 1, ids, len(finite)))
+        if isinstance(bank, Bank) and fetched.ids is not None:
+            bank.commit(fetched.ids, jax.device_get(new.clients), int(new.round))
+            new = new._replace(clients=bank)
         return new, info
+
+    def _with_states(self, state: ServerState, fetched: Fetched) -> ServerState:
+        """The state with its cohort's client states on the devices, where the others are kept on the host."""
+        if not isinstance(state.clients, Bank) or fetched.ids is None:
+            return state
+        return state._replace(clients=jax.device_put(state.clients.gather(fetched.ids), self._everywhere))
+
+    def _with_measured(self, info: dict, measured: dict) -> dict:
+        if clash := info.keys() & measured.keys():
+            names = ", ".join(sorted(clash))
+            raise ValueError(f"{self.algorithm.name}: a metric needs a name that measure= leaves free, got {names}")
+        return info | measured
+
+    def _fitting(self, call: Callable[[], Any]) -> Any:
+        """``call()``, again with half the lanes whenever a device's memory does not suffice."""
+        while True:
+            try:
+                return call()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                lanes = self.lanes
+                if lanes == 1:
+                    raise MemoryError(
+                        f"a round of {self!r} does not fit in a device's memory even with 1 lane: take a smaller "
+                        'model, batch_size or cohort_size, or stream=True, or bank="host"; the state is still valid'
+                    ) from error
+                warnings.warn(
+                    f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}", stacklevel=4
+                )
+                self._compile(lanes // 2)
 
     def measure(
         self,
@@ -234,10 +367,20 @@ class Simulation:
         better than w, far so in early rounds. Raises ValueError for unknown names, or without the test set or labels
         they need.
         """
-        checked = drift.check_measures(names, self._engine, self.data.x_test is not None)
+        checked = self._check_measures(names)
         if not checked:
             return {}
-        return self._launch(self._measure, checked, self._check(state), self._arrays, self._check_cohort(cohort))
+        state, cohort = self._check(state), self._check_cohort(cohort)
+        fetched = Fetched(self._arrays, cohort)
+        if self._needs_host:
+            fetched = self._fetch(_on_host(state.key), int(state.round), cohort)
+        return self._launch(self._measure, checked, self._with_states(state, fetched), fetched.arrays, fetched.cohort)
+
+    def _check_measures(self, names: str | Sequence[str]) -> tuple[str, ...]:
+        checked = drift.check_measures(names, self._engine, self.data.x_test is not None)
+        if self._stream is not None and "gradients" in checked:
+            raise ValueError('measure="gradients" takes the rows of all clients, which stream=True leaves on the host')
+        return checked
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only).
@@ -289,60 +432,97 @@ class Simulation:
         if self.data.x_test is None:
             eval_every = 0
         state = self._check(state)
-        history: list[Record] = []
-        flying: deque[tuple] = deque()  # rounds dispatched and not yet recorded: one, so that no device ever waits
-        clock = time.perf_counter()
-        warned = False
+        t, last, fresh = int(state.round), int(state.round) + rounds, True
 
-        def record_oldest() -> None:
-            nonlocal clock, warned
-            t, info, scores = flying[0]
-            info, scores = jax.device_get((info, scores))
-            seconds, clock = time.perf_counter() - clock, time.perf_counter()
-            record = _record(t, info) | {"seconds": seconds} | {name: float(v) for name, v in scores.items()}
-            flying.popleft()
-            history.append(record)
-            bar.update(record)
-            if not info["finite"].all() and not warned:
-                warned = True
-                ids = info["cohort"][~info["finite"]]
-                warnings.warn(_nonfinite_message(t - 1, ids, len(info["finite"])), RuntimeWarning, stacklevel=3)
-            if on_round is not None:
-                on_round(record)
+        def rounds_to(every: int) -> int:
+            return every - t % every if every else last - t
 
-        last = int(state.round) + rounds
-        program, fallible = self._round, self.on_nonfinite == "raise" or self.algorithm.observe is not None
-        if rounds and not fallible:  # rounds overwrite their states, after a copy of the caller's
-            program = self._donating_round
-            state = state if self._donate else jax.device_put(state, self._everywhere, may_alias=False)
-        with _stop_on_interrupt() as stop, _Bar(rounds, self.algorithm.name, progress) as bar:
+        with (
+            stop_on_interrupt() as stop,
+            Bar(rounds, self.algorithm.name, progress) as bar,
+            self._ahead(state.key, last) as fetch,
+        ):
+            recorder = Recorder(bar, on_round)
             try:
-                for t in range(last - rounds + 1, last + 1):
-                    wanted = self._measures if t % measure_every == 0 else ()
-                    measured = self._launch(self._measure, wanted, state, self._arrays, None) if wanted else {}
+                while t < last and not stop.asked:
+                    n = min(self._rounds_at_once(recorder.seconds), last - t, rounds_to(eval_every))
+                    measures = self._measures if rounds_to(measure_every) == 1 else ()
+                    n = 1 if measures else min(n, rounds_to(measure_every) - 1) if self._measures else n
+                    needed = fetch(t)
                     wait_for_turn(self.mesh)  # here Ctrl-C may interrupt
                     with stop.held():  # between donating a state and having the next one
-                        state, info = self._advance(program, state, None, measured)
-                        flying.append((t, info, {}))
+                        state, infos = self._rounds_from(state, n, needed, measures, fresh)
+                        t, fresh = t + n, False
+                        recorder.add(t, n, infos, stacked=not self._alone)
                     if eval_every and t % eval_every == 0:
-                        flying[-1] = (t, info, self._launch(self._evaluate, state.server, self._test()))
-                    if len(flying) > 1:
-                        record_oldest()
-                    if stop.asked:
-                        break
+                        recorder.score(self._launch(self._evaluate, state.server, self._test()))
+                    recorder.catch_up(1)  # one program in flight, so that no device ever waits
             except KeyboardInterrupt:
                 pass
-            except (FloatingPointError, ValueError) as error:
-                while flying:
-                    record_oldest()
-                vars(error).update(state=state, history=history)
+            except (ValueError, ArithmeticError, OSError, MemoryError) as error:
+                recorder.catch_up(0)
+                vars(error).update(state=state, history=recorder.history)
                 raise
-            if flying and eval_every and not flying[-1][2]:  # the last round, also of a run that was stopped
-                t, info, _ = flying[-1]
-                flying[-1] = (t, info, self._launch(self._evaluate, state.server, self._test()))
-            while flying:
-                record_oldest()
-        return state, history
+            if eval_every and recorder.unscored:  # the last round, also of a run that was stopped
+                recorder.score(self._launch(self._evaluate, state.server, self._test()))
+            recorder.catch_up(0)
+        return state, recorder.history
+
+    @property
+    def _fallible(self) -> bool:
+        """Whether a round may be refused after it has been computed, and the state before it is still needed then."""
+        return self.on_nonfinite == "raise" or self.algorithm.observe is not None
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the host has something to do in every round, so that a program is one round."""
+        return self._fallible or self._needs_host
+
+    def _rounds_at_once(self, seconds: float) -> int:
+        """Rounds in one program, for rounds that take so long."""
+        return 1 if self._alone else max(1, min(MOST_ROUNDS, int(CHUNK_SECONDS / seconds)))
+
+    def _rounds_from(
+        self, state: ServerState, n: int, needed: Fetched, measures: Sequence[str], fresh: bool
+    ) -> tuple[ServerState, dict]:
+        """n rounds, which overwrite the state they start from if they can; fresh: it is the caller's, so not that."""
+
+        def call() -> tuple[ServerState, dict]:
+            if self._fallible:
+                return self._advance(self._round, state, needed, measures)
+            start = self._copy(state) if fresh and not self._donate else state
+            if self._needs_host:
+                return self._advance(self._donating_round, start, needed, measures)
+            measured = self._launch(self._measure, measures, start, self._arrays, None) if measures else {}
+            new, infos = self._launch(self._rounds, start, self._arrays, np.int32(n))
+            return new, self._with_measured(infos, jax.tree.map(lambda a: a[None], measured))
+
+        return self._fitting(call)
+
+    def _copy(self, state: ServerState) -> ServerState:
+        bank = state.clients if self._states_on_host else ()  # which is overwritten in any case
+        states = state._replace(clients=()) if self._states_on_host else state
+        copy = jax.device_put(states, self._placement_of(states), may_alias=False)
+        return copy._replace(clients=bank) if self._states_on_host else copy
+
+    @contextmanager
+    def _ahead(self, key: jax.Array, last: int) -> Iterator[Callable[[int], Fetched]]:
+        """``fetch(t)`` is what round t needs; what round t + 1 < last needs is fetched meanwhile."""
+        if not self._needs_host:
+            yield lambda t: Fetched(self._arrays)
+            return
+        key = _on_host(key)  # the state's own is donated
+        with ThreadPoolExecutor(1) as pool:
+            waiting: dict[int, Future[Fetched]] = {}
+
+            def fetch(t: int) -> Fetched:
+                ready = waiting.pop(t, None)
+                found = self._fetch(key, t) if ready is None else ready.result()
+                if t + 1 < last:
+                    waiting[t + 1] = pool.submit(self._fetch, key, t + 1)
+                return found
+
+            yield fetch
 
     def _check_cohort(self, cohort: Any) -> jax.Array | None:
         if cohort is None or traced(cohort):
@@ -358,20 +538,35 @@ class Simulation:
     def _check(self, state: ServerState) -> ServerState:
         """The state on this simulation's devices (it may come from another's, or from a file); ValueError if it is of
         another algorithm, model or federation, or was donated."""
-        fit.check_like(state, self._expected, "this state is of another algorithm, model or federation")
+        bank, expected = getattr(state, "clients", None), self._expected
+        if self._states_on_host:
+            if traced(state):
+                raise ValueError(
+                    f"bank={self.bank!r} keeps client states outside JAX: not inside jax.jit, vmap or scan"
+                )
+            if isinstance(state, ServerState):
+                state, expected = state._replace(clients=()), expected._replace(clients=())
+        fit.check_like(state, expected, "this state is of another algorithm, model or federation")
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not traced(leaf)]
         if any(array.is_deleted() for array in arrays):
             raise ValueError("this state was donated to a round: go on from the state which that round returned")
-        return self._here(state)
+        state = _moved(state, self._placement_of(state))
+        if not self._states_on_host:
+            return state
+        if not isinstance(bank, Bank):
+            raise ValueError(f"this state keeps its clients on the devices, but bank={self.bank!r}: use the same bank=")
+        if bank.round != int(state.round):
+            raise ValueError(
+                f"this state is of round {int(state.round)}, but its clients have been overwritten up to round "
+                f"{bank.round}: go on from the newest state (bank={self.bank!r} keeps one)"
+            )
+        return state._replace(clients=bank)
 
-    def _here(self, tree: Any) -> Any:
-        """The tree's arrays on all devices of this simulation."""
-        leaves = jax.tree.leaves(tree)
-        if traced(leaves):
-            return tree
-        if all(getattr(leaf, "sharding", None) == self._everywhere for leaf in leaves):
-            return tree
-        return jax.device_put(tree, self._everywhere)
+    def _placement_of(self, state: ServerState) -> ServerState:
+        """Where each leaf of the state belongs."""
+        return ServerState(
+            *[jax.tree.map(lambda _, at=at: at, part) for at, part in zip(self._placement, state, strict=True)]
+        )
 
     def _test(self) -> engine.TestRows:
         if self._arrays.test is None:
@@ -412,108 +607,49 @@ def _typed(key: Any) -> jax.Array:
     return key
 
 
-STANDARD = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps")
+def _state_of(parts: Any) -> ServerState:
+    return ServerState(*parts)
 
 
-def _record(done: int, info: dict[str, np.ndarray]) -> Record:
-    counted = info["weight"] != 0  # not absent, and not dropped
-    sizes = np.where(counted, info["size"], 0)
-    loss = {}
-    if "loss" in info:
-        share = sizes / sizes.sum() if counted.any() else np.full(len(sizes), np.nan)
-        loss["train_loss"] = float(np.where(counted, info["loss"], 0) @ share)
-    return {
-        "round": done,
-        **loss,
-        "clients": int(counted.sum()),
-        "lr": float(str(info["lr"])),  # the shortest number that is the same in float32
-        "steps": int(info["steps"]),
-        "executed_steps": int(info["executed_steps"]),
-        **{name: _recorded(name, value, counted) for name, value in info.items() if name not in STANDARD},
-    }
+def _moved(tree: PyTree, placement: PyTree) -> PyTree:
+    """The tree's arrays where they belong."""
+    if traced(tree):
+        return tree
+    if not isinstance(placement, ServerState):
+        placement = jax.tree.map(lambda _: placement, tree)
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(placement), strict=True)
+    if all(getattr(leaf, "sharding", None) == at for leaf, at in pairs):
+        return tree
+    return jax.device_put(tree, placement)
 
 
-def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list[float]:
-    """A scalar, or a client's values as their mean over the cohort, as JSON has them."""
-    if value.ndim and name != "label_mix":
-        value = value[counted]
-        known = ~np.isnan(value)
-        value = np.where(known, value, 0).sum(0) / np.maximum(known.sum(0), 1) + np.where(known.any(0), 0, np.nan)
-    return value.tolist()
+def _on_host(key: jax.Array) -> jax.Array:
+    """A copy of the key on a CPU, which draws cohorts while an accelerator is busy with the round before."""
+    words = np.array(jax.random.key_data(key))
+    return jax.random.wrap_key_data(jax.device_put(words, jax.local_devices(backend="cpu")[0]), impl=THREEFRY)
 
 
-def _nonfinite_message(t: int, ids: np.ndarray, K: int) -> str:
-    some = ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
-    return (
-        f"round {t}: {len(ids)} of {K} client updates are not finite (clients {some}): lower lr, set clip_norm, or "
-        'choose on_nonfinite="drop_client"'
+def _must_stream(stream: bool | str, data: FederatedData, mesh: Mesh) -> bool:
+    if stream == "auto":
+        return data.x.nbytes + data.y.nbytes > memory_of(mesh) / 2 or len(data.x) >= 2**31
+    return bool(stream)
+
+
+def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
+    """The ``bank=`` asked for, with "auto" decided; a path as a string."""
+    if bank != "auto":
+        if not isinstance(bank, (str, os.PathLike)):
+            raise ValueError(f'bank must be "auto", "device", "sharded", "host" or a folder, got {bank!r}')
+        return os.fspath(bank)
+    need = N * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(client))
+    room = memory_of(mesh) / 2
+    if need <= room:
+        return "device"
+    found = "sharded" if need <= room * mesh.size else "host"
+    warnings.warn(
+        f"{N} client states take {need / 1e9:.1f} GB, more than half of a device's memory: bank={found!r}", stacklevel=4
     )
-
-
-class _Stop:
-    """The first SIGINT asks the loop to stop after its round; the second raises KeyboardInterrupt, once not held."""
-
-    asked = insists = holding = False
-
-    def __call__(self, signum: int, frame: Any) -> None:
-        self.insists = self.asked
-        if not self.asked:
-            self.asked = True
-            print("\nstopping after this round; press Ctrl-C again to stop at once", flush=True)
-        elif not self.holding:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        self.holding = True
-        try:
-            yield
-        finally:
-            self.holding = False
-        if self.insists:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[_Stop]:
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    old = signal.signal(signal.SIGINT, stop)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, old)
-
-
-class _Bar:
-    """A progress bar with the latest loss and accuracy; tqdm is imported only if it is shown."""
-
-    def __init__(self, rounds: int, name: str, shown: bool) -> None:
-        self.rounds, self.name, self.shown = rounds, name, shown
-        self.latest: dict[str, str] = {}
-
-    def __enter__(self) -> _Bar:
-        if self.shown:
-            from tqdm import tqdm
-
-            columns, rows = shutil.get_terminal_size()
-            # Given a size, tqdm also shows its bar on terminals that report none.
-            size = {"ncols": min(columns, 100), "nrows": max(rows, 2)}
-            self.bar = tqdm(total=self.rounds, desc=self.name, unit="round", **size)
-        return self
-
-    def update(self, record: Record) -> None:
-        if self.shown:
-            names = {"train_loss": "loss", "accuracy": "acc"}
-            self.latest |= {short: f"{record[name]:.3g}" for name, short in names.items() if name in record}
-            self.bar.set_postfix(self.latest, refresh=False)
-            self.bar.update(1)
-
-    def __exit__(self, *_: object) -> None:
-        if self.shown:
-            self.bar.close()
+    return found
 
 
 def _decoder(data: FederatedData) -> Callable[[jax.Array], jax.Array]:

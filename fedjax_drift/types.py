@@ -62,6 +62,29 @@ class Model(NamedTuple):
     cosine: bool = False
     """A promise that `apply` returns cosines in [-1, 1] (LfD needs it)."""
 
+    def computing_in(self, dtype: Any) -> Model:
+        """The same model, computing in ``dtype`` (``jnp.bfloat16``); parameters, logits and updates stay as they are.
+
+        Parameters and floating inputs are cast where the network is applied, so gradients come back in the parameters'
+        dtype; losses are taken of logits cast back. In bfloat16 an accelerator multiplies matrices faster, with 8 bits
+        of precision instead of TF32's 11 or float32's 24. Raises ValueError unless ``dtype`` is floating.
+        """
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"dtype must be floating, got {dtype}: jnp.bfloat16, for example")
+
+        def cast(to: Any, tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda a: a.astype(to) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+        def inside(function: Callable | None) -> Any:
+            def computed(params: Params, *inputs: jax.Array) -> jax.Array:
+                outputs_in = jnp.result_type(*jax.tree.leaves(params))
+                return cast(outputs_in, function(*cast(dtype, (params, *inputs))))  # type: ignore[misc]
+
+            return computed if function is not None else None
+
+        names = ("apply", "train_apply", "features", "head", "extractor")
+        return self._replace(**{name: inside(getattr(self, name)) for name in names})
+
     @classmethod
     def from_linen(cls, module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
         """A model from any ``flax.linen`` module. ``input_shape`` is one row's shape, without the batch axis.

@@ -426,16 +426,16 @@ def test_an_insistent_ctrl_c_waits_for_the_next_state(data, monkeypatch) -> None
     """`run` donates each state to the next round: an interrupt between the two would leave neither."""
     sim = simulate(data)
     start = sim.init(jax.random.key(0))
-    advance = sim._advance
+    advance = sim._rounds_from
 
-    def interrupted(*arguments):
-        if int(arguments[1].round) == 2:
+    def interrupted(state, *arguments):
+        if int(state.round) == 2:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-        return advance(*arguments)
+        return advance(state, *arguments)
 
-    monkeypatch.setattr(sim, "_advance", interrupted)
-    state, history = sim.run(start, 50, progress=False)
+    monkeypatch.setattr(sim, "_rounds_from", interrupted)
+    state, history = sim.run(start, 50, eval_every=1, progress=False)
     assert int(state.round) == 3 == len(history) and np.isfinite(state.params["a"]).all()
     assert np.isfinite(start.params["a"]).all()  # the caller's own is untouched
 

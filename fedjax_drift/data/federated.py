@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -109,10 +110,15 @@ class FederatedData:
         """N, the number of clients."""
         return len(self.sizes)
 
-    @property
+    @cached_property
     def offsets(self) -> np.ndarray:
-        """int32 [N]: client i's first row."""
-        return (np.cumsum(self.sizes, dtype=np.int64) - self.sizes).astype(np.int32)
+        """int64 [N]: client i's first row."""
+        return np.cumsum(self.sizes, dtype=np.int64) - self.sizes
+
+    def sizes_of(self, ids: np.ndarray) -> np.ndarray:
+        """int32 [K]: n_i of the clients ``ids``, 0 for an id not in 0..N-1."""
+        present = (ids >= 0) & (ids < self.num_clients)
+        return np.where(present, self.sizes[np.where(present, ids, 0)], 0)
 
     @classmethod
     def from_clients(
@@ -239,9 +245,23 @@ def _check_pair(x: np.ndarray, y: np.ndarray, what: str) -> None:
                 f"{what}: {kind} must be a numeric array, got dtype {array.dtype}: "
                 "rows of one data set have one shape (encode text as integers, stack the rows)"
             )
-        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-            bad = int(np.argmin(np.isfinite(array).reshape(len(array), -1).all(1)))
+        if np.issubdtype(array.dtype, np.floating) and (bad := _first_nonfinite(array)) is not None:
             raise ValueError(f"{what}: {kind} must be finite, but row {bad} holds NaN or infinity: clean or drop it")
+
+
+def _first_nonfinite(array: np.ndarray) -> int | None:
+    """The first row with a NaN or an infinity; looks at some thousand rows at a time, for files larger than memory."""
+    step = max(1, 2**22 // max(1, array[:1].size))
+    for start in range(0, len(array), step):
+        finite = np.isfinite(array[start : start + step])
+        if not finite.all():
+            return start + int(np.argmin(finite.reshape(len(finite), -1).all(1)))
+    return None
+
+
+def integers_as_int32(y: np.ndarray) -> np.ndarray:
+    """Labels as they are kept on the devices."""
+    return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
 
 
 def _rows(array: np.ndarray) -> int:

@@ -1,0 +1,556 @@
+"""Client states outside the devices: in host memory, or in a file. Plain NumPy; only clients ever seen take space.
+
+    bank = Bank.create(initial, num_clients=100_000)        # path=... for a file; Bank.open(path, ...) for an old one
+    states = bank.gather(ids)                               # leaves [K, ...]
+    bank.commit(ids, new_states, round=1)
+
+A client's state is one record, all its leaves packed, in a numbered slot; a table [N] says which (-1: never seen, it
+has ``initial``). A commit never overwrites what the table points to: new records go to free slots, then the table is
+replaced as a whole, and the old slots become free. So a bank is always exactly as one of its commits left it, whatever
+ends the process or the commit: a kill, Ctrl-C, a full disk. It holds up to K records more than clients seen.
+
+A file bank is a folder of two files, for one process at a time (a lock on ``states`` that ends with the process):
+
+    states   records in native byte order: the initial state, then slot 0, slot 1, ...
+    index    one line of JSON (format number, round, N, leaves, identity, ...), then the table, int32 [N], then the
+             CRC-32 of both, uint32, all little-endian; written as ``index.new`` and renamed
+
+Records go through the operating system's page cache, as those of a memory map would, but by read and write calls: a
+full disk or a file cut short is then an error, where touching a map would end the process. Nothing is forced to the
+disk (no fsync): a bank survives the death of its process, not a power failure.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.types import PyTree
+
+FORMAT = 1
+MOST_CLIENTS = 2**30  # so that slots, of which there are up to N + K, fit in int32
+INITIAL = -1  # the slot in a file of the state that clients never seen have
+CHUNK_BYTES = 16 * 2**20  # of host memory taken at a time
+INDEX, STATES, NEW_INDEX = "index", "states", "index.new"  # files of a bank's folder
+ALIGNMENT = 64  # bytes; JAX's CPU backend takes arrays aligned so as they are, and copies others
+MOST_BUFFERS = 1024  # in one read or write call
+
+
+class _Table(NamedTuple):
+    """Where the records are; immutable, so that putting another in its place is all that a commit needs."""
+
+    round: int  # rounds committed
+    slots: np.ndarray  # int32 [N], -1: never seen
+    seen: int
+    free: np.ndarray  # int32 [F], slots below `end` that no client has
+    end: int  # slots from here on have never been used
+
+
+class Bank:
+    """N clients' states, outside the devices. Make one with `create` or `open`; ``with`` closes it.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, initial: PyTree, num_clients: int, identity: Mapping[str, str | int]) -> None:
+        self.num_clients = checks.integer("num_clients", num_clients, 1, MOST_CLIENTS)
+        leaves, structure = jax.tree.flatten(initial)
+        self._structure: Any = structure
+        self._initial = [np.array(leaf, order="C") for leaf in leaves]
+        self._layout = _layout(jax.tree.unflatten(self._structure, self._initial))
+        if objects := [name for name, dtype, _ in self._layout if dtype == "object"]:
+            raise ValueError(f"client states must be numeric arrays, got Python objects at {', '.join(objects)}")
+        self._rows = [leaf.reshape(-1).view(np.uint8) for leaf in self._initial]  # [bytes] each
+        self._header = {
+            "format": FORMAT,
+            "byteorder": sys.byteorder,
+            "num_clients": self.num_clients,
+            "leaves": self._layout,
+            "identity": dict(identity),
+        }
+        self._table = _Table(0, np.full(self.num_clients, -1, np.int32), 0, np.empty(0, np.int32), 0)
+        self._store: _Memory | _Folder | None = None
+        self._pending: tuple[_Table, int] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        initial: PyTree,
+        num_clients: int,
+        path: str | os.PathLike[str] | None = None,
+        identity: Mapping[str, str | int] | None = None,
+    ) -> Bank:
+        """A new bank, at round 0, in which no client has been seen.
+
+        Args:
+          initial: ONE client's state before its first round, arrays without a client axis.
+          num_clients: N, in 1..2**30.
+          path: a folder for it, new or empty; default None: host memory.
+          identity: what the states belong to (federation, algorithm, ...); `open` compares it.
+
+        Raises:
+          ValueError: arguments out of range; a folder that holds files, is in use or cannot be written.
+        """
+        bank = cls(initial, num_clients, identity or {})
+        if path is None:
+            bank._store = _Memory(bank._record)
+            return bank
+        path = Path(path).absolute()
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"path must be a folder, got the file {path}: choose another name")
+        with _explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+            _check_empty(path)
+            store = _Folder(path, bank._record, create=True)
+        try:
+            _check_empty(path)  # now that nobody else can make one here
+            with _explained(path):
+                store.prepare(bank._header, bank._table)
+                store.reserve(0)
+                store.write(INITIAL, bank._rows)
+                store.publish()
+        except BaseException:
+            store.close()
+            raise
+        bank._store = store
+        return bank
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        initial: PyTree,
+        num_clients: int,
+        identity: Mapping[str, str | int] | None = None,
+    ) -> Bank:
+        """The bank in the folder ``path``, as its last commit left it; the arguments are those that it was made with.
+
+        Of ``initial`` only the structure, shapes and dtypes count: a client never seen has the state given to `create`.
+
+        Raises ValueError, and changes nothing: no bank there, one in use, damaged, or of another format; one made with
+        other arguments, whose differences are listed.
+        """
+        bank = cls(initial, num_clients, identity or {})
+        path = Path(path).absolute()
+        if not (path / INDEX).is_file():
+            raise ValueError(f"path must be the folder of a bank, got {path}, which has no {INDEX}: use Bank.create")
+        if not (path / STATES).is_file():
+            raise ValueError(f"the bank in {path} is damaged, its file {STATES} is missing: restore it from a copy")
+        with _explained(path):
+            store = _Folder(path, bank._record, create=False)
+        try:
+            header, slots = store.read_index()
+            _check_same(path, header, bank._header)
+            end = int(slots.max(initial=-1)) + 1
+            store.check_size(end)
+            store.read(INITIAL, bank._rows)
+        except BaseException:
+            store.close()
+            raise
+        taken = np.zeros(end, bool)
+        taken[slots[slots >= 0]] = True
+        bank._table = _Table(header["round"], slots, int(taken.sum()), np.flatnonzero(~taken).astype(np.int32), end)
+        bank._store = store
+        return bank
+
+    @property
+    def round(self) -> int:
+        """Rounds committed: 0 at creation, then what the last `commit` was given."""
+        return self._now()[0].round
+
+    @property
+    def seen(self) -> int:
+        """Clients that have a state of their own."""
+        return self._now()[0].seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken, in memory or on disk: (clients seen + at most about K) records, and 4 N for the table."""
+        table, store = self._now()
+        return store.nbytes + table.slots.nbytes
+
+    def gather(self, ids: np.ndarray | Sequence[int]) -> PyTree:
+        """The states of the clients ``ids`` [K], leaves [K, ...], as the last commit left them.
+
+        A client never seen has ``initial``, and so has id N, an absent one. Fresh copies, aligned such that
+        `jax.device_put` need not copy them on CPU: don't write to them after it.
+
+        Raises ValueError: ids out of 0..N; a file that was cut short meanwhile.
+        """
+        table, store = self._now()
+        ids = self._check_ids(ids)
+        slots = np.where(ids < self.num_clients, table.slots[np.minimum(ids, self.num_clients - 1)], -1)
+        states, rows = self._empty(len(ids))
+        unseen = slots < 0
+        for row, initial in zip(rows, self._rows, strict=True):
+            row[unseen] = initial
+        for k in np.argsort(slots, kind="stable")[unseen.sum() :].tolist():  # in the file's order
+            store.read(int(slots[k]), [row[k] for row in rows])
+        return states
+
+    def commit(
+        self, ids: np.ndarray | Sequence[int], states: PyTree, round: int, keep: np.ndarray | None = None
+    ) -> None:
+        """Stores the new states of a round's clients; either all of it happens or, after any error, nothing.
+
+        Args:
+          ids: [K] client ids, distinct; N, an absent client, any number of times.
+          states: leaves [K, ...], of ``initial``'s structure, shapes and dtypes.
+          round: rounds done with this one, more than `round`, which it becomes.
+          keep: bool [K]: where False, the new state is not stored, and the client keeps its old one. Default: all True.
+
+        Raises:
+          ValueError: arguments out of range.
+          OSError: a full disk, a folder that is gone; do the round again once there is room.
+          MemoryError: no host memory left.
+        """
+        table, store = self._now()
+        ids = self._check_ids(ids)
+        checks.integer("round", round, table.round + 1, fix=f"the bank has been committed up to round {table.round}")
+        rows = self._check_states(states, len(ids))
+        present = ids < self.num_clients
+        if len(np.unique(ids[present])) < present.sum():
+            values, counts = np.unique(ids[present], return_counts=True)
+            raise ValueError(f"ids must hold every client once, got {values[counts.argmax()]} {counts.max()} times")
+        if keep is not None:
+            present &= _check_keep(keep, len(ids))
+        places = np.flatnonzero(present)
+        recycled = table.free[: len(places)]
+        end = table.end + len(places) - len(recycled)
+        new = np.concatenate([recycled, np.arange(table.end, end, dtype=np.int32)])
+        old = table.slots[ids[places]]
+        old = old[old >= 0]
+        with _kept(table.round, round):
+            store.reserve(end)
+            for k, slot in zip(places.tolist(), new.tolist(), strict=True):
+                store.write(slot, [row[k] for row in rows])
+            slots = table.slots.copy()
+            slots[ids[places]] = new
+            free = np.concatenate([table.free[len(places) :], old])
+            following = _Table(int(round), slots, table.seen + len(places) - len(old), free, end)
+            if isinstance(store, _Memory):
+                self._table = following
+                return
+            self._pending = following, store.prepare(self._header, following)
+            store.publish()
+            self._now()
+
+    def close(self) -> None:
+        """Ends the bank's use: frees its memory, or its file for others. Nothing needs to be written for it."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+    def __enter__(self) -> Bank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._store is None:
+            return f"Bank({self.num_clients} clients, closed)"
+        where = f"in {self._store.path}" if isinstance(self._store, _Folder) else "in host memory"
+        megabytes = f"{self.nbytes / 1e6:.1f} MB"
+        return f"Bank({self.num_clients} clients, {self.seen} seen, round {self.round}, {megabytes} {where})"
+
+    @property
+    def _record(self) -> int:
+        """Bytes a client's state takes."""
+        return sum(len(row) for row in self._rows)
+
+    def _now(self) -> tuple[_Table, _Memory | _Folder]:
+        """The table and the store. ValueError for a bank that is closed."""
+        if self._store is None:
+            raise ValueError("the bank is closed: open it again, or use it before closing")
+        if self._pending is not None:
+            # Set before the rename and cleared here, so that Ctrl-C right after it leaves no doubt about the round.
+            following, written = self._pending
+            if isinstance(self._store, _Folder) and self._store.published(written):
+                self._table = following
+            self._pending = None
+        return self._table, self._store
+
+    def _check_ids(self, ids: np.ndarray | Sequence[int]) -> np.ndarray:
+        """[K], int64."""
+        array = np.asarray(ids)
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"ids must be one axis of client ids, got {array.dtype}{list(array.shape)}")
+        bad = array[(array < 0) | (array > self.num_clients)]
+        if len(bad):
+            raise ValueError(f"ids must be in 0..{self.num_clients} (the last: an absent client), got {bad[0]}")
+        return array.astype(np.int64)
+
+    def _check_states(self, states: PyTree, K: int) -> list[np.ndarray]:
+        """The leaves' bytes, uint8 [K, bytes] each."""
+        leaves, structure = jax.tree.flatten(states)
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        if structure != self._structure or any(
+            array.shape != (K, *leaf.shape) or array.dtype != leaf.dtype
+            for array, leaf in zip(arrays, self._initial, strict=True)
+        ):
+            want = [[name, dtype, [K, *shape]] for name, dtype, shape in self._layout]
+            got = _layout(jax.tree.unflatten(structure, arrays))
+            differ = _differences(_leaves(got), _leaves(want), "instead of") or [f"a {type(states).__name__}"]
+            raise ValueError(f"states must be like the initial state, with an axis of {K} in front, got {_few(differ)}")
+        rows = zip(arrays, self._rows, strict=True)
+        return [np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(K, len(row)) for a, row in rows]
+
+    def _empty(self, K: int) -> tuple[PyTree, list[np.ndarray]]:
+        """States with leaves [K, ...] to be filled in, and the same memory as uint8 [K, bytes] each."""
+        sizes = [K * len(row) for row in self._rows]
+        starts = np.cumsum([0] + [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes])
+        memory = np.empty(starts[-1] + ALIGNMENT, np.uint8)
+        memory = memory[-memory.ctypes.data % ALIGNMENT :]
+        flat = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        leaves = [m.view(leaf.dtype).reshape(K, *leaf.shape) for m, leaf in zip(flat, self._initial, strict=True)]
+        rows = [m.reshape(K, len(row)) for m, row in zip(flat, self._rows, strict=True)]
+        return jax.tree.unflatten(self._structure, leaves), rows
+
+
+class _Memory:
+    """Records in chunks of host memory, which never move."""
+
+    def __init__(self, record: int) -> None:
+        self.record, self.end = record, 0
+        self.chunk_slots = max(1, CHUNK_BYTES // max(record, 1))
+        self.chunks: list[np.ndarray] = []  # uint8 [chunk_slots, record]; takes space once written to
+
+    @property
+    def nbytes(self) -> int:
+        return self.end * self.record
+
+    def reserve(self, end: int) -> None:
+        """Makes room for slots below end."""
+        while len(self.chunks) * self.chunk_slots < end:
+            self.chunks.append(np.empty((self.chunk_slots, self.record), np.uint8))
+        self.end = max(self.end, end)
+
+    def read(self, slot: int, into: list[np.ndarray]) -> None:
+        record, start = self.chunks[slot // self.chunk_slots][slot % self.chunk_slots], 0
+        for part in into:
+            part[:] = record[start : start + len(part)]
+            start += len(part)
+
+    def write(self, slot: int, parts: list[np.ndarray]) -> None:
+        record, start = self.chunks[slot // self.chunk_slots][slot % self.chunk_slots], 0
+        for part in parts:
+            record[start : start + len(part)] = part
+            start += len(part)
+
+    def close(self) -> None:
+        self.chunks = []
+
+
+class _Folder:
+    """The two files of a bank, locked for this process."""
+
+    def __init__(self, path: Path, record: int, create: bool) -> None:
+        flags = os.O_CREAT if create else 0
+        self.path, self.record, self.end = path, record, 0
+        self.states = FileIO(str(path / STATES), "r+b", opener=lambda name, mode: os.open(name, mode | flags, 0o666))
+        try:
+            _lock(self.states, path)
+        except BaseException:
+            self.states.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        return self._start(self.end)
+
+    def _start(self, slot: int) -> int:
+        """The slot's first byte in the file."""
+        return (slot + 1) * self.record
+
+    def reserve(self, end: int) -> None:
+        """Makes room for slots below end on the disk; OSError, and no more taken than before, where there is none."""
+        start, stop = os.fstat(self.states.fileno()).st_size, self._start(end)
+        if start < stop and hasattr(os, "posix_fallocate"):  # elsewhere writing finds out
+            try:
+                os.posix_fallocate(self.states.fileno(), start, stop - start)
+            except OSError:
+                os.ftruncate(self.states.fileno(), start)
+                raise
+        self.end = max(self.end, end)
+
+    def read(self, slot: int, into: list[np.ndarray]) -> None:
+        if not _transfer(os.preadv, self.states.fileno(), into, self._start(slot)):
+            raise ValueError(_damaged(self.path, f"its file {STATES} has been cut short"))
+
+    def write(self, slot: int, parts: list[np.ndarray]) -> None:
+        if not _transfer(os.pwritev, self.states.fileno(), parts, self._start(slot)):
+            raise OSError(errno.EIO, "nothing could be written")
+
+    def prepare(self, header: dict[str, Any], table: _Table) -> int:
+        """Writes the next index beside the one there; the number of its file."""
+        line = json.dumps(header | {"round": table.round}).encode() + b"\n"
+        slots = np.ascontiguousarray(table.slots, "<i4").view(np.uint8)
+        check = zlib.crc32(slots.data, zlib.crc32(line)).to_bytes(4, "little")
+        parts = [np.frombuffer(line, np.uint8), slots, np.frombuffer(check, np.uint8)]
+        new = self.path / NEW_INDEX
+        try:
+            with open(new, "wb", buffering=0) as file:
+                _transfer(os.pwritev, file.fileno(), parts, 0)
+                return os.fstat(file.fileno()).st_ino
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+    def publish(self) -> None:
+        """Makes the next index the index, at once."""
+        os.replace(self.path / NEW_INDEX, self.path / INDEX)
+
+    def published(self, number: int) -> bool:
+        """Whether the index is the file of this number."""
+        return os.stat(self.path / INDEX).st_ino == number
+
+    def read_index(self) -> tuple[dict[str, Any], np.ndarray]:
+        """The header and the slots, int32 [N]; ValueError where they are damaged or of another format."""
+        content = (self.path / INDEX).read_bytes()
+        line = content[: content.find(b"\n") + 1]
+        try:
+            header = json.loads(line)
+            number = header["format"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(_damaged(self.path, f"its file {INDEX} can't be read")) from None
+        if number != FORMAT:
+            raise ValueError(
+                f"the bank in {self.path} must be of format {FORMAT}, got {number}: use the version that wrote it"
+            )
+        if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
+            raise ValueError(_damaged(self.path, f"its file {INDEX} is not what was written"))
+        return header, np.frombuffer(content[len(line) : -4], "<i4").astype(np.int32)
+
+    def check_size(self, end: int) -> None:
+        """ValueError unless the records below end are there."""
+        size = os.fstat(self.states.fileno()).st_size
+        if size < self._start(end):
+            raise ValueError(_damaged(self.path, f"its file {STATES} must have {self._start(end)} bytes, got {size}"))
+        self.end = end
+
+    def close(self) -> None:
+        self.states.close()
+
+
+def _lock(file: FileIO, path: Path) -> None:
+    """Locks the file for as long as it is open; ValueError where another has locked it."""
+    import fcntl  # on Unix only, as positioned reads and writes are
+
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"path must be a bank that nobody else uses, got {path}, which is open already, in another process or in "
+            "this one: close it there, or choose another folder"
+        ) from None
+
+
+def _transfer(call: Callable[..., int], file: int, parts: list[np.ndarray], offset: int) -> bool:
+    """Reads or writes all bytes of the parts (uint8, contiguous) from offset on; False where the file ends before."""
+    left = sum(map(len, parts))
+    while left:
+        done = call(file, parts[:MOST_BUFFERS], offset)
+        if done == 0:
+            return False
+        offset, left = offset + done, left - done
+        if left:  # too much for one call
+            parts = list(parts)
+            while done >= len(parts[0]):
+                done -= len(parts.pop(0))
+            parts[0] = parts[0][done:]
+    return True
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """An OSError as a ValueError about the path."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"path must be a folder where files can be written and locked, got {path} ({error.strerror}): choose "
+            "another, or see to that"
+        ) from error
+
+
+@contextmanager
+def _kept(before: int, round: int) -> Iterator[None]:
+    """An OSError that says what became of the states."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"the client states of round {round} could not be stored ({error.strerror}): the bank stays at round "
+            f"{before}, with nothing lost; make room or mend the folder, and do the round again",
+        ) from error
+
+
+def _check_empty(path: Path) -> None:
+    """ValueError unless the folder holds nothing but what a `create` that was killed may have left."""
+    if (path / INDEX).exists():
+        raise ValueError(f"path must be a new or empty folder, got {path}, which holds a bank: use Bank.open")
+    files = {file.name for file in path.iterdir()}
+    unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size
+    if others := sorted(files - ({STATES, NEW_INDEX} if unfinished else set())):
+        raise ValueError(f"path must be a new or empty folder, got {path}, which holds {_few(others)}: choose another")
+
+
+def _check_keep(keep: Any, K: int) -> np.ndarray:
+    keep = np.asarray(keep)
+    if keep.dtype != bool or keep.shape != (K,):
+        raise ValueError(f"keep must be bool[{K}], one for each id, got {keep.dtype}{list(keep.shape)}")
+    return keep
+
+
+def _check_same(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """ValueError with the differences unless a bank with this header is what the arguments describe."""
+
+    def described(header: dict[str, Any]) -> dict[str, str]:
+        named = {f"identity {name!r}": repr(value) for name, value in sorted(header["identity"].items())}
+        plain = {name: str(header[name]) for name in ("num_clients", "byteorder")}
+        return plain | named | _leaves(header["leaves"])
+
+    if differ := _differences(described(there), described(here), "in the bank, not"):
+        raise ValueError(
+            f"the bank in {path} belongs to another simulation: {_few(differ)}: open it with what it was made with, or "
+            "choose another folder"
+        )
+
+
+def _layout(state: PyTree) -> list[list]:
+    """[path, dtype, shape] of every leaf, as JSON has it."""
+    return [
+        [jax.tree_util.keystr(path), leaf.dtype.name, list(leaf.shape)]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
+
+
+def _leaves(layout: list[list]) -> dict[str, str]:
+    return {f"leaf {name or '(the state itself)'}": f"{dtype}{shape}" for name, dtype, shape in layout}
+
+
+def _differences(got: dict[str, str], want: dict[str, str], between: str) -> list[str]:
+    names = [name for name in {**want, **got} if got.get(name) != want.get(name)]
+    return [f"{name}: {got.get(name, 'nothing')} {between} {want.get(name, 'nothing')}" for name in names]
+
+
+def _few(items: list[str], most: int = 6) -> str:
+    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"the bank in {path} is damaged, {why}: restore it from a copy, or start a new one in another folder"

@@ -1,0 +1,182 @@
+"""What a person sees of a run: a record of every round, a progress bar, and Ctrl-C."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Record = dict[str, Any]
+
+
+class Flight(NamedTuple):
+    """A program on its way: n rounds, the last of which is round ``done``."""
+
+    done: int
+    n: int
+    infos: dict[str, Any]
+    stacked: bool  # leaves [most >= n, ...], else of one round
+    scores: dict[str, Any]  # of the last
+
+
+class Recorder:
+    """Makes the records of a run from what its programs return, some programs behind the devices."""
+
+    def __init__(self, bar: Bar, on_round: Callable[[Record], None] | None) -> None:
+        self.bar, self.on_round = bar, on_round
+        self.history: list[Record] = []
+        self.seconds = float("inf")  # that a round took lately
+        self._flying: deque[Flight] = deque()
+        self._landed: deque[tuple] = deque()  # rounds fetched and not yet recorded
+        self._clock, self._warned = time.perf_counter(), False
+
+    def add(self, done: int, n: int, infos: dict[str, Any], stacked: bool) -> None:
+        """A program has been dispatched."""
+        self._flying.append(Flight(done, n, infos, stacked, {}))
+
+    def score(self, scores: dict[str, Any]) -> None:
+        """The newest state's evaluation has been dispatched."""
+        self._flying[-1] = self._flying[-1]._replace(scores=scores)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether the newest program is still on its way, and its state is not evaluated."""
+        return bool(self._flying) and not self._flying[-1].scores
+
+    def catch_up(self, behind: int) -> None:
+        """Waits until only ``behind`` programs are on their way, and records the rounds of the others."""
+        while len(self._flying) > behind:
+            flight = self._flying[0]
+            infos, scores = jax.device_get((flight.infos, flight.scores))
+            self.seconds, self._clock = (time.perf_counter() - self._clock) / flight.n, time.perf_counter()
+            self._flying.popleft()
+            for j in range(flight.n):
+                info = {name: values[j] for name, values in infos.items()} if flight.stacked else infos
+                last = j == flight.n - 1
+                self._landed.append((flight.done - flight.n + 1 + j, info, scores if last else {}, self.seconds))
+        while self._landed:
+            self._record(*self._landed.popleft())
+
+    def _record(self, done: int, info: dict[str, np.ndarray], scores: dict[str, Any], seconds: float) -> None:
+        made = record(done, info) | {"seconds": seconds} | {name: float(value) for name, value in scores.items()}
+        self.history.append(made)
+        self.bar.update(made)
+        if not info["finite"].all() and not self._warned:
+            self._warned = True
+            ids = info["cohort"][~info["finite"]]
+            warnings.warn(nonfinite_message(done - 1, ids, len(info["finite"])), RuntimeWarning, stacklevel=4)
+        if self.on_round is not None:
+            self.on_round(made)
+
+
+STANDARD = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps")
+
+
+def record(done: int, info: dict[str, np.ndarray]) -> Record:
+    counted = info["weight"] != 0  # not absent, and not dropped
+    sizes = np.where(counted, info["size"], 0)
+    loss = {}
+    if "loss" in info:
+        share = sizes / sizes.sum() if counted.any() else np.full(len(sizes), np.nan)
+        loss["train_loss"] = float(np.where(counted, info["loss"], 0) @ share)
+    return {
+        "round": done,
+        **loss,
+        "clients": int(counted.sum()),
+        "lr": float(str(info["lr"])),  # the shortest number that is the same in float32
+        "steps": int(info["steps"]),
+        "executed_steps": int(info["executed_steps"]),
+        **{name: _recorded(name, value, counted) for name, value in info.items() if name not in STANDARD},
+    }
+
+
+def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list[float]:
+    """A scalar, or a client's values as their mean over the cohort, as JSON has them."""
+    if value.ndim and name != "label_mix":
+        value = value[counted]
+        known = ~np.isnan(value)
+        value = np.where(known, value, 0).sum(0) / np.maximum(known.sum(0), 1) + np.where(known.any(0), 0, np.nan)
+    return value.tolist()
+
+
+def nonfinite_message(t: int, ids: np.ndarray, K: int) -> str:
+    some = ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
+    return (
+        f"round {t}: {len(ids)} of {K} client updates are not finite (clients {some}): lower lr, set clip_norm, or "
+        'choose on_nonfinite="drop_client"'
+    )
+
+
+class Stop:
+    """The first SIGINT asks the loop to stop after its round; the second raises KeyboardInterrupt, once not held."""
+
+    asked = insists = holding = False
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        self.insists = self.asked
+        if not self.asked:
+            self.asked = True
+            print("\nstopping after this round; press Ctrl-C again to stop at once", flush=True)
+        elif not self.holding:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.holding = True
+        try:
+            yield
+        finally:
+            self.holding = False
+        if self.insists:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Stop]:
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    old = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+class Bar:
+    """A progress bar with the latest loss and accuracy; tqdm is imported only if it is shown."""
+
+    def __init__(self, rounds: int, name: str, shown: bool) -> None:
+        self.rounds, self.name, self.shown = rounds, name, shown
+        self.latest: dict[str, str] = {}
+
+    def __enter__(self) -> Bar:
+        if self.shown:
+            from tqdm import tqdm
+
+            columns, rows = shutil.get_terminal_size()
+            # Given a size, tqdm also shows its bar on terminals that report none.
+            size = {"ncols": min(columns, 100), "nrows": max(rows, 2)}
+            self.bar = tqdm(total=self.rounds, desc=self.name, unit="round", **size)
+        return self
+
+    def update(self, record: Record) -> None:
+        if self.shown:
+            names = {"train_loss": "loss", "accuracy": "acc"}
+            self.latest |= {short: f"{record[name]:.3g}" for name, short in names.items() if name in record}
+            self.bar.set_postfix(self.latest, refresh=False)
+            self.bar.update(1)
+
+    def __exit__(self, *_: object) -> None:
+        if self.shown:
+            self.bar.close()

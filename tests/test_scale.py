@@ -1,0 +1,277 @@
+"""Data sets and client states that do not fit on a device, cohorts of huge federations, and rounds without the host."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift import engine
+
+SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 ragged clients
+ROUNDS = 5
+SETTING = {"local": fd.LocalTraining(epochs=2, batch_size=4, lr=0.2), "cohort_size": 7, "sampling": "bernoulli"}
+
+
+@pytest.fixture(scope="module")
+def data() -> fd.FederatedData:
+    rng = np.random.default_rng(0)
+    clients = [(rng.integers(0, 256, (n, 6), np.uint8), rng.integers(0, 4, n)) for n in SIZES]
+    return fd.FederatedData.from_clients(clients, test=clients[1])
+
+
+@pytest.fixture(scope="module")
+def mapped(data, tmp_path_factory) -> fd.FederatedData:
+    """The same rows in files that are read as they are needed."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name in ("x", "y"):
+        np.save(folder / f"{name}.npy", getattr(data, name))
+    x, y = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("x", "y"))
+    return fd.FederatedData(x, y, data.sizes, data.x_test, data.y_test)
+
+
+def simulate(data, algorithm=None, devices=2, **options) -> fd.Simulation:
+    mesh = fd.clients_mesh(jax.devices()[:devices])
+    algorithm = algorithm or fd.algorithms.scaffold()
+    return fd.Simulation(fd.models.linear((6,), 4), data, algorithm, mesh=mesh, **(SETTING | options))
+
+
+def assert_close(a, b, tolerance=1e-6) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
+
+
+def assert_equal(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def client_states(state: fd.ServerState):
+    """Leaves [N, ...], wherever they are kept."""
+    ids = np.arange(len(SIZES))
+    return jax.tree.map(lambda a: np.asarray(a)[: len(ids)], state.clients if not hasattr(state.clients, "gather")
+                        else state.clients.gather(ids))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(data) -> tuple[fd.ServerState, list]:
+    """Everything on the device, one `round_fn` after another."""
+    sim = simulate(data, measure="updates")
+    state, infos = sim.init(jax.random.key(0)), []
+    for _ in range(ROUNDS):
+        state, info = sim.round_fn(state)
+        infos.append(info)
+    return state, infos
+
+
+@pytest.mark.parametrize("where", ["sharded", "host", "files"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_and_states_may_live_anywhere(data, mapped, expected, where, stream, tmp_path) -> None:
+    bank = str(tmp_path / "bank") if where == "files" else where
+    sim = simulate(mapped if stream else data, stream=stream, bank=bank, measure="updates")
+    by_run, history = sim.run(sim.init(jax.random.key(0)), ROUNDS, eval_every=2, progress=False)
+    state, infos = expected
+    assert_close(by_run.server, state.server)
+    assert_close(client_states(by_run), client_states(state))
+    for record, info in zip(history, infos, strict=True):
+        present = np.asarray(info["cohort"]) >= 0
+        assert record["update_norm"] == pytest.approx(np.asarray(info["update_norm"])[present].mean(0).tolist(), 1e-5)
+        assert record["executed_steps"] == info["executed_steps"] and record["steps"] == info["steps"]
+    assert history[-1]["accuracy"] == sim.evaluate(by_run)["accuracy"]
+    ids = np.arange(8)
+    assert_close(sim.round_fn(by_run, cohort=ids)[0].server, simulate(data).round_fn(state, cohort=ids)[0].server)
+
+
+def test_every_algorithm_keeps_its_clients_anywhere(data) -> None:
+    """Any state: control variates, flags, steps counted, finished after the round; one cut over devices, one hosted."""
+    for algorithm in (fd.algorithms.vrl_sgd(), fd.algorithms.lfd(), fd.algorithms.fedavg()):
+        model = fd.models.linear((6,), 4, cosine=algorithm.name == "lfd")
+
+        def after(bank, algorithm=algorithm, model=model):
+            mesh = fd.clients_mesh(jax.devices())
+            sim = fd.Simulation(model, data, algorithm, mesh=mesh, bank=bank, **SETTING)
+            state, _ = sim.run(sim.init(jax.random.key(3)), 3, progress=False)
+            return state.server, client_states(state)
+
+        wanted = after("device")
+        for bank in ("sharded", "host"):
+            assert_close(after(bank), wanted)
+
+
+def test_a_part_of_the_states_is_on_each_device(data) -> None:
+    odd = fd.FederatedData.from_clients([data.client(i) for i in range(9)], test=(data.x_test, data.y_test))
+    sim = simulate(odd, bank="sharded", cohort_size=4, sampling="uniform")
+    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    leaf = jax.tree.leaves(state.clients)[0]
+    assert leaf.shape[0] == 10 and {shard.data.shape[0] for shard in leaf.addressable_shards} == {5}
+    compiled = sim._donating_round.lower(state, sim._arrays, None).compile()
+    assert "all-gather" not in "".join(
+        line for line in compiled.as_text().splitlines() if "f32[10," in line
+    )  # nobody ever holds the whole bank
+
+
+def test_rows_dealt_anew_stream_too(data, mapped) -> None:
+    for alpha in (None, 0.5):
+        results = [
+            simulate(rows.redealt(alpha), stream=stream).round_fn for rows, stream in ((data, False), (mapped, True))
+        ]
+        state = simulate(data).init(jax.random.key(0))
+        (one, a), (two, b) = (round_fn(state) for round_fn in results)
+        assert_close(one.server, two.server)
+        assert_equal(a["size"], b["size"])
+
+
+def test_the_states_on_the_host_are_the_newest(data, tmp_path) -> None:
+    sim = simulate(data, bank=tmp_path / "bank")
+    start = sim.init(jax.random.key(0))
+    state, _ = sim.run(start, 2, progress=False)
+    with pytest.raises(ValueError, match="of round 0, but its clients have been overwritten up to round 2"):
+        sim.round_fn(start)
+    with pytest.raises(ValueError, match="bank"):  # the folder is in use, and holds a run
+        simulate(data, bank=tmp_path / "bank").init(jax.random.key(0))
+    with pytest.raises(ValueError, match="outside JAX"):
+        jax.lax.scan(lambda s, _: sim.round_fn(s), state._replace(clients=()), None, length=2)
+    with pytest.raises(ValueError, match="keeps its clients on the devices"):
+        sim.round_fn(simulate(data).init(jax.random.key(0)))
+
+
+def test_a_folder_of_states_is_reopened_only_by_its_own_run(data, tmp_path) -> None:
+    build = lambda **options: simulate(data, bank=tmp_path / "bank", **options)  # noqa: E731
+    sim = build()
+    start = sim.init(jax.random.key(0))
+    state, _ = sim.run(start, 2, progress=False)
+    saved = jax.device_get(state._replace(clients=()))
+    state.clients.close()
+    again = build()
+    assert_close(
+        again.run(again.reopen(saved), 3, progress=False)[0].server,
+        simulate(data).run(simulate(data).init(jax.random.key(0)), 5, progress=False)[0].server,
+    )
+    shuffled = fd.FederatedData(data.x, data.y, data.sizes[::-1], data.x_test, data.y_test)
+    for others, algorithm, message in (
+        (data, fd.algorithms.feddyn(0.1), "another algorithm, model or federation"),
+        (shuffled, None, "sizes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            simulate(others, algorithm, bank=tmp_path / "bank").reopen(saved)
+    with pytest.raises(ValueError, match="key"):
+        build().reopen(saved._replace(key=jax.random.key(1)))
+
+
+def test_a_round_that_is_refused_leaves_the_states(data) -> None:
+    """`on_nonfinite="raise"`: neither the server nor a client on the host moves."""
+    x = data.x.astype(np.float32)
+    bad = fd.FederatedData(x, data.y, data.sizes)
+    model = fd.models.linear((6,), 4)
+    exploding = model._replace(loss=lambda logits, y: jnp.where(logits[:, 0] == 0, 1.0, jnp.nan) * logits.sum(-1))
+    sim = fd.Simulation(
+        exploding, bad, fd.algorithms.scaffold(), bank="host", on_nonfinite="raise", **SETTING | {"sampling": "uniform"}
+    )
+    start = sim.init(jax.random.key(0))
+    with pytest.raises(FloatingPointError) as error:
+        sim.run(start, 3, progress=False)
+    assert error.value.state.clients.round == int(error.value.state.round) == len(error.value.history)
+
+
+def test_a_file_that_changes_is_noticed(data, tmp_path) -> None:
+    np.save(tmp_path / "x.npy", data.x)
+    mapped = fd.FederatedData(np.load(tmp_path / "x.npy", mmap_mode="r")[:], data.y, data.sizes)
+    sim = simulate(mapped, stream=True)
+    start = sim.init(jax.random.key(0))
+
+    def overwrite(record: dict) -> None:
+        if record["round"] == 2:
+            os.utime(tmp_path / "x.npy", ns=(1, 1))
+
+    with pytest.raises(OSError, match=r"x\.npy must not change") as error:
+        sim.run(start, 50, progress=False, on_round=overwrite)
+    state, history = error.value.state, error.value.history  # nothing that was done is lost
+    assert int(state.round) == len(history) >= 2
+    assert_close(state.params, simulate(data).run(start, len(history), progress=False)[0].params)
+
+
+def test_streaming_says_what_it_cannot_do(mapped) -> None:
+    sim = simulate(mapped, stream=True)
+    state = sim.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="outside jax.jit"):
+        jax.lax.scan(lambda s, _: sim.round_fn(s), state, None, length=2)
+    with pytest.raises(ValueError, match="rows of all clients"):
+        simulate(mapped, stream=True, measure="gradients")
+
+
+def test_auto_looks_at_what_a_device_holds(data, monkeypatch) -> None:
+    monkeypatch.setattr("fedjax_drift.simulation.memory_of", lambda mesh: 2 * 30 * 4 * 28)  # the bank just fits
+    assert simulate(data, stream=False).bank == "device"
+    for memory, found in ((30 * 4 * 28, "sharded"), (1000, "host")):
+        monkeypatch.setattr("fedjax_drift.simulation.memory_of", lambda mesh, memory=memory: memory)
+        with pytest.warns(UserWarning, match=f"bank='{found}'"):
+            assert simulate(data, stream=False).bank == found
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert simulate(data, fd.algorithms.fedavg())._stream is not None
+    with pytest.raises(ValueError, match="bank must be"):
+        simulate(data, bank=3)
+
+
+@pytest.mark.parametrize("method", ["round_fn", "run"])
+def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
+    sim = simulate(data, lanes=4, devices=1, sampling="uniform")
+    launch = sim._launch
+
+    def small(program, *arguments):
+        if sim.lanes > 1 and program in (sim._round, sim._rounds):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+        return launch(program, *arguments)
+
+    monkeypatch.setattr(sim, "_launch", small)
+    start = sim.init(jax.random.key(0))
+    with pytest.warns(UserWarning, match="lanes do not fit in a device's memory, going on with") as said:
+        state = sim.round_fn(start)[0] if method == "round_fn" else sim.run(start, 1, progress=False)[0]
+    assert [w.message.args[0].split()[0] for w in said] == ["4", "2"] and sim.lanes == 1
+    assert_close(state.server, simulate(data, devices=1, sampling="uniform").round_fn(start)[0].server)
+    monkeypatch.setattr(sim, "_launch", lambda *_: (_ for _ in ()).throw(
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")))  # fmt: skip
+    with pytest.raises(MemoryError, match="even with 1 lane"):
+        sim.round_fn(start)
+
+
+def test_cohorts_of_huge_federations_are_uniform() -> None:
+    N, K, draws = 3000, 6, 4000
+    cohorts = np.asarray(jax.jit(jax.vmap(lambda key: engine.first_distinct(key, N, K)))(
+        jax.random.split(jax.random.key(0), draws)))  # fmt: skip
+    assert all(len(set(cohort)) == K for cohort in cohorts) and cohorts.min() >= 0 and cohorts.max() < N
+    for place in range(K):  # every place of the order, in 30 bins: chi-square with 29 degrees of freedom
+        counts = np.bincount(cohorts[:, place] * 30 // N, minlength=30)
+        assert ((counts - draws / 30) ** 2 / (draws / 30)).sum() < 58.3  # exceeded once in 1,000
+    half = np.asarray(engine.first_distinct(jax.random.key(1), 2000, 1000))
+    assert len(set(half)) == 1000
+
+
+def test_many_rounds_are_one_program(data, caplog) -> None:
+    sim = simulate(data, sampling="uniform")
+    start = sim.init(jax.random.key(0))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        state, history = sim.run(start, 150, eval_every=70, progress=False)
+    assert len([r for r in caplog.records if r.message.startswith("Compiling jit(rounds)")]) == 1
+    assert [r["round"] for r in history] == list(range(1, 151))
+    assert [r["round"] for r in history if "loss" in r] == [70, 140, 150]
+    by_hand = start
+    for _ in range(4):
+        by_hand, info = sim.round_fn(by_hand)
+    assert history[3]["train_loss"] == pytest.approx(float(np.average(info["loss"], weights=info["size"])), rel=1e-5)
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32(data) -> None:
+    model = fd.models.mnist_2nn(4, (6,))
+    half = model.computing_in(jnp.bfloat16)
+    params, x = model.init(jax.random.key(0)), np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
+    assert half.apply(params, x).dtype == jnp.float32 and "bf16" in str(jax.make_jaxpr(half.apply)(params, x))
+    assert 1e-6 < float(jnp.abs(half.apply(params, x) - model.apply(params, x)).max()) < 1e-2
+    sim = fd.Simulation(half, data, fd.algorithms.scaffold(), **SETTING)
+    state, history = sim.run(sim.init(jax.random.key(0)), 3, progress=False)
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.clients))} == {jnp.dtype("float32")}
+    with pytest.raises(ValueError, match="dtype must be floating"):
+        model.computing_in(jnp.int8)
