@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import fedjax_drift as fd
@@ -93,6 +94,9 @@ class Spec(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns 0, 1 (an algorithm can't go on), 2 (bad input: one line on stderr) or 130 (Ctrl-C)."""
+    if argv is None:  # a process of its own
+        with contextlib.suppress(OSError):  # without a folder for it everything is compiled, as the first time
+            fd.use_compilation_cache()
     argv = sys.argv[1:] if argv is None else list(argv)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -221,6 +225,15 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     _add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", _count0, 1)
     _add(group, "--devices", "N", "CPU devices to share a round (default: one per core; no effect on a GPU)", _count)
     _add(group, "--lanes", "L", "clients trained side by side on one device", _lanes, "auto")
+    group.add_argument("--bfloat16", action="store_true", help="networks compute in bfloat16; parameters stay float32")
+    group.add_argument(
+        "--stream",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="leave the rows in host memory and send each round its cohort's (default: auto, where they fill a device)",
+    )
+    bank = "where client states are kept: auto, device, sharded, host, or a new folder for files of them"
+    _add(group, "--bank", "WHERE", bank, str, "auto")
     _add_output(group)
     parser.set_defaults(command=_run)
 
@@ -442,10 +455,13 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
                 f"{name} needs a model whose logits are cosines, got {model_spec.name} without: add --cosine"
             )
 
+    computed = model.computing_in(jnp.bfloat16) if args.bfloat16 else model
     options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
     options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure}
+    options["stream"] = {"auto": "auto", "yes": True, "no": False}[args.stream]
     simulations = {
-        name: fd.Simulation(model, data, algorithm, local=local, **options) for name, algorithm in algorithms.items()
+        name: fd.Simulation(computed, data, algorithm, local=local, bank=_bank(args.bank, name), **options)
+        for name, algorithm in algorithms.items()
     }
     config = {
         "command": shlex.join(["fedjax-drift", *argv]),
@@ -465,6 +481,9 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "eval_every": args.eval_every,
         "seed": args.seed,
         "lanes": simulations[names[0]].lanes,
+        "bfloat16": args.bfloat16,
+        "stream": args.stream,
+        "bank": {name: sim.bank for name, sim in simulations.items()},
         "devices": {"platform": jax.default_backend(), "count": jax.local_device_count()},
         "versions": {
             "fedjax_drift": fd.__version__, "jax": jax.__version__, "numpy": np.__version__,
@@ -480,6 +499,16 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
     progress = not args.no_progress and sys.stderr.isatty()
     return lambda: _simulate(config, names, start, output, progress)
+
+
+def _bank(where: str, algorithm: str) -> str:
+    """Where an algorithm's clients are kept: folders have one for each."""
+    if where in ("auto", "device", "sharded", "host"):
+        return where
+    folder = Path(where) / "".join(c if c.isalnum() else "_" for c in algorithm)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--bank must be a new or empty folder, got {where}, which holds {folder}: choose another")
+    return str(folder)
 
 
 def _algorithm(spec: Spec) -> fd.Algorithm:
@@ -529,7 +558,7 @@ def _simulate(
                 interrupted = len(history) < config["rounds"]  # Simulation.run ends early on Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
-            except (ValueError, FloatingPointError) as error:
+            except (ValueError, FloatingPointError, OSError, MemoryError) as error:
                 if not _is_ours(error):
                     raise
                 stopped.append(f"{name} after {len(history)} of {config['rounds']} rounds")

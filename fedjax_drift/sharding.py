@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,10 +74,10 @@ def use_cpu_devices(n: int | None = None) -> int:
 def use_compilation_cache(path: str | os.PathLike | None = None) -> str:
     """Keeps compiled programs in a folder, so that a later process starts without compiling them again; returns it.
 
-    path: default ``xla`` in `$FEDJAX_DRIFT_CACHE`, or in ``~/.cache/fedjax_drift``. Programs of another machine, JAX or
-    library version are compiled anew. Call it before the first round. Raises OSError if the folder cannot be made.
+    path: default a folder in `$FEDJAX_DRIFT_CACHE`, or in ``~/.cache/fedjax_drift``, one for each kind of processor.
+    Call it before the first round. Raises OSError if the folder cannot be made.
     """
-    folder = os.path.expanduser(os.fspath(files.cache_dir() / "xla" if path is None else path))
+    folder = os.path.expanduser(os.fspath(files.cache_dir() / f"xla-{_processor()}" if path is None else path))
     os.makedirs(folder, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -90,3 +92,13 @@ def memory_of(mesh: Mesh) -> float:
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return math.inf
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
+
+
+def _processor() -> str:
+    """What compiled programs must not be mixed up between: a shared home may serve several kinds of machine."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            features = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        features = platform.processor()
+    return f"{platform.machine()}-{zlib.crc32(features.encode()):08x}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from fedjax_drift.progress import Bar, Record, Recorder, nonfinite_message, stop
 from fedjax_drift.sharding import clients_mesh, launch, memory_of, traced, wait_for_turn
 from fedjax_drift.stream import Stream
 from fedjax_drift.types import Algorithm, Model, Params, PyTree, ServerState
+
+if TYPE_CHECKING:
+    from fedjax_drift import sweep as sweeping
 
 THREEFRY = "threefry2x32"
 MOST_ROUNDS = 64  # in one program of `run`
@@ -167,7 +170,8 @@ class Simulation:
         self._expected = jax.eval_shape(lambda: init(jax.random.key(0, impl=THREEFRY), None))
         round_fn, placed = partial(engine.round_fn, how), (self._placement, None)
         self._donating_round = jax.jit(round_fn, donate_argnums=0, out_shardings=placed)
-        self._round = self._donating_round if self._donate else jax.jit(round_fn, out_shardings=placed)
+        donate = self._donate and not self._states_on_host
+        self._round = self._donating_round if donate else jax.jit(round_fn, out_shardings=placed)
         rounds = partial(engine.rounds, how, MOST_ROUNDS)
         self._rounds = jax.jit(rounds, donate_argnums=0, out_shardings=placed)
         self._measure = jax.jit(partial(drift.measure, how), static_argnums=0)
@@ -405,6 +409,12 @@ class Simulation:
         with np.errstate(invalid="ignore"):
             return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
 
+    def sweep(self, rounds: int, seeds: Iterable[int], eval_every: int = 10, **options: Any) -> list[sweeping.Run]:
+        """Many seeds in one program: ``runs[i].state``, ``.history`` are those of ``seeds[i]``; see `fd.sweep`."""
+        from fedjax_drift import sweep as sweeping
+
+        return sweeping.sweep(lambda: self, rounds, seeds, eval_every=eval_every, **options)
+
     def run(
         self,
         state: ServerState,
@@ -471,7 +481,7 @@ class Simulation:
     @property
     def _fallible(self) -> bool:
         """Whether a round may be refused after it has been computed, and the state before it is still needed then."""
-        return self.on_nonfinite == "raise" or self.algorithm.observe is not None
+        return self.on_nonfinite == "raise" or self.algorithm.observe is not None or self._states_on_host  # a full disk
 
     @property
     def _alone(self) -> bool:
@@ -490,7 +500,8 @@ class Simulation:
         def call() -> tuple[ServerState, dict]:
             if self._fallible:
                 return self._advance(self._round, state, needed, measures)
-            start = self._copy(state) if fresh and not self._donate else state
+            own = not fresh or self._donate
+            start = state if own else jax.device_put(state, self._placement_of(state), may_alias=False)
             if self._needs_host:
                 return self._advance(self._donating_round, start, needed, measures)
             measured = self._launch(self._measure, measures, start, self._arrays, None) if measures else {}
@@ -498,12 +509,6 @@ class Simulation:
             return new, self._with_measured(infos, jax.tree.map(lambda a: a[None], measured))
 
         return self._fitting(call)
-
-    def _copy(self, state: ServerState) -> ServerState:
-        bank = state.clients if self._states_on_host else ()  # which is overwritten in any case
-        states = state._replace(clients=()) if self._states_on_host else state
-        copy = jax.device_put(states, self._placement_of(states), may_alias=False)
-        return copy._replace(clients=bank) if self._states_on_host else copy
 
     @contextmanager
     def _ahead(self, key: jax.Array, last: int) -> Iterator[Callable[[int], Fetched]]:

@@ -140,6 +140,21 @@ def test_every_option_can_be_written(tmp_path, monkeypatch):
     assert made["model"]["cosine"] is True
 
 
+def test_rows_and_client_states_on_the_host(tmp_path, capsys):
+    """Each algorithm has a folder of its own; the numbers are those of the device; what holds files is refused."""
+    command = [*TINY, "--algorithm", "scaffold", "--algorithm", "feddyn:alpha=0.1", "--output"]
+    elsewhere = ["--stream", "yes", "--bank", str(tmp_path / "bank")]
+    assert (
+        cli.main([*command, str(tmp_path / "here")]) == cli.main([*command, str(tmp_path / "there"), *elsewhere]) == 0
+    )
+    for here, there in zip(records(tmp_path / "here"), records(tmp_path / "there"), strict=True):
+        assert here["accuracy"] == there["accuracy"] and here["train_loss"] == pytest.approx(there["train_loss"], 1e-5)
+    assert {folder.name for folder in (tmp_path / "bank").iterdir()} == {"scaffold", "feddyn_alpha_0_1"}
+    capsys.readouterr()
+    assert cli.main([*command, str(tmp_path / "again"), *elsewhere]) == 2
+    assert "--bank must be a new or empty folder" in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
 @pytest.mark.filterwarnings("ignore:round 0. 3 of 3 client updates are not finite")
 def test_an_algorithm_that_diverges_makes_way_for_the_next(tmp_path, capsys):
     folder = tmp_path / "o"
