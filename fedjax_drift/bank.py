@@ -147,7 +147,7 @@ class Bank:
         if not (path / INDEX).is_file():
             raise ValueError(f"path must be the folder of a bank, got {path}, which has no {INDEX}: use Bank.create")
         if not (path / STATES).is_file():
-            raise ValueError(f"the bank in {path} is damaged, its file {STATES} is missing: restore it from a copy")
+            raise ValueError(_damaged(path, f"its file {STATES} is missing"))
         with _explained(path):
             store = _Folder(path, bank._record, create=False)
         try:
@@ -391,8 +391,7 @@ class _Folder:
             raise ValueError(_damaged(self.path, f"its file {STATES} has been cut short"))
 
     def write(self, slot: int, parts: list[np.ndarray]) -> None:
-        if not _transfer(os.pwritev, self.states.fileno(), parts, self._start(slot)):
-            raise OSError(errno.EIO, "nothing could be written")
+        _write(self.states.fileno(), parts, self._start(slot))
 
     def prepare(self, header: dict[str, Any], table: _Table) -> int:
         """Writes the next index beside the one there; the number of its file."""
@@ -403,7 +402,7 @@ class _Folder:
         new = self.path / NEW_INDEX
         try:
             with open(new, "wb", buffering=0) as file:
-                _transfer(os.pwritev, file.fileno(), parts, 0)
+                _write(file.fileno(), parts, 0)
                 return os.fstat(file.fileno()).st_ino
         except OSError:
             new.unlink(missing_ok=True)
@@ -474,6 +473,11 @@ def _transfer(call: Callable[..., int], file: int, parts: list[np.ndarray], offs
     return True
 
 
+def _write(file: int, parts: list[np.ndarray], offset: int) -> None:
+    if not _transfer(os.pwritev, file, parts, offset):
+        raise OSError(errno.EIO, "nothing could be written")
+
+
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     """An OSError as a ValueError about the path."""
@@ -502,7 +506,10 @@ def _kept(before: int, round: int) -> Iterator[None]:
 def _check_empty(path: Path) -> None:
     """ValueError unless the folder holds nothing but what a `create` that was killed may have left."""
     if (path / INDEX).exists():
-        raise ValueError(f"path must be a new or empty folder, got {path}, which holds a bank: use Bank.open")
+        raise ValueError(
+            f"path must be a new or empty folder, got {path}, which holds a bank: choose another, or go on from that one "
+            "with Bank.open (Simulation.reopen)"
+        )
     files = {file.name for file in path.iterdir()}
     unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size
     if others := sorted(files - ({STATES, NEW_INDEX} if unfinished else set())):

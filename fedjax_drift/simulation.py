@@ -157,6 +157,7 @@ class Simulation:
 
     def _compile(self, lanes: int) -> None:
         """The programs, which compile when they are first called."""
+        self._fits = False  # until a round has run
         sharded, D = self.bank == "sharded", self.mesh.size
         N = self.data.num_clients
         how = self._engine._replace(lanes=lanes, sharded=sharded, bank_rows=-(-N // D) * D if sharded else N)
@@ -329,7 +330,11 @@ class Simulation:
         """``call()``, again with half the lanes whenever a device's memory does not suffice."""
         while True:
             try:
-                return call()
+                found = call()
+                if not (self._fits or traced(found)):
+                    jax.block_until_ready(found)  # or else an error would show later, elsewhere
+                    self._fits = True
+                return found
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise

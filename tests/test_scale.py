@@ -12,6 +12,7 @@ import pytest
 
 import fedjax_drift as fd
 from fedjax_drift import engine
+from fedjax_drift.bank import Bank
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 ragged clients
 ROUNDS = 5
@@ -130,7 +131,7 @@ def test_the_states_on_the_host_are_the_newest(data, tmp_path) -> None:
     state, _ = sim.run(start, 2, progress=False)
     with pytest.raises(ValueError, match="of round 0, but its clients have been overwritten up to round 2"):
         sim.round_fn(start)
-    with pytest.raises(ValueError, match="bank"):  # the folder is in use, and holds a run
+    with pytest.raises(ValueError, match="which holds a bank|in use"):
         simulate(data, bank=tmp_path / "bank").init(jax.random.key(0))
     with pytest.raises(ValueError, match="outside JAX"):
         jax.lax.scan(lambda s, _: sim.round_fn(s), state._replace(clients=()), None, length=2)
@@ -174,6 +175,28 @@ def test_a_round_that_is_refused_leaves_the_states(data) -> None:
     with pytest.raises(FloatingPointError) as error:
         sim.run(start, 3, progress=False)
     assert error.value.state.clients.round == int(error.value.state.round) == len(error.value.history)
+
+
+def test_a_full_disk_ends_the_run_at_the_round_before(data, tmp_path, monkeypatch) -> None:
+    sim = simulate(data, bank=tmp_path / "bank")
+    start = sim.init(jax.random.key(0))
+    commit = Bank.commit
+
+    def full(bank, ids, states, round) -> None:
+        if round == 3:
+            with monkeypatch.context() as disk:
+                disk.setattr("os.posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+                return commit(bank, ids, states, round)
+        return commit(bank, ids, states, round)
+
+    monkeypatch.setattr(Bank, "commit", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        sim.run(start, 5, progress=False)
+    state, history = error.value.state, error.value.history
+    assert int(state.round) == state.clients.round == len(history) == 2
+    monkeypatch.undo()  # there is room again: nothing was lost
+    state, _ = sim.run(state, 3, progress=False)
+    assert_close(state.server, simulate(data).run(simulate(data).init(jax.random.key(0)), 5, progress=False)[0].server)
 
 
 def test_a_file_that_changes_is_noticed(data, tmp_path) -> None:

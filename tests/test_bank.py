@@ -1,0 +1,355 @@
+"""Client states outside the devices: what was committed is what is gathered, whatever happens in between."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import resource
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_drift import bank as bank_module
+from fedjax_drift.bank import Bank
+
+INITIAL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(-1)}
+
+
+def states_of(ids: np.ndarray, round: int) -> dict:
+    """States [K, ...] that show whose they are, and of which round."""
+    ids = np.asarray(ids)
+    w = (1000 * round + ids)[:, None, None] + np.arange(6).reshape(1, 2, 3) / 8
+    return {"w": w.astype(np.float32), "n": np.full(len(ids), round, np.int32)}
+
+
+def check(bank: Bank, last: dict[int, int]) -> None:
+    """The bank holds for every client what `states_of` gave it in its last round, or the initial state."""
+    N = bank.num_clients
+    got = bank.gather(np.arange(N + 1))
+    want = jax.tree.map(lambda leaf: np.stack([leaf] * (N + 1)), INITIAL)
+    for i, round in last.items():
+        jax.tree.map(lambda leaf, new, i=i: leaf.__setitem__(i, new[0]), want, states_of([i], round))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert bank.seen == len(last)
+
+
+@pytest.fixture(params=["memory", "file"])
+def bank(request, tmp_path):
+    with Bank.create(INITIAL, 20, None if request.param == "memory" else tmp_path / "bank") as bank:
+        yield bank
+
+
+MIXED = {
+    "a": (np.ones((2, 3), np.float32), np.array(True)),
+    "b": [np.zeros((0, 4), np.float64), np.array([1.5, -2], jax.numpy.bfloat16), np.arange(5, dtype=np.int8)],
+    "c": np.uint16(7),
+}
+
+
+@pytest.mark.parametrize("where", ["memory", "file", "file in pieces"])
+def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> None:
+    if where == "file in pieces":  # as where states have very many leaves, or exceed what one call transfers
+        monkeypatch.setattr(bank_module, "MOST_BUFFERS", 2)
+        for name in ("preadv", "pwritev"):
+            call = getattr(os, name)
+            monkeypatch.setattr(os, name, lambda f, parts, at, call=call: call(f, [p[:7] for p in parts][:1], at))
+    N, rng = 13, np.random.default_rng(0)
+    path = None if where == "memory" else tmp_path / "bank"
+    monkeypatch.setattr(bank_module, "CHUNK_BYTES", 200)
+    bank, model = Bank.create(MIXED, N, path), {}
+
+    def random_states(K: int) -> dict:
+        return jax.tree.map(lambda a: rng.integers(0, 2, (K, *np.shape(a))).astype(np.asarray(a).dtype), MIXED)
+
+    for round in range(1, 61):
+        ids = rng.permutation([*rng.choice(N, rng.integers(0, 8), replace=False), *[N] * rng.integers(0, 3)])
+        ids, keep, new = ids.astype(np.int32), rng.random(len(ids)) < 0.8, random_states(len(ids))
+        bank.commit(ids, new, round, keep if round % 2 else None)
+        for k, i in enumerate(ids):
+            if i < N and (keep[k] or not round % 2):
+                model[i] = jax.tree.map(lambda leaf, k=k: leaf[k].copy(), new)
+        if path is not None and round % 5 == 0:
+            bank.close()
+            bank = Bank.open(path, MIXED, N)
+        asked = rng.integers(0, N + 1, 9)
+        got = bank.gather(asked)
+        want = jax.tree.map(lambda *leaves: np.stack(leaves), *[model.get(i, MIXED) for i in asked])
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: np.asarray(a).dtype, MIXED)
+        jax.tree.map(lambda leaf: leaf.fill(1), got)  # copies: this must change nothing
+        assert (bank.round, bank.seen) == (round, len(model))
+
+
+def test_only_clients_ever_seen_take_space(tmp_path) -> None:
+    N, initial = 100_000, {"w": np.zeros(2_500, np.float32)}
+    with Bank.create(initial, N) as memory, Bank.create(initial, N, tmp_path / "bank") as file:
+        for bank in (memory, file):
+            for round in range(1, 6):  # again and again the same 50
+                ids = np.arange(0, N, N // 50)
+                bank.commit(ids, {"w": np.ones((50, 2_500), np.float32)}, round)
+            assert bank.seen == 50
+            assert bank.nbytes <= 4 * N + 101 * 10_000
+        on_disk = sum(512 * path.stat().st_blocks for path in (tmp_path / "bank").iterdir())
+        assert on_disk < 4 * N + 110 * 10_000
+        assert repr(file) == f"Bank(100000 clients, 50 seen, round 5, 1.4 MB in {tmp_path / 'bank'})"
+
+
+def test_gathered_states_need_no_copy_on_cpu(bank) -> None:
+    for leaf in jax.tree.leaves(bank.gather(np.arange(7))):
+        assert leaf.ctypes.data % 64 == 0
+
+
+def test_an_interrupt_anywhere_in_a_commit_leaves_a_round_boundary(bank, tmp_path) -> None:
+    """KeyboardInterrupt at every single line of a commit; the folder is also looked at as a kill would leave it."""
+    last: dict[int, int] = {}
+    interrupted = True
+    outcomes = set()
+    for moment in itertools.count():
+        if not interrupted:
+            break
+        interrupted, before, lines = False, bank.round, itertools.count()
+        ids = np.array([(before + j) % 20 for j in (0, 7, 14)])
+
+        def trace(frame, event, arg, moment=moment, lines=lines):
+            if frame.f_code.co_filename != bank_module.__file__:
+                return None
+            if event == "line" and next(lines) == moment:
+                raise KeyboardInterrupt
+            return trace
+
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            bank.commit(ids, states_of(ids, before + 1), before + 1)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(previous)
+        if (tmp_path / "bank").exists():
+            shutil.copytree(tmp_path / "bank", tmp_path / "copy")
+            with Bank.open(tmp_path / "copy", INITIAL, 20) as copy:
+                assert copy.round == bank.round
+                check(copy, last | (dict.fromkeys(ids.tolist(), before + 1) if copy.round > before else {}))
+            shutil.rmtree(tmp_path / "copy")
+        outcomes.add((interrupted, bank.round - before))
+        if bank.round > before:
+            last |= dict.fromkeys(ids.tolist(), before + 1)
+        check(bank, last)
+    assert {(True, 0), (False, 1)} <= outcomes
+    assert moment > 30
+
+
+KILLED = """
+import os, random, signal, sys, time
+import numpy as np
+from fedjax_drift.bank import Bank
+
+path, N, K = sys.argv[1], 30, 6
+initial = {"a": np.zeros(3_000, np.float32), "b": np.int64(0)}
+
+def ids_of(round):
+    return np.random.default_rng(round).choice(N, K, replace=False)
+
+def commit_for_ever():
+    bank = Bank.open(path, initial, N)
+    while True:
+        round = bank.round + 1
+        bank.commit(ids_of(round), {"a": np.full((K, 3_000), round, np.float32), "b": np.full(K, round)}, round)
+
+Bank.create(initial, N, path).close()
+random.seed(0)
+checked, last = 0, np.zeros(N)
+for kill in range(30):
+    child = os.fork()
+    if child == 0:
+        commit_for_ever()
+    time.sleep(0.002 + 0.02 * random.random())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with Bank.open(path, initial, N) as bank:
+        for round in range(checked + 1, bank.round + 1):
+            last[ids_of(round)] = round
+        checked = bank.round
+        got = bank.gather(np.arange(N))
+    assert (got["b"] == last).all() and (got["a"] == last[:, None]).all(), (kill, checked)
+print("rounds", checked)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_the_last_commit(tmp_path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path / "bank")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 30
+
+
+@contextlib.contextmanager
+def no_fallocate():
+    def full(file, start, size):
+        os.ftruncate(file, start + size // 2)  # some of it was to be had
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        yield
+
+
+@contextlib.contextmanager
+def file_limit(most: int = 3 * 28 + 10):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("full, taken", [(no_fallocate, 0), (file_limit, 0), (lambda: file_limit(200), 2 * 28)])
+def test_a_full_disk_loses_nothing(full, taken, tmp_path) -> None:
+    """No room for the records, or (200 bytes: six records, but no index) for the table."""
+    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+        bank.commit([3, 4], states_of([3, 4], 1), 1)
+        size = (tmp_path / "bank/states").stat().st_size
+        with full(), pytest.raises(OSError, match="round 2 could not be stored .*: the bank stays at round 1") as error:
+            bank.commit([4, 5], states_of([4, 5], 2), 2)
+        assert error.value.errno in (errno.ENOSPC, errno.EFBIG)
+        assert not (tmp_path / "bank/index.new").exists()
+        assert (tmp_path / "bank/states").stat().st_size == size + taken
+        assert bank.round == 1
+        check(bank, {3: 1, 4: 1})
+        bank.commit([4, 5], states_of([4, 5], 2), 2)
+    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+        check(bank, {3: 1, 4: 2, 5: 2})
+
+
+def test_no_room_for_a_new_bank(tmp_path) -> None:
+    with file_limit(300), pytest.raises(ValueError, match="File too large"):
+        Bank.create(INITIAL, 1000, tmp_path / "bank")
+    Bank.create(INITIAL, 1000, tmp_path / "bank").close()
+
+
+def test_one_user_at_a_time(tmp_path) -> None:
+    program = "import sys; from fedjax_drift.bank import Bank; Bank.open(sys.argv[1], {'w': 0.0}, 5)"
+    with Bank.create({"w": 0.0}, 5, tmp_path / "bank"):
+        command = [sys.executable, "-c", program, str(tmp_path / "bank")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "ValueError: path must be a bank that nobody else uses" in done.stderr
+        with pytest.raises(ValueError, match="open already, in another process or in this one: close it"):
+            Bank.open(tmp_path / "bank", {"w": 0.0}, 5)
+    Bank.open(tmp_path / "bank", {"w": 0.0}, 5).close()
+
+
+OTHERS = [
+    ({"num_clients": 21}, "num_clients: 20 in the bank, not 21"),
+    ({"identity": {"algorithm": "feddyn", "rows": 7}}, "identity 'algorithm': 'scaffold' in the bank, not 'feddyn'"),
+    ({"identity": {"algorithm": "scaffold", "rows": "7"}}, "'rows': 7 in the bank, not '7'"),
+    ({"identity": {"algorithm": "scaffold"}}, "'rows': 7 in the bank, not nothing"),
+    ({"initial": INITIAL | {"w": np.zeros((3, 2), np.float32)}}, r"\['w'\]: float32\[2, 3\] in the bank, not float32"),
+    ({"initial": INITIAL | {"w": np.zeros((2, 3), np.float64)}}, r"\['w'\]: float32\[2, 3\] in the bank, not float64"),
+    ({"initial": {"n": np.int32(0), "v": 1.0}}, r"\['v'\]: nothing in .*; leaf \['w'\]: float32\[2, 3\] in .* nothing"),
+]
+
+
+@pytest.mark.parametrize("other, message", OTHERS)
+def test_a_bank_of_something_else_is_refused(other, message, tmp_path) -> None:
+    mine = {"initial": INITIAL, "num_clients": 20, "identity": {"algorithm": "scaffold", "rows": 7}}
+    with Bank.create(path=tmp_path / "bank", **mine) as bank:
+        bank.commit([3], states_of([3], 1), 1)
+    with pytest.raises(ValueError, match=f"belongs to another simulation: .*{message}"):
+        Bank.open(tmp_path / "bank", **(mine | other))
+    with Bank.open(tmp_path / "bank", **mine) as bank:
+        check(bank, {3: 1})
+
+
+def test_the_initial_state_is_that_of_the_creation(tmp_path) -> None:
+    """A resumed simulation has later parameters, of which an algorithm would make another one."""
+    Bank.create(INITIAL, 20, tmp_path / "bank").close()
+    with Bank.open(tmp_path / "bank", jax.tree.map(np.zeros_like, INITIAL), 20) as bank:
+        check(bank, {})
+
+
+DAMAGES = [
+    ("index", lambda b: b[:-1], "index is not what was written"),
+    ("index", lambda b: b.replace(b'"round": 1', b'"round": 2'), "index is not what was written"),
+    ("index", lambda b: b[:-10] + b"\1" + b[-9:], "index is not what was written"),
+    ("index", lambda b: b[:20], "index can't be read"),
+    ("index", lambda b: b"", "index can't be read"),
+    ("index", lambda b: b.replace(b'"format": 1', b'"format": 2'), "must be of format 1, got 2: use the version"),
+    ("states", lambda b: b[:-1], "states must have 84 bytes, got 83"),
+    ("states", lambda b: None, "states is missing"),
+    ("index", lambda b: None, "which has no index: use Bank.create"),
+]
+
+
+@pytest.mark.parametrize("name, damage, message", DAMAGES)
+def test_a_damaged_bank_is_refused_and_left_alone(name, damage, message, tmp_path) -> None:
+    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+        bank.commit([3, 5], states_of([3, 5], 1), 1)
+    file = tmp_path / "bank" / name
+    damaged = damage(file.read_bytes())
+    if damaged is None:
+        file.unlink()
+    else:
+        file.write_bytes(damaged)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "bank").iterdir()}
+    with pytest.raises(ValueError, match=message):
+        Bank.open(tmp_path / "bank", INITIAL, 20)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "bank").iterdir()} == before
+
+
+def test_records_cut_short_while_in_use_are_an_error(tmp_path) -> None:
+    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+        bank.commit([3, 5], states_of([3, 5], 1), 1)
+        os.truncate(tmp_path / "bank/states", 60)
+        with pytest.raises(ValueError, match="states has been cut short"):
+            bank.gather([5])
+
+
+def test_folders_that_will_not_do(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/states").write_text("mine")
+    Bank.create(INITIAL, 20, tmp_path / "bank").close()
+    for path, message in [
+        ("file", "must be a folder, got the file"),
+        ("file/below", "Not a directory"),
+        ("/sys/bank", "files can be written and locked, got /sys/bank"),
+        ("used", "must be a new or empty folder, got .*/used, which holds states: choose another"),
+        (".", "which holds bank; file; used"),
+        ("bank", "which holds a bank: choose another, or go on"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Bank.create(INITIAL, 20, tmp_path / path)
+    assert (tmp_path / "used/states").read_text() == "mine"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bank", "file", "used"]
+
+
+BAD = [
+    (lambda b: b.gather([0.5]), r"ids must be one axis of client ids, got float64\[1\]"),
+    (lambda b: b.gather([3, 21]), r"ids must be in 0..20 .*, got 21"),
+    (lambda b: b.gather([-1]), r"got -1"),
+    (lambda b: b.commit([3, 4, 3], states_of([3, 4, 3], 1), 1), "every client once, got 3 2 times"),
+    (
+        lambda b: b.commit([3], states_of([3], 1), 0),
+        "round must be an integer >= 1, got 0: the bank has been committed",
+    ),
+    (lambda b: b.commit([3], states_of([3, 4], 1), 1), r"\['n'\]: int32\[2\] instead of int32\[1\]"),
+    (lambda b: b.commit([3], {"w": 0}, 1), r"\['n'\]: nothing instead of int32\[1\]"),
+    (lambda b: b.commit([3], states_of([3], 1) | {"n": np.zeros(1, np.int64)}, 1), r"int64\[1\] instead of int32\[1\]"),
+    (lambda b: b.commit([3], states_of([3], 1), 1, keep=np.ones(1)), r"keep must be bool\[1\], .* got float64\[1\]"),
+    (lambda b: Bank.create(INITIAL, 0), "num_clients must be in 1..1073741824, got 0"),
+    (lambda b: Bank.create({"w": object()}, 1), r"numeric arrays, got Python objects at \['w'\]"),
+    (lambda b: (b.close(), b.gather([3])), "the bank is closed: open it again"),
+]
+
+
+@pytest.mark.parametrize("call, message", BAD)
+def test_bad_arguments(call, message, bank) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(bank)
