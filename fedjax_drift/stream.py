@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+import weakref
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -29,14 +30,14 @@ class Stream:
 
     def __init__(self, data: FederatedData, placement: Sharding) -> None:
         self.data, self.placement = data, placement
+        self._mean, self._spread = float(data.sizes.mean()), float(data.sizes.std())
         self._largest = np.cumsum(np.sort(data.sizes)[::-1], dtype=np.int64)
-        self._files = [file for array in (data.x, data.y) if (file := _file_behind(array)) is not None]
-        self._stamps = [_stamp(file) for file in self._files]
+        self._sources = [_Mapped(root, a) if (root := _root(a)) is not None else a for a in (data.x, data.y)]
 
     def buffer_rows(self, clients: int, needed: int = 0) -> int:
         """R for a cohort of ``clients`` places, that has ``needed`` rows."""
-        sizes, most = self.data.sizes, int(self._largest[min(clients, len(self._largest)) - 1])
-        usual = int(np.ceil(clients * sizes.mean() + 6 * clients**0.5 * sizes.std()))
+        most = int(self._largest[min(clients, len(self._largest)) - 1])
+        usual = int(np.ceil(clients * self._mean + 6 * clients**0.5 * self._spread))
         return usual if needed <= usual < most else most
 
     def fetch(self, ids: np.ndarray) -> Cut:
@@ -44,36 +45,69 @@ class Stream:
 
         Raises OSError if a memory-mapped file has changed since the data set was opened.
         """
-        self._check_files()
-        data = self.data
-        sizes = data.sizes_of(ids)
+        sizes = self.data.sizes_of(ids)
         ends = np.cumsum(sizes, dtype=np.int64)
         R = self.buffer_rows(len(ids), int(ends[-1]))
-        x, y = (np.zeros((R, *a.shape[1:]), a.dtype) for a in (data.x, data.y))
-        for id, size, end in zip(ids, sizes, ends, strict=True):
-            if size:
-                first = int(data.offsets[id])
-                x[end - size : end], y[end - size : end] = data.x[first : first + size], data.y[first : first + size]
-        self._check_files()
+        x, y = (self._cut(source, ids, ends - sizes, ends, R) for source in self._sources)
         sent_x, sent_y = jax.device_put((x, integers_as_int32(y)), self.placement)
         return Cut(sent_x, sent_y, (ends - sizes).astype(np.int32))
 
-    def _check_files(self) -> None:
-        for file, stamp in zip(self._files, self._stamps, strict=True):
-            if _stamp(file) != stamp:
-                raise OSError(
-                    f"the data file {file} must not change during a run, but it has another size or time now: "
-                    "restore it, or open the data set again"
-                )
+    def _cut(
+        self, source: np.ndarray | _Mapped, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, R: int
+    ) -> np.ndarray:
+        """[R, ...]: the clients' rows of one array, each at its start."""
+        out = np.zeros((R, *source.shape[1:]), source.dtype)
+        for id, start, end in zip(ids.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            if end > start:
+                first = int(self.data.offsets[id])
+                out[start:end] = source[first : first + end - start]
+        if isinstance(source, _Mapped):
+            source.check()
+        return out
 
 
-def _file_behind(array: Any) -> str | None:
-    """The file that a memory-mapped array, or a view of one, reads from."""
-    while array is not None:
-        if isinstance(array, np.memmap) and array.filename is not None:
-            return os.fspath(array.filename)
-        array = getattr(array, "base", None)
-    return None
+class _Mapped:
+    """Rows of a memory-mapped file, by read calls: touching pages of a map for the first time costs several times more,
+    and ends the process if the file has been cut short."""
+
+    def __init__(self, root: np.memmap, array: np.ndarray) -> None:
+        self.shape, self.dtype = array.shape, array.dtype
+        self.file = os.fspath(root.filename)  # type: ignore[arg-type]
+        within = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+        self.begin, self.row = root.offset + within, array[:1].nbytes
+        self.stamp = _stamp(self.file)
+        self.descriptor = os.open(self.file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        out = np.empty((rows.stop - rows.start, *self.shape[1:]), self.dtype)
+        left, at = out.reshape(-1).view(np.uint8), self.begin + rows.start * self.row
+        while left.size:
+            read = os.preadv(self.descriptor, [left], at)  # type: ignore[list-item]
+            if not read:
+                self._changed()
+            left, at = left[read:], at + read
+        return out
+
+    def check(self) -> None:
+        """OSError if the file is another than when it was opened."""
+        if _stamp(self.file) != self.stamp:
+            self._changed()
+
+    def _changed(self) -> NoReturn:
+        raise OSError(
+            f"the data file {self.file} must not change during a run, but it has another size or time now: restore it, "
+            "or open the data set again"
+        )
+
+
+def _root(array: np.ndarray) -> np.memmap | None:
+    """The memory map of a file that an array is, or is a part of in one piece."""
+    root: Any = array
+    while root is not None and not (isinstance(root, np.memmap) and not isinstance(root.base, np.ndarray)):
+        root = getattr(root, "base", None)
+    readable = root is not None and root.filename is not None and array.flags.c_contiguous and hasattr(os, "preadv")
+    return root if readable else None
 
 
 def _stamp(file: str) -> tuple[int, int] | None:
