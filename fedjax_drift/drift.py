@@ -28,6 +28,7 @@ from fedjax_drift.engine import (
     look_up,
     over_clients,
     plan,
+    state_of,
     undealt,
     update,
 )
@@ -83,9 +84,10 @@ def trainings(
     N, w = engine.num_clients, shared.server.params
 
     def trained(
-        shared: Shared, client: Client, old: PyTree, work: Work, probe: Callable[[Params, Params], PyTree]
+        shared: Shared, client: Client, sent: PyTree, work: Work, probe: Callable[[Params, Params], PyTree]
     ) -> tuple[jax.Array, jax.Array, Watched]:
         """The client's weight in means, whether it is there with finite numbers, and what was watched."""
+        old = state_of(engine, shared, client, sent)
         result = update(engine, shared, old, work._replace(probe=probe))
         if WATCHED not in result.metrics:
             raise ValueError(
@@ -95,10 +97,10 @@ def trainings(
         answered, finite = answers(engine, client, result)
         return jnp.where(answered, result.weight, 0), (client.id < N) & finite, result.metrics[WATCHED]
 
-    def model_of(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def model_of(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         """For the means of the local models, w_S, and of the updates, as the algorithm weights them."""
         work = client_work(engine, shared, client, longest)
-        weight, _, (start, theta, _) = trained(shared, client, old, work, lambda start, theta: ())
+        weight, _, (start, theta, _) = trained(shared, client, sent, work, lambda start, theta: ())
         models = (theta, tree.subtract(theta, start))
         return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), ()
 
@@ -108,7 +110,7 @@ def trainings(
         w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, w))
     z_global = None if test is None else predictions(engine, w, test)
 
-    def watch(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def watch(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         w_S, mean_update, test, z_global = shared.given
         work = client_work(engine, shared, client, longest)
         at_mean = full_gradient(work, w_S) if "gradients" in names else None
@@ -129,7 +131,7 @@ def trainings(
                 seen["kl"] = mean_kl(z_global, z, mask)
             return seen
 
-        _, known, watched = trained(shared, client, old, work, probe)
+        _, known, watched = trained(shared, client, sent, work, probe)
         kept = dict(watched.epochs)
         if "forgetting" in names:
             z, y, mask = predictions(engine, watched.theta, test), test.y.reshape(-1), test.mask.reshape(-1)
@@ -155,7 +157,7 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     everyone = jax.tree.map(lambda a, own: a.at[today.asked].set(own, mode="drop"), everyone, today.cohort)
     order, ragged = deal(engine, everyone.size)
 
-    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         chosen, S = shared.given
         work = client_work(engine, shared, client, longest)
         g = full_gradient(work, shared.server.params)
@@ -181,7 +183,7 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
 def label_mix(engine: Engine, shared: Shared, today: Plan) -> jax.Array:
     """float [C]: share of each class in the cohort's rows."""
 
-    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         return label_counts(engine, client_work(engine, shared, client, longest)), ()
 
     counts, _ = over_clients(engine, one, shared, today.dealt, ())

@@ -118,6 +118,7 @@ class Shared(NamedTuple):
     key: jax.Array  # of this round's clients
     t: jax.Array
     lr: jax.Array  # float [], eta_t
+    bank: PyTree  # client states, leaves [bank_rows, ...], unless sharded
     given: Any = ()  # what else the caller hands to every client
 
 
@@ -146,7 +147,8 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
     order, ragged = deal(engine, cohort.size)
     absent = (engine.num_clients, 0, 0, engine.bank_rows)
     dealt = Client(*[jnp.where(ragged, none, a[order]) for none, a in zip(absent, cohort, strict=True)])
-    return Plan(Shared(state.server, rows, key, state.round, lr), asked, cohort, order, ragged, dealt)
+    bank = () if engine.sharded else state.clients
+    return Plan(Shared(state.server, rows, key, state.round, lr, bank), asked, cohort, order, ragged, dealt)
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -245,7 +247,8 @@ def round_fn(
     today = plan(engine, state, arrays.rows, cohort)
     states = gather(engine, state.clients, today.dealt.place)
 
-    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        old = state_of(engine, shared, client, sent)
         result = update(engine, shared, old, client_work(engine, shared, client, longest))
         answered, finite = answers(engine, client, result)
         if engine.drop_nonfinite:
@@ -321,9 +324,12 @@ def finish(how: Callable[[Any, PyTree], PyTree], server: Any, answered: jax.Arra
 
 
 def gather(engine: Engine, bank: PyTree, places: jax.Array) -> PyTree:
-    """The client states at places [D, G, L] of the bank, whose leaves are [bank_rows, ...]: [D, G, L, ...]."""
+    """What the devices send each other: the client states at places [D, G, L] of a sharded bank, [D, G, L, ...].
+
+    From a bank that every device has whole, `state_of` takes a client's state when it trains, and nothing is copied.
+    """
     if not engine.sharded:
-        return jax.tree.map(lambda s: s[places], bank)
+        return ()
 
     def share(bank: PyTree, places: jax.Array) -> PyTree:
         """One device's part of the bank, and all places: what is asked of it goes to the device that asks."""
@@ -338,6 +344,13 @@ def gather(engine: Engine, bank: PyTree, places: jax.Array) -> PyTree:
 
     specs = (P(AXIS), P())
     return jax.shard_map(share, mesh=engine.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)(bank, places)
+
+
+def state_of(engine: Engine, shared: Shared, client: Client, sent: PyTree) -> PyTree:
+    """One client's state: what `gather` has sent it, or its own in the bank."""
+    if engine.sharded:
+        return sent
+    return jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, client.place, keepdims=False), shared.bank)
 
 
 def scatter(engine: Engine, bank: PyTree, places: jax.Array, new: PyTree) -> PyTree:
