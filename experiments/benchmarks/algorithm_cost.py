@@ -3,17 +3,18 @@
     python experiments/benchmarks/algorithm_cost.py [--turns 5] [--rounds 3] [--model lenet5]
 
 Same federation (500 clients x 100 images of 28x28, 62 classes), cohort (50 a round) and local training (one epoch,
-batch 20, SGD) for all; LfD with the model's cosine form, against FedAvg with that form. Times are medians of ratios to
-FedAvg's round in the same turn, states donated as in `run`.
+batch 20, SGD) for all; LfD with the model's cosine form, against FedAvg with that form. Times are ratios to FedAvg's
+round in the same turn, states donated as in `run`. P: the bytes of one model.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
+from collections.abc import Iterator
 
 import jax
+import measure
 import numpy as np
 
 import fedjax_drift as fd
@@ -30,23 +31,16 @@ def size(tree_: object) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree_) if leaf.dtype != jax.random.key(0).dtype)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="lenet5", choices=["lenet5", "mnist_2nn"])
-    parser.add_argument("--algorithms", nargs="+", default=list(fd.algorithms.ALGORITHMS))
-    arguments = parser.parse_args()
-    fd.use_cpu_devices()
-    rng = np.random.default_rng(0)
-    clients = [(rng.integers(0, 256, (100, 28, 28, 1), np.uint8), rng.integers(0, 62, 100)) for _ in range(500)]
-    data = fd.FederatedData.from_clients(clients, test=clients[0])
+def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    rng, clients, cohort, n = np.random.default_rng(0), *((4, 2, 4) if arguments.quick else (500, 50, 100))
+    x, y = rng.integers(0, 256, (clients * n, 28, 28, 1), np.uint8), rng.integers(0, 62, clients * n)
+    data = fd.FederatedData(x, y, np.full(clients, n), x[:n], y[:n])
     local = fd.LocalTraining(epochs=1, batch_size=20, lr=0.01)
 
     def simulate(name: str, cosine: bool = False) -> tuple[fd.Simulation, fd.ServerState]:
         model = getattr(fd.models, arguments.model)(num_classes=62, cosine=cosine)
         algorithm = fd.algorithms.ALGORITHMS[name](**REQUIRED.get(name, {}))
-        sim = fd.Simulation(model, data, algorithm, local=local, cohort_size=50, donate=True)
+        sim = fd.Simulation(model, data, algorithm, local=local, cohort_size=cohort, donate=True)
         state, _ = sim.round_fn(sim.init(jax.random.key(0)))
         return sim, state
 
@@ -58,10 +52,7 @@ def main() -> None:
         jax.block_until_ready(state)
         return (time.perf_counter() - started) / arguments.rounds, state
 
-    base = {cosine: list(simulate("fedavg", cosine)) for cosine in (False, True)}
-    d = 4 * tree.size(base[False][1].params)
-    print(f"{arguments.model}, one model is P = {d:,} bytes\n")
-    print("| algorithm | round / FedAvg's | a client keeps | the server keeps |\n|---|---|---|---|")
+    base = {cosine: list(simulate("fedavg", cosine)) for cosine in {name == "lfd" for name in arguments.algorithms}}
     for name in arguments.algorithms:
         reference = base[name == "lfd"]
         sim, state = simulate(name, name == "lfd")
@@ -71,10 +62,24 @@ def main() -> None:
             plain, reference[1] = seconds(*reference)
             own, state = seconds(sim, state)
             ratios.append(own / plain)
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         one = 4 * tree.size(state.params)
-        kept = f"{client / one:.0f} P + {client % one:.0f} B" if client % one else f"{client / one:.0f} P"
-        print(f"| {name} | {spread} | {kept} | {server / one:.1f} P |", flush=True)
+        kept = f"{client / one:.0f} P" + (f" + {client % one:.0f} B" if client % one else "")
+        note = f"a client keeps {kept}, the server {server / one:.1f} P"
+        yield measure.row(f"{arguments.model}, {name} / fedavg", ratios, note=note)
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="lenet5", choices=["lenet5", "mnist_2nn"])
+    parser.add_argument("--algorithms", nargs="+", default=list(fd.algorithms.ALGORITHMS))
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.turns, arguments.rounds, arguments.model = 1, 1, "mnist_2nn"
+        arguments.algorithms = ["fedprox", "scaffold"]
+    fd.use_cpu_devices()
+    measure.save("algorithm_cost", rows(arguments), arguments)
 
 
 if __name__ == "__main__":

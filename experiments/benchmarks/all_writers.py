@@ -8,54 +8,56 @@ The first run draws the images (under a minute on two cores) and caches them.
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
-import sys
 import time
+from collections.abc import Iterator
 
 import jax
+import measure
 
 import fedjax_drift as fd
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--writers", type=int, default=3400)
-    parser.add_argument("--cohort", type=int, help="writers a round, default all")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that compiles")
-    parser.add_argument("--lanes", default="auto", type=lambda text: text if text == "auto" else int(text))
-    parser.add_argument("--model", default="lenet5", choices=("lenet5", "emnist_cnn"))
-    arguments = parser.parse_args()
-    fd.use_cpu_devices()
+def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     data = fd.datasets.load("glyphs", num_writers=arguments.writers)
-    cohort_size = arguments.cohort or arguments.writers
-    local = fd.LocalTraining(batch_size=20, lr=0.1)
-    model = getattr(fd.models, arguments.model)()
-    sim = fd.Simulation(
-        model, data, fd.algorithms.fedavg(), local=local, cohort_size=cohort_size, lanes=arguments.lanes
-    )
-    print(sim)
+    cohort, local = arguments.cohort or arguments.writers, fd.LocalTraining(batch_size=20, lr=0.1)
+    model = fd.models.MODELS[arguments.model](num_classes=62)
+    sim = fd.Simulation(model, data, fd.algorithms.fedavg(), local=local, cohort_size=cohort, lanes=arguments.lanes)
+    what = f"{arguments.model}, {cohort:,} of {arguments.writers:,} writers a round"
     start = time.perf_counter()
     state, info = sim.round_fn(sim.init(jax.random.key(0)))
     jax.block_until_ready(state)
-    print(f"first round, with compilation: {time.perf_counter() - start:.2f} s")
+    yield measure.row(f"{what}, first round", time.perf_counter() - start, "s")
     times = []
     for _ in range(arguments.rounds):
         start = time.perf_counter()
         state, info = sim.round_fn(state)
         jax.block_until_ready(state)
         times.append(time.perf_counter() - start)
-    images = int(info["size"].sum())
-    median = statistics.median(times)
-    print(
-        f"median={median:.4f}s a round of {cohort_size:,} writers and {images:,} images "
-        f"(min {min(times):.4f}, max {max(times):.4f}), {images / median:,.0f} images/s, "
-        f"executed / needed steps {int(info['executed_steps']) / int(info['steps']):.3f}"
+    images, wasted = int(info["size"].sum()), int(info["executed_steps"]) / int(info["steps"])
+    note = (
+        f"lanes: {sim.lanes}; {images / statistics.median(times):,.0f} images/s, executed / needed steps {wasted:.3f}, "
+        f"test accuracy after {int(state.round)} rounds {sim.evaluate(state)['accuracy']:.3f}"
     )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    device = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    print(f"peak memory: {peak:.2f} GiB of the host" + (f", {device / 2**30:.2f} GiB of the device" if device else ""))
-    print(f"test accuracy after {int(state.round)} rounds: {sim.evaluate(state)['accuracy']:.3f}")
+    yield measure.row(what, times, "s a round", note=note)
+    host, device = measure.peak_bytes()
+    yield measure.row(f"{what}, peak of the host's memory", host / 2**30, "GiB")
+    if device:
+        yield measure.row(f"{what}, peak of the device's memory", device / 2**30, "GiB")
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--writers", type=int, default=3400)
+    parser.add_argument("--cohort", type=int, help="writers a round, default all")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that compiles")
+    parser.add_argument("--lanes", default="auto", type=lambda text: text if text == "auto" else int(text))
+    parser.add_argument("--model", default="lenet5", choices=("lenet5", "emnist_cnn"))
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.model, arguments.writers, arguments.rounds = "emnist_nn", 2, 1
+    fd.use_cpu_devices()
+    measure.save("all_writers", rows(arguments), arguments)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 500 clients x 100 images 28x28x1, 62 classes, 50 clients a round, batch 20, one local epoch, SGD 0.05, FedAvg weighted
 by examples, 66,126 parameters: the workload that other simulators are compared on.
 
-    python experiments/benchmarks/lenet_femnist.py [--rounds 30] [--devices 2] [--peer "COMMAND"]
+    python experiments/benchmarks/lenet_femnist.py [--rounds 30] [--devices 2] [--peer "COMMAND"] [--peer ...]
 
-peer_pfl.py, beside this file, is the same workload in pfl-research. With --peer the two run in turn, several times,
-and the ratio of the medians is printed; COMMAND must print
-``median=SECONDS`` as its seconds a round.
+peer_pfl.py, peer_flower.py and peer_fedjax.py, beside this file, are the same workload in pfl-research, Flower and
+FedJAX; each says how to install it. With --peer all run in turn, several times, and the medians of each turn's ratio
+are printed; COMMAND must print ``NAME ...: median=SECONDS`` as its seconds a round.
 """
 
 from __future__ import annotations
@@ -16,102 +16,91 @@ import argparse
 import re
 import shlex
 import statistics
-import subprocess
 import sys
-import time
+from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
+import measure
 import numpy as np
+from workloads import operations
 
 import fedjax_drift as fd
 
 CLIENTS, COHORT, ROWS, BATCH, CLASSES, LR = 500, 50, 100, 20, 62, 0.05
-# Necessary operations of one training image: forward, weight gradients, and input gradients except the first layer's.
-LAYERS = (25 * 6 * 28 * 28, 150 * 16 * 10 * 10, 400 * 120, 120 * 84, 84 * CLASSES)
-FLOP_PER_IMAGE = 2 * (3 * sum(LAYERS) - LAYERS[0])
+WANTED = {"pfl": 0.40, "FedJAX": 0.21, "Flower": 0.11}  # ours / theirs, on two cores
 
 
-def federation(seed: int = 0) -> fd.FederatedData:
+def federation(clients: int = CLIENTS, seed: int = 0) -> fd.FederatedData:
     """Noisy prototypes as uint8 images, a Dirichlet(0.5) label mix per client."""
     rng = np.random.default_rng(seed)
     prototypes = rng.normal(128, 40, size=(CLASSES, 28, 28, 1))
-    clients = []
-    for _ in range(CLIENTS):
+    made = []
+    for _ in range(clients):
         y = rng.choice(CLASSES, size=ROWS, p=rng.dirichlet(np.full(CLASSES, 0.5)))
-        clients.append((np.clip(prototypes[y] + rng.normal(0, 40, (ROWS, 28, 28, 1)), 0, 255).astype(np.uint8), y))
-    return fd.FederatedData.from_clients(clients, name="femnist-shaped")
+        made.append((np.clip(prototypes[y] + rng.normal(0, 40, (ROWS, 28, 28, 1)), 0, 255).astype(np.uint8), y))
+    return fd.FederatedData.from_clients(made, name="femnist-shaped")
 
 
-def matmul_rate(n: int = 4000) -> float:
-    """GFLOP/s of XLA's own n x n float32 product on all cores."""
-    a = jax.random.normal(jax.random.key(0), (n, n))
-    product = jax.jit(jnp.matmul)
-    product(a, a).block_until_ready()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product(a, a).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / min(times) / 1e9
-
-
-def round_times(rounds: int) -> list[float]:
-    """Seconds of each round after two that compile and warm up."""
+def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    clients, cohort = (4, 2) if arguments.quick else (CLIENTS, COHORT)
     sim = fd.Simulation(
         fd.models.lenet5(CLASSES),
-        federation(),
+        federation(clients),
         fd.algorithms.fedavg(),
         local=fd.LocalTraining(batch_size=BATCH, lr=LR),
-        cohort_size=COHORT,
+        cohort_size=cohort,
     )
-    state = sim.init(jax.random.key(0))
-    times = []
-    for _ in range(rounds + 2):
-        start = time.perf_counter()
-        state, _ = sim.round_fn(state)
-        jax.block_until_ready(state)
-        times.append(time.perf_counter() - start)
-    return times[2:]
+    times, rate = measure.round_seconds(sim, arguments.rounds), measure.matmul_rate(64 if arguments.quick else 4000)
+    median, images = statistics.median(times), cohort * ROWS
+    achieved = images * operations("lenet5") / median
+    print(
+        f"fedjax_drift {fd.__version__}, jax {jax.__version__}, {len(jax.local_devices())} devices: "
+        f"median={median:.4f}s a round (min {min(times):.4f}, max {max(times):.4f})"
+    )
+    note = (
+        f"{images / median:,.0f} images/s, {achieved / 1e9:.1f} of {rate / 1e9:.0f} GFLOP/s = {achieved / rate:.1%} "
+        "of the matrix-multiply rate"
+    )
+    yield measure.row(f"LeNet-5, {cohort} of {clients} clients x {ROWS} images", times, "s a round", note=note)
+
+
+def compare(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    """Ours and the peers in turn: every turn's own ratios."""
+    quick, devices = ["--quick"] * arguments.quick, ["--devices", str(arguments.devices)] * bool(arguments.devices)
+    ours = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--no-results", *quick, *devices]
+    turns: list[list[float]] = []
+    for _ in range(arguments.turns):
+        lines = [timed_line(command) for command in [ours, *map(shlex.split, arguments.peer)]]
+        print("\n".join(lines), flush=True)
+        names = [line.split(": median=")[0] for line in lines]
+        turns.append([float(re.findall(r"median=([\d.]+)", line)[-1]) for line in lines])
+    columns = list(zip(*turns, strict=True))
+    yield measure.row("ours", columns[0], "s a round")
+    for name, times in zip(names[1:], columns[1:], strict=True):
+        yield measure.row(name, times, "s a round")
+        wanted = WANTED.get(name.split()[0])
+        ratios = [own / theirs for own, theirs in zip(columns[0], times, strict=True)]
+        yield measure.row(f"ours / {name.split()[0]}", ratios, at_most=wanted)
+
+
+def timed_line(command: list[str]) -> str:
+    return next(line for line in reversed(measure.run(command).splitlines()) if ": median=" in line)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--devices", type=int, default=None, help="CPU devices, default one per core")
-    parser.add_argument("--peer", help="another simulator's command, run in turn with ours")
+    parser.add_argument("--peer", action="append", help="another simulator's command, run in turn with ours")
     parser.add_argument("--turns", type=int, default=3, help="how often each runs with --peer")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.turns = 2, 1
+    fd.use_cpu_devices(arguments.devices)
     if arguments.peer:
-        compare(arguments)
-        return
-    devices = fd.use_cpu_devices(arguments.devices)
-    rate = matmul_rate()
-    times = round_times(arguments.rounds)
-    median = statistics.median(times)
-    achieved = COHORT * ROWS * FLOP_PER_IMAGE / median / 1e9
-    print(
-        f"fedjax_drift {fd.__version__}, jax {jax.__version__}, {devices} CPU devices: median={median:.4f}s a round "
-        f"(min {min(times):.4f}, max {max(times):.4f}), {COHORT * ROWS / median:,.0f} images/s, "
-        f"{achieved:.1f} of {rate:.0f} GFLOP/s = {achieved / rate:.1%} of the matrix-multiply rate"
-    )
-
-
-def compare(arguments: argparse.Namespace) -> None:
-    ours = [sys.executable, __file__, "--rounds", str(arguments.rounds)]
-    if arguments.devices:
-        ours += ["--devices", str(arguments.devices)]
-    medians: dict[str, list[float]] = {"ours": [], "peer": []}
-    for _ in range(arguments.turns):
-        for name, command in (("ours", ours), ("peer", shlex.split(arguments.peer))):
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{shlex.join(command)} failed:\n{done.stderr}")
-            output = done.stdout
-            medians[name].append(float(re.findall(r"median=([\d.]+)", output)[-1]))
-            print(name, output.strip().splitlines()[-1], flush=True)
-    ratios = [a / b for a, b in zip(medians["ours"], medians["peer"], strict=True)]
-    print(f"ours / peer: {statistics.median(ratios):.3f} (turns: {', '.join(f'{r:.3f}' for r in ratios)})")
+        measure.save("lenet_femnist_peers", compare(arguments), arguments)
+    else:
+        measure.save("lenet_femnist", rows(arguments), arguments)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The workload of lenet_femnist.py in pfl-research (0.6.0, PyTorch): seconds a round, for --peer.
 
-    python -m venv peer && peer/bin/pip install torch "pfl[pytorch]"
+    python -m venv pfl && pfl/bin/pip install torch==2.13.0 && pfl/bin/pip install "pfl[pytorch]"
     python experiments/benchmarks/lenet_femnist.py --rounds 20 --peer \
-        "peer/bin/torchrun --standalone --nproc_per_node=2 experiments/benchmarks/peer_pfl.py"
+        "pfl/bin/torchrun --standalone --nproc_per_node=2 experiments/benchmarks/peer_pfl.py"
 
 One thread in each process. Clients draw the same sizes, labels and batch orders as any user of pfl would: a permutation
 when their data set is made.
@@ -10,8 +10,11 @@ when their data set is made.
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import time
+from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -69,6 +72,11 @@ class Clock(TrainingProcessCallback):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="2 rounds")
+    arguments = parser.parse_args()
+    rounds = 2 if arguments.quick else arguments.rounds
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
@@ -88,7 +96,7 @@ def main() -> None:
     network, clock = LeNet(), Clock()
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
-            central_num_iterations=ROUNDS + 3,
+            central_num_iterations=rounds + 3,
             evaluation_frequency=10**9,
             train_cohort_size=COHORT,
             val_cohort_size=None,
@@ -104,7 +112,11 @@ def main() -> None:
         callbacks=[clock],
     )
     times = clock.times[2:]
-    print(f"pfl, torch {torch.__version__}: median={statistics.median(times):.4f}s a round (min {min(times):.4f})")
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"pfl {version('pfl')}, torch {torch.__version__}, {os.environ.get('WORLD_SIZE', 1)} processes: "
+            f"median={statistics.median(times):.4f}s a round (min {min(times):.4f})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,41 +1,84 @@
 """Executed / needed local steps where clients are uneven: FEMNIST-like sizes (mean 197 rows, spread 85), batch 20.
 
-    python experiments/benchmarks/uneven_clients.py [--rounds 50]
+    python experiments/benchmarks/uneven_clients.py [--rounds 50] [--time]
 
 Sorting the cohort by local steps before cutting it into groups of lanes is what keeps the ratio low; 1 lane wastes
 nothing. No network is trained (a linear model of one feature), so the counts are the engine's own.
+
+With --time: what a round of uneven clients takes (LeNet-5) beside one of equal clients with the same number of steps,
+in turn, lanes as chosen by "auto". That ratio bounds what packing the cohort's steps into lanes could gain here.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+from collections.abc import Iterator
 
 import jax
+import measure
 import numpy as np
+from workloads import Workload, equal_sizes, femnist_sizes
 
 import fedjax_drift as fd
 
+BATCH = 20
+CALCULATED = {(10, 1): 1.0, (10, 10): 1.69, (50, 10): 1.18, (100, 10): 1.10, (100, 50): 1.57, (3400, 50): 1.02}
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50)
-    arguments = parser.parse_args()
-    sizes = np.clip(np.random.default_rng(0).gamma((197 / 85) ** 2, 85**2 / 197, 3400), 19, 470).astype(np.int32)
-    rows = np.zeros((sizes.sum(), 1), np.float32)
-    data = fd.FederatedData(rows, np.zeros(len(rows), np.int32), sizes)
-    print(f"3,400 clients of {sizes.min()} to {sizes.max()} rows, mean {sizes.mean():.0f}, spread {sizes.std():.0f}")
-    for cohort_size, lanes in ((10, 1), (10, 10), (50, 10), (100, 10), (100, 50), (3400, 50)):
-        model, local = fd.models.linear((1,), 2), fd.LocalTraining(batch_size=20)
+
+def ratios(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    sizes = femnist_sizes(60 if arguments.quick else 3400)
+    x = np.zeros((sizes.sum(), 1), np.float32)
+    data = fd.FederatedData(x, np.zeros(len(x), np.int32), sizes)
+    for (cohort, lanes), calculated in CALCULATED.items():
+        if cohort > len(sizes):
+            continue
+        model, local = fd.models.linear((1,), 2), fd.LocalTraining(batch_size=BATCH)
         sim = fd.Simulation(
-            model, data, fd.algorithms.fedavg(), local=local, cohort_size=cohort_size, lanes=lanes,
+            model, data, fd.algorithms.fedavg(), local=local, cohort_size=cohort, lanes=lanes,
             mesh=fd.clients_mesh(jax.local_devices()[:1]),
         )  # fmt: skip
-        state, ratios = sim.init(jax.random.key(0)), []
-        for _ in range(arguments.rounds if cohort_size < 3400 else 2):
+        state, counted = sim.init(jax.random.key(0)), []
+        for _ in range(arguments.rounds if cohort < 3400 else 2):
             state, info = sim.round_fn(state)
-            ratios.append(int(info["executed_steps"]) / int(info["steps"]))
-        spread = f"rounds {min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"{cohort_size:5} a round, {lanes:3} lanes: {np.mean(ratios):.3f}  ({spread})")
+            counted.append(int(info["executed_steps"]) / int(info["steps"]))
+        note = f"by calculation {calculated}; mean {np.mean(counted):.3f}"
+        yield measure.row(f"{cohort:,} a round, lanes: {lanes}", counted, "executed / needed", note=note)
+
+
+def times(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    accelerated = jax.default_backend() != "cpu"
+    network = "mnist_2nn" if arguments.quick else "lenet5"
+    for cohort in (2,) if arguments.quick else (10, 100, 3400) if accelerated else (10, 100):
+        uneven = Workload(network, femnist_sizes(cohort), cohort, BATCH)
+        steps = -(-uneven.sizes // BATCH)
+        even = uneven._replace(sizes=equal_sizes(cohort, round(steps.mean()) * BATCH))
+        sims = [measure.simulation(workload) for workload in (uneven, even)]
+        each = 1 if arguments.quick else max(1, 100 // cohort)
+        per_step: list[list[float]] = [[], []]
+        for _ in range(1 if arguments.quick else 5):
+            for sim, taken, workload in zip(sims, per_step, (uneven, even), strict=True):
+                taken += [
+                    t / (-(-workload.sizes // BATCH)).sum() for t in measure.round_seconds(sim, 1, warm=1, each=each)
+                ]
+        turns = [a / b for a, b in zip(*per_step, strict=True)]
+        microseconds = " and ".join(f"{1e6 * statistics.median(taken):.1f}" for taken in per_step)
+        note = f"lanes: {sims[0].lanes}; {microseconds} us for a needed step"
+        yield measure.row(f"time of a step, uneven / equal clients, {cohort:,} a round", turns, note=note)
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--time", action="store_true", help="measure time instead of counting")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds = 1
+    if arguments.time:
+        fd.use_cpu_devices()
+        measure.save("uneven_clients_time", times(arguments), arguments)
+    else:
+        measure.save("uneven_clients", ratios(arguments), arguments)
 
 
 if __name__ == "__main__":

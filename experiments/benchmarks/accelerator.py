@@ -1,0 +1,127 @@
+"""Rounds on one accelerator: seconds, and the share of the ceiling that binds, arithmetic or memory.
+
+    python experiments/benchmarks/accelerator.py [--workloads "lenet5 100" pfl_cifar10 ...] [--rounds 20]
+    python experiments/benchmarks/accelerator.py --bfloat16 [--seeds 3]
+
+Workloads (workloads.py): LeNet-5 and the EMNIST CNN with 10, 100 and all of 3,400 uneven writers a round, batch 20;
+pfl's CIFAR-10 benchmark (1,000 clients x 50 images, 50 a round, batch 10) and its whole run of 1,500 rounds with an
+evaluation every 10; FedDC's CIFAR-10 setting (100 clients, 15 a round, 5 epochs, batch 50) with its CNN and with
+ResNet-18-GN. Images are random. Necessary operations and bytes are counted as roofline.py does; the ceilings are
+products in JAX's default precision for float32 and one pass over memory, measured in the same run.
+
+With --bfloat16: seconds a round in turn with float32, and the test accuracy of both on glyph writers, 100 a round.
+torch_loop.py is the same work as a plain loop over clients in PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import measure
+from workloads import RESNET, WORKLOADS, Workload, images, operations, step_bytes, tiny
+
+import fedjax_drift as fd
+
+# Wanted on an H200, seconds a round.
+WANTED = {f"{net} {K}": s for net in ("lenet5", "emnist_cnn") for K, s in ((10, 0.015), (100, 0.03))}
+WANTED |= {"lenet5 3400": 1, "emnist_cnn 3400": 4}
+PFL_ROUNDS, PFL_SECONDS = 1500, 60
+
+
+def rounds(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    accelerated = jax.default_backend() != "cpu"
+    n, size = (8192, 2**32) if accelerated else (64, 2**16)
+    rate, bandwidth = measure.matmul_rate(n), measure.copy_rate(size)
+    yield measure.row("float32 product", rate / 1e9, "GFLOP/s")
+    yield measure.row("one pass over memory, read and written", bandwidth / 1e9, "GB/s")
+    for name in arguments.workloads:
+        workload = tiny(WORKLOADS[name]) if arguments.quick else WORKLOADS[name]
+        sim = measure.simulation(workload)
+        long = workload.cohort >= 1000 or workload.network == RESNET  # a round of seconds
+        timings, each = (3, 1) if long or arguments.quick else (arguments.rounds, 5)
+        times = measure.round_seconds(sim, timings, each=each)
+        took = statistics.median(times)
+        # Of an average cohort: which clients it holds differs from round to round.
+        trained = workload.cohort * workload.epochs * float(workload.sizes.mean())
+        steps = workload.cohort * workload.epochs * float((-(-workload.sizes // workload.batch)).mean())
+        needed, moved = trained * operations(workload.network), steps * step_bytes(workload.network, workload.batch)
+        binds = "memory" if moved / bandwidth > needed / rate else "arithmetic"
+        share = max(needed / rate, moved / bandwidth) / took
+        note = (
+            f"lanes: {sim.lanes}; {trained / took:,.0f} images/s; {needed / took / 1e12:.2f} TFLOP/s and "
+            f"{moved / took / 1e9:.0f} GB/s necessary: {share:.1%} of the ceiling ({binds})"
+        )
+        if device := measure.peak_bytes()[1]:
+            note += f"; at most {device / 2**30:.2f} GiB of the device so far"
+        wanted = WANTED.get(name) if accelerated else None
+        yield measure.row(name, times, "s a round", at_most=wanted, note=note)
+        if name == "pfl_cifar10":
+            yield pfl_run(workload, 2 if arguments.quick else PFL_ROUNDS)
+
+
+def pfl_run(workload: Workload, rounds: int) -> measure.Row:
+    """The whole benchmark, with compilation."""
+    x, y = images(workload)
+    tests = min(len(x), 10_000)
+    data = fd.FederatedData(x, y, workload.sizes, x[:tests], y[:tests])
+    sim = measure.simulation(workload, data=data)
+    start = time.perf_counter()
+    sim.run(sim.init(jax.random.key(0)), rounds, eval_every=10, progress=False)
+    took = time.perf_counter() - start
+    return measure.row(
+        f"pfl_cifar10, {rounds:,} rounds and their evaluations", took, "s", at_most=PFL_SECONDS, note="with compilation"
+    )
+
+
+def bfloat16(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    data = fd.datasets.load("glyphs", num_writers=3 if arguments.quick else 3400)
+    cohort, local = min(100, data.num_clients), fd.LocalTraining(batch_size=20, lr=0.1)
+    networks = ("emnist_nn",) if arguments.quick else ("lenet5", "emnist_cnn")
+    for network in networks:
+        model = fd.models.MODELS[network](num_classes=62)
+        sims = {
+            name: fd.Simulation(m, data, fd.algorithms.fedavg(), local=local, cohort_size=cohort, donate=True)
+            for name, m in {"float32": model, "bfloat16": model.computing_in(jnp.bfloat16)}.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in sims}
+        for _ in range(1 if arguments.quick else 5):
+            for name, sim in sims.items():
+                times[name] += measure.round_seconds(sim, 1, each=1 if arguments.quick else 10)
+        for name in sims:
+            yield measure.row(f"{network}, {cohort} of {data.num_clients:,} writers, {name}", times[name], "s a round")
+        for name, sim in sims.items():
+            accuracies = [accuracy(sim, seed, arguments.accuracy_rounds) for seed in range(arguments.seeds)]
+            what = f"{network}, {name}, test accuracy after {arguments.accuracy_rounds} rounds"
+            yield measure.row(what, accuracies, "%", note=f"seeds 0 to {arguments.seeds - 1}")
+
+
+def accuracy(sim: fd.Simulation, seed: int, rounds: int) -> float:
+    state, _ = sim.run(sim.init(jax.random.key(seed)), rounds, eval_every=0, progress=False)
+    return 100 * sim.evaluate(state)["accuracy"]
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=20, help="timings of a workload, each of 5 rounds")
+    parser.add_argument("--bfloat16", action="store_true", help="compare bfloat16 with float32 instead")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--accuracy-rounds", type=int, default=200)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.seeds, arguments.accuracy_rounds = 1, 1, 1
+        arguments.workloads = ["lenet5 10", "pfl_cifar10"]
+    fd.use_cpu_devices()
+    if arguments.bfloat16:
+        measure.save("accelerator_bfloat16", bfloat16(arguments), arguments)
+    else:
+        measure.save("accelerator", rounds(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Runs every benchmark of this folder in turn, each in a process of its own, and makes the README's tables anew.
+
+    python experiments/benchmarks/all.py [--only overhead memory] [--peer "COMMAND"] [--peer ...]
+    python experiments/benchmarks/all.py --quick     every benchmark, tiny: that it still runs; changes no file
+    python experiments/benchmarks/all.py --tables    only the tables, from the results files
+
+--peer is lenet_femnist.py's: other simulators, timed in turn with ours. What needs an accelerator or PyTorch is left
+out, and said, where there is none. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import measure
+
+
+class Benchmark(NamedTuple):
+    command: str
+    needs: str = ""  # "accelerator", "torch"; a quick run needs no accelerator
+
+
+BENCHMARKS = [
+    Benchmark("lenet_femnist.py"),
+    Benchmark("roofline.py"),
+    Benchmark("compile.py"),
+    Benchmark("uneven_clients.py"),
+    Benchmark("uneven_clients.py --time"),
+    Benchmark("accelerator.py", "accelerator"),
+    Benchmark("accelerator.py --bfloat16", "accelerator"),
+    Benchmark("torch_loop.py", "accelerator torch"),
+    Benchmark("all_writers.py"),
+    Benchmark("overhead.py"),
+    Benchmark("sweep.py"),
+    Benchmark("many_clients.py"),
+    Benchmark("memory.py"),
+    Benchmark("algorithm_cost.py --turns 3"),
+]
+
+
+def missing(benchmark: Benchmark, quick: bool) -> str:
+    """What the benchmark needs and this machine has not."""
+    have = {
+        "torch": lambda: importlib.util.find_spec("torch") is not None,
+        "accelerator": lambda: quick or accelerated(),
+    }
+    return " and ".join(need for need in benchmark.needs.split() if not have[need]())
+
+
+def accelerated() -> bool:
+    """Asked of another process: this one shall hold no accelerator."""
+    return measure.run([sys.executable, "-c", "import jax; print(jax.default_backend())"]).strip() != "cpu"
+
+
+def run(command: str, extra: list[str], quick: bool) -> str | None:
+    """Runs one; its output, when it failed."""
+    # Nearly all of a quick run is compiling.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0" if quick else None
+    environment = os.environ | ({"XLA_FLAGS": flags} if flags else {})
+    script, *options = shlex.split(command)
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, str(measure.HERE / script), *options, *extra],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE if quick else None,
+        stderr=subprocess.STDOUT if quick else None,
+    )
+    print(
+        f"{'ran' if done.returncode == 0 else 'FAILED'}: {command[:40]}, {time.perf_counter() - start:.0f} s\n",
+        flush=True,
+    )
+    return None if done.returncode == 0 else f"{command}\n{done.stdout or ''}"
+
+
+def quick(commands: list[str]) -> list[str]:
+    """Every command tiny, as many at once as there are cores; what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        extra = ["--quick", "--output", folder]
+        peer = shlex.join([sys.executable, "-c", "print('nobody 1.0: median=1.0s a round')"])
+        commands = [f"lenet_femnist.py --peer {shlex.quote(peer)}", *commands]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
+            failed = [output for output in pool.map(lambda command: run(command, extra, True), commands) if output]
+        made = {path.name.split(".")[0] for path in Path(folder).glob("*.json")}
+        shown = {name for match in measure.TABLE.finditer(measure.README.read_text()) for name in match[2].split()}
+        measure.with_tables(measure.README.read_text(), Path(folder))
+    if not failed and made - shown:
+        failed.append(f"README.md has no table for {', '.join(sorted(made - shown))}")
+    return failed
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="scripts, without .py")
+    parser.add_argument("--peer", action="append", help="another simulator's command, as in lenet_femnist.py")
+    parser.add_argument("--tables", action="store_true", help="only make the README's tables from the results files")
+    arguments = parser.parse_args()
+    if arguments.tables:
+        measure.README.write_text(measure.with_tables(measure.README.read_text()))
+        return
+    start, commands = time.perf_counter(), []
+    for benchmark in BENCHMARKS:
+        if arguments.only and benchmark.command.split(".py")[0] not in arguments.only:
+            continue
+        if lacks := missing(benchmark, arguments.quick):
+            print(f"left out: {benchmark.command} needs {lacks}", flush=True)
+            continue
+        commands.append(benchmark.command)
+    if arguments.quick:
+        failed = quick(commands)
+    else:
+        if arguments.peer:
+            peers = " ".join(f"--peer {shlex.quote(peer)}" for peer in arguments.peer)
+            commands.insert(0, f"lenet_femnist.py --rounds 20 {peers}")
+        options = {"--commit": arguments.commit, "--output": arguments.output}
+        extra = [word for option, value in options.items() if value for word in (option, str(value))]
+        failed = [output for command in commands if (output := run(command, extra, False))]
+    if measure.with_tables(measure.README.read_text()) != measure.README.read_text():
+        failed.append("the tables of README.md are not those of the results files: run all.py --tables")
+    print(f"{len(commands)} benchmarks in {time.perf_counter() - start:.0f} s, {len(failed)} failed")
+    if failed:
+        sys.exit("\n\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()

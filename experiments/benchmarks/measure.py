@@ -1,0 +1,287 @@
+"""What the benchmarks share: timing, the machine's ceilings, results files, and the README's tables made from them.
+
+A benchmark is a generator of rows; `save` prints each as it comes, writes them to results/NAME.PLATFORM.json with the
+command, the commit and the hardware, and makes the tables of README.md from the files anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from workloads import NETWORKS, Workload, images
+
+HERE = Path(__file__).parent
+RESULTS, README = HERE / "results", HERE / "README.md"
+Row = dict[str, Any]
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="tiny, to see that it runs: its figures mean nothing")
+    made.add_argument("--output", type=Path, help="folder for the results file; default results/, with --quick none")
+    made.add_argument("--no-results", action="store_true", help="print only")
+    made.add_argument("--commit", help="what to call the code's version where this is no checkout")
+    return made
+
+
+def row(
+    what: str,
+    values: float | Sequence[float],
+    unit: str = "",
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    note: str = "",
+) -> Row:
+    """One line of a table: what was measured, one value for each repeat, and what is wanted of their median."""
+    values = [float(v) for v in values] if isinstance(values, Sequence) else [float(values)]
+    spread = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    spread = {name: float(f"{value:.6g}") for name, value in spread.items()}
+    return {
+        "what": what,
+        **spread,
+        "repeats": len(values),
+        "unit": unit,
+        "at_most": at_most,
+        "at_least": at_least,
+        "note": note,
+    }
+
+
+def save(name: str, rows: Iterable[Row], arguments: argparse.Namespace, where: tuple[str, str] | None = None) -> None:
+    """Prints the rows and writes NAME.PLATFORM.json.
+
+    where: the platform ("cpu", "gpu", ...) and what computes, in words; default: JAX's devices.
+    """
+    done, version = [], arguments.commit or commit()  # as it is now that the code is loaded
+    for each in rows:
+        wanted = f"   (wanted {_wanted(each)})" if _wanted(each) else ""
+        note = f"   [{each['note']}]" if each["note"] else ""
+        print(f"{each['what']}: {_measured(each)}{wanted}{note}", flush=True)
+        done.append(each)
+    if arguments.no_results or (arguments.quick and arguments.output is None):
+        return
+    kind, devices = where or _jax_devices()
+    contents = {
+        "command": _command(),
+        "commit": version,
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware() | {"devices": devices},
+        "rows": done,
+    }
+    folder = arguments.output or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.{kind}.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
+    if folder.resolve() == RESULTS.resolve():
+        README.write_text(with_tables(README.read_text()))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+TABLE = re.compile(r"(<!-- results: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str, folder: Path = RESULTS) -> str:
+    """The text with a table between every ``<!-- results: NAME NAME -->`` and ``<!-- end -->``."""
+    return TABLE.sub(lambda match: match[1] + table(match[2].split(), folder) + match[3], text)
+
+
+def table(names: Sequence[str], folder: Path = RESULTS) -> str:
+    """Markdown: the rows of the named benchmarks, of all platforms, and below what they were measured on."""
+    lines, sources = [], []
+    for name in names:
+        for path in sorted(folder.glob(f"{name}.*.json")):
+            contents = json.loads(path.read_text())
+            command, hardware = contents["command"], contents["hardware"]
+            command = command.removeprefix("python ").replace("experiments/benchmarks/", "")
+            cells = [(r["what"], _measured(r), _wanted(r), r["note"]) for r in contents["rows"]]
+            lines += [f"| {' | '.join(cell)} | {path.suffixes[-2][1:]} | `{command}` |" for cell in cells]
+            sources.append(
+                f"{path.name}: {hardware['devices']}, {hardware['cores']} cores of {hardware['cpu']}, "
+                f"{hardware['versions']}, commit {contents['commit']}, {contents['date']}"
+            )
+    if not lines:
+        return "Not measured yet.\n"
+    head = "| what | median (min to max, repeats) | wanted | more | on | command |\n|---|---|---|---|---|---|\n"
+    return head + "\n".join(lines) + "\n\n" + "".join(f"- {source}\n" for source in sources)
+
+
+def number(value: float) -> str:
+    """Three significant digits, and no exponent from 0.001 on."""
+    if value == 0 or 1e-3 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1e}"
+
+
+def _measured(row: Row) -> str:
+    unit = row["unit"] if row["unit"] in ("", "%") else f" {row['unit']}"
+    spread = f" ({number(row['min'])} to {number(row['max'])}, {row['repeats']})" if row["repeats"] > 1 else ""
+    return f"{number(row['median'])}{unit}{spread}"
+
+
+def _wanted(row: Row) -> str:
+    low, high, value = row["at_least"], row["at_most"], row["median"]
+    bounds = [f"{sign} {number(bound)}" for sign, bound in ((">=", low), ("<=", high)) if bound is not None]
+    met = (low is None or value >= low) and (high is None or value <= high)
+    return " and ".join(bounds) + ("" if met else ", missed")
+
+
+# --- where and what ---------------------------------------------------------------------------------------------------
+
+
+def hardware() -> dict[str, Any]:
+    """The processor, the cores this process may use, and the versions of what is loaded."""
+    names = re.findall(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    loaded = {name: sys.modules[name].__version__ for name in ("jax", "torch") if name in sys.modules}
+    versions = ", ".join(f"{name} {version}" for name, version in loaded.items())
+    return {"cpu": names[0] if names else platform.processor() or platform.machine(), "cores": cores} | {
+        "versions": f"{versions}, Python {platform.python_version()}"
+    }
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
+
+
+def _jax_devices() -> tuple[str, str]:
+    import jax
+
+    devices = jax.local_devices()
+    return devices[0].platform, f"{len(devices)} x {devices[0].device_kind}"
+
+
+def commit() -> str:
+    """The commit of this checkout, with a word on changes that are not in it; "unknown" outside a checkout."""
+    made_here = [":!experiments/benchmarks/results", ":!experiments/benchmarks/README.md"]
+    try:
+        head = _git("rev-parse", "--short=10", "HEAD")
+        return head + (" with changes" if _git("status", "--porcelain", "--", ":/", *made_here) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    root = HERE.parents[1]
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _command() -> str:
+    """This command, without folders of this machine, and without where its results go."""
+    options = re.sub(r"--output[ =]\S+", "", shlex.join(sys.argv[1:]))
+    command = f"python experiments/benchmarks/{Path(sys.argv[0]).name} {options}".strip()
+    return re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)+", "", command)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def seconds(call: Callable[[], Any], repeats: int = 5, warm: int = 1) -> list[float]:
+    """Seconds of each of ``repeats`` calls, until what a call returns is there; ``warm`` calls before do not count."""
+    import jax
+
+    times = []
+    for _ in range(warm + repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return times[warm:]
+
+
+def round_seconds(sim: Any, rounds: int, warm: int = 2, each: int = 1) -> list[float]:
+    """Seconds a round, ``rounds`` times: each the mean of ``each`` rounds, of which only the last is waited for."""
+    import jax
+
+    state = sim.init(jax.random.key(0))
+
+    def go_on() -> Any:
+        nonlocal state
+        for _ in range(each):
+            state, _ = sim.round_fn(state)
+        return state
+
+    return [t / each for t in seconds(go_on, rounds, warm)]
+
+
+def matmul_rate(n: int = 4000, dtype: str = "float32", precision: str | None = None) -> float:
+    """Operations a second of XLA's own n x n product: on a CPU all cores, on an accelerator one."""
+    import jax
+    import jax.numpy as jnp
+
+    a = jax.random.normal(jax.random.key(0), (n, n)).astype(dtype)
+    product = jax.jit(lambda a: jnp.matmul(a, a, precision=precision))
+    return 2 * n**3 / min(seconds(lambda: product(a), 3))
+
+
+def copy_rate(size: int) -> float:
+    """Bytes a second, read and written, of one pass over ``size`` bytes in place."""
+    import jax
+    import jax.numpy as jnp
+
+    a = jnp.ones(size // 4, jnp.float32)
+    add = jax.jit(lambda a: a + 1, donate_argnums=0)  # into new memory, a CPU would time the making of its pages
+
+    def move() -> jax.Array:
+        nonlocal a
+        a = add(a)
+        return a
+
+    return 2 * size / min(seconds(move))
+
+
+def peak_bytes() -> tuple[int, int]:
+    """The most memory this process has held so far, of the host and of its first device (0 on a CPU)."""
+    import jax
+
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return host, (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def simulation(workload: Workload, **options: Any) -> Any:
+    """A `fedjax_drift.Simulation` of the workload: FedAvg, states donated, unless ``options`` say otherwise."""
+    import fedjax_drift as fd
+
+    x, y = images(workload)
+    given = {
+        "model": model(workload.network),
+        "data": fd.FederatedData(x, y, workload.sizes),
+        "algorithm": fd.algorithms.fedavg(),
+        "local": fd.LocalTraining(epochs=workload.epochs, batch_size=workload.batch, lr=0.01),
+        "cohort_size": workload.cohort,
+        "donate": True,
+    }
+    return fd.Simulation(**(given | options))
+
+
+def model(name: str) -> Any:
+    """The package's model of that network."""
+    import fedjax_drift as fd
+    from fedjax_drift.models.networks import CNN
+
+    if name in fd.models.MODELS:
+        return fd.models.MODELS[name](NETWORKS[name].classes) if name in NETWORKS else fd.models.MODELS[name]()
+    network = NETWORKS[name]
+    return fd.Model.from_linen(CNN(*network[2:4], network.classes, *network.dropout), network.image)
+
+
+def run(command: Sequence[str]) -> str:
+    """What the command prints; on failure the program ends with its message."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{shlex.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+    return done.stdout

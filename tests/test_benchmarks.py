@@ -1,0 +1,69 @@
+"""What the benchmarks count, and the tables that are made from their files. Whether they run: `all.py --quick`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedjax_drift as fd
+
+FOLDER = Path(__file__).parents[1] / "experiments" / "benchmarks"
+
+
+@pytest.fixture
+def shared(monkeypatch) -> tuple[Any, Any]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import measure
+    import workloads
+
+    return measure, workloads
+
+
+def test_the_layers_that_are_counted_are_the_models(shared) -> None:
+    measure, workloads = shared
+    for name in [*workloads.NETWORKS, workloads.RESNET]:
+        assert workloads.parameters(name) == fd.models.num_parameters(measure.model(name)), name
+
+
+def test_necessary_operations_and_bytes_of_a_network_small_enough_to_count(shared, monkeypatch) -> None:
+    _, workloads = shared
+    # 3x3 convolution of 2 filters on 4x4x1, valid and pooled to 1x1, then 2 -> 5.
+    network = workloads.Network((4, 4, 1), 5, ((2, 3, "VALID", 2),), ())
+    monkeypatch.setitem(workloads.NETWORKS, "small", network)
+    first, second = 9 * 2 * 4, 2 * 5
+    assert workloads.operations("small") == 2 * (2 * first + 3 * second)
+    d = 9 * 2 + 2 + 2 * 5 + 5
+    assert workloads.step_bytes("small", 3) == 8 * d + 3 * (16 + 16 * (2 * 4 + 5))
+
+
+def test_a_table_is_its_files(shared, tmp_path) -> None:
+    measure, _ = shared
+    rows = [
+        measure.row("fast", [0.3, 0.1, 0.2], "s a round", at_most=0.25, note="a note"),
+        measure.row("slow", 3.0, "%", at_least=40),
+    ]
+    contents = {
+        "command": "python experiments/benchmarks/some.py --rounds 3",
+        "commit": "abc",
+        "date": "2026-01-01",
+        "hardware": {"cpu": "a processor", "cores": 2, "versions": "jax 1", "devices": "2 x cpu"},
+        "rows": rows,
+    }
+    (tmp_path / "some.cpu.json").write_text(json.dumps(contents))
+    before = "above\n<!-- results: some other -->\nold\n<!-- end -->\nbelow\n"
+    made = measure.with_tables(before, tmp_path)
+    assert "| fast | 0.2 s a round (0.1 to 0.3, 3) | <= 0.25 | a note | cpu | `some.py --rounds 3` |" in made
+    assert "| slow | 3% | >= 40, missed |  | cpu |" in made
+    assert "commit abc" in made and "old" not in made and made.startswith("above") and made.endswith("below\n")
+    assert measure.with_tables(made, tmp_path) == made
+
+
+def test_the_readmes_tables_are_those_of_the_results_files(shared) -> None:
+    measure, _ = shared
+    text = measure.README.read_text()
+    assert measure.with_tables(text) == text, "run experiments/benchmarks/all.py --tables"
+    shown = {name for match in measure.TABLE.finditer(text) for name in match[2].split()}
+    assert {path.name.split(".")[0] for path in measure.RESULTS.glob("*.json")} <= shown
