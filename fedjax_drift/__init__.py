@@ -17,6 +17,7 @@ from fedjax_drift.data.redeal import drift_regimes
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.sharding import clients_mesh, use_compilation_cache, use_cpu_devices
 from fedjax_drift.simulation import Simulation
+from fedjax_drift.sweep import Run, grid, sweep
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Round, ServerState, Work
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "LocalTraining",
     "Model",
     "Round",
+    "Run",
     "ServerState",
     "Simulation",
     "Work",
@@ -37,9 +39,11 @@ __all__ = [
     "datasets",
     "drift",
     "drift_regimes",
+    "grid",
     "models",
     "partition",
     "plots",
+    "sweep",
     "use_compilation_cache",
     "use_cpu_devices",
 ]

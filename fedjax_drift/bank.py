@@ -507,8 +507,8 @@ def _check_empty(path: Path) -> None:
     """ValueError unless the folder holds nothing but what a `create` that was killed may have left."""
     if (path / INDEX).exists():
         raise ValueError(
-            f"path must be a new or empty folder, got {path}, which holds a bank: choose another, or go on from that one "
-            "with Bank.open (Simulation.reopen)"
+            f"path must be a new or empty folder, got {path}, which holds a bank: choose another, or go on from that "
+            "one with Bank.open (Simulation.reopen)"
         )
     files = {file.name for file in path.iterdir()}
     unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size

@@ -27,7 +27,7 @@ from fedjax_drift.stream import Stream
 from fedjax_drift.types import Algorithm, Model, Params, PyTree, ServerState
 
 if TYPE_CHECKING:
-    from fedjax_drift import sweep as sweeping
+    from fedjax_drift.sweep import Run
 
 THREEFRY = "threefry2x32"
 MOST_ROUNDS = 64  # in one program of `run`
@@ -414,11 +414,11 @@ class Simulation:
         with np.errstate(invalid="ignore"):
             return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
 
-    def sweep(self, rounds: int, seeds: Iterable[int], eval_every: int = 10, **options: Any) -> list[sweeping.Run]:
+    def sweep(self, rounds: int, seeds: Iterable[int], eval_every: int = 10, **options: Any) -> list[Run]:
         """Many seeds in one program: ``runs[i].state``, ``.history`` are those of ``seeds[i]``; see `fd.sweep`."""
-        from fedjax_drift import sweep as sweeping
+        from fedjax_drift.sweep import sweep
 
-        return sweeping.sweep(lambda: self, rounds, seeds, eval_every=eval_every, **options)
+        return sweep(lambda: self, rounds, seeds, eval_every=eval_every, **options)
 
     def run(
         self,

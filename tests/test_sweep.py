@@ -1,0 +1,284 @@
+"""Every run of a sweep is what the same run alone gives, and all of them share one trace."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from functools import partial
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift.sweep import Run, grid, sweep
+
+FEATURES, CLASSES = 6, 4
+MODULE = import_module("fedjax_drift.sweep")
+
+
+@pytest.fixture(scope="module")
+def data() -> fd.FederatedData:
+    rng = np.random.default_rng(0)
+
+    def rows(n: int) -> tuple[np.ndarray, np.ndarray]:
+        return rng.normal(size=(n, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, n)
+
+    return fd.FederatedData.from_clients([rows(n) for n in (3, 10, 7, 25, 1, 16, 12, 30)], test=rows(41))
+
+
+def mlp() -> fd.Model:
+    """A small network whose `apply` counts how often it is traced."""
+
+    def init(key: jax.Array) -> dict:
+        a, b = jax.random.split(key)
+        return {"a": jax.random.normal(a, (FEATURES, 8)), "b": jax.random.normal(b, (8, CLASSES))}
+
+    def apply(params: dict, x: jax.Array) -> jax.Array:
+        apply.traces += 1  # type: ignore[attr-defined]
+        return jnp.tanh(x @ params["a"]) @ params["b"]
+
+    apply.traces = 0  # type: ignore[attr-defined]
+    return fd.Model(init, apply)
+
+
+MLP = mlp()
+
+
+def simulate(data, algorithm=None, devices=2, **options) -> fd.Simulation:
+    options = {"local": fd.LocalTraining(epochs=2, batch_size=4, lr=0.2), "cohort_size": 3, "model": MLP} | options
+    mesh = fd.clients_mesh(jax.devices()[:devices])
+    return fd.Simulation(options.pop("model"), data, algorithm or fd.algorithms.fedavg(), mesh=mesh, **options)
+
+
+@pytest.fixture(scope="module")
+def sim(data) -> fd.Simulation:
+    return simulate(data)
+
+
+def quietly(build, *arguments, **options) -> list[Run]:
+    return sweep(build, *arguments, progress=False, **options)
+
+
+def assert_as_alone(build, runs, rounds, tolerance, params=None, **options) -> None:
+    alone: dict[str, fd.Simulation] = {}
+    for run in runs:
+        sim = alone.setdefault(str(run.setting), build(**run.setting))
+        state, history = sim.run(sim.init(jax.random.key(run.seed), params), rounds, progress=False, **options)
+        for own, other in ((run.state._replace(key=0), state._replace(key=0)), (run.history, history)):
+            jax.tree.map_with_path(close(tolerance), own, other)
+        assert jax.random.key_data(run.state.key).tolist() == jax.random.key_data(state.key).tolist()
+
+
+def close(tolerance):
+    def compare(path, own, alone) -> None:
+        if jax.tree_util.DictKey("seconds") not in path:
+            np.testing.assert_allclose(own, alone, rtol=tolerance, atol=tolerance, err_msg=str(path))
+
+    return compare
+
+
+def local(**options) -> fd.LocalTraining:
+    return fd.LocalTraining(**({"epochs": 2, "batch_size": 4, "lr": 0.2} | options))
+
+
+def test_settings_and_seeds_as_alone(data) -> None:
+    """Four runs spread over two devices, one after another on each; and two side by side on one device."""
+
+    def build(lr, mu, epochs, devices=2):
+        return simulate(data, fd.algorithms.fedprox(mu=mu), devices, local=local(lr=lr, epochs=epochs))
+
+    settings = [{"lr": np.float32(0.3), "mu": 0.5, "epochs": 2}, {"lr": jnp.array(0.2), "mu": 0, "epochs": 2}]
+    runs = quietly(build, 5, seeds=[0, 7], settings=settings, eval_every=2)
+    assert [(run.setting["mu"], run.seed) for run in runs] == [(0.5, 0), (0.5, 7), (0, 0), (0, 7)]
+    assert ["loss" in record for record in runs[0].history] == [False, True, False, True, True]
+    assert len({float(run.state.params["a"].sum()) for run in runs}) == 4
+    side_by_side = quietly(partial(build, devices=1), 5, seeds=[0, 7], settings=settings, eval_every=2, together=2)
+    assert_as_alone(build, runs + side_by_side, 5, 1e-5, eval_every=2)
+
+
+def test_on_one_device_bit_for_bit(data) -> None:
+    """Client states, observing, measures, weight decay that is 0 in one setting, given parameters."""
+
+    def build(decay, mu):
+        algorithm = fd.algorithms.fedgvr(mu=mu)
+        return simulate(data, algorithm, devices=1, local=local(weight_decay=decay), measure=("updates", "labels"))
+
+    settings, params = [{"decay": 0.01, "mu": 0.1}, {"decay": 0, "mu": 0.2}], MLP.init(jax.random.key(3))
+    runs = quietly(build, 3, settings=settings, params=params, measure_every=2)
+    assert ["update_norm" in record for record in runs[0].history] == [False, True, False]
+    assert_as_alone(build, runs[1:], 3, 0, params=params, measure_every=2)
+
+
+@pytest.mark.parametrize("name", ["scaffold, bernoulli", "optimizer, redealt"])
+def test_a_last_group_that_is_not_full(data, name) -> None:
+    """Three runs, two side by side; so one of them is there twice."""
+    data = data.redealt(0.5) if "redealt" in name else data
+
+    def build(lr):
+        if "scaffold" in name:
+            return simulate(data, fd.algorithms.scaffold(), 1, local=local(lr=lr), sampling="bernoulli")
+        return simulate(data, devices=1, local=local(lr=lr, optimizer=optax.scale_by_adam()))
+
+    runs = quietly(build, 2, settings=grid(lr=[0.1, 0.05, 0.2]), eval_every=0, together=2)
+    assert [run.setting["lr"] for run in runs] == [0.1, 0.05, 0.2]
+    assert_as_alone(build, runs[2:], 2, 2e-5, eval_every=0)
+
+
+def test_fewer_runs_than_devices_train_on_all_of_them(data) -> None:
+    sim = simulate(data, fd.algorithms.scaffold())
+    runs = quietly(lambda: sim, 3, seeds=[5])
+    assert runs[0].state.params["a"].devices() == set(jax.devices()[:2])
+    assert_as_alone(lambda: sim, runs, 3, 1e-6)
+
+
+def test_one_trace_however_many_runs_rounds_and_devices(data) -> None:
+    def traces(seeds: int, rounds: int, devices: int) -> tuple[int, int]:
+        model, builds = mlp(), []
+
+        def build(lr):
+            builds.append(lr)
+            return simulate(data, model=model, devices=devices, local=local(lr=lr))
+
+        build(0.1)
+        checks = model.apply.traces
+        quietly(build, rounds, seeds=range(seeds), settings=grid(lr=[0.1, 0.2]), eval_every=2)
+        return model.apply.traces - checks, len(builds)
+
+    assert traces(1, 2, 1) == traces(3, 7, 2)
+
+
+def test_seeds_alone_compile_once_for_all_sweeps_of_a_simulation(sim) -> None:
+    first = quietly(lambda: sim, 2, seeds=range(2))
+    traces = MLP.apply.traces
+    again = quietly(lambda: sim, 3, seeds=range(1, 4))
+    assert MLP.apply.traces == traces
+    assert first[1].history[0]["train_loss"] == again[0].history[0]["train_loss"]
+
+
+def test_no_rounds_and_no_test_set() -> None:
+    rows = [(np.eye(2, dtype="f4"), np.array([0, 1]))] * 3
+    sim = simulate(fd.FederatedData.from_clients(rows), model=fd.models.linear((2,), 2))
+    run = quietly(lambda: sim, 0, seeds=[4])[0]
+    jax.tree.map(np.testing.assert_array_equal, run.state.params, sim.init(jax.random.key(4)).params)
+    assert run.history == [] and run.seed == 4 and run.setting == {}
+    assert "loss" not in quietly(lambda: sim, 1)[0].history[0]
+
+
+def test_a_run_that_diverges_warns_and_leaves_the_others_alone(data) -> None:
+    def build(lr):
+        return simulate(data, devices=1, local=local(lr=lr))
+
+    with pytest.warns(
+        RuntimeWarning, match=r"seed 0, \{'lr': 1e\+38\}, round \d: \d of 3 client updates are not finite"
+    ):
+        bad, good = quietly(build, 4, settings=grid(lr=[1e38, 0.1]), eval_every=0)
+    assert np.isnan(bad.history[-1]["train_loss"]) and len(bad.history) == 4
+    assert_as_alone(build, [good], 4, 1e-5, eval_every=0)
+
+
+def test_every_round_is_told(sim) -> None:
+    told: list[tuple] = []
+    runs = quietly(lambda: sim, 2, seeds=[1, 2], on_round=lambda *each: told.append(each))
+    assert sorted((seed, record["round"]) for seed, _, record in told) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [record for seed, _, record in told if seed == 1] == runs[0].history
+
+
+def test_interrupted_it_returns_what_is_done(sim) -> None:
+    told: list[tuple] = []
+
+    def interrupt(*each) -> None:
+        told.append(each)
+        if len(told) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    runs = quietly(lambda: sim, 10_000, seeds=range(3), eval_every=3, on_round=interrupt)
+    done = {len(run.history) for run in runs} | {int(run.state.round) for run in runs}
+    assert len(done) == 1 and 2 <= done.pop() < 1000
+    assert all("accuracy" in run.history[-1] for run in runs)
+
+
+def test_an_error_of_on_round_keeps_what_is_done(sim) -> None:
+    def full(seed, setting, record) -> None:
+        if record["round"] == 3:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full") as raised:
+        quietly(lambda: sim, 20, seeds=range(2), on_round=full)
+    assert all(len(run.history) == int(run.state.round) >= 3 for run in raised.value.runs)
+
+
+def test_fewer_runs_side_by_side_when_memory_does_not_suffice(data, monkeypatch) -> None:
+    launch = MODULE.launch
+
+    def small(mesh, program, values, *rest):
+        if np.ndim(values["lr"]) and len(values["lr"]) > 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return launch(mesh, program, values, *rest)
+
+    def build(lr):
+        return simulate(data, devices=1, local=local(lr=lr))
+
+    monkeypatch.setattr(MODULE, "launch", small)
+    with pytest.warns(UserWarning, match="5 runs side by side do not fit in a device's memory, going on with 2"):
+        runs = quietly(build, 1, settings=grid(lr=[0.1, 0.2, 0.3, 0.4, 0.5]), eval_every=0, together=5)
+    assert_as_alone(build, runs[3:4], 1, 1e-5, eval_every=0)
+
+
+BAD = {
+    r"setting 1, .*: lr must be a finite number > 0, got -1": {"settings": grid(lr=[0.1, -1])},
+    r"alike .* got epochs 1 in setting 0 and 5 in setting 1": {"settings": grid(epochs=[1, 5])},
+    r"alike .* got cohort_size 2 in setting 0 and 3 in": {"settings": grid(cohort_size=[2, 3], lr=[0.1, 0.2])},
+    r"alike .* got optimizer None in setting 0 and given": {"settings": grid(optimizer=[None, optax.scale_by_adam()])},
+    r"alike .* got states of .*'.server.best': 'float32\[4\]'": {"settings": grid(window=[3, 5])},
+    r"option must be a number where settings differ in it, got 'I'": {"settings": grid(option=["I", "II"])},
+    r"of halves, lr at least one is used as something": {"settings": [{"lr": 1, "halves": 1}, {"lr": 2, "halves": 2}]},
+    r"got the data set .* another one, .* .make it once, outside build": {"settings": grid(anew=[1, 2])},
+    r"same names, got \['lr'\] in setting 0 and \['epochs'\] in setting 1": {"settings": [{"lr": 1}, {"epochs": 1}]},
+    r"names of build's arguments, got \['mu'\]": {"settings": [{"mu": 1}]},
+    r"settings must be several dicts, got \{'lr': 0.1\}": {"settings": {"lr": 0.1}},
+    r"settings must be at least one dict, got \[\]": {"settings": []},
+    r"seeds must be several integers, got 8: pass range\(8\)": {"seeds": 8},
+    r"a seed must be in 0\.\.4294967295, got -1": {"seeds": [-1]},
+    r"seeds must be at least one, each once, got \[1, 1\]": {"seeds": [1, 1]},
+    r"rounds must be an integer >= 0, got -1": {"rounds": -1},
+    r"together must be an integer >= 1, got 0": {"together": 0},
+    r"params must be shaped like model.init's": {"params": {}},
+    r'on_nonfinite must be "keep" or "drop_client" in a sweep, got "raise"': {
+        "settings": [{"other": {"on_nonfinite": "raise"}}]
+    },
+    r"needs its rows on the devices, got a simulation that streams": {"settings": [{"other": {"stream": True}}]},
+    r"keeps client states on the devices, got bank='host'": {"settings": [{"other": {"bank": "host"}}]},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(data, message) -> None:
+    def build(lr=0.1, epochs=1, cohort_size=3, optimizer=None, window=None, option="I", halves=0, anew=0, other=()):
+        algorithm = fd.algorithms.scaffold(option=option) if window is None else fd.algorithms.fedgvr(window=window)
+        training = local(lr=lr + 0.5 * int(halves), epochs=epochs, optimizer=optimizer)
+        rows = data.redealt(0.5) if anew else data
+        return simulate(rows, algorithm, local=training, cohort_size=cohort_size, **dict(other))
+
+    with pytest.raises(ValueError, match=message), warnings.catch_warnings(action="error"):
+        quietly(build, **({"rounds": 1} | BAD[message]))
+
+
+def test_bad_build(sim) -> None:
+    with pytest.raises(ValueError, match="build must be a function that makes a Simulation, got Simulation"):
+        quietly(sim, 1)
+    with pytest.raises(ValueError, match="build must return a Simulation, got LocalTraining"):
+        quietly(fd.LocalTraining, 1)
+
+
+def test_client_states_of_all_runs_must_fit(data, monkeypatch) -> None:
+    sim = simulate(data, fd.algorithms.scaffold())
+    monkeypatch.setattr(MODULE, "memory_of", lambda mesh: 4 * 8 * 80 * 3.0)  # three banks
+    assert len(quietly(lambda: sim, 0, seeds=range(6))) == 6
+    with pytest.raises(
+        ValueError, match=r"client states of 7 runs must fit in the devices' memory, got 0.0 GB on each"
+    ):
+        quietly(lambda: sim, 0, seeds=range(7))
