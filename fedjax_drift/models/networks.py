@@ -53,16 +53,15 @@ class CNN(nn.Module):
     cosine: bool = False
 
     def setup(self) -> None:
-        self.convs = [Conv(filters, size, padding=padding) for filters, size, padding, _ in self.convolutions]
+        self.convs = [Conv(filters, size, padding=padding, pool=pool) for filters, size, padding, pool in self.convolutions]
         self.denses = [Dense(width) for width in self.hidden]
         self.drop_flat, self.drop_hidden = nn.Dropout(self.dropout_flat), nn.Dropout(self.dropout_hidden)
         self.classifier = Classifier(self.num_classes, self.cosine)
 
     def features(self, x: jax.Array, train: bool = False) -> jax.Array:
         x = to_grid(x)
-        for conv, (_, _, _, window) in zip(self.convs, self.convolutions, strict=True):
-            x = conv(x)
-            x = nn.relu(max_pool(x, window) if window > 1 else x)
+        for conv in self.convs:
+            x = nn.relu(conv(x))
         x = self.drop_flat(flatten(x), deterministic=not train)
         for dense in self.denses:
             x = self.drop_hidden(nn.relu(dense(x)), deterministic=not train)
@@ -83,7 +82,7 @@ class SimpleCNN(nn.Module):
     cosine: bool = False
 
     def setup(self) -> None:
-        self.convs = [Conv(6, 5), Conv(16, 5)]
+        self.convs = [Conv(6, 5, pool=2), Conv(16, 5, pool=2)]
         self.encoder = [Dense(120), Dense(84)]
         self.projector = [Dense(84), Dense(256)] if self.projection else []
         self.classifier = Classifier(self.num_classes, self.cosine)
@@ -91,7 +90,7 @@ class SimpleCNN(nn.Module):
     def extractor(self, x: jax.Array) -> jax.Array:
         x = to_grid(x)
         for conv in self.convs:
-            x = nn.relu(max_pool(conv(x)))
+            x = nn.relu(conv(x))
         x = flatten(x)
         for dense in self.encoder:
             x = nn.relu(dense(x))
