@@ -67,8 +67,8 @@ def _product(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arr
 
 
 def _on_cpu(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """The form that is fastest on one core. Rounds take 0.92 (LeNet-5), 0.87 (MNIST CNN), 0.74 (CIFAR CNN) of the time that
-    they take with `_product` everywhere."""
+    """The form that is fastest on one core: rounds take 0.92 (LeNet-5), 0.87 (MNIST CNN) and 0.74 (CIFAR CNN) of the
+    time that they take with `_product` everywhere."""
     h, w, C, F = kernel.shape
     if pool == 2 and stride == 1 and F < 16:
         return _quads(x, kernel)
@@ -79,10 +79,10 @@ def _on_cpu(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arra
 
 
 def _quads(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Convolution and pooling by 2 for few filters: a patch of (h + 1) x (w + 1) holds all four windows that are pooled.
+    """Convolution and pooling by 2 for few filters: a patch of (h + 1) x (w + 1) holds the four windows pooled into one.
 
-    For 5x5 that is 9 numbers of patches a position instead of 25, and four times as many columns in a product that is too
-    narrow for vectors otherwise; it costs 1.44 times the operations.
+    For 5x5 that is 9 numbers of patches a position instead of 25, and four times as many columns in a product that is
+    too narrow for vectors otherwise; it costs 1.44 times the operations.
     """
     F = kernel.shape[-1]
     shifted = [jnp.pad(kernel, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in (0, 1) for j in (0, 1)]
@@ -101,7 +101,7 @@ def _pool_blocks(x: jax.Array, pool: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """``x.max(axes)``; ties share the gradient, as in JAX's own rule, with which a LeNet-5 step takes a third longer."""
+    """``x.max(axes)``; ties share the gradient, as in JAX's own rule, which makes a LeNet-5 step a third longer."""
     return x.max(axes)
 
 
@@ -132,7 +132,7 @@ def _in_turn(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _chunks(x: jax.Array, numbers: int) -> jax.Array:
-    """[B, ...] -> [B / n, n, ...], n images with at most 2**20 numbers of patches (4 MB) if an image has ``numbers``."""
+    """[B, ...] -> [B / n, n, ...]: n images of ``numbers`` numbers of patches each, at most 2**20 (4 MB) in all."""
     most = min(len(x), max(1, 2**20 // numbers))
     n = max(n for n in range(1, most + 1) if len(x) % n == 0)
     return x.reshape(-1, n, *x.shape[1:])

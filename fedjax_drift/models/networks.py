@@ -53,7 +53,7 @@ class CNN(nn.Module):
     cosine: bool = False
 
     def setup(self) -> None:
-        self.convs = [Conv(filters, size, padding=padding, pool=pool) for filters, size, padding, pool in self.convolutions]
+        self.convs = [Conv(filters, size, 1, padding, pool=pool) for filters, size, padding, pool in self.convolutions]
         self.denses = [Dense(width) for width in self.hidden]
         self.drop_flat, self.drop_hidden = nn.Dropout(self.dropout_flat), nn.Dropout(self.dropout_hidden)
         self.classifier = Classifier(self.num_classes, self.cosine)
