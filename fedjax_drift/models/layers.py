@@ -48,8 +48,9 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "V
 
     Derivatives are reverse-mode (`jax.grad`, `jax.vjp`), also of each other; not `jax.jvp` of the convolution itself.
     """
-    x = pad(x, kernel.shape[:2], stride, padding, 0.0)
-    _positions(x, kernel.shape[:2], stride)
+    window = kernel.shape[0], kernel.shape[1]
+    x = pad(x, window, stride, padding, 0.0)
+    _positions(x, window, stride)
     cpu, default = (partial(form, stride=stride, pool=pool) for form in (_on_cpu, _product))
     return lax.platform_dependent(x, kernel, cpu=cpu, default=default)
 
@@ -79,7 +80,7 @@ def _on_cpu(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arra
 
 
 def _quads(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Convolution and pooling by 2 for few filters: a patch of (h + 1) x (w + 1) holds the four windows pooled into one.
+    """Convolution and pooling by 2 for few filters: a patch of (h + 1) x (w + 1) holds four windows pooled into one.
 
     For 5x5 that is 9 numbers of patches a position instead of 25, and four times as many columns in a product that is
     too narrow for vectors otherwise; it costs 1.44 times the operations.
