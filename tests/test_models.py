@@ -75,6 +75,60 @@ def test_conv_is_lax_conv(size, window, stride, padding) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("channels", "filters", "size", "window", "pool"),
+    [
+        (1, 6, (9, 12), 5, 2),  # one patch for four windows
+        (3, 5, (8, 9), 3, 3),  # patches, then blocks
+        (3, 20, (9, 8), 3, 2),  # XLA's convolution
+        (20, 3, (42, 41), 3, 1),  # the same, in two chunks
+    ],
+)
+def test_every_form_of_conv_is_lax_conv_and_flax_pooling(channels, filters, size, window, pool) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(4, *size, channels)), jnp.float32)
+    kernels = jnp.asarray(rng.normal(size=(2, window, window, channels, filters)), jnp.float32)
+
+    def own(x, kernel):
+        return layers.conv(layers.to_grid(x), kernel, 1, (1, 0), pool).transpose(3, 1, 2, 0)
+
+    def reference(x, kernel):
+        return nn.max_pool(reference_conv(x, kernel, 1, (1, 0)), (pool, pool), (pool, pool))
+
+    def value_and_grads(conv):
+        def summed(x, kernels):
+            each = jax.vmap(conv, (None, 0))(x, kernels)
+            return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
+
+        return jax.grad(summed, argnums=(0, 1), has_aux=True)(x, kernels)
+
+    for ours, theirs in zip(
+        jax.tree.leaves(value_and_grads(own)), jax.tree.leaves(value_and_grads(reference)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("filters", [3, 20])
+def test_ties_share_the_gradient_of_pooling(filters) -> None:
+    kernel = jnp.ones((1, 1, 1, filters))
+    g = jax.grad(lambda x: layers.conv(x, kernel, pool=2).sum())(jnp.ones((1, 4, 4, 2)))
+    np.testing.assert_allclose(g, filters / 4)
+
+
+def test_conv_has_second_derivatives() -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 5, 5, 3)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(3, 3, 3, 20)), jnp.float32)
+
+    def products(conv):
+        slope = jax.grad(lambda kernel: jnp.sin(conv(x, kernel, 1, "VALID")).sum())
+        twice = jax.grad(lambda kernel: (slope(kernel) * jnp.cos(kernel)).sum())(kernel)
+        return twice, jax.jvp(slope, (kernel,), (kernel,))[1]
+
+    for ours, theirs in zip(products(own_conv), products(reference_conv), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize(("size", "window", "stride"), [((7, 9), 2, 2), ((8, 6), 3, 2), ((5, 5), 2, 1)])
 def test_pooling_is_flax_pooling(size, window, stride, padding) -> None:
