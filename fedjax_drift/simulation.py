@@ -650,6 +650,16 @@ def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
     if bank != "auto":
         if not isinstance(bank, (str, os.PathLike)):
             raise ValueError(f'bank must be "auto", "device", "sharded", "host" or a folder, got {bank!r}')
+        known = ("auto", "device", "sharded", "host")
+        if (
+            isinstance(bank, str)
+            and os.sep not in bank
+            and bank not in known
+            and (meant := checks.nearest(bank, known))
+        ):
+            raise ValueError(
+                f"bank must be one of {known}, or a folder, got {bank!r}{meant} (pathlib.Path: the folder)"
+            )
         return os.fspath(bank)
     need = N * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(client))
     room = memory_of(mesh) / 2

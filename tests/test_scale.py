@@ -237,6 +237,8 @@ def test_auto_looks_at_what_a_device_holds(data, monkeypatch) -> None:
         assert simulate(data, fd.algorithms.fedavg())._stream is not None
     with pytest.raises(ValueError, match="bank must be"):
         simulate(data, bank=3)
+    with pytest.raises(ValueError, match="did you mean 'host'"):
+        simulate(data, bank="hosts")
 
 
 @pytest.mark.parametrize("method", ["round_fn", "run"])
