@@ -253,13 +253,16 @@ class Simulation:
           The next state, and info: ``cohort`` int32 [K] (-1 where a Bernoulli cohort is not filled up, or a client was
           dealt no row), per-client ``size``, ``weight``, ``loss`` (mean over the local steps of what the algorithm
           minimises, its terms included), ``finite``, all [K], and the scalars ``lr``,
-          ``steps`` (needed by the cohort) and ``executed_steps`` (run, idle lanes included); whatever the algorithm
-          reports (FedEve its ``gain``, ...), and with ``measure=`` what `measure` returns.
+          ``steps`` (needed by the cohort), ``executed_steps`` (run, idle lanes included) and their ratio
+          ``executed_ratio``; whatever the algorithm reports (FedEve its ``gain``, ...), and with ``measure=`` what
+          `measure` returns.
 
         Raises:
           ValueError: an empty cohort, ids out of range or twice; for an algorithm that steers by its evaluation
             (FedGVR, FedGVRGM), one that is not finite.
           FloatingPointError: with ``on_nonfinite="raise"``, an update that is not finite.
+          OSError: a data file that has changed, or no room for client states; the state that went in is still valid.
+          MemoryError: not even one lane fits in a device's memory (more are halved, with a warning, until they do).
         """
         state, cohort = self._check(state), self._check_cohort(cohort)
         if self._needs_host:
@@ -437,9 +440,10 @@ class Simulation:
         `evaluate`'s ``loss`` and ``accuracy`` (0, or no test set: never). What the algorithm reports, and with
         ``measure=`` what is measured in every ``measure_every``-th round, are there too: scalars as they are, clients'
         values as their mean over the cohort (lists of E where there is one per epoch). ``on_round(record)`` is called
-        as each round ends. Ctrl-C ends the run after the round in progress (a second one at once) and returns what is
-        done. Rounds overlap with the recording of the one before, so ``seconds`` is from record to record. An error of
-        a round (`round_fn`'s) carries the state before it and the history as ``error.state`` and ``error.history``.
+        for each. Short rounds are sent off many at a time, as many as take a tenth of a second: their records come
+        together, and ``seconds`` is their mean, from record to record. Ctrl-C ends the run after the rounds in progress
+        (a second one at once) and returns what is done. An error of a round (`round_fn`'s) carries the state before it
+        and the history as ``error.state`` and ``error.history``.
         """
         checks.integer("rounds", rounds, 0)
         checks.integer("eval_every", eval_every, 0, fix="0 means never")
