@@ -10,7 +10,7 @@
 1
 """
 
-from fedjax_drift import algorithms, drift, models, plots
+from fedjax_drift import aggregation, algorithms, drift, models, plots
 from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
@@ -34,6 +34,7 @@ __all__ = [
     "ServerState",
     "Simulation",
     "Work",
+    "aggregation",
     "algorithms",
     "clients_mesh",
     "datasets",

@@ -32,7 +32,7 @@ from fedjax_drift.engine import (
     undealt,
     update,
 )
-from fedjax_drift.local import WATCHED, Watched, batches, full_gradient
+from fedjax_drift.local import WATCHED, Watched, full_gradient
 from fedjax_drift.types import Params, PyTree, ServerState, Work
 
 MEASURES = {
@@ -94,8 +94,8 @@ def trainings(
                 f"measuring drift needs clients that train with fedjax_drift.local.train and return its metrics, "
                 f"but those of {engine.algorithm.name} don't"
             )
-        answered, finite = answers(engine, client, result)
-        return jnp.where(answered, result.weight, 0), (client.id < N) & finite, result.metrics[WATCHED]
+        answered, bad = answers(engine, client, result)
+        return jnp.where(answered, result.weight, 0), (client.id < N) & (bad < 0), result.metrics[WATCHED]
 
     def model_of(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         """For the means of the local models, w_S, and of the updates, as the algorithm weights them."""
@@ -154,8 +154,8 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     N, n = engine.num_clients, len(shared.rows.x)
     chosen = jnp.zeros(N + 1, bool).at[today.cohort.id].set(True).at[N].set(False)
     everyone = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
-    everyone = jax.tree.map(lambda a, own: a.at[today.asked].set(own, mode="drop"), everyone, today.cohort)
-    order, ragged = deal(engine, everyone.size)
+    everyone = jax.tree.map(lambda a, own: a.at[today.asked].set(own, mode="drop"), everyone, today.held)
+    order, ragged = deal(engine, everyone.steps)
 
     def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         chosen, S = shared.given
@@ -244,4 +244,4 @@ def label_counts(engine: Engine, work: Work) -> jax.Array:
         _, y, mask = batch(k)
         return counts + (jax.nn.one_hot(y, C) * mask[:, None]).sum(0)
 
-    return lax.fori_loop(0, batches(work), add, jnp.zeros(C))
+    return lax.fori_loop(0, work.num_batches, add, jnp.zeros(C))

@@ -1,11 +1,12 @@
 """One round of federated learning, as one pure function that compiles once.
 
     state.key -> cohort [K]       uniform without replacement, Bernoulli, or given
+    fail      those that drop out or are too late are absent, stragglers have fewer steps
     gather    client states [N, ...] -> [K, ...]
     order     the cohort by local steps, longest first; deal it to devices and groups of L lanes
     train     scan over groups: L clients side by side (vmap), as many steps as the longest of THIS group needs
     sum       weight * message added to a running sum, then one psum over the devices
-    update    server_update(server, sum / total weight, round)
+    update    server_update(server, sum / total weight, round)    or another `Aggregation`
     scatter   new client states back to [N, ...]
 
 Memory for messages is L of them and one sum, whatever K is. A client's result depends on its id, the round's key and
@@ -27,7 +28,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import fit, tree
+from fedjax_drift import failures, fit, tree
+from fedjax_drift.aggregation import Aggregation
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.data.redeal import redeal
 from fedjax_drift.local import WATCHED, LocalTraining, shuffle
@@ -52,6 +54,7 @@ class Client(NamedTuple):
     id: jax.Array  # int32
     size: jax.Array  # int32, n_i
     offset: jax.Array  # int32, its first row
+    steps: jax.Array  # int32, local steps that it does: K_i, or fewer for a straggler
     place: jax.Array  # int32, its state's in ServerState.clients: its id, unless the states are kept on the host
 
 
@@ -86,8 +89,9 @@ class Engine(NamedTuple):
     local: LocalTraining
     mesh: Mesh
     lanes: int  # L; 1: clients one after another, no vmap
-    cohort_size: int
-    bernoulli: bool  # every client with probability cohort_size / N, instead of exactly cohort_size
+    cohort_size: int  # K
+    asked: int  # clients a round asks, cohort_size or, with over-selection, more
+    bernoulli: bool  # every client with probability asked / N, instead of exactly so many
     drop_nonfinite: bool  # a client whose update is not finite counts as absent
     num_clients: int  # N
     mean_size: float
@@ -98,6 +102,8 @@ class Engine(NamedTuple):
     decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees
     num_classes: int | None  # C, of classifiers with one integer label a row
     redeal: Redeal | None  # the cohort's rows are dealt anew every round
+    failures: failures.Failures | None  # None: everybody asked answers
+    aggregation: Aggregation
 
 
 def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
@@ -126,8 +132,9 @@ class Plan(NamedTuple):
     """Who trains where in a round, and with what."""
 
     shared: Shared
-    asked: jax.Array  # int32 [K], the ids drawn or given; N marks an absent client
-    cohort: Client  # [K]; absent are also those that were dealt no row
+    asked: jax.Array  # int32 [K'], the ids drawn or given; N marks an absent client
+    held: Client  # [K'], with the rows dealt to each; absent are also those that were dealt none
+    cohort: Client  # [K], those that count; absent are also those that did not answer
     order: jax.Array  # int32 [D, G, L], positions in the cohort
     ragged: jax.Array  # bool [D, G, L], empty places
     dealt: Client  # [D, G, L]
@@ -140,15 +147,18 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
     cohort_key, key = round_keys(state.key, state.round)
     if not isinstance(cohort, Client):
         cohort = look_up(engine, rows, sample(engine, cohort_key) if cohort is None else cohort.astype(jnp.int32))
-    asked = cohort.id
+    asked, N = cohort.id, engine.num_clients
     if engine.redeal is not None:
-        rows, cohort = deal_anew(engine, engine.redeal, jax.random.fold_in(key, engine.num_clients), cohort, rows)
+        rows, cohort = deal_anew(engine, engine.redeal, jax.random.fold_in(key, N), cohort, rows)
+    held, absent = cohort, Client(*map(jnp.int32, (N, 0, 0, 0, engine.bank_rows)))
+    if engine.failures is not None:
+        keys = jax.random.fold_in(state.key, failures.DEVICES), jax.random.fold_in(key, N + 1)
+        cohort = failures.fail(engine.failures, *keys, cohort, absent, mean_steps(engine))
     lr = jnp.asarray(engine.local.lr * engine.local.lr_decay ** state.round.astype(float), float)
-    order, ragged = deal(engine, cohort.size)
-    absent = (engine.num_clients, 0, 0, engine.bank_rows)
-    dealt = Client(*[jnp.where(ragged, none, a[order]) for none, a in zip(absent, cohort, strict=True)])
+    order, ragged = deal(engine, cohort.steps)
+    dealt = jax.tree.map(lambda none, a: jnp.where(ragged, none, a[order]), absent, cohort)
     bank = () if engine.sharded else state.clients
-    return Plan(Shared(state.server, rows, key, state.round, lr, bank), asked, cohort, order, ragged, dealt)
+    return Plan(Shared(state.server, rows, key, state.round, lr, bank), asked, held, cohort, order, ragged, dealt)
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,7 +179,7 @@ def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
     present = (ids >= 0) & (ids < N)
     known = jnp.clip(ids, 0, N - 1)
     size, place = jnp.where(present, rows.sizes[known], 0), jnp.where(present, ids, engine.bank_rows)
-    return Client(jnp.where(present, ids, N), size, rows.offsets[known], place)
+    return Client(jnp.where(present, ids, N), size, rows.offsets[known], engine.local.steps(size), place)
 
 
 def over_clients(
@@ -227,13 +237,31 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
 
 
 def answers(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:
-    """Whether the client counts, bool [], and whether its update is finite.
+    """Whether the client counts, bool [], and which of the `update_leaves` is not finite, int32 [] or -1.
 
     An absent client has run no step, but its weight, or 0/0 in its message, must not reach a sum.
     """
-    finite = tree.all_finite((result.message, result.weight, result.state))
+    bad = tree.first_nonfinite(uploaded(result))
     present = client.id < engine.num_clients
-    return present & finite if engine.drop_nonfinite else present, finite
+    return present & (bad < 0) if engine.drop_nonfinite else present, bad
+
+
+def uploaded(result: ClientResult) -> PyTree:
+    """What of an update must be finite."""
+    return {"message": result.message, "state": result.state, "weight": result.weight}
+
+
+def update_leaves(engine: Engine, state: ServerState, rows: Rows) -> list[str]:
+    """The names of the leaves that `answers` counts; rows: with the shapes of one client's at least."""
+
+    def one(server: Any, rows: Rows, key: jax.Array) -> PyTree:
+        zero, lr = jnp.zeros((), jnp.int32), jnp.zeros((), float)
+        shared = Shared(server, rows, key, zero, lr, ())
+        work = client_work(engine, shared, Client(zero, zero, zero, zero, zero), zero)
+        return uploaded(update(engine, shared, engine.algorithm.init_client(server.params), work))
+
+    leaves = jax.tree.leaves_with_path(jax.eval_shape(one, state.server, rows, state.key))
+    return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
 
 def round_fn(
@@ -250,47 +278,56 @@ def round_fn(
     def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         old = state_of(engine, shared, client, sent)
         result = update(engine, shared, old, client_work(engine, shared, client, longest))
-        answered, finite = answers(engine, client, result)
+        answered, bad = answers(engine, client, result)
         if engine.drop_nonfinite:
             result = result._replace(state=select(answered, result.state, old))
-        weight = jnp.where(answered, result.weight, 0)
-        message = jax.tree.map(lambda m: jnp.where(answered, weight * m, 0), result.message)
+        message, weight = engine.aggregation.contribute(result.message, result.weight)
+        weight = jnp.where(answered, weight, 0)
+        message = jax.tree.map(lambda m: jnp.where(answered, weight * m, 0), message)
         return (message, weight, answered.astype(weight.dtype)), (
             result.state,
-            {"weight": weight, "answered": answered, "finite": finite},
+            {"weight": weight, "answered": answered, "bad_leaf": bad},
             jax.tree.map(lambda m: jnp.zeros(0, m.dtype), result.message),  # empty: tells the mean its dtypes
             result.metrics,
         )
 
     (total, weight, count), kept = over_clients(engine, one, today.shared, today.dealt, states)
     new_states, made, sent, metrics = kept
-    mean = jax.tree.map(lambda s, m: (s / weight).astype(m.dtype), total, sent)  # sums are in the weights' precision
-    round = Round(state.round, today.shared.lr, count / N, N, engine.mean_size)
+    K, hidden = engine.cohort_size, engine.aggregation.noise_multiplier is not None
+    mean = engine.aggregation.combine(total, weight, jax.random.fold_in(today.shared.key, N + 2), K)
+    mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, sent)  # sums are in the weights' precision
+    participation = jnp.asarray(K / N, count.dtype) if hidden else count / N
+    round = Round(state.round, today.shared.lr, participation, N, engine.mean_size)
     new_server = algorithm.server_update(state.server, mean, round)
     new_server = like(new_server, state.server, f"{algorithm.name}: the updated server")
-    server = select(weight > 0, new_server, state.server)  # nobody answered: the round changes nothing
+    goes_on = hidden | (weight > 0)  # nobody answered: the round changes nothing
+    server = select(goes_on, new_server, state.server)
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
         scores = evaluate(engine, server.params, arrays.test)
         observed = algorithm.observe(server, scores)
-        server = like(observed, server, f"{algorithm.name}: the server after an evaluation")
+        server = select(goes_on, like(observed, server, f"{algorithm.name}: the server after an evaluation"), server)
     if algorithm.finish is not None:
         new_states = finish(algorithm.finish, server, made["answered"], new_states)
     clients = scatter(engine, state.clients, today.dealt.place, new_states)
 
     present = today.cohort.id < N
-    steps = engine.local.steps(today.dealt.size)  # [D, G, L]
+    steps = today.dealt.steps  # [D, G, L]
     executed = steps.max(-1).sum() * engine.lanes
     info = {
         "cohort": jnp.where(present, today.cohort.id, -1),
         "size": today.cohort.size,
         "weight": undealt(today, made["weight"]),
-        "finite": undealt(today, made["finite"]) | ~present,
+        "client_steps": today.cohort.steps,
+        "bad_leaf": jnp.where(present, undealt(today, made["bad_leaf"]), -1),
         "steps": steps.sum(),
         "executed_steps": executed,
         "executed_ratio": executed / jnp.maximum(steps.sum(), 1),
         "lr": today.shared.lr,
     }
+    info["finite"] = info["bad_leaf"] < 0
+    if engine.failures is not None:
+        info["asked"] = jnp.where(today.asked < N, today.asked, -1)
     named = [jax.tree.map(partial(undealt, today), metrics), {f"test_{name}": v for name, v in scores.items()}]
     if algorithm.report is not None:
         named.append(dict(algorithm.report(state.server, mean, round)))
@@ -387,7 +424,7 @@ def sample(engine: Engine, key: jax.Array) -> jax.Array:
     """int32 [capacity]: the ids of a random cohort; N fills a Bernoulli cohort up."""
     N = engine.num_clients
     if not engine.bernoulli:
-        K = engine.cohort_size
+        K = engine.asked
         if K == N:
             return jnp.arange(N, dtype=jnp.int32)
         if N <= 1024 or 2 * K > N:  # sorts N words
@@ -397,9 +434,13 @@ def sample(engine: Engine, key: jax.Array) -> jax.Array:
     def draw(carry: tuple) -> tuple:
         key, _ = carry
         key, use = jax.random.split(key)
-        return key, jax.random.bernoulli(use, engine.cohort_size / N, (N,))
+        return key, jax.random.bernoulli(use, engine.asked / N, (N,))
 
-    _, active = lax.while_loop(lambda carry: ~carry[1].any(), draw, draw((key, None)))  # again while nobody is in
+    first = draw((key, None))
+    if engine.aggregation.noise_multiplier is not None:  # whose privacy is accounted for independent coins
+        active = first[1]
+    else:
+        _, active = lax.while_loop(lambda carry: ~carry[1].any(), draw, first)  # again while nobody is in
     return jnp.nonzero(active, size=engine.capacity, fill_value=N)[0].astype(jnp.int32)
 
 
@@ -441,19 +482,19 @@ def deal_anew(engine: Engine, how: Redeal, key: jax.Array, cohort: Client, rows:
     id, place = jnp.where(
         size > 0, jnp.stack([cohort.id, cohort.place]), jnp.array([[engine.num_clients], [engine.bank_rows]])
     )
-    cohort = Client(id, size, M + offset, place)
+    cohort = Client(id, size, M + offset, engine.local.steps(size), place)
     return rows._replace(places=jnp.concatenate([jnp.arange(M, dtype=jnp.int32), places])), cohort
 
 
-def deal(engine: Engine, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def deal(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which client trains where: positions int32 [D, G, L] in the cohort, and bool [D, G, L] marking empty places.
 
     The cohort is sorted by local steps, longest first, so that the L lanes of a group finish together; groups are dealt
     to the D devices back and forth, so that the devices do.
     """
-    K, D, L = len(sizes), engine.mesh.size, engine.lanes
+    K, D, L = len(steps), engine.mesh.size, engine.lanes
     G = -(-K // (D * L))
-    order = jnp.argsort(-engine.local.steps(sizes), stable=True)
+    order = jnp.argsort(-steps, stable=True)
     places = np.arange(G * L * D).reshape(G, D, L)
     places[1::2] = places[1::2, ::-1]
     places = places.swapaxes(0, 1)
@@ -481,8 +522,9 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         t=shared.t,
         size=size,
         q=size / engine.mean_size,
-        num_steps=engine.local.steps(size),
-        mean_steps=int(engine.local.steps(engine.mean_size)),
+        num_batches=-(-size // B),
+        num_steps=client.steps,
+        mean_steps=mean_steps(engine),
         lr=shared.lr,
         initial_lr=engine.local.lr,
         key=jax.random.fold_in(shared.key, client.id),
@@ -492,6 +534,11 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         epoch=epoch,
         model=engine.model,
     )
+
+
+def mean_steps(engine: Engine) -> int:
+    """Kbar, local steps of a client of mean size."""
+    return int(engine.local.steps(engine.mean_size))
 
 
 def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_drift.aggregation import Aggregation
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.types import Algorithm, Model, Params, cross_entropy
@@ -66,6 +67,19 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
                 f"round {t}: the evaluation that {algorithm.name} steers by must be finite, got a {name} of {value}: "
                 "the model has diverged; lower lr, or set clip_norm, and start from an earlier state"
             )
+
+
+def check_aggregation(aggregation: Any, sampling: str) -> None:
+    if not isinstance(aggregation, Aggregation):
+        raise ValueError(
+            f"aggregation must be an fd.aggregation.Aggregation, got {aggregation!r}: fd.aggregation.clipped(1.0), for "
+            "example; None is the weighted mean"
+        )
+    if aggregation.noise_multiplier is not None and sampling != "bernoulli":
+        raise ValueError(
+            f"{aggregation.name} is accounted for cohorts drawn by independent coins, got sampling={sampling!r}: "
+            'pass sampling="bernoulli"'
+        )
 
 
 def check_cohort(cohort: Any, N: int) -> jax.Array:

@@ -137,7 +137,7 @@ def train(
     after: Callable[[Params, jax.Array], Params] | None = None,
     loss: Callable[[Params, Batch, jax.Array], jax.Array] | None = None,
 ) -> tuple[Params, Metrics]:
-    """Trains from ``start`` for K_i steps; returns the local model theta_i and ``{"loss": mean over the steps}``.
+    """Trains from ``start`` for ``work.num_steps`` steps; returns the local model theta_i and ``{"loss": their mean}``.
 
     ``correct(g, theta)`` adds the algorithm's term to the gradient; ``at(theta)`` is the point where the gradient,
     weight decay included, is taken (default theta itself); ``after(theta, k)`` changes the model after step k of an
@@ -164,7 +164,8 @@ def train(
                 theta = as_params(after(theta, k))
             return theta, memory, total + value.astype(total.dtype)
 
-        carry = lax.fori_loop(0, batches(work), step, carry)
+        left = work.num_steps - e * work.num_batches  # a straggler has none left before its last epoch ends
+        carry = lax.fori_loop(0, jnp.clip(left, 0, work.num_batches), step, carry)
         return carry, work.probe(start, carry[0]) if work.probe else ()
 
     carry = (start, work.optimizer.init(start), jnp.zeros_like(work.lr))
@@ -172,11 +173,6 @@ def train(
     (theta, _, total), probed = lax.scan(epoch, carry, jnp.arange(work.epochs))
     metrics = {"loss": total / jnp.maximum(work.num_steps, 1)}
     return theta, metrics | ({WATCHED: Watched(start, theta, probed)} if work.probe else {})
-
-
-def batches(work: Work) -> jax.Array:
-    """int32 []: ceil(n_i / B), batches in an epoch."""
-    return work.num_steps // work.epochs
 
 
 def full_gradient(work: Work, params: Params) -> Params:
@@ -190,4 +186,4 @@ def full_gradient(work: Work, params: Params) -> Params:
     def add(k: jax.Array, g: Params) -> Params:
         return jax.tree.map(jnp.add, g, jax.grad(total)(params, batch(k)))
 
-    return lax.fori_loop(0, batches(work), add, tree.zeros_like(params))
+    return lax.fori_loop(0, work.num_batches, add, tree.zeros_like(params))

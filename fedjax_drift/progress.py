@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,13 +31,16 @@ class Flight(NamedTuple):
 class Recorder:
     """Makes the records of a run from what its programs return, some programs behind the devices."""
 
-    def __init__(self, bar: Bar, on_round: Callable[[Record], None] | None) -> None:
-        self.bar, self.on_round = bar, on_round
+    def __init__(
+        self, bar: Bar, on_round: Callable[[Record], None] | None, leaves: Callable[[], Sequence[str]]
+    ) -> None:
+        self.bar, self.on_round, self.leaves = bar, on_round, leaves
         self.history: list[Record] = []
         self.seconds = float("inf")  # that a round took lately
         self._flying: deque[Flight] = deque()
         self._landed: deque[tuple] = deque()  # rounds fetched and not yet recorded
-        self._clock, self._warned = time.perf_counter(), False
+        self._clock = time.perf_counter()
+        self._warned: set[str] = set()  # each kind of trouble is said once
 
     def add(self, done: int, n: int, infos: dict[str, Any], stacked: bool) -> None:
         """A program has been dispatched."""
@@ -70,15 +73,32 @@ class Recorder:
         made = record(done, info) | {"seconds": seconds} | {name: float(value) for name, value in scores.items()}
         self.history.append(made)
         self.bar.update(made)
-        if not info["finite"].all() and not self._warned:
-            self._warned = True
-            ids = info["cohort"][~info["finite"]]
-            warnings.warn(nonfinite_message(done - 1, ids, len(info["finite"])), RuntimeWarning, stacklevel=4)
+        if not info["finite"].all():
+            self._warn("not finite", lambda: nonfinite_message(done - 1, info, self.leaves))
+        if not made["clients"]:
+            self._warn("nobody", lambda: f"round {done - 1}: no client answered, and there was nothing to average")
         if self.on_round is not None:
             self.on_round(made)
 
+    def _warn(self, kind: str, message: Callable[[], str]) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message(), RuntimeWarning, stacklevel=5)
 
-STANDARD = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps")
+
+STANDARD = (
+    "cohort",
+    "size",
+    "weight",
+    "finite",
+    "loss",
+    "lr",
+    "steps",
+    "executed_steps",
+    "client_steps",
+    "bad_leaf",
+    "asked",
+)
 
 
 def record(done: int, info: dict[str, np.ndarray]) -> Record:
@@ -108,10 +128,13 @@ def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list
     return value.tolist()
 
 
-def nonfinite_message(t: int, ids: np.ndarray, K: int) -> str:
-    some = ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
+def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequence[str]]) -> str:
+    """Which clients of round t, and in which leaf of the update each first shows."""
+    cohort, bad = np.asarray(info["cohort"]), np.asarray(info["bad_leaf"])
+    names, where = leaves(), np.flatnonzero(bad >= 0)
+    some = ", ".join(f"client {cohort[k]} in {names[bad[k]]}" for k in where[:5]) + ", ..." * (len(where) > 5)
     return (
-        f"round {t}: {len(ids)} of {K} client updates are not finite (clients {some}): lower lr, set clip_norm, or "
+        f"round {t}: {len(where)} of {len(bad)} client updates are not finite ({some}): lower lr, set clip_norm, or "
         'choose on_nonfinite="drop_client"'
     )
 

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import checks, drift, engine, fit
+from fedjax_drift import aggregation as rules
+from fedjax_drift import checks, drift, engine, failures, fit
 from fedjax_drift.bank import Bank
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
@@ -51,6 +52,16 @@ class Simulation:
       algorithm: a value such as ``fd.algorithms.fedavg()``.
       local: how a client trains. Default ``LocalTraining()``.
       cohort_size: K, clients a round, in 1..N; with Bernoulli sampling the expected number.
+      dropout: probability, in 0..1, that a client does not answer: it counts as absent and keeps its old state.
+      stragglers: probability, in 0..1, that a client stops after part of its K_i local steps (1..K_i - 1, each as
+        likely) and sends what it has (FedProx's systems heterogeneity, arXiv 1812.06127, in steps instead of epochs).
+      over_selection: >= 1; a round asks ceil(over_selection * K) clients, and the K that answer first count.
+      deadline: a client that takes longer counts as absent; in units of what a client of mean size takes on a median
+        device. Default None: the round waits.
+      speed_spread: standard deviation, >= 0, of the logarithm of a device's speed, each client's for good. A client
+        takes time in proportion to its steps and to that; it matters with ``deadline`` and ``over_selection``.
+      aggregation: how messages become the mean that the server sees: ``fd.aggregation.clipped(norm)``,
+        ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own. Default: their weighted mean.
       lanes: L, clients trained side by side on one device. "auto": 1 on CPU (or None: one after another, which is
         fastest there), many on an accelerator. Results don't depend on it (beyond rounding).
       sampling: "uniform" (exactly K clients, without replacement) or "bernoulli" (each client with probability K/N,
@@ -83,6 +94,12 @@ class Simulation:
         *,
         local: LocalTraining | None = None,
         cohort_size: int,
+        dropout: float = 0.0,
+        stragglers: float = 0.0,
+        over_selection: float = 1.0,
+        deadline: float | None = None,
+        speed_spread: float = 0.0,
+        aggregation: rules.Aggregation | None = None,
         lanes: int | str | None = "auto",
         sampling: str = "uniform",
         mesh: Mesh | None = None,
@@ -97,6 +114,7 @@ class Simulation:
         fit.check_types(model, data, algorithm, local)
         N = data.num_clients
         cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
+        what, asked = failures.check(dropout, stragglers, deadline, speed_spread, over_selection, cohort_size, N)
         eval_batch_size = checks.integer("eval_batch_size", eval_batch_size, 1)
         checks.choice("sampling", sampling, ("uniform", "bernoulli"))
         checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
@@ -107,7 +125,9 @@ class Simulation:
             raise ValueError(f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {mesh!r}')
         mesh = clients_mesh(None if mesh is None else list(mesh.devices.flat))  # with the axis type the engine needs
         bernoulli = sampling == "bernoulli"
-        capacity = _bernoulli_capacity(N, cohort_size) if bernoulli else cohort_size
+        capacity = _bernoulli_capacity(N, asked) if bernoulli else asked
+        aggregation = rules.mean() if aggregation is None else aggregation
+        fit.check_aggregation(aggregation, sampling)
         if donate and on_nonfinite == "raise":
             raise ValueError(
                 'donate=True needs on_nonfinite="keep" or "drop_client", got "raise": '
@@ -126,8 +146,9 @@ class Simulation:
             algorithm=algorithm,
             local=local,
             mesh=mesh,
-            lanes=_lanes(lanes, capacity, mesh),
+            lanes=_lanes(lanes, min(capacity, what.most or capacity), mesh),
             cohort_size=cohort_size,
+            asked=asked,
             bernoulli=bernoulli,
             drop_nonfinite=on_nonfinite == "drop_client",
             num_clients=N,
@@ -139,6 +160,8 @@ class Simulation:
             decode=decode,
             num_classes=num_classes,
             redeal=redeal,
+            failures=what if what.any else None,
+            aggregation=aggregation,
         )
         fit.check_local(local, params, self._engine.max_size)
         self._everywhere = NamedSharding(mesh, P())
@@ -184,6 +207,16 @@ class Simulation:
     def algorithm(self) -> Algorithm:
         """The algorithm simulated."""
         return self._engine.algorithm
+
+    @property
+    def aggregation(self) -> rules.Aggregation:
+        """How messages become the mean that the server sees."""
+        return self._engine.aggregation
+
+    @property
+    def sampling_rate(self) -> float:
+        """The probability that a client is asked in a round."""
+        return self._engine.asked / self.data.num_clients
 
     @property
     def model(self) -> Model:
@@ -250,9 +283,12 @@ class Simulation:
           cohort: client ids, distinct and in 0..N-1; default: drawn from the state's own key.
 
         Returns:
-          The next state, and info: ``cohort`` int32 [K] (-1 where a Bernoulli cohort is not filled up, or a client was
-          dealt no row), per-client ``size``, ``weight``, ``loss`` (mean over the local steps of what the algorithm
-          minimises, its terms included), ``finite``, all [K], and the scalars ``lr``,
+          The next state, and info: ``cohort`` int32 [K], the clients that count (-1 where a Bernoulli cohort is not
+          filled up, a client was dealt no row, or did not answer), per-client ``size``, ``weight``, ``client_steps``
+          (local steps done), ``loss`` (mean over those of what the algorithm minimises, its terms included),
+          ``finite`` and ``bad_leaf`` (which leaf of the update is not finite; -1: none), all [K]; where clients may
+          fail, ``asked``, the ids drawn (with over-selection more than K). If nobody answered, all weights are 0 and
+          the state is the old one but for ``round``. And the scalars ``lr``,
           ``steps`` (needed by the cohort), ``executed_steps`` (run, idle lanes included) and their ratio
           ``executed_ratio``; whatever the algorithm reports (FedEve its ``gain``, ...), and with ``measure=`` what
           `measure` returns.
@@ -288,7 +324,7 @@ class Simulation:
             x, y, offsets = self._stream.fetch(ids)
             arrays = arrays._replace(rows=engine.Rows(x, y))
         place = np.arange(len(ids)) if self._states_on_host else ids
-        columns = (ids, sizes, offsets, np.where(ids < N, place, self._engine.bank_rows))
+        columns = (ids, sizes, offsets, self.local.steps(sizes), np.where(ids < N, place, self._engine.bank_rows))
         client = engine.Client(*jax.device_put([a.astype(np.int32) for a in columns], self._everywhere))
         return Fetched(arrays, client, ids)
 
@@ -310,10 +346,10 @@ class Simulation:
         if self.on_nonfinite == "raise":
             finite = np.asarray(info["finite"])
             if not finite.all():
-                ids = np.asarray(info["cohort"])[~finite]
-                raise FloatingPointError(nonfinite_message(int(new.round) - 1, ids, len(finite)))
+                raise FloatingPointError(nonfinite_message(int(new.round) - 1, info, self._update_leaves))
         if isinstance(bank, Bank) and fetched.ids is not None:
-            bank.commit(fetched.ids, jax.device_get(new.clients), int(new.round))
+            answered = np.isin(fetched.ids, np.asarray(info["cohort"]))
+            bank.commit(fetched.ids, jax.device_get(new.clients), int(new.round), keep=answered)
             new = new._replace(clients=bank)
         return new, info
 
@@ -351,6 +387,11 @@ class Simulation:
                     f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}", stacklevel=4
                 )
                 self._compile(lanes // 2)
+
+    def _update_leaves(self) -> list[str]:
+        """The names of what ``bad_leaf`` counts."""
+        row: Any = jax.tree.map(lambda a: a[:1], engine.Rows(self.data.x, self.data.y))  # type: ignore[arg-type]
+        return engine.update_leaves(self._engine, self._expected, row)
 
     def measure(
         self,
@@ -461,7 +502,7 @@ class Simulation:
             Bar(rounds, self.algorithm.name, progress) as bar,
             self._ahead(state.key, last) as fetch,
         ):
-            recorder = Recorder(bar, on_round)
+            recorder = Recorder(bar, on_round, self._update_leaves)
             try:
                 while t < last and not stop.asked:
                     n = min(self._rounds_at_once(recorder.seconds), last - t, rounds_to(eval_every))

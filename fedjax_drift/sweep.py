@@ -255,8 +255,11 @@ def _static_differences(a: Simulation, b: Simulation) -> Iterable[tuple[str, Any
     for name in ("clip_norm", "optimizer"):  # their values may be traced, whether they are there may not
         yield from _differs(name, *[_presence(getattr(sim.local, name)) for sim in (a, b)])
     engines = a._engine, b._engine
-    for name in ("cohort_size", "bernoulli", "lanes", "drop_nonfinite", "max_size", "redeal", "mesh"):
+    for name in ("cohort_size", "asked", "bernoulli", "lanes", "drop_nonfinite", "max_size", "redeal", "mesh"):
         yield from _differs(name, *[getattr(how, name) for how in engines])
+    yield from _differs("failures", *[_presence(how.failures) for how in engines])
+    yield from _differs("a deadline", *[_presence(how.failures and how.failures.deadline) for how in engines])
+    yield from _differs("the aggregation", *[how.aggregation.name.partition("(")[0] for how in engines])
     yield from _differs("on_nonfinite", a.on_nonfinite, b.on_nonfinite)
     yield from _differs("bank", a.bank, b.bank)
     yield from _differs("measure", a._measures, b._measures)
@@ -357,7 +360,8 @@ def _traced_engine(
         ) from error
     if traced.data is not sim.data:
         raise ValueError("build must use one data set in all calls: make it once, outside build")
-    return static._replace(model=traced.model, algorithm=traced.algorithm, local=traced.local)
+    own = {name: getattr(traced._engine, name) for name in ("model", "algorithm", "local", "failures", "aggregation")}
+    return static._replace(**own)
 
 
 def _compiled(
@@ -553,7 +557,7 @@ class _Sweep:
     def _wrong(self, t: int, info: dict[str, np.ndarray]) -> str:
         """What is not finite in a round, in words."""
         if not info["finite"].all():
-            return nonfinite_message(t, info["cohort"][~info["finite"]], len(info["finite"]))
+            return nonfinite_message(t, info, self.sim._update_leaves)
         if self.sim.algorithm.observe is not None:
             scores = {name: value for name, value in info.items() if name.startswith("test_")}
             try:

@@ -35,5 +35,14 @@ def size(tree: PyTree) -> int:
 
 def all_finite(tree: PyTree) -> jax.Array:
     """bool []: no NaN and no infinity in any floating leaf."""
-    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.stack(leaves).all() if leaves else jnp.array(True)
+    return first_nonfinite(tree) < 0
+
+
+def first_nonfinite(tree: PyTree) -> jax.Array:
+    """int32 []: the first leaf, as `jax.tree.leaves` counts them, that holds NaN or infinity; -1: none does."""
+    leaves = list(enumerate(jax.tree.leaves(tree)))
+    floating = [(i, leaf) for i, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not floating:
+        return jnp.int32(-1)
+    bad = jnp.stack([~jnp.isfinite(leaf).all() for _, leaf in floating])
+    return jnp.where(bad.any(), jnp.array([i for i, _ in floating], jnp.int32)[bad.argmax()], jnp.int32(-1))

@@ -116,7 +116,8 @@ class Work(NamedTuple):
     t: jax.Array  # int32 [], the round, from 0
     size: jax.Array  # int32 [], n_i, rows of this client
     q: jax.Array  # float [], q_i = N n_i / sum n, 1 in the mean
-    num_steps: jax.Array  # int32 [], K_i = E * ceil(n_i / B)
+    num_batches: jax.Array  # int32 [], ceil(n_i / B), of an epoch
+    num_steps: jax.Array  # int32 [], K_i = E * ceil(n_i / B), or fewer for a straggler, which stops there
     mean_steps: int  # Kbar = E * ceil(mean n_i / B), of a client of mean size
     lr: jax.Array  # float [], eta_t
     initial_lr: float  # eta_0
@@ -177,8 +178,8 @@ class Algorithm(NamedTuple):
     client_update: Callable[[Any, PyTree, Work], ClientResult]
     """ONE client's round, no client axis."""
     server_update: Callable[[Any, PyTree, Round], Any]
-    """``server_update(server, mean, round) -> server``; mean: the cohort's weighted mean message, in its dtypes. Not
-    used in a round in which nobody answered."""
+    """``server_update(server, mean, round) -> server``; mean: the weighted mean message of the clients that answered,
+    in its dtypes. Not used in a round in which nobody answered."""
     observe: Callable[[Any, Metrics], Any] | None = None
     """``observe(server, metrics) -> server``: when given, every round evaluates the new model and shows it."""
     name: str = "algorithm"

@@ -101,21 +101,26 @@ def small(factory):
 
 
 def contract_simulation(algorithm: fd.Algorithm) -> fd.Simulation:
-    """Six clients of uneven sizes; the model has features, a head, and cosines for the algorithms that need them."""
+    """Six clients of uneven sizes, which fail; the model has features, a head, and cosines for those that need them."""
     rng = np.random.default_rng(0)
     rows = [(rng.normal(size=(n, 5)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 25, 1, 16)]
     data = fd.FederatedData.from_clients(rows, test=rows[3])
     local = fd.LocalTraining(epochs=2, batch_size=4)
     model = fd.models.linear((5,), 3, cosine=True)
-    return fd.Simulation(model, data, algorithm, local=local, cohort_size=3, lanes=2)
+    return fd.Simulation(model, data, algorithm, local=local, cohort_size=3, lanes=2, dropout=0.4, stragglers=0.4)
+
+
+SEED = 9  # its five rounds hear of 1, 0, 3, 2 and 3 clients
 
 
 def check_rounds(simulation: fd.Simulation) -> None:
-    """Structure, shapes and dtypes never change; rounds are pure and finite, train, and keep absent clients' state."""
-    start = simulation.init(jax.random.key(0))
+    """Structure, shapes and dtypes never change; rounds are pure and finite, and train; who doesn't answer keeps its
+    state bit for bit, and so does the server if nobody does."""
+    start = simulation.init(jax.random.key(SEED))
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), start)
     before = jax.tree.map(np.array, (start.params, start.clients))
     state, losses = start, [simulation.evaluate(start)["loss"]]
+    answered = []
     for t in range(5):
         assert int(state.round) == t
         old, (state, info) = state, simulation.round_fn(state)
@@ -125,7 +130,11 @@ def check_rounds(simulation: fd.Simulation) -> None:
         absent = np.setdiff1d(np.arange(6), info["cohort"])
         for a, b in zip(jax.tree.leaves(old.clients), jax.tree.leaves(state.clients), strict=True):
             np.testing.assert_array_equal(a[absent], b[absent])
+        answered.append(int((info["cohort"] >= 0).sum()))
+        if not answered[-1]:
+            jax.tree.map(np.testing.assert_array_equal, old.server, state.server)
         losses.append(simulation.evaluate(state)["loss"])
+    assert {0, 3} < set(answered)  # rounds of all, of some and of nobody
     assert min(losses[1:]) < losses[0]
     jax.tree.map(np.testing.assert_array_equal, before, (start.params, start.clients))
     again, _ = simulation.round_fn(old)

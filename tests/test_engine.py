@@ -337,7 +337,7 @@ def test_nonfinite_updates(data) -> None:
     assert_equal(client_model(dropped, 4), client_model(start, 4))
     nobody, _ = poisoned(on_nonfinite="drop_client").round_fn(start, cohort=[4])
     assert_equal(nobody.params, start.params)
-    with pytest.raises(FloatingPointError, match=r"round 0: 1 of 3 client updates are not finite \(clients 4\)"):
+    with pytest.raises(FloatingPointError, match=r"round 0: 1 of 3 .* \(client 4 in message\['a'\]\)"):
         poisoned(on_nonfinite="raise").round_fn(start, cohort=[1, 4, 2])
     with pytest.warns(RuntimeWarning, match="not finite"):
         poisoned().run(start, 6, progress=False)

@@ -26,7 +26,7 @@ from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
-from fedjax_drift.local import batches, train
+from fedjax_drift.local import train
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, batch_mean
 
 
@@ -80,7 +80,7 @@ def fedreg(
             lambda a: jnp.zeros((work.most_batches, *a.shape), a.dtype), jax.eval_shape(make, jnp.int32(0))
         )
         slots = lax.fori_loop(
-            0, batches(work), lambda k, slots: jax.tree.map(lambda s, new: s.at[k].set(new), slots, make(k)), slots
+            0, work.num_batches, lambda k, slots: jax.tree.map(lambda s, new: s.at[k].set(new), slots, make(k)), slots
         )
 
         def between(theta: Params) -> Params:

@@ -1,0 +1,249 @@
+"""Clients that drop out, do part of their work or come too late; clipped and private means."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
+
+import fedjax_drift as fd
+from fedjax_drift import tree
+from fedjax_drift.engine import plan
+
+LOCAL = fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)
+
+
+def simulate(data, algorithm=None, **options) -> fd.Simulation:  # noqa: F811
+    model = fd.models.linear((FEATURES,), CLASSES)
+    algorithm = fd.algorithms.scaffold() if algorithm is None else algorithm
+    return fd.Simulation(model, data, algorithm, **{"local": LOCAL, "cohort_size": 10} | options)
+
+
+def steps_of(sizes) -> np.ndarray:
+    return 2 * -(-np.asarray(sizes) // 4)
+
+
+def close(got, want) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+def rounds(sim: fd.Simulation, n: int, seed: int = 0) -> list[dict]:
+    state, infos = sim.init(jax.random.key(seed)), []
+    for _ in range(n):
+        state, info = sim.round_fn(state)
+        infos.append(jax.device_get(info))
+    return infos
+
+
+def test_a_round_with_dropout_is_the_round_of_those_who_answer(data) -> None:  # noqa: F811
+    start = simulate(data).init(jax.random.key(0))
+    failed, info = simulate(data, dropout=0.5).round_fn(start)
+    there = np.asarray(info["cohort"] >= 0)
+    assert 0 < there.sum() < 10
+    np.testing.assert_array_equal(info["asked"][there], info["cohort"][there])
+    np.testing.assert_array_equal(info["asked"], simulate(data).round_fn(start)[1]["cohort"])
+    np.testing.assert_array_equal(np.asarray(info["weight"] > 0), there)
+    answered, _ = simulate(data).round_fn(start, cohort=info["cohort"][there])
+    for got, want in zip(jax.tree.leaves(failed), jax.tree.leaves(answered), strict=True):
+        if not jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    gone = np.setdiff1d(np.arange(30), info["cohort"])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[gone], b[gone]), failed.clients, start.clients)
+
+
+def test_nobody_answers(data) -> None:  # noqa: F811
+    # FedGVR also keeps the accuracies it has seen: a round without clients is not one of them.
+    sim = simulate(data, fd.algorithms.fedgvr(), dropout=1.0)
+    start = sim.init(jax.random.key(0))
+    with pytest.warns(RuntimeWarning, match="round 0: no client answered"):
+        state, history = sim.run(start, 2, progress=False)
+    assert [record["clients"] for record in history] == [0, 0] and int(state.round) == 2
+    jax.tree.map(np.testing.assert_array_equal, (state.server, state.clients), (start.server, start.clients))
+
+
+def test_probabilities(data) -> None:  # noqa: F811
+    infos = rounds(simulate(data, fd.algorithms.fedavg(), dropout=0.3, stragglers=0.6, cohort_size=30), 40)
+    answered = np.stack([info["cohort"] >= 0 for info in infos])
+    assert abs(answered.mean() - 0.7) < 4 * (0.21 / answered.size) ** 0.5
+    full, done = steps_of(SIZES), np.stack([info["client_steps"] for info in infos])
+    assert ((done > 0) == answered).all() and (done <= full).all()
+    many = full[None] >= 6  # who has steps enough to be told
+    part = answered & (done < full)
+    share = part[answered & many].mean()
+    assert abs(share - 0.6) < 4 * (0.24 / (answered & many).sum()) ** 0.5
+    shares = (done / full)[part & (full[None] >= 12)]
+    assert abs(shares.mean() - 0.5) < 0.05  # 1..K_i - 1, each as likely
+    assert all(info["steps"] == info["client_steps"].sum() for info in infos)
+
+
+def test_a_straggler_stops_early_by_hand() -> None:
+    """|w - 1|^2 / 2 with rate 1/2: after s steps D = 1 - 2^-s, whatever the epochs; SCAFFOLD's variate divides by s."""
+    model = fd.Model(lambda key: jnp.zeros(1), lambda w, x: w[None] - x, loss=lambda z, y: (z[:, 0] ** 2) / 2)
+    federation = fd.FederatedData.from_clients([(np.ones((6, 1), "f4"), np.zeros(6, "i4"))] * 20)
+    local = fd.LocalTraining(epochs=3, batch_size=3, lr=0.5)
+    sim = fd.Simulation(model, federation, fd.algorithms.scaffold(), local=local, cohort_size=20, stragglers=1.0)
+    state, info = sim.round_fn(sim.init(jax.random.key(0)))
+    s = np.asarray(info["client_steps"])
+    assert set(s) == {1, 2, 3, 4, 5}  # of 6
+    D = 1 - 0.5**s
+    np.testing.assert_allclose(state.params[0], D.mean(), rtol=1e-6)
+    np.testing.assert_allclose(np.ravel(state.clients.c), -D / (s * 0.5), rtol=1e-6)
+    # (w - 1)^2 / 2 before each of its s steps
+    np.testing.assert_allclose(info["loss"], [np.mean(0.5 * 0.25 ** np.arange(k)) for k in s], rtol=1e-6)
+
+
+def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
+    slow = {"speed_spread": 1.0}
+    # What a client takes is proportional to its steps: a deadline finds each client's slowness.
+    by = {"deadline": 1.0, "cohort_size": 30} | slow
+    sim = simulate(data, fd.algorithms.fedavg(), **by)
+    how, start, rows = sim._engine, sim.init(jax.random.key(0)), sim._arrays.rows
+
+    @jax.jit
+    def heard(deadline):
+        engine = how._replace(failures=how.failures._replace(deadline=deadline))
+        return plan(engine, start, rows, jnp.arange(30)).cohort.id < 30
+
+    deadlines = np.geomspace(0.05, 10, 80)
+    there = np.stack([heard(deadline) for deadline in deadlines])
+    assert (np.diff(there.astype(int), axis=0) >= 0).all()  # who makes it, makes a later deadline
+    taken = np.where(there.any(0), deadlines[there.argmax(0)], np.inf)
+    slowness = np.log(taken / steps_of(SIZES) * (2 * -(-np.mean(SIZES) // 4)))
+    assert 0.7 < slowness[np.isfinite(slowness)].std() < 1.3
+    (info,) = rounds(sim, 1)
+    np.testing.assert_array_equal(np.sort(info["cohort"][info["cohort"] >= 0]), np.flatnonzero(heard(1.0)))
+    for info in rounds(simulate(data, fd.algorithms.fedavg(), over_selection=1.5, **slow), 3):
+        assert len(info["asked"]) == 15 and len(info["cohort"]) == 10 and (info["cohort"] >= 0).all()
+        late = np.setdiff1d(info["asked"], info["cohort"])
+        assert taken[info["cohort"]].max() <= 1.1 * taken[late].min()  # the deadlines are 1.07 apart
+        assert np.isin(info["asked"], info["cohort"]).sum() == 10
+        in_order = [id for id in info["asked"] if id in info["cohort"]]
+        np.testing.assert_array_equal(in_order, info["cohort"])
+    # Those that drop out make room for others.
+    infos = rounds(simulate(data, fd.algorithms.fedavg(), over_selection=2.0, dropout=0.3), 10)
+    assert np.mean([(info["cohort"] >= 0).sum() for info in infos]) > 9
+
+
+@pytest.mark.parametrize("options", [{"bank": "host"}, {"stream": True}, {"bank": "sharded"}, {"lanes": 3}])
+def test_failures_are_the_same_wherever_things_are_kept(data, options) -> None:  # noqa: F811
+    failing = {"dropout": 0.4, "stragglers": 0.4, "over_selection": 1.4, "deadline": 2.0, "speed_spread": 0.5}
+    plain, other = simulate(data, **failing), simulate(data, **failing, **options)
+    states = [sim.init(jax.random.key(1)) for sim in (plain, other)]
+    for _ in range(3):
+        (a, info), (b, there) = (sim.round_fn(state) for sim, state in zip((plain, other), states, strict=True))
+        np.testing.assert_array_equal(info["cohort"], there["cohort"])
+        np.testing.assert_array_equal(info["client_steps"], there["client_steps"])
+        close(a.params, b.params)
+        states = [a, b]
+
+
+def test_measured_drift_is_of_those_who_answer(data) -> None:  # noqa: F811
+    sim = simulate(data, dropout=0.4, stragglers=0.4, measure=("updates", "gradients"))
+    start = sim.init(jax.random.key(0))
+    _, info = sim.round_fn(start)
+    there = np.asarray(info["cohort"] >= 0)
+    assert np.isnan(np.asarray(info["update_norm"])[~there]).all()
+    plain = simulate(data, measure="gradients")
+    want = plain.measure(start, "gradients", cohort=info["cohort"][there])
+    for name in ("period_drift", "dissimilarity", "gradient_norm"):
+        np.testing.assert_allclose(info[name], want[name], rtol=1e-4)
+
+
+def test_a_sweep_over_dropout(data) -> None:  # noqa: F811
+    def build(dropout: float) -> fd.Simulation:
+        return simulate(data, fd.algorithms.fedavg(), dropout=dropout)
+
+    runs = fd.sweep(build, 3, seeds=[4], settings=fd.grid(dropout=[0.2, 0.6]), progress=False)
+    for run in runs:
+        sim = build(run.setting["dropout"])
+        state, history = sim.run(sim.init(jax.random.key(4)), 3, progress=False)
+        close(run.state.params, state.params)
+        assert [r["clients"] for r in run.history] == [r["clients"] for r in history]
+
+
+def test_clipped_mean(data) -> None:  # noqa: F811
+    start = simulate(data).init(jax.random.key(0))
+    D = []  # each client's own update: SCAFFOLD's first round from c = 0
+    for id in range(4):
+        state, _ = simulate(data).round_fn(start, cohort=[id])
+        D.append(jax.tree.map(lambda a, b: a - b, state.server, start.server))
+    scaled = []
+    for d in D:
+        c = jax.tree.map(lambda c: 30 * c, d.c)  # the server adds 1 / N of a client's message
+        norm = float(jnp.sqrt(tree.dot((d.params, c), (d.params, c))))
+        scaled.append(jax.tree.map(lambda leaf, norm=norm: leaf * min(1, 0.5 / norm), d))
+    assert any(float(jnp.sqrt(tree.dot(d, d))) > 0.5 for d in D)
+    got, _ = simulate(data, aggregation=fd.aggregation.clipped(0.5)).round_fn(start, cohort=range(4))
+    want = jax.tree.map(lambda *leaves: sum(leaves) / 4, *[d.params for d in scaled])
+    close(jax.tree.map(jnp.subtract, got.params, start.params), want)
+    same, _ = simulate(data, aggregation=fd.aggregation.clipped(1e6)).round_fn(start, cohort=range(4))
+    jax.tree.map(np.testing.assert_array_equal, same.server, simulate(data).round_fn(start, cohort=range(4))[0].server)
+
+
+def test_private_mean(data) -> None:  # noqa: F811
+    def private(z: float, cohort: int = 10, **options) -> fd.Simulation:
+        rule = fd.aggregation.private(clip_norm=0.1, noise_multiplier=z)
+        how = {"aggregation": rule, "sampling": "bernoulli", "cohort_size": cohort} | options
+        return simulate(data, fd.algorithms.fedavg(), **how)
+
+    start = private(0.0).init(jax.random.key(0))
+    quiet, info = private(0.0).round_fn(start)
+    alone = simulate(data, fd.algorithms.fedavg(weighting="uniform"))
+    total = tree.zeros_like(start.params)
+    for id in info["cohort"][info["cohort"] >= 0]:
+        D = jax.tree.map(jnp.subtract, alone.round_fn(start, cohort=[int(id)])[0].params, start.params)
+        scale = min(1, 0.1 / float(jnp.sqrt(tree.dot(D, D)))) / 10
+        total = jax.tree.map(lambda s, D, scale=scale: s + scale * D, total, D)
+    close(jax.tree.map(jnp.subtract, quiet.params, start.params), total)
+    assert set(np.asarray(info["weight"])) == {0.0, 1.0}  # nobody's size shows
+
+    noise = []  # with nobody there: N(0, (z S / K)^2), and the server takes it for a message
+    sim = private(3.0, dropout=1.0)
+    state = start
+    for _ in range(30):
+        before, (state, _) = state, sim.round_fn(state)
+        noise += [np.ravel(b - a) for a, b in zip(*map(jax.tree.leaves, (before.params, state.params)), strict=True)]
+    values = np.concatenate(noise)
+    assert abs(values.std() / (3.0 * 0.1 / 10) - 1) < 0.1 and abs(values.mean()) < 4 * values.std() / len(values) ** 0.5
+    empty = [int((info["cohort"] >= 0).sum()) for info in rounds(private(1.0, cohort=1), 40)]
+    assert 0 in empty  # independent coins: a cohort may be empty
+
+
+def test_privacy_is_accounted(data) -> None:  # noqa: F811
+    pytest.importorskip("dp_accounting")
+
+    def spent(z: float, n: int, **options) -> float:
+        rule = fd.aggregation.private(clip_norm=1.0, noise_multiplier=z)
+        how = {"aggregation": rule, "sampling": "bernoulli", "cohort_size": 3} | options
+        return fd.aggregation.epsilon(simulate(data, fd.algorithms.fedavg(), **how), n, 1e-5)
+
+    # All 30 in every round, 4 rounds at z = 4: one Gaussian mechanism of z = 2, by the exact formula (Balle, Wang 2018)
+    from scipy.stats import norm
+
+    def delta(epsilon: float, sigma: float) -> float:
+        a, b = 1 / (2 * sigma), epsilon * sigma
+        return norm.cdf(a - b) - np.exp(epsilon) * norm.cdf(-a - b)
+
+    assert delta(spent(4.0, 4, cohort_size=30), 2.0) == pytest.approx(1e-5, rel=0.02)
+    assert spent(1.0, 10) < spent(1.0, 100) < spent(0.7, 100) and spent(0.0, 1) == np.inf
+    with pytest.raises(ValueError, match="epsilon needs a simulation with aggregation=fd.aggregation.private"):
+        fd.aggregation.epsilon(simulate(data), 1, 1e-5)
+
+
+BAD = [
+    ({"dropout": 1.5}, "dropout must be a probability in 0..1, got 1.5"),
+    ({"stragglers": -0.1}, "stragglers must be a probability in 0..1, got -0.1"),
+    ({"over_selection": 4}, r"over_selection must be in 1..3 \(all clients\), got 4"),
+    ({"deadline": 0}, "deadline must be a finite number > 0, got 0"),
+    ({"speed_spread": 1.0}, "speed_spread needs a deadline or over_selection"),
+    ({"aggregation": fd.aggregation.mean}, "aggregation must be an fd.aggregation.Aggregation, got <function"),
+    ({"aggregation": fd.aggregation.private(1, 1)}, "drawn by independent coins, got sampling='uniform'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_input(data, options, message) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=message):
+        simulate(data, **options)
