@@ -53,6 +53,7 @@ DEFAULT_MODEL = {
     "cifar10": "cifar_cnn",
 }
 NAME_WIDTH = 22  # of an algorithm in the table, which then has 80 columns
+FAILURES = ("dropout", "stragglers", "over_selection", "deadline", "speed_spread")
 QUICKSTART = ("fedavg", "fedprox:mu=0.1", "fedavgm:beta=0.7")
 
 RUN_EXAMPLES = """\
@@ -210,6 +211,20 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     _add(
         group, "--on-nonfinite", "WHAT", "with a client whose update is NaN or infinite: keep (averaged like any "
         "other), drop_client or raise, which stops the algorithm", str, "keep",
+    )  # fmt: skip
+    group = parser.add_argument_group("clients that fail, or must not stand out")
+    _add(group, "--dropout", "P", "probability that a client asked does not answer", float, 0.0)
+    _add(group, "--stragglers", "P", "probability that a client does only part of its local steps", float, 0.0)
+    _add(group, "--over-selection", "R", "ask R times as many clients; those that answer first count", float, 1.0)
+    _add(
+        group, "--deadline", "T", "who takes longer does not count; 1: a client of mean size on a median device "
+        "(default: none)", float,
+    )  # fmt: skip
+    _add(group, "--speed-spread", "SIGMA", "log-normal spread of the devices' speeds", float, 0.0)
+    _add(group, "--clip-updates", "NORM", "scale what a client sends down to this norm (default: no clipping)", float)
+    _add(
+        group, "--noise-multiplier", "Z", "differential privacy: clients weigh alike, and noise of Z * NORM is "
+        "added to their sum; needs --clip-updates and --sampling bernoulli", float,
     )  # fmt: skip
     group = parser.add_argument_group("what is measured of drift, and drawn")
     group.add_argument(
@@ -457,7 +472,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
     computed = model.computing_in(jnp.bfloat16) if args.bfloat16 else model
     options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
-    options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure}
+    options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure, "aggregation": _aggregation(args)}
+    options |= {name: getattr(args, name) for name in FAILURES}
     options["stream"] = {"auto": "auto", "yes": True, "no": False}[args.stream]
     simulations = {
         name: fd.Simulation(computed, data, algorithm, local=local, bank=_bank(args.bank, name), **options)
@@ -477,6 +493,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "sampling": args.sampling,
         "redeal": data.redeal,
         "on_nonfinite": args.on_nonfinite,
+        "failures": {name: getattr(args, name) for name in FAILURES},
+        "aggregation": simulations[names[0]].aggregation.name,
         "measure": {"names": args.measure, "every": measure_every},
         "eval_every": args.eval_every,
         "seed": args.seed,
@@ -499,6 +517,15 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
     progress = not args.no_progress and sys.stderr.isatty()
     return lambda: _simulate(config, names, start, output, progress)
+
+
+def _aggregation(args: argparse.Namespace) -> fd.aggregation.Aggregation | None:
+    norm, noise = args.clip_updates, args.noise_multiplier
+    if noise is None:
+        return None if norm is None else fd.aggregation.clipped(norm)
+    if norm is None:
+        raise ValueError(f"--noise-multiplier is relative to --clip-updates, got {noise} alone: add --clip-updates 1")
+    return fd.aggregation.private(norm, noise)
 
 
 def _bank(where: str, algorithm: str) -> str:
@@ -675,6 +702,9 @@ def _heading(config: Mapping[str, Any], output: Path) -> str:
                and v != getattr(defaults, k)]  # fmt: skip
     epochs = f"{local['epochs']} epoch{'s' * (local['epochs'] > 1)}"
     redeal, measure = config["redeal"], config["measure"]
+    failing = [f"{name.replace('_', ' ')} {value}" for name, value in config["failures"].items()
+               if value not in (None, 0.0) and (name, value) != ("over_selection", 1.0)]  # fmt: skip
+    failing += [config["aggregation"]] * (config["aggregation"] != "mean")
     how = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
     dealt = "" if redeal is None else f", rows dealt anew {how}"
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
@@ -685,6 +715,7 @@ def _heading(config: Mapping[str, Any], output: Path) -> str:
         f"{config['cohort_size']:,} a round ({config['sampling']}{dealt})",
         "model": f"{model['name']}, {model['parameters']:,} parameters",
         "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
+        **({"who answers": ", ".join(failing)} if failing else {}),
         **measured,
         "devices": f"{config['devices']['count']} ({config['devices']['platform']}), lanes {config['lanes']}",
         "output": str(output),
