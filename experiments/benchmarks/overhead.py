@@ -1,6 +1,7 @@
 """What an almost empty round costs: linear model, 10 clients of 20 rows, one batch each. Milliseconds a round.
 
-`run` sends off many rounds at once; a loop over `round_fn` comes back to Python in each.
+`run` sends off many rounds at once; a loop over `round_fn` comes back to Python in each. And what it costs to look
+whether every client's update is finite: rounds with and without that, in turn.
 
 python experiments/benchmarks/overhead.py [--rounds 2000] [--repeats 5]
 """
@@ -12,10 +13,13 @@ import time
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import measure
 import numpy as np
+from workloads import Workload, equal_sizes, tiny
 
 import fedjax_drift as fd
+from fedjax_drift import tree
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
@@ -34,6 +38,28 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
             times = run_seconds(sim, arguments, evaluated)
             what = f"run, {where}" + (f", evaluated every {evaluated} rounds" if evaluated else "")
             yield measure.row(what, [1e3 * t for t in times], "ms a round", at_most=wanted())
+    yield from finite_check(arguments)
+
+
+def finite_check(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    for name, workload in {
+        "LeNet-5, FedAvg": Workload("lenet5", equal_sizes(500, 100), 50),
+        "2NN, SCAFFOLD": Workload("mnist_2nn", equal_sizes(100, 600), 15),
+    }.items():
+        workload = tiny(workload) if arguments.quick else workload
+        algorithm = fd.algorithms.scaffold() if "SCAFFOLD" in name else fd.algorithms.fedavg()
+        checked, unchecked = (measure.simulation(workload, algorithm=algorithm) for _ in range(2))
+        look = tree.first_nonfinite
+        try:
+            tree.first_nonfinite = lambda update: jnp.int32(-1)
+            unchecked.round_fn(unchecked.init(jax.random.key(0)))  # compiles
+        finally:
+            tree.first_nonfinite = look
+        ratios = []
+        for _ in range(3 * arguments.repeats):
+            (a,), (b,) = (measure.round_seconds(sim, 1, warm=1, each=arguments.turn) for sim in (checked, unchecked))
+            ratios.append(a / b)
+        yield measure.row(f"checking that updates are finite: {name}, round with / without", ratios, at_most=1.03)
 
 
 def wanted() -> float | None:
@@ -56,9 +82,10 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turn", type=int, default=5, help="rounds in a turn with and without the check")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.rounds, arguments.repeats = 5, 1
+        arguments.rounds, arguments.repeats, arguments.turn = 5, 1, 1
     fd.use_cpu_devices()
     measure.save("overhead", rows(arguments), arguments)
 
