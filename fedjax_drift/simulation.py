@@ -20,9 +20,20 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import checks, drift, engine, fit
 from fedjax_drift.bank import Bank
 from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.exchange import longest_share, rows_by_rank
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.progress import Bar, Record, Recorder, nonfinite_message, stop_on_interrupt
-from fedjax_drift.sharding import clients_mesh, launch, memory_of, traced, wait_for_turn
+from fedjax_drift.sharding import (
+    agree,
+    clients_mesh,
+    launch,
+    leads,
+    memory_of,
+    put,
+    spans_processes,
+    traced,
+    wait_for_turn,
+)
 from fedjax_drift.stream import Stream
 from fedjax_drift.types import Algorithm, Model, Params, PyTree, ServerState
 
@@ -55,11 +66,15 @@ class Simulation:
         fastest there), many on an accelerator. Results don't depend on it (beyond rounding).
       sampling: "uniform" (exactly K clients, without replacement) or "bernoulli" (each client with probability K/N,
         drawn again while nobody is in).
-      mesh: a mesh with the one axis "clients". Default: all local devices.
+      mesh: a mesh with the one axis "clients". Default: all devices, of all processes (`fd.distributed`).
       stream: True leaves the training rows on the host, in memory or in a memory-mapped file, and sends each round its
-        cohort's, while the round before trains. "auto": if they take more than half of a device's memory.
+        cohort's, while the round before trains. "auto": if they take more than half of a device's memory, and may not
+        be cut over the devices, or take more than half of all devices' memory.
+      shard_data: True cuts the training rows over the devices, whole clients on one device each, which send each other
+        the cohort's in every round; of several processes each reads only its own clients'. False: every device has
+        all. "auto": True if they take more than half of a device's memory, but not more than half of all devices'.
       bank: where client states are kept. "device": whole on every device; "sharded": cut over the devices; "host": in
-        the host's memory; a path: in files in that folder. On the host and in files only clients ever seen take space,
+        the host's memory (of several processes: in each one's); a path: in files in that folder. On the host and in files only clients ever seen take space,
         and every round overwrites the one before (the old state is then invalid). "auto": the first that takes no more
         than half of a device's memory, or else "host".
       donate: let a round overwrite the state it is given, which saves one copy of it; the old state is then invalid.
@@ -87,6 +102,7 @@ class Simulation:
         sampling: str = "uniform",
         mesh: Mesh | None = None,
         stream: bool | str = "auto",
+        shard_data: bool | str = "auto",
         bank: str | os.PathLike = "auto",
         donate: bool = False,
         eval_batch_size: int = 500,
@@ -101,11 +117,14 @@ class Simulation:
         checks.choice("sampling", sampling, ("uniform", "bernoulli"))
         checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
         checks.flag("donate", donate)
-        if stream != "auto":
-            checks.flag("stream", stream)
+        for name, value in (("stream", stream), ("shard_data", shard_data)):
+            if value != "auto":
+                checks.flag(name, value)
         if mesh is not None and getattr(mesh, "axis_names", None) != (engine.AXIS,):
             raise ValueError(f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {mesh!r}')
         mesh = clients_mesh(None if mesh is None else list(mesh.devices.flat))  # with the axis type the engine needs
+        if not mesh.local_devices:
+            raise ValueError("mesh must have a device of this process, got none: make it, and use it, where there is one")
         bernoulli = sampling == "bernoulli"
         capacity = _bernoulli_capacity(N, cohort_size) if bernoulli else cohort_size
         if donate and on_nonfinite == "raise":
@@ -121,6 +140,7 @@ class Simulation:
         max_size = int(data.sizes.max())
         if redeal is not None and redeal.alpha is not None:
             max_size = redeal.most_rows[capacity - 1]  # one client may get all rows of a cohort
+        rows_at = _where_rows_go(shard_data, stream, data, mesh)
         self._engine = engine.Engine(
             model=model,
             algorithm=algorithm,
@@ -136,21 +156,27 @@ class Simulation:
             capacity=capacity,
             bank_rows=N,
             sharded=False,
+            rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
             decode=decode,
             num_classes=num_classes,
             redeal=redeal,
         )
         fit.check_local(local, params, self._engine.max_size)
         self._everywhere = NamedSharding(mesh, P())
-        self._stream = Stream(data, self._everywhere) if _must_stream(stream, data, mesh) else None
+        self._stream = Stream(data, self._everywhere) if rows_at == "host" else None
         self._measures = self._check_measures(measure)
-        self._arrays = engine.place(data, mesh, eval_batch_size, streamed=self._stream is not None)
+        self._arrays = engine.place(data, mesh, eval_batch_size, rows_at == "host", cut=rows_at == "parts")
         if "accuracy" in algorithm.requires:
             scores = jax.eval_shape(partial(engine.evaluate, self._engine), params, self._arrays.test)
             if "accuracy" not in scores:
                 raise ValueError(f"{algorithm.name} follows the test accuracy: use a classifier and integer labels")
         self.bank = _where_states_fit(bank, jax.eval_shape(algorithm.init_client, params), N, mesh)
         self._states_on_host = self.bank not in ("device", "sharded")
+        if self._states_on_host and self.bank != "host" and spans_processes(mesh):
+            raise ValueError(
+                f'bank must be "device", "sharded" or "host" over several processes, got the folder {self.bank}: its '
+                "files are for one process"
+            )
         self._needs_host = self._states_on_host or self._stream is not None
         self._donate, self._launch = donate, partial(launch, mesh)
         self._compile(self._engine.lanes)
@@ -169,15 +195,17 @@ class Simulation:
         init = partial(engine.init, here)
         self._init = jax.jit(init, out_shardings=self._placement)
         self._expected = jax.eval_shape(lambda: init(jax.random.key(0, impl=THREEFRY), None))
-        round_fn, placed = partial(engine.round_fn, how), (self._placement, None)
+        # What the host looks at is whole on every process.
+        found = every if spans_processes(self.mesh) else None
+        round_fn, placed = partial(engine.round_fn, how), (self._placement, found)
         self._donating_round = jax.jit(round_fn, donate_argnums=0, out_shardings=placed)
         donate = self._donate and not self._states_on_host
         self._round = self._donating_round if donate else jax.jit(round_fn, out_shardings=placed)
         rounds = partial(engine.rounds, how, MOST_ROUNDS)
         self._rounds = jax.jit(rounds, donate_argnums=0, out_shardings=placed)
-        self._measure = jax.jit(partial(drift.measure, how), static_argnums=0)
-        self._evaluate = jax.jit(partial(engine.evaluate_server, how))
-        self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, how))
+        self._measure = jax.jit(partial(drift.measure, how), static_argnums=0, out_shardings=found)
+        self._evaluate = jax.jit(partial(engine.evaluate_server, how), out_shardings=found)
+        self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, how), out_shardings=found)
         self._draw = jax.jit(partial(engine.draw, how))
 
     @property
@@ -283,13 +311,14 @@ class Simulation:
             cohort = self._draw(key, t)
         ids = np.asarray(cohort)
         arrays, sizes = self._arrays, data.sizes_of(ids)
-        offsets = data.offsets[np.minimum(ids, N - 1)]
+        begins = data.offsets if self._stream is not None else np.asarray(self._arrays.rows.offsets)
+        offsets = begins[np.minimum(ids, N - 1)]
         if self._stream is not None:
             x, y, offsets = self._stream.fetch(ids)
             arrays = arrays._replace(rows=engine.Rows(x, y))
         place = np.arange(len(ids)) if self._states_on_host else ids
         columns = (ids, sizes, offsets, np.where(ids < N, place, self._engine.bank_rows))
-        client = engine.Client(*jax.device_put([a.astype(np.int32) for a in columns], self._everywhere))
+        client = engine.Client(*put([a.astype(np.int32) for a in columns], self._everywhere))
         return Fetched(arrays, client, ids)
 
     def _advance(
@@ -321,7 +350,7 @@ class Simulation:
         """The state with its cohort's client states on the devices, where the others are kept on the host."""
         if not isinstance(state.clients, Bank) or fetched.ids is None:
             return state
-        return state._replace(clients=jax.device_put(state.clients.gather(fetched.ids), self._everywhere))
+        return state._replace(clients=put(state.clients.gather(fetched.ids), self._everywhere))
 
     def _with_measured(self, info: dict, measured: dict) -> dict:
         if clash := info.keys() & measured.keys():
@@ -346,6 +375,11 @@ class Simulation:
                     raise MemoryError(
                         f"a round of {self!r} does not fit in a device's memory even with 1 lane: take a smaller "
                         'model, batch_size or cohort_size, or stream=True, or bank="host"; the state is still valid'
+                    ) from error
+                if spans_processes(self.mesh):  # the others may have found room, and wait for this one
+                    raise MemoryError(
+                        f"{lanes} lanes do not fit in a device's memory: lower lanes= (over several processes they are "
+                        "not halved by themselves); the state is still valid"
                     ) from error
                 warnings.warn(
                     f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}", stacklevel=4
@@ -442,7 +476,8 @@ class Simulation:
         values as their mean over the cohort (lists of E where there is one per epoch). ``on_round(record)`` is called
         for each. Short rounds are sent off many at a time, as many as take a tenth of a second: their records come
         together, and ``seconds`` is their mean, from record to record. Ctrl-C ends the run after the rounds in progress
-        (a second one at once) and returns what is done. An error of a round (`round_fn`'s) carries the state before it
+        (a second one at once) and returns what is done. Of several processes every one returns all of it, the first
+        shows the bar, and Ctrl-C in any ends the run of all after the same round. An error of a round (`round_fn`'s) carries the state before it
         and the history as ``error.state`` and ``error.history``.
         """
         checks.integer("rounds", rounds, 0)
@@ -458,13 +493,16 @@ class Simulation:
 
         with (
             stop_on_interrupt() as stop,
-            Bar(rounds, self.algorithm.name, progress) as bar,
+            Bar(rounds, self.algorithm.name, progress and leads(self.mesh)) as bar,
             self._ahead(state.key, last) as fetch,
         ):
             recorder = Recorder(bar, on_round)
             try:
-                while t < last and not stop.asked:
-                    n = min(self._rounds_at_once(recorder.seconds), last - t, rounds_to(eval_every))
+                while t < last:
+                    (n,), (stopped,) = agree(self.mesh, [self._rounds_at_once(recorder.seconds)], [stop.asked])
+                    if stopped:
+                        break
+                    n = min(n, last - t, rounds_to(eval_every))
                     measures = self._measures if rounds_to(measure_every) == 1 else ()
                     n = 1 if measures else min(n, rounds_to(measure_every) - 1) if self._measures else n
                     needed = fetch(t)
@@ -634,7 +672,7 @@ def _moved(tree: PyTree, placement: PyTree) -> PyTree:
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(placement), strict=True)
     if all(getattr(leaf, "sharding", None) == at for leaf, at in pairs):
         return tree
-    return jax.device_put(tree, placement)
+    return put(tree, placement)
 
 
 def _on_host(key: jax.Array) -> jax.Array:
@@ -643,10 +681,28 @@ def _on_host(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.device_put(words, jax.local_devices(backend="cpu")[0]), impl=THREEFRY)
 
 
-def _must_stream(stream: bool | str, data: FederatedData, mesh: Mesh) -> bool:
-    if stream == "auto":
-        return data.x.nbytes + data.y.nbytes > memory_of(mesh) / 2 or len(data.x) >= 2**31
-    return bool(stream)
+def _where_rows_go(shard_data: bool | str, stream: bool | str, data: FederatedData, mesh: Mesh) -> str:
+    """"devices": all on each; "parts": cut over them; "host": streamed. ValueError for what can't be."""
+    if shard_data is True:
+        if stream is True:
+            raise ValueError("shard_data=True keeps the rows on the devices, stream=True on the host: choose one")
+        if data.redeal is not None:
+            raise ValueError("shard_data must be False for data.redealt(), whose cohorts pool their rows, got True")
+    need, D = data.x.nbytes + data.y.nbytes, mesh.size
+    # Rows are counted in int32, the padding of parts included.
+    countable, in_parts = len(data.x) < 2**31, len(data.x) + D * int(data.sizes.max()) < 2**31
+    if shard_data is True and not in_parts:
+        raise ValueError(f"shard_data=True takes up to 2**31 rows, got {len(data.x)}: stream=True")
+    if stream is True or shard_data is True:
+        return "host" if stream is True else "parts"
+    if not (stream == "auto" or shard_data == "auto"):
+        return "devices"
+    room = memory_of(mesh) / 2
+    if need <= room and countable:
+        return "devices"
+    if shard_data == "auto" and D > 1 and data.redeal is None and in_parts and (need <= room * D or stream is False):
+        return "parts"
+    return "host" if stream == "auto" else "devices"
 
 
 def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
