@@ -7,10 +7,11 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -55,13 +56,20 @@ def _put(array: Any, placement: Sharding) -> jax.Array:
     """One array, over several processes."""
     if isinstance(array, jax.Array):
         if not array.is_fully_addressable:
-            return jax.device_put(array, placement)
+            return array if array.sharding == placement else jax.jit(lambda a: a, out_shardings=placement)(array)
         if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             words = _put(jax.random.key_data(array), placement)
             return jax.random.wrap_key_data(words, impl=str(jax.random.key_impl(array)))
     array = array if isinstance(array, np.ndarray) else np.asarray(array)
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return jax.make_array_from_callback(array.shape, placement, lambda part: np.asarray(array[part], dtype))
+
+
+def copied(tree: PyTree, placement: PyTree) -> PyTree:
+    """Copies of the tree's arrays, which are there already, that a program may overwrite."""
+    if all(at.is_fully_addressable for at in jax.tree.leaves(placement)):
+        return jax.device_put(tree, placement, may_alias=False)
+    return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=placement)(tree)
 
 
 def agree(mesh: Mesh, led: Sequence[int] = (), asked: Sequence[bool] = ()) -> tuple[list[int], list[bool]]:

@@ -26,6 +26,7 @@ from fedjax_drift.progress import Bar, Record, Recorder, nonfinite_message, stop
 from fedjax_drift.sharding import (
     agree,
     clients_mesh,
+    copied,
     launch,
     leads,
     memory_of,
@@ -548,7 +549,7 @@ class Simulation:
             if self._fallible:
                 return self._advance(self._round, state, needed, measures)
             own = not fresh or self._donate
-            start = state if own else jax.device_put(state, self._placement_of(state), may_alias=False)
+            start = state if own else copied(state, self._placement_of(state))
             if self._needs_host:
                 return self._advance(self._donating_round, start, needed, measures)
             measured = self._launch(self._measure, measures, start, self._arrays, None) if measures else {}
@@ -585,7 +586,7 @@ class Simulation:
                 f"cohort must hold at most {self._engine.capacity} clients where rows are dealt anew by Dirichlet, got "
                 f"{len(ids)}: raise cohort_size"
             )
-        return ids
+        return put(ids, self._everywhere) if spans_processes(self.mesh) else ids
 
     def _check(self, state: ServerState) -> ServerState:
         """The state on this simulation's devices (it may come from another's, or from a file); ValueError if it is of
