@@ -108,7 +108,7 @@ def initialize(
 
 def is_first() -> bool:
     """Whether this is process 0, which should be the one to print and to write; True in a single process."""
-    return jax.process_index() == 0
+    return not jax.distributed.is_initialized() or jax.process_index() == 0  # does not start the backend needlessly
 
 
 def _is_address(text: str) -> bool:

@@ -158,12 +158,13 @@ def memory_of(mesh: Mesh) -> float:
 
     Over several processes it is what the first one finds, rounded down to megabytes.
     """
-    found = _local_memory(mesh)
-    if not spans_processes(mesh):
-        return found
-    megabytes = min(found // 2**20, UNKNOWN)
-    (led,), _ = agree(mesh, [int(megabytes)])
-    return math.inf if led == UNKNOWN else led * 2.0**20
+    return _led_memory(mesh) if spans_processes(mesh) else _local_memory(mesh)
+
+
+@cache
+def _led_memory(mesh: Mesh) -> float:
+    (megabytes,), _ = agree(mesh, [int(min(_local_memory(mesh) // 2**20, UNKNOWN))])
+    return math.inf if megabytes == UNKNOWN else megabytes * 2.0**20
 
 
 UNKNOWN = 2**31 - 1  # megabytes
