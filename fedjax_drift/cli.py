@@ -126,7 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """One process of several: what the first finds wrong is said once, and what only another one finds by that one."""
     address, num_processes, process_id = args.distributed
-    fd.distributed.initialize(address, num_processes, process_id, cpu_devices=args.devices)
+    try:
+        fd.distributed.initialize(address, num_processes, process_id, cpu_devices=args.devices)
+    except RuntimeError as error:
+        raise ValueError(f"--distributed: {error}") from error
     mesh, wrong = fd.clients_mesh(), None
     memory_of(mesh)  # agreed now, so that building simulations takes nobody else: one process may not get there
     with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):

@@ -14,7 +14,10 @@ All processes have to do the same, in the same order, with the same values: the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
 
 import jax
 
@@ -44,16 +47,17 @@ def initialize(
     - TPU VMs: the machine's metadata (``agent-worker-number``, ``worker-network-endpoints``); needs ``requests``
     - Kubernetes Jobs and JobSets: ``KUBERNETES_SERVICE_HOST``, ``JOB_COMPLETION_INDEX``, ``HOSTNAME`` and the
       cluster's own record of the job, of ``completionMode: Indexed``; needs the package ``kubernetes``
-    - other launchers of MPI (one of ``PMI_SIZE``, ``MV2_COMM_WORLD_SIZE``, ``OMPI_COMM_WORLD_SIZE``): through the package ``mpi4py``
+    - other launchers of MPI (one of ``PMI_SIZE``, ``MV2_COMM_WORLD_SIZE``, ``OMPI_COMM_WORLD_SIZE``): through the
+      package ``mpi4py``, which they need
 
-    ``JAX_COORDINATOR_ADDRESS`` gives the address anywhere, ``JAX_COORDINATOR_PORT`` another port where it is found. Open
-    MPI, SLURM and mpi4py mean one process for each GPU: a process then sees only the one of its local number.
+    ``JAX_COORDINATOR_ADDRESS`` gives the address anywhere, ``JAX_COORDINATOR_PORT`` another port where it is found.
+    Under Open MPI, SLURM and mpi4py a process sees only the GPU of its local number: start one for each.
 
     Args:
       coordinator_address: "host:port" of process 0, which listens there.
       num_processes: P >= 1.
       process_id: this one's number, in 0..P-1; process 0 shows the progress bar, and should be the one that writes.
-      cpu_devices: CPU devices of this process, in 1..256; default: as JAX has it, 1 unless `use_cpu_devices` was called.
+      cpu_devices: CPU devices of this process, in 1..256; default: as `use_cpu_devices` has set it before, or else 1.
         CPUs of several processes talk through Gloo, JAX's default (``jax_cpu_collectives_implementation``).
       timeout_seconds: how long to wait for the others.
 
@@ -76,14 +80,16 @@ def initialize(
         raise RuntimeError("fd.distributed.initialize() must be called once, got a second call: leave it out")
     if cpu_devices is not None:
         use_cpu_devices(cpu_devices)
+    join = partial(
+        jax.distributed.initialize,
+        coordinator_address,
+        num_processes,
+        process_id,
+        cluster_detection_method=_detected_by(os.environ),
+        initialization_timeout=timeout_seconds + 3600,  # JAX ends the process then, so we are to be first
+    )
     try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            cluster_detection_method=_detected_by(os.environ),
-            initialization_timeout=timeout_seconds,
-        )
+        met = _in_time(join, timeout_seconds)
     except ValueError as error:
         raise ValueError(
             "fd.distributed.initialize() must be given coordinator_address, num_processes and process_id where JAX "
@@ -96,14 +102,33 @@ def initialize(
                 "fd.distributed.initialize() must be called before JAX starts its backend: move it to the top of the "
                 "script, before any array is made or jax.devices() is called"
             ) from error
-        if "DEADLINE_EXCEEDED" not in str(error) and "UNAVAILABLE" not in str(error):
-            raise
+        raise
+    if not met:
         raise RuntimeError(
-            f"the processes did not find each other in {timeout_seconds} s: see that all of them run, that "
-            "num_processes is their number and each has its own process_id, that process 0's host and port "
+            f"the processes must find each other in {timeout_seconds} s, got no answer: see that all of them run, that "
+            "num_processes is their number and each has its own process_id, that the host and port of process 0 "
             f"({coordinator_address or 'found by JAX'}) can be reached from the others (firewall, name, proxy "
-            f"variables), and that nothing else listens there; {error}"
-        ) from error
+            "variables), and that nothing else listens there; then start all again"
+        )
+
+
+def _in_time(call: Callable[[], None], seconds: float) -> bool:
+    """Whether ``call()``, which can't be interrupted, ended in time; raises what it raises."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            outcome.set_result(None)
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    try:
+        outcome.result(seconds)
+    except TimeoutError:
+        return False
+    return True
 
 
 def is_first() -> bool:

@@ -189,8 +189,8 @@ def over_clients(
     by_rank = engine.rows_by_rank
     length = 0 if by_rank is None else longest_share(by_rank, *dealt.size.shape)
 
-    def share(shared: Shared, clients: Client, states: PyTree, everyone: Client) -> tuple[PyTree, PyTree]:
-        """One device's: clients [1, G, L], of everyone [D, G, L]."""
+    def share(shared: Shared, clients: Client, states: PyTree, everyone: Any) -> tuple[PyTree, PyTree]:
+        """One device's: clients [1, G, L], of everyone [D, G, L] where rows are cut."""
         if by_rank is not None:
             (x, y), clients = own_rows(shared.rows, everyone, length)
             shared = shared._replace(rows=Rows(x, y))
@@ -213,20 +213,22 @@ def over_clients(
         total, kept = lax.scan(group, zeros, (clients, states))
         return lax.psum(total, AXIS), jax.tree.map(lambda a: a[None], kept)
 
-    where = Shared(*[P()] * len(Shared._fields))
+    whole: Any = P()
+    part: Any = P(AXIS)
+    where = whole
     if by_rank is not None:
-        where = where._replace(rows=Rows(P(AXIS), P(AXIS), P(), P(), P()))
+        where = Shared(*[whole] * len(Shared._fields))._replace(rows=Rows(part, part, whole, whole, whole))
     return jax.shard_map(
         share,
         mesh=engine.mesh,
-        in_specs=(where, P(AXIS), P(AXIS), P()),
-        out_specs=(P(), P(AXIS)),
+        in_specs=(where, part, part, whole),
+        out_specs=(whole, part),
         check_vma=False,
     )(shared, dealt, states, () if by_rank is None else dealt)
 
 
 def own_rows(rows: Rows, everyone: Client, length: int) -> tuple[tuple[jax.Array, jax.Array], Client]:
-    """Of clients [D, G, L] whose rows lie anywhere, this device's: their rows x, y [length, ...], and they [1, G, L]."""
+    """Of clients [D, G, L] whose rows lie anywhere, this device's: the rows x, y [length, ...], and they [1, G, L]."""
     D, G, L = everyone.size.shape
     sizes, offsets = (a.reshape(D, G * L) for a in (everyone.size, everyone.offset))
     found, begins = exchange((rows.x, rows.y), sizes, offsets, length)
@@ -243,6 +245,15 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
     chex.assert_rank([weight, *(value for name, value in metrics.items() if name != WATCHED)], 0)
     state = like(result.state, old, f"{algorithm.name}: a client's new state")
     return ClientResult(message, weight, state, metrics)
+
+
+def message_of(engine: Engine, server: Any, rows: Rows, key: jax.Array, old: PyTree) -> PyTree:
+    """What one client adds to the round's sum; for its shapes."""
+    t = jnp.zeros((), jnp.int32)
+    shared = Shared(server, rows, key, t, t.astype(float), ())
+    client = Client(t, t, t, t)
+    result = update(engine, shared, old, client_work(engine, shared, client, client.size))
+    return jax.tree.map(lambda m: result.weight * m, result.message), result.weight
 
 
 def answers(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:

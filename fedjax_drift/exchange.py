@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
 
 def parts(sizes: np.ndarray, D: int) -> Parts:
-    """Deals clients of ``sizes`` [N] rows to D devices; their numbers of rows differ by at most the largest client's."""
+    """Deals clients of ``sizes`` [N] rows to D devices, which then differ by at most the largest client's."""
     N = len(sizes)
     order = np.argsort(-sizes, kind="stable")
     places = back_and_forth(D, -(-N // D), 1).reshape(D, -1)

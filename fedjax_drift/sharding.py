@@ -72,18 +72,18 @@ def copied(tree: PyTree, placement: PyTree) -> PyTree:
     return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=placement)(tree)
 
 
-def agree(mesh: Mesh, led: Sequence[int] = (), asked: Sequence[bool] = ()) -> tuple[list[int], list[bool]]:
+def agree(mesh: Mesh, led: Sequence[int] = (), asked: Sequence[bool] = ()) -> tuple[Sequence[int], Sequence[bool]]:
     """What all processes of the mesh go by: the first one's numbers ``led``, and what any of them has ``asked`` for.
 
     For what clocks and signals decide, which differ. led: int32. In one process what was given; over several a sum of
     a few bytes, which waits for the programs before it, so all have to call it at the same place.
     """
     if not spans_processes(mesh):
-        return list(led), list(asked)
+        return led, asked
     mine = np.array([[*led, *asked]], np.int32)
     parts = NamedSharding(mesh, P(AXIS))
     said = jax.make_array_from_callback((mesh.size, mine.size), parts, lambda part: mine)
-    everyone = np.asarray(launch(mesh, _gather_to_all(mesh), said))  # [D, ...]
+    everyone: Any = np.asarray(launch(mesh, _gather_to_all(mesh), said))  # [D, ...]
     return everyone[0, : len(led)].tolist(), everyone[:, len(led) :].any(0).tolist()
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, drift, engine, fit
 from fedjax_drift.bank import Bank
-from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.exchange import longest_share, rows_by_rank
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.progress import Bar, Record, Recorder, nonfinite_message, stop_on_interrupt
@@ -75,9 +75,9 @@ class Simulation:
         the cohort's in every round; of several processes each reads only its own clients'. False: every device has
         all. "auto": True if they take more than half of a device's memory, but not more than half of all devices'.
       bank: where client states are kept. "device": whole on every device; "sharded": cut over the devices; "host": in
-        the host's memory (of several processes: in each one's); a path: in files in that folder. On the host and in files only clients ever seen take space,
-        and every round overwrites the one before (the old state is then invalid). "auto": the first that takes no more
-        than half of a device's memory, or else "host".
+        the host's memory (of several processes: in each one's); a path: in files in that folder. On the host and in
+        files only clients ever seen take space, and every round overwrites the one before (the old state is then
+        invalid). "auto": the first that takes no more than half of a device's memory, or else "host".
       donate: let a round overwrite the state it is given, which saves one copy of it; the old state is then invalid.
       eval_batch_size: rows a batch in `evaluate`.
       on_nonfinite: what happens to a client whose update is NaN or infinite: "keep" (default; averaged like any
@@ -125,7 +125,9 @@ class Simulation:
             raise ValueError(f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {mesh!r}')
         mesh = clients_mesh(None if mesh is None else list(mesh.devices.flat))  # with the axis type the engine needs
         if not mesh.local_devices:
-            raise ValueError("mesh must have a device of this process, got none: make it, and use it, where there is one")
+            raise ValueError(
+                "mesh must have a device of this process, got none: make it, and use it, where there is one"
+            )
         bernoulli = sampling == "bernoulli"
         capacity = _bernoulli_capacity(N, cohort_size) if bernoulli else cohort_size
         if donate and on_nonfinite == "raise":
@@ -312,9 +314,9 @@ class Simulation:
             cohort = self._draw(key, t)
         ids = np.asarray(cohort)
         arrays, sizes = self._arrays, data.sizes_of(ids)
-        begins = data.offsets if self._stream is not None else np.asarray(self._arrays.rows.offsets)
-        offsets = begins[np.minimum(ids, N - 1)]
-        if self._stream is not None:
+        if arrays.rows is not None:
+            offsets = np.asarray(arrays.rows.offsets)[np.minimum(ids, N - 1)]
+        elif self._stream is not None:
             x, y, offsets = self._stream.fetch(ids)
             arrays = arrays._replace(rows=engine.Rows(x, y))
         place = np.arange(len(ids)) if self._states_on_host else ids
@@ -452,6 +454,30 @@ class Simulation:
         with np.errstate(invalid="ignore"):
             return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
 
+    def communication(self) -> dict[str, int]:
+        """Bytes that the D devices of the mesh exchange in a round, from shapes alone; scalars and ids are left out.
+
+        - "message sum": of the sum of messages (and weights), which all devices add up in one all-reduce. Going around
+          a ring, each device sends 2 (D - 1) / D of it. It does not depend on the cohort's size.
+        - "client states": that each device sends with ``bank="sharded"``, else 0: the cohort's states to where their
+          clients train (a reduce-scatter), and the new ones back (an all-gather). Each is (D - 1) / D of the cohort's,
+          empty lanes included.
+        - "rows": that each device sends with ``shard_data=True``, else 0: (D - 1) buffers that hold the most rows one
+          device can be dealt.
+        """
+        e, D = self._engine, self.mesh.size
+        lines = e.lanes * -(-e.capacity // (D * e.lanes))  # G L, clients on one device
+        state = self._expected
+        client = jax.eval_shape(self.algorithm.init_client, state.params)
+        x, y = jax.eval_shape(lambda *rows: rows, self.data.x[:1], integers_as_int32(self.data.y[:1]))
+        message = jax.eval_shape(partial(engine.message_of, e), state.server, engine.Rows(x, y), state.key, client)
+        shares = longest_share(e.rows_by_rank, D, lines // e.lanes, e.lanes) if e.rows_by_rank is not None else 0
+        return {
+            "message sum": _bytes(message),
+            "client states": 2 * (D - 1) * lines * _bytes(client) if e.sharded else 0,
+            "rows": (D - 1) * shares * _bytes((x, y)),
+        }
+
     def sweep(self, rounds: int, seeds: Iterable[int], eval_every: int = 10, **options: Any) -> list[Run]:
         """Many seeds in one program: ``runs[i].state``, ``.history`` are those of ``seeds[i]``; see `fd.sweep`."""
         from fedjax_drift.sweep import sweep
@@ -477,9 +503,11 @@ class Simulation:
         values as their mean over the cohort (lists of E where there is one per epoch). ``on_round(record)`` is called
         for each. Short rounds are sent off many at a time, as many as take a tenth of a second: their records come
         together, and ``seconds`` is their mean, from record to record. Ctrl-C ends the run after the rounds in progress
-        (a second one at once) and returns what is done. Of several processes every one returns all of it, the first
-        shows the bar, and Ctrl-C in any ends the run of all after the same round. An error of a round (`round_fn`'s) carries the state before it
+        (a second one at once) and returns what is done. An error of a round (`round_fn`'s) carries the state before it
         and the history as ``error.state`` and ``error.history``.
+
+        Of several processes every one returns all of it and calls its ``on_round``, and the first shows the bar. Ctrl-C
+        in any ends the run of all after the same round.
         """
         checks.integer("rounds", rounds, 0)
         checks.integer("eval_every", eval_every, 0, fix="0 means never")
@@ -683,7 +711,7 @@ def _on_host(key: jax.Array) -> jax.Array:
 
 
 def _where_rows_go(shard_data: bool | str, stream: bool | str, data: FederatedData, mesh: Mesh) -> str:
-    """"devices": all on each; "parts": cut over them; "host": streamed. ValueError for what can't be."""
+    """ "devices": all on each; "parts": cut over them; "host": streamed. ValueError for what can't be."""
     if shard_data is True:
         if stream is True:
             raise ValueError("shard_data=True keeps the rows on the devices, stream=True on the host: choose one")
@@ -706,6 +734,10 @@ def _where_rows_go(shard_data: bool | str, stream: bool | str, data: FederatedDa
     return "host" if stream == "auto" else "devices"
 
 
+def _bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
     """The ``bank=`` asked for, with "auto" decided; a path as a string."""
     if bank != "auto":
@@ -722,7 +754,7 @@ def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
                 f"bank must be one of {known}, or a folder, got {bank!r}{meant} (pathlib.Path: the folder)"
             )
         return os.fspath(bank)
-    need = N * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(client))
+    need = N * _bytes(client)
     room = memory_of(mesh) / 2
     if need <= room:
         return "device"
