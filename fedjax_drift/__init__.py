@@ -10,7 +10,7 @@
 1
 """
 
-from fedjax_drift import aggregation, algorithms, drift, models, plots
+from fedjax_drift import aggregation, algorithms, distributed, drift, models, plots
 from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
@@ -38,6 +38,7 @@ __all__ = [
     "algorithms",
     "clients_mesh",
     "datasets",
+    "distributed",
     "drift",
     "drift_regimes",
     "grid",

@@ -3,6 +3,8 @@
 What is typed is checked, the data are read and every simulation is put together before anything compiles or the
 output folder is made. Bad input is one line on stderr and exit code 2. An algorithm that can't go on is one line too,
 the next one takes its turn, and the exit code is 1; Ctrl-C keeps what is done and exits with 130.
+
+With --distributed several processes run the same command; the first prints and writes, and all exit with the same code.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import CLASSES, DATASETS
 from fedjax_drift.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
+from fedjax_drift.sharding import agree, memory_of
 
 PARTITIONS: dict[str, Callable[..., fd.partition.Partition]] = {
     "iid": fd.partition.iid,
@@ -104,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             try:
                 args = _parse(argv)
+                if getattr(args, "distributed", None):
+                    return _together(args, argv)
                 work = args.command(args, argv)
             except (ValueError, OSError) as error:
                 if not _is_ours(error):
@@ -119,6 +124,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 141
 
 
+def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """One process of several: what the first finds wrong is said once, and what only another one finds by that one."""
+    address, num_processes, process_id = args.distributed
+    try:
+        fd.distributed.initialize(address, num_processes, process_id, cpu_devices=args.devices)
+    except RuntimeError as error:
+        raise ValueError(f"--distributed: {error}") from error
+    mesh, wrong = fd.clients_mesh(), None
+    memory_of(mesh)  # agreed now, so that building simulations takes nobody else: one process may not get there
+    with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
+        try:
+            work = args.command(args, argv)
+        except (ValueError, OSError) as error:
+            if not _is_ours(error):
+                raise
+            wrong = str(error)
+        (first_wrong,), (any_wrong,) = agree(mesh, [wrong is not None], [wrong is not None])
+        if wrong is not None and (fd.distributed.is_first() or not first_wrong):
+            _show_error(f"process {jax.process_index()}: {wrong}")
+        return 2 if any_wrong else work()
+
+
 def _is_ours(error: BaseException) -> bool:
     """Said by the library, or about a file or folder; a ValueError from NumPy or JAX is a bug."""
     if isinstance(error, OSError):
@@ -132,7 +159,8 @@ def _show_error(error: object) -> None:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"\nfedjax-drift: warning: {message}", file=sys.stderr)
+    if fd.distributed.is_first():
+        print(f"\nfedjax-drift: warning: {message}", file=sys.stderr)
 
 
 # What was typed.
@@ -238,7 +266,19 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     _add(group, "--measure-every", "N", "rounds between measurements (default: 1)", _count)
     group = parser.add_argument_group("execution")
     _add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", _count0, 1)
-    _add(group, "--devices", "N", "CPU devices to share a round (default: one per core; no effect on a GPU)", _count)
+    _add(
+        group, "--devices", "N", "CPU devices to share a round (default: one per core, with --distributed one; no "
+        "effect on a GPU)", _count,
+    )  # fmt: skip
+    group.add_argument(
+        "--distributed",
+        nargs="?",
+        const=(None, None, None),
+        type=_processes,
+        metavar="HOST:PORT,P,I",
+        help="this is one of several processes started with the same command, as by srun or mpirun; where nobody tells "
+        "them of each other: the address of the first, how many there are, and the number of this one, from 0",
+    )
     _add(group, "--lanes", "L", "clients trained side by side on one device", _lanes, "auto")
     group.add_argument("--bfloat16", action="store_true", help="networks compute in bfloat16; parameters stay float32")
     group.add_argument(
@@ -318,6 +358,12 @@ def _count(text: str, lowest: int = 1) -> int:
 
 def _count0(text: str) -> int:
     return _count(text, 0)
+
+
+def _processes(text: str) -> tuple[str, int, int]:
+    if not (match := re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", text)):
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT,P,I, such as node0:1234,4,0, got {text!r}")
+    return match[1], int(match[2]), int(match[3])
 
 
 def _seed(text: str) -> int:
@@ -456,7 +502,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     measure_every = _measure_every(args)
     output = _output(args, "-".join([dataset.name, *dict.fromkeys(spec.name for spec in specs)])[:80])
     try:
-        fd.use_cpu_devices(args.devices)
+        if not args.distributed:
+            fd.use_cpu_devices(args.devices)
     except RuntimeError as error:  # JAX has started, as in a notebook: its devices are kept
         if args.devices is not None:
             raise ValueError(f"--devices must be set before JAX starts, got {args.devices}: leave it out") from error
@@ -502,7 +549,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "bfloat16": args.bfloat16,
         "stream": args.stream,
         "bank": {name: sim.bank for name, sim in simulations.items()},
-        "devices": {"platform": jax.default_backend(), "count": jax.local_device_count()},
+        "devices": {"platform": jax.default_backend(), "count": jax.device_count()},
+        "processes": jax.process_count(),
         "versions": {
             "fedjax_drift": fd.__version__, "jax": jax.__version__, "numpy": np.__version__,
             "python": platform.python_version(), "platform": platform.platform(),
@@ -563,14 +611,18 @@ def _simulate(
 ) -> int:
     """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done.
 
+    Of several processes the first alone writes files.
+
     Where the library itself raises ValueError or FloatingPointError (the model has diverged), the next takes its turn.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    writes = fd.distributed.is_first()
+    if writes:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     print(_heading(config, output), flush=True)
     records: dict[str, list[dict[str, Any]]] = {}
     interrupted, stopped = False, []
-    with _jsonl(output / "rounds.jsonl") as write:
+    with _jsonl(output / "rounds.jsonl" if writes else Path(os.devnull)) as write:
         for name in names:
             history = records.setdefault(name, [])
 
@@ -589,11 +641,12 @@ def _simulate(
                 if not _is_ours(error):
                     raise
                 stopped.append(f"{name} after {len(history)} of {config['rounds']} rounds")
-                _show_error(f"stopped {stopped[-1]}: {error}")
+                if writes:
+                    _show_error(f"stopped {stopped[-1]}: {error}")
             if interrupted:
                 break
     records = {name: history for name, history in records.items() if history}
-    written = ["config.json", "rounds.jsonl", *_draw_runs(records, output)]
+    written = ["config.json", "rounds.jsonl", *(_draw_runs(records, output) if writes else ())]
     if records:
         print("\n" + _table(records))
     ended = [f"stopped: {', '.join(stopped)}"] if stopped else []

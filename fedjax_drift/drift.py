@@ -151,7 +151,8 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     grad f = sum_i p_i grad F_i, p_i = n_i / n. Period drift: ||mean_S grad F_i - grad f||^2 (FedEve, 3, of this
     cohort); dissimilarity: Gamma = sum_i p_i ||grad F_i - grad f||^2.
     """
-    N, n = engine.num_clients, len(shared.rows.x)
+    N = engine.num_clients
+    n = round(engine.mean_size * N)  # M: the rows on the devices may be padded
     chosen = jnp.zeros(N + 1, bool).at[today.cohort.id].set(True).at[N].set(False)
     everyone = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
     everyone = jax.tree.map(lambda a, own: a.at[today.asked].set(own, mode="drop"), everyone, today.held)

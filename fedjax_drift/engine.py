@@ -32,16 +32,16 @@ from fedjax_drift import failures, fit, tree
 from fedjax_drift.aggregation import Aggregation
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.data.redeal import redeal
+from fedjax_drift.exchange import back_and_forth, exchange, longest_share, mine, place_parts
 from fedjax_drift.local import WATCHED, LocalTraining, shuffle
+from fedjax_drift.sharding import AXIS, put
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Params, PyTree, Round, ServerState, Work
-
-AXIS = "clients"  # the one mesh axis
 
 
 class Rows(NamedTuple):
-    """Training rows on the devices: the whole data set's or, streamed, those of one cohort."""
+    """Training rows on the devices: the whole data set's, on each or cut over them, or, streamed, one cohort's."""
 
-    x: jax.Array  # [M, ...] as stored: images stay uint8
+    x: jax.Array  # [M, ...] as stored: images stay uint8; cut over the devices, M with the padding of each part
     y: jax.Array  # [M, ...]
     offsets: jax.Array | None = None  # int32 [N], client i's first row; None when streamed
     sizes: jax.Array | None = None  # int32 [N]
@@ -99,6 +99,7 @@ class Engine(NamedTuple):
     capacity: int  # most clients a sampled cohort may have
     bank_rows: int  # client states in ServerState.clients: N or, sharded over the devices, a multiple of their number
     sharded: bool  # each device keeps a part of the client states, instead of all
+    rows_by_rank: np.ndarray | None  # each device keeps a part of the rows, instead of all: see `exchange`
     decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees
     num_classes: int | None  # C, of classifiers with one integer label a row
     redeal: Redeal | None  # the cohort's rows are dealt anew every round
@@ -155,7 +156,8 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
         keys = jax.random.fold_in(state.key, failures.DEVICES), jax.random.fold_in(key, N + 1)
         cohort = failures.fail(engine.failures, *keys, cohort, absent, mean_steps(engine))
     lr = jnp.asarray(engine.local.lr * engine.local.lr_decay ** state.round.astype(float), float)
-    order, ragged = deal(engine, cohort.steps)
+    # Where rows are cut over the devices, what one of them can be dealt is bounded by sizes: see `rows_by_rank`.
+    order, ragged = deal(engine, cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size))
     dealt = jax.tree.map(lambda none, a: jnp.where(ragged, none, a[order]), absent, cohort)
     bank = () if engine.sharded else state.clients
     return Plan(Shared(state.server, rows, key, state.round, lr, bank), asked, held, cohort, order, ragged, dealt)
@@ -195,8 +197,14 @@ def over_clients(
     ``kept`` of each, leaves [D, G, L, ...]. Memory for ``added`` is L of them and one sum, whatever K is.
     """
 
-    def share(shared: Any, clients: Client, states: PyTree) -> tuple[PyTree, PyTree]:
-        """One device's: clients [1, G, L]."""
+    by_rank = engine.rows_by_rank
+    length = 0 if by_rank is None else longest_share(by_rank, *dealt.size.shape)
+
+    def share(shared: Shared, clients: Client, states: PyTree, everyone: Any) -> tuple[PyTree, PyTree]:
+        """One device's: clients [1, G, L], of everyone [D, G, L] where rows are cut."""
+        if by_rank is not None:
+            (x, y), clients = own_rows(shared.rows, everyone, length)
+            shared = shared._replace(rows=Rows(x, y))
 
         def group(total: PyTree, lanes: tuple[Client, PyTree]) -> tuple[PyTree, PyTree]:
             clients, states = lanes
@@ -216,13 +224,27 @@ def over_clients(
         total, kept = lax.scan(group, zeros, (clients, states))
         return lax.psum(total, AXIS), jax.tree.map(lambda a: a[None], kept)
 
+    whole: Any = P()
+    part: Any = P(AXIS)
+    where = whole
+    if by_rank is not None:
+        where = Shared(*[whole] * len(Shared._fields))._replace(rows=Rows(part, part, whole, whole, whole))
     return jax.shard_map(
         share,
         mesh=engine.mesh,
-        in_specs=(P(), P(AXIS), P(AXIS)),
-        out_specs=(P(), P(AXIS)),
+        in_specs=(where, part, part, whole),
+        out_specs=(whole, part),
         check_vma=False,
-    )(shared, dealt, states)
+    )(shared, dealt, states, () if by_rank is None else dealt)
+
+
+def own_rows(rows: Rows, everyone: Client, length: int) -> tuple[tuple[jax.Array, jax.Array], Client]:
+    """Of clients [D, G, L] whose rows lie anywhere, this device's: the rows x, y [length, ...], and they [1, G, L]."""
+    D, G, L = everyone.size.shape
+    sizes, offsets = (a.reshape(D, G * L) for a in (everyone.size, everyone.offset))
+    found, begins = exchange((rows.x, rows.y), sizes, offsets, length)
+    everyone = everyone._replace(offset=begins.reshape(D, G, L))
+    return found, jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, lax.axis_index(AXIS), 1), everyone)
 
 
 def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientResult:
@@ -236,8 +258,16 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
     return ClientResult(message, weight, state, metrics)
 
 
+def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
+    """One client's update, for its shapes; rows: as many as one client has at least."""
+    zero = jnp.zeros((), jnp.int32)
+    shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float), ())
+    work = client_work(engine, shared, Client(zero, zero, zero, zero, zero), zero)
+    return update(engine, shared, engine.algorithm.init_client(state.params), work)
+
+
 def answers(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:
-    """Whether the client counts, bool [], and which of the `update_leaves` is not finite, int32 [] or -1.
+    """Whether the client counts, bool [], and which leaf of what it `uploaded` is not finite, int32 [], or -1.
 
     An absent client has run no step, but its weight, or 0/0 in its message, must not reach a sum.
     """
@@ -249,19 +279,6 @@ def answers(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.A
 def uploaded(result: ClientResult) -> PyTree:
     """What of an update must be finite."""
     return {"message": result.message, "state": result.state, "weight": result.weight}
-
-
-def update_leaves(engine: Engine, state: ServerState, rows: Rows) -> list[str]:
-    """The names of the leaves that `answers` counts; rows: with the shapes of one client's at least."""
-
-    def one(server: Any, rows: Rows, key: jax.Array) -> PyTree:
-        zero, lr = jnp.zeros((), jnp.int32), jnp.zeros((), float)
-        shared = Shared(server, rows, key, zero, lr, ())
-        work = client_work(engine, shared, Client(zero, zero, zero, zero, zero), zero)
-        return uploaded(update(engine, shared, engine.algorithm.init_client(server.params), work))
-
-    leaves = jax.tree.leaves_with_path(jax.eval_shape(one, state.server, rows, state.key))
-    return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
 
 def round_fn(
@@ -372,8 +389,8 @@ def gather(engine: Engine, bank: PyTree, places: jax.Array) -> PyTree:
         """One device's part of the bank, and all places: what is asked of it goes to the device that asks."""
 
         def leaf(s: jax.Array) -> jax.Array:
-            mine, at = _mine(s, places)
-            asked = jnp.where(mine.reshape(mine.shape + (1,) * (s.ndim - 1)), s[at], jnp.zeros((), s.dtype))
+            here, at = mine(s, places)
+            asked = jnp.where(here.reshape(here.shape + (1,) * (s.ndim - 1)), s[at], jnp.zeros((), s.dtype))
             wide = asked.astype(jnp.int32) if s.dtype == bool else asked
             return lax.psum_scatter(wide, AXIS, scatter_dimension=0, tiled=True).astype(s.dtype)
 
@@ -397,20 +414,13 @@ def scatter(engine: Engine, bank: PyTree, places: jax.Array, new: PyTree) -> PyT
 
     def share(bank: PyTree, places: jax.Array, new: PyTree) -> PyTree:
         def leaf(s: jax.Array, new: jax.Array) -> jax.Array:
-            mine, at = _mine(s, places)
-            return s.at[jnp.where(mine, at, len(s))].set(lax.all_gather(new, AXIS, tiled=True), mode="drop")
+            here, at = mine(s, places)
+            return s.at[jnp.where(here, at, len(s))].set(lax.all_gather(new, AXIS, tiled=True), mode="drop")
 
         return jax.tree.map(leaf, bank, new)
 
     specs = (P(AXIS), P(), P(AXIS))
     return jax.shard_map(share, mesh=engine.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)(bank, places, new)
-
-
-def _mine(part: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which places lie in this device's part of the bank, and where in it (0 for the others)."""
-    at = places - lax.axis_index(AXIS) * len(part)
-    mine = (at >= 0) & (at < len(part))
-    return mine, jnp.where(mine, at, 0)
 
 
 def undealt(plan: Plan, values: jax.Array) -> jax.Array:
@@ -493,11 +503,8 @@ def deal(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
     to the D devices back and forth, so that the devices do.
     """
     K, D, L = len(steps), engine.mesh.size, engine.lanes
-    G = -(-K // (D * L))
     order = jnp.argsort(-steps, stable=True)
-    places = np.arange(G * L * D).reshape(G, D, L)
-    places[1::2] = places[1::2, ::-1]
-    places = places.swapaxes(0, 1)
+    places = back_and_forth(D, -(-K // (D * L)), L)
     return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)
 
 
@@ -583,18 +590,18 @@ def evaluate_server(engine: Engine, server: Any, test: TestRows) -> dict[str, ja
 _PLACED: WeakKeyDictionary[FederatedData, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-def place(data: FederatedData, mesh: Mesh, eval_batch_size: int, streamed: bool) -> Arrays:
-    """The data set on the devices, a copy on each, unless it is streamed; the test set is cut over them.
+def place(data: FederatedData, mesh: Mesh, eval_batch_size: int, streamed: bool, cut: bool = False) -> Arrays:
+    """The data set on the devices, a copy on each or cut over them, unless it is streamed; the test set is always cut.
 
     Simulations of the same data share it, for as long as the data live.
     """
     placed = _PLACED.setdefault(data, {})
-    rows = (mesh, jax.dtypes.canonicalize_dtype(np.float64))
-    test = (*rows, eval_batch_size)
+    here = (mesh, jax.dtypes.canonicalize_dtype(np.float64))
+    rows, test = (*here, "cut" if cut else "whole"), (*here, eval_batch_size)
     with jax.ensure_compile_time_eval():  # a Simulation made inside jax.jit must leave no tracer here
         if rows not in placed and not streamed:
             arrays = (data.x, integers_as_int32(data.y), data.offsets.astype(np.int32), data.sizes)
-            placed[rows] = Rows(*jax.device_put(arrays, NamedSharding(mesh, P())))
+            placed[rows] = Rows(*(place_parts(data, mesh) if cut else put(arrays, NamedSharding(mesh, P()))))
         if test not in placed:
             placed[test] = _place_test(data, mesh, eval_batch_size)
     return Arrays(None if streamed else placed[rows], placed[test])
@@ -609,7 +616,7 @@ def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> TestRo
     index = np.arange(T * B).reshape(T, B)
     padded = np.minimum(index, M - 1)
     arrays = (data.x_test[padded], integers_as_int32(data.y_test)[padded], index < M)
-    return TestRows(*jax.device_put(arrays, NamedSharding(mesh, P(AXIS))))
+    return TestRows(*put(arrays, NamedSharding(mesh, P(AXIS))))
 
 
 def strong(a: Any) -> jax.Array:

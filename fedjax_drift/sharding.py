@@ -1,4 +1,4 @@
-"""Devices: one mesh axis, "clients", over which cohorts are spread."""
+"""Devices: one mesh axis, "clients", over which cohorts are spread, and how arrays get there."""
 
 from __future__ import annotations
 
@@ -7,20 +7,89 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks
 from fedjax_drift.data import files
-from fedjax_drift.engine import AXIS
+from fedjax_drift.types import PyTree
+
+AXIS = "clients"  # the one mesh axis
 
 
 def clients_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over ``devices`` (default: all local ones) with the single axis "clients"."""
-    devices = jax.local_devices() if devices is None else list(devices)
+    """A mesh over ``devices`` (default: all of them, also those of other processes) with the single axis "clients"."""
+    devices = jax.devices() if devices is None else list(devices)
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether some of the mesh's devices belong to other processes."""
+    return bool(mesh.is_multi_process)
+
+
+def leads(mesh: Mesh) -> bool:
+    """Whether this process is the one of the mesh that speaks for all: it has the first device."""
+    return mesh.devices.flat[0].process_index == jax.process_index()
+
+
+def put(tree: PyTree, placement: Any) -> PyTree:
+    """The tree's arrays where they belong; of NumPy arrays and memory maps a process reads only what its devices hold.
+
+    placement: one sharding, or a tree of them. Where it spans several processes, all of them call this with the same
+    values (of those parts that they hold), and nothing is sent: except for an array that spans them already.
+    """
+    if isinstance(placement, Sharding):
+        placement = jax.tree.map(lambda _: placement, tree)
+    if all(at.is_fully_addressable for at in jax.tree.leaves(placement)):
+        return jax.device_put(tree, placement)
+    return jax.tree.map(_put, tree, placement)
+
+
+def _put(array: Any, placement: Sharding) -> jax.Array:
+    """One array, over several processes."""
+    if isinstance(array, jax.Array):
+        if not array.is_fully_addressable:
+            return array if array.sharding == placement else jax.jit(lambda a: a, out_shardings=placement)(array)
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            words = _put(jax.random.key_data(array), placement)
+            return jax.random.wrap_key_data(words, impl=str(jax.random.key_impl(array)))
+    array = array if isinstance(array, np.ndarray) else np.asarray(array)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.make_array_from_callback(array.shape, placement, lambda part: np.asarray(array[part], dtype))
+
+
+def copied(tree: PyTree, placement: PyTree) -> PyTree:
+    """Copies of the tree's arrays, which are there already, that a program may overwrite."""
+    if all(at.is_fully_addressable for at in jax.tree.leaves(placement)):
+        return jax.device_put(tree, placement, may_alias=False)
+    return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=placement)(tree)
+
+
+def agree(mesh: Mesh, led: Sequence[int] = (), asked: Sequence[bool] = ()) -> tuple[Sequence[int], Sequence[bool]]:
+    """What all processes of the mesh go by: the first one's numbers ``led``, and what any of them has ``asked`` for.
+
+    For what clocks and signals decide, which differ. led: int32. In one process what was given; over several a sum of
+    a few bytes, which waits for the programs before it, so all have to call it at the same place.
+    """
+    if not spans_processes(mesh):
+        return led, asked
+    mine = np.array([[*led, *asked]], np.int32)
+    parts = NamedSharding(mesh, P(AXIS))
+    said = jax.make_array_from_callback((mesh.size, mine.size), parts, lambda part: mine)
+    everyone: Any = np.asarray(launch(mesh, _gather_to_all(mesh), said))  # [D, ...]
+    return everyone[0, : len(led)].tolist(), everyone[:, len(led) :].any(0).tolist()
+
+
+@cache
+def _gather_to_all(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda parts: parts, out_shardings=NamedSharding(mesh, P()))
 
 
 _launched: list[jax.Array] = []  # one output of the last program that `launch` started
@@ -85,13 +154,30 @@ def use_compilation_cache(path: str | os.PathLike | None = None) -> str:
 
 
 def memory_of(mesh: Mesh) -> float:
-    """Bytes that one device of the mesh has; a CPU device has its share of the machine's. inf where unknown."""
-    device = mesh.devices.flat[0]
+    """Bytes that one device of the mesh has; a CPU device has its share of the machine's. inf where unknown.
+
+    Over several processes it is what the first one finds, rounded down to megabytes.
+    """
+    return _led_memory(mesh) if spans_processes(mesh) else _local_memory(mesh)
+
+
+@cache
+def _led_memory(mesh: Mesh) -> float:
+    (megabytes,), _ = agree(mesh, [int(min(_local_memory(mesh) // 2**20, UNKNOWN))])
+    return math.inf if megabytes == UNKNOWN else megabytes * 2.0**20
+
+
+UNKNOWN = 2**31 - 1  # megabytes
+
+
+def _local_memory(mesh: Mesh) -> float:
+    """Of one of this process's devices."""
+    device = mesh.local_devices[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit", math.inf)
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return math.inf
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(mesh.local_devices)
 
 
 def _processor() -> str:

@@ -20,12 +20,24 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import aggregation as rules
 from fedjax_drift import checks, drift, engine, failures, fit
 from fedjax_drift.bank import Bank
-from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.data.federated import FederatedData, integers_as_int32
+from fedjax_drift.exchange import longest_share, rows_by_rank
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.progress import Bar, Record, Recorder, nonfinite_message, stop_on_interrupt
-from fedjax_drift.sharding import clients_mesh, launch, memory_of, traced, wait_for_turn
+from fedjax_drift.sharding import (
+    agree,
+    clients_mesh,
+    copied,
+    launch,
+    leads,
+    memory_of,
+    put,
+    spans_processes,
+    traced,
+    wait_for_turn,
+)
 from fedjax_drift.stream import Stream
-from fedjax_drift.types import Algorithm, Model, Params, PyTree, ServerState
+from fedjax_drift.types import Algorithm, ClientResult, Model, Params, PyTree, ServerState
 
 if TYPE_CHECKING:
     from fedjax_drift.sweep import Run
@@ -66,13 +78,17 @@ class Simulation:
         fastest there), many on an accelerator. Results don't depend on it (beyond rounding).
       sampling: "uniform" (exactly K clients, without replacement) or "bernoulli" (each client with probability K/N,
         drawn again while nobody is in).
-      mesh: a mesh with the one axis "clients". Default: all local devices.
+      mesh: a mesh with the one axis "clients". Default: all devices, of all processes (`fd.distributed`).
       stream: True leaves the training rows on the host, in memory or in a memory-mapped file, and sends each round its
-        cohort's, while the round before trains. "auto": if they take more than half of a device's memory.
+        cohort's, while the round before trains. "auto": if they take more than half of a device's memory, and may not
+        be cut over the devices, or take more than half of all devices' memory.
+      shard_data: True cuts the training rows over the devices, whole clients on one device each, which send each other
+        the cohort's in every round; of several processes each reads only its own clients'. False: every device has
+        all. "auto": True if they take more than half of a device's memory, but not more than half of all devices'.
       bank: where client states are kept. "device": whole on every device; "sharded": cut over the devices; "host": in
-        the host's memory; a path: in files in that folder. On the host and in files only clients ever seen take space,
-        and every round overwrites the one before (the old state is then invalid). "auto": the first that takes no more
-        than half of a device's memory, or else "host".
+        the host's memory (of several processes: in each one's); a path: in files in that folder. On the host and in
+        files only clients ever seen take space, and every round overwrites the one before (the old state is then
+        invalid). "auto": the first that takes no more than half of a device's memory, or else "host".
       donate: let a round overwrite the state it is given, which saves one copy of it; the old state is then invalid.
       eval_batch_size: rows a batch in `evaluate`.
       on_nonfinite: what happens to a client whose update is NaN or infinite: "keep" (default; averaged like any
@@ -104,6 +120,7 @@ class Simulation:
         sampling: str = "uniform",
         mesh: Mesh | None = None,
         stream: bool | str = "auto",
+        shard_data: bool | str = "auto",
         bank: str | os.PathLike = "auto",
         donate: bool = False,
         eval_batch_size: int = 500,
@@ -119,11 +136,16 @@ class Simulation:
         checks.choice("sampling", sampling, ("uniform", "bernoulli"))
         checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
         checks.flag("donate", donate)
-        if stream != "auto":
-            checks.flag("stream", stream)
+        for name, value in (("stream", stream), ("shard_data", shard_data)):
+            if value != "auto":
+                checks.flag(name, value)
         if mesh is not None and getattr(mesh, "axis_names", None) != (engine.AXIS,):
             raise ValueError(f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {mesh!r}')
         mesh = clients_mesh(None if mesh is None else list(mesh.devices.flat))  # with the axis type the engine needs
+        if not mesh.local_devices:
+            raise ValueError(
+                "mesh must have a device of this process, got none: make it, and use it, where there is one"
+            )
         bernoulli = sampling == "bernoulli"
         capacity = _bernoulli_capacity(N, asked) if bernoulli else asked
         aggregation = rules.mean() if aggregation is None else aggregation
@@ -141,6 +163,7 @@ class Simulation:
         max_size = int(data.sizes.max())
         if redeal is not None and redeal.alpha is not None:
             max_size = redeal.most_rows[capacity - 1]  # one client may get all rows of a cohort
+        rows_at = _where_rows_go(shard_data, stream, data, mesh)
         self._engine = engine.Engine(
             model=model,
             algorithm=algorithm,
@@ -157,6 +180,7 @@ class Simulation:
             capacity=capacity,
             bank_rows=N,
             sharded=False,
+            rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
             decode=decode,
             num_classes=num_classes,
             redeal=redeal,
@@ -165,15 +189,20 @@ class Simulation:
         )
         fit.check_local(local, params, self._engine.max_size)
         self._everywhere = NamedSharding(mesh, P())
-        self._stream = Stream(data, self._everywhere) if _must_stream(stream, data, mesh) else None
+        self._stream = Stream(data, self._everywhere) if rows_at == "host" else None
         self._measures = self._check_measures(measure)
-        self._arrays = engine.place(data, mesh, eval_batch_size, streamed=self._stream is not None)
+        self._arrays = engine.place(data, mesh, eval_batch_size, rows_at == "host", cut=rows_at == "parts")
         if "accuracy" in algorithm.requires:
             scores = jax.eval_shape(partial(engine.evaluate, self._engine), params, self._arrays.test)
             if "accuracy" not in scores:
                 raise ValueError(f"{algorithm.name} follows the test accuracy: use a classifier and integer labels")
         self.bank = _where_states_fit(bank, jax.eval_shape(algorithm.init_client, params), N, mesh)
         self._states_on_host = self.bank not in ("device", "sharded")
+        if self._states_on_host and self.bank != "host" and spans_processes(mesh):
+            raise ValueError(
+                f'bank must be "device", "sharded" or "host" over several processes, got the folder {self.bank}: its '
+                "files are for one process"
+            )
         self._needs_host = self._states_on_host or self._stream is not None
         self._donate, self._launch = donate, partial(launch, mesh)
         self._compile(self._engine.lanes)
@@ -192,15 +221,17 @@ class Simulation:
         init = partial(engine.init, here)
         self._init = jax.jit(init, out_shardings=self._placement)
         self._expected = jax.eval_shape(lambda: init(jax.random.key(0, impl=THREEFRY), None))
-        round_fn, placed = partial(engine.round_fn, how), (self._placement, None)
+        # What the host looks at is whole on every process.
+        found = every if spans_processes(self.mesh) else None
+        round_fn, placed = partial(engine.round_fn, how), (self._placement, found)
         self._donating_round = jax.jit(round_fn, donate_argnums=0, out_shardings=placed)
         donate = self._donate and not self._states_on_host
         self._round = self._donating_round if donate else jax.jit(round_fn, out_shardings=placed)
         rounds = partial(engine.rounds, how, MOST_ROUNDS)
         self._rounds = jax.jit(rounds, donate_argnums=0, out_shardings=placed)
-        self._measure = jax.jit(partial(drift.measure, how), static_argnums=0)
-        self._evaluate = jax.jit(partial(engine.evaluate_server, how))
-        self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, how))
+        self._measure = jax.jit(partial(drift.measure, how), static_argnums=0, out_shardings=found)
+        self._evaluate = jax.jit(partial(engine.evaluate_server, how), out_shardings=found)
+        self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, how), out_shardings=found)
         self._draw = jax.jit(partial(engine.draw, how))
 
     @property
@@ -319,13 +350,14 @@ class Simulation:
             cohort = self._draw(key, t)
         ids = np.asarray(cohort)
         arrays, sizes = self._arrays, data.sizes_of(ids)
-        offsets = data.offsets[np.minimum(ids, N - 1)]
-        if self._stream is not None:
+        if arrays.rows is not None:
+            offsets = np.asarray(arrays.rows.offsets)[np.minimum(ids, N - 1)]
+        elif self._stream is not None:
             x, y, offsets = self._stream.fetch(ids)
             arrays = arrays._replace(rows=engine.Rows(x, y))
         place = np.arange(len(ids)) if self._states_on_host else ids
         columns = (ids, sizes, offsets, self.local.steps(sizes), np.where(ids < N, place, self._engine.bank_rows))
-        client = engine.Client(*jax.device_put([a.astype(np.int32) for a in columns], self._everywhere))
+        client = engine.Client(*put([a.astype(np.int32) for a in columns], self._everywhere))
         return Fetched(arrays, client, ids)
 
     def _advance(
@@ -357,7 +389,7 @@ class Simulation:
         """The state with its cohort's client states on the devices, where the others are kept on the host."""
         if not isinstance(state.clients, Bank) or fetched.ids is None:
             return state
-        return state._replace(clients=jax.device_put(state.clients.gather(fetched.ids), self._everywhere))
+        return state._replace(clients=put(state.clients.gather(fetched.ids), self._everywhere))
 
     def _with_measured(self, info: dict, measured: dict) -> dict:
         if clash := info.keys() & measured.keys():
@@ -383,15 +415,29 @@ class Simulation:
                         f"a round of {self!r} does not fit in a device's memory even with 1 lane: take a smaller "
                         'model, batch_size or cohort_size, or stream=True, or bank="host"; the state is still valid'
                     ) from error
+                if spans_processes(self.mesh):  # the others may have found room, and wait for this one
+                    raise MemoryError(
+                        f"{lanes} lanes do not fit in a device's memory: lower lanes= (over several processes they are "
+                        "not halved by themselves); the state is still valid"
+                    ) from error
                 warnings.warn(
                     f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}", stacklevel=4
                 )
                 self._compile(lanes // 2)
 
+    def _any_update(self) -> ClientResult:
+        """The shapes of one client's update."""
+        x, y = self._any_row()
+        return jax.eval_shape(partial(engine.any_update, self._engine), self._expected, engine.Rows(x, y))
+
+    def _any_row(self) -> tuple[Any, Any]:
+        """The shapes of one row as it is on the devices."""
+        return jax.eval_shape(lambda: (jnp.asarray(self.data.x[:1]), jnp.asarray(integers_as_int32(self.data.y[:1]))))
+
     def _update_leaves(self) -> list[str]:
         """The names of what ``bad_leaf`` counts."""
-        row: Any = jax.tree.map(lambda a: a[:1], engine.Rows(self.data.x, self.data.y))  # type: ignore[arg-type]
-        return engine.update_leaves(self._engine, self._expected, row)
+        leaves = jax.tree.leaves_with_path(engine.uploaded(self._any_update()))
+        return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
     def measure(
         self,
@@ -458,6 +504,28 @@ class Simulation:
         with np.errstate(invalid="ignore"):
             return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
 
+    def communication(self) -> dict[str, int]:
+        """Bytes that the D devices of the mesh exchange in a round, from shapes alone; scalars and ids are left out.
+
+        - "message sum": of the sum of messages (and weights), which all devices add up in one all-reduce. Going around
+          a ring, each device sends 2 (D - 1) / D of it. It does not depend on the cohort's size.
+        - "client states": that each device sends with ``bank="sharded"``, else 0: the cohort's states to where their
+          clients train (a reduce-scatter), and the new ones back (an all-gather). Each is (D - 1) / D of the cohort's,
+          empty lanes included.
+        - "rows": that each device sends with ``shard_data=True``, else 0: (D - 1) buffers that hold the most rows one
+          device can be dealt.
+        """
+        e, D = self._engine, self.mesh.size
+        most = e.failures.most if e.failures is not None and e.failures.most is not None else e.capacity
+        G = -(-min(most, e.capacity) // (D * e.lanes))
+        update, row = self._any_update(), self._any_row()
+        share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
+        return {
+            "message sum": _bytes((update.message, update.weight)),
+            "client states": 2 * (D - 1) * G * e.lanes * _bytes(update.state) if e.sharded else 0,
+            "rows": (D - 1) * share * _bytes(row),
+        }
+
     def sweep(self, rounds: int, seeds: Iterable[int], eval_every: int = 10, **options: Any) -> list[Run]:
         """Many seeds in one program: ``runs[i].state``, ``.history`` are those of ``seeds[i]``; see `fd.sweep`."""
         from fedjax_drift.sweep import sweep
@@ -485,6 +553,9 @@ class Simulation:
         together, and ``seconds`` is their mean, from record to record. Ctrl-C ends the run after the rounds in progress
         (a second one at once) and returns what is done. An error of a round (`round_fn`'s) carries the state before it
         and the history as ``error.state`` and ``error.history``.
+
+        Of several processes every one returns all of it and calls its ``on_round``, and the first shows the bar. Ctrl-C
+        in any ends the run of all after the same round.
         """
         checks.integer("rounds", rounds, 0)
         checks.integer("eval_every", eval_every, 0, fix="0 means never")
@@ -499,13 +570,16 @@ class Simulation:
 
         with (
             stop_on_interrupt() as stop,
-            Bar(rounds, self.algorithm.name, progress) as bar,
+            Bar(rounds, self.algorithm.name, progress and leads(self.mesh)) as bar,
             self._ahead(state.key, last) as fetch,
         ):
             recorder = Recorder(bar, on_round, self._update_leaves)
             try:
-                while t < last and not stop.asked:
-                    n = min(self._rounds_at_once(recorder.seconds), last - t, rounds_to(eval_every))
+                while t < last:
+                    (n,), (stopped,) = agree(self.mesh, [self._rounds_at_once(recorder.seconds)], [stop.asked])
+                    if stopped:
+                        break
+                    n = min(n, last - t, rounds_to(eval_every))
                     measures = self._measures if rounds_to(measure_every) == 1 else ()
                     n = 1 if measures else min(n, rounds_to(measure_every) - 1) if self._measures else n
                     needed = fetch(t)
@@ -551,7 +625,7 @@ class Simulation:
             if self._fallible:
                 return self._advance(self._round, state, needed, measures)
             own = not fresh or self._donate
-            start = state if own else jax.device_put(state, self._placement_of(state), may_alias=False)
+            start = state if own else copied(state, self._placement_of(state))
             if self._needs_host:
                 return self._advance(self._donating_round, start, needed, measures)
             measured = self._launch(self._measure, measures, start, self._arrays, None) if measures else {}
@@ -588,7 +662,7 @@ class Simulation:
                 f"cohort must hold at most {self._engine.capacity} clients where rows are dealt anew by Dirichlet, got "
                 f"{len(ids)}: raise cohort_size"
             )
-        return ids
+        return put(ids, self._everywhere) if spans_processes(self.mesh) else ids
 
     def _check(self, state: ServerState) -> ServerState:
         """The state on this simulation's devices (it may come from another's, or from a file); ValueError if it is of
@@ -675,7 +749,7 @@ def _moved(tree: PyTree, placement: PyTree) -> PyTree:
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(placement), strict=True)
     if all(getattr(leaf, "sharding", None) == at for leaf, at in pairs):
         return tree
-    return jax.device_put(tree, placement)
+    return put(tree, placement)
 
 
 def _on_host(key: jax.Array) -> jax.Array:
@@ -684,10 +758,32 @@ def _on_host(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.device_put(words, jax.local_devices(backend="cpu")[0]), impl=THREEFRY)
 
 
-def _must_stream(stream: bool | str, data: FederatedData, mesh: Mesh) -> bool:
-    if stream == "auto":
-        return data.x.nbytes + data.y.nbytes > memory_of(mesh) / 2 or len(data.x) >= 2**31
-    return bool(stream)
+def _where_rows_go(shard_data: bool | str, stream: bool | str, data: FederatedData, mesh: Mesh) -> str:
+    """ "devices": all on each; "parts": cut over them; "host": streamed. ValueError for what can't be."""
+    if shard_data is True:
+        if stream is True:
+            raise ValueError("shard_data=True keeps the rows on the devices, stream=True on the host: choose one")
+        if data.redeal is not None:
+            raise ValueError("shard_data must be False for data.redealt(), whose cohorts pool their rows, got True")
+    need, D = data.x.nbytes + data.y.nbytes, mesh.size
+    # Rows are counted in int32, the padding of parts included.
+    countable, in_parts = len(data.x) < 2**31, len(data.x) + D * int(data.sizes.max()) < 2**31
+    if shard_data is True and not in_parts:
+        raise ValueError(f"shard_data=True takes up to 2**31 rows, got {len(data.x)}: stream=True")
+    if stream is True or shard_data is True:
+        return "host" if stream is True else "parts"
+    if not (stream == "auto" or shard_data == "auto"):
+        return "devices"
+    room = memory_of(mesh) / 2
+    if need <= room and countable:
+        return "devices"
+    if shard_data == "auto" and D > 1 and data.redeal is None and in_parts and (need <= room * D or stream is False):
+        return "parts"
+    return "host" if stream == "auto" else "devices"
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
@@ -706,7 +802,7 @@ def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
                 f"bank must be one of {known}, or a folder, got {bank!r}{meant} (pathlib.Path: the folder)"
             )
         return os.fspath(bank)
-    need = N * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(client))
+    need = N * _bytes(client)
     room = memory_of(mesh) / 2
     if need <= room:
         return "device"

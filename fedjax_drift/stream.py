@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
+from fedjax_drift.sharding import put
 
 
 class Cut(NamedTuple):
@@ -32,7 +33,7 @@ class Stream:
         self.data, self.placement = data, placement
         self._mean, self._spread = float(data.sizes.mean()), float(data.sizes.std())
         self._largest = np.cumsum(np.sort(data.sizes)[::-1], dtype=np.int64)
-        self._sources = [_Mapped(root, a) if (root := _root(a)) is not None else a for a in (data.x, data.y)]
+        self._sources = [source(a) for a in (data.x, data.y)]
 
     def buffer_rows(self, clients: int, needed: int = 0) -> int:
         """R for a cohort of ``clients`` places, that has ``needed`` rows."""
@@ -46,24 +47,28 @@ class Stream:
         Raises OSError if a memory-mapped file has changed since the data set was opened.
         """
         sizes = self.data.sizes_of(ids)
+        begins = self.data.offsets[np.minimum(ids, self.data.num_clients - 1)]
         ends = np.cumsum(sizes, dtype=np.int64)
         R = self.buffer_rows(len(ids), int(ends[-1]))
-        x, y = (self._cut(source, ids, ends - sizes, ends, R) for source in self._sources)
-        sent_x, sent_y = jax.device_put((x, integers_as_int32(y)), self.placement)
+        x, y = (cut(array, begins, sizes, ends - sizes, R) for array in self._sources)
+        sent_x, sent_y = put((x, integers_as_int32(y)), self.placement)
         return Cut(sent_x, sent_y, (ends - sizes).astype(np.int32))
 
-    def _cut(
-        self, source: np.ndarray | _Mapped, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, R: int
-    ) -> np.ndarray:
-        """[R, ...]: the clients' rows of one array, each at its start."""
-        out = np.zeros((R, *source.shape[1:]), source.dtype)
-        for id, start, end in zip(ids.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            if end > start:
-                first = int(self.data.offsets[id])
-                out[start:end] = source[first : first + end - start]
-        if isinstance(source, _Mapped):
-            source.check()
-        return out
+
+def source(array: np.ndarray) -> np.ndarray | _Mapped:
+    """The rows of an array, to be `cut` from: by read calls if it is a memory map."""
+    return array if (root := _root(array)) is None else _Mapped(root, array)
+
+
+def cut(rows: np.ndarray | _Mapped, begins: np.ndarray, sizes: np.ndarray, places: np.ndarray, R: int) -> np.ndarray:
+    """[R, ...]: of clients whose ``sizes`` rows start at ``begins``, [K] each, the rows from ``places`` on; zeros."""
+    out = np.zeros((R, *rows.shape[1:]), rows.dtype)
+    for begin, size, place in zip(begins.tolist(), sizes.tolist(), places.tolist(), strict=True):
+        if size:
+            out[place : place + size] = rows[begin : begin + size]
+    if isinstance(rows, _Mapped):
+        rows.check()
+    return out
 
 
 class _Mapped:

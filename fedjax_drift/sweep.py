@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, drift, engine, fit
 from fedjax_drift.progress import Bar, Record, Stop, nonfinite_message, record, stop_on_interrupt
-from fedjax_drift.sharding import clients_mesh, launch, memory_of, wait_for_turn
+from fedjax_drift.sharding import clients_mesh, launch, memory_of, spans_processes, wait_for_turn
 from fedjax_drift.simulation import CHUNK_SECONDS, MOST_ROUNDS, THREEFRY, Simulation
 from fedjax_drift.types import Params, PyTree, ServerState
 
@@ -224,6 +224,13 @@ def _build_all(build: Callable[..., Simulation], settings: Sequence[Setting]) ->
 
 
 def _check_sweepable(sim: Simulation) -> None:
+    if spans_processes(sim.mesh):
+        raise ValueError(
+            "a sweep runs on one process's devices, got a mesh of several processes: "
+            "mesh=fd.clients_mesh(jax.local_devices()), and settings or seeds of its own for each process"
+        )
+    if sim._engine.rows_by_rank is not None:
+        raise ValueError("a sweep needs all rows on every device, got a simulation that cuts them: shard_data=False")
     if sim._stream is not None:
         raise ValueError("a sweep needs its rows on the devices, got a simulation that streams them: stream=False")
     if sim.bank != "device":

@@ -82,7 +82,7 @@ def redeal(
     cut_key, order_key = jax.random.split(key)
     present = sizes > 0
     pooled = jnp.arange(most_rows) < sizes.sum()
-    rows = jnp.where(pooled, _spans(offsets, sizes, most_rows), 0)
+    rows = jnp.where(pooled, spans(offsets, sizes, most_rows), 0)
     # Dealing evenly is dealing one class.
     C, label = (1, 0) if alpha is None or labels is None else (num_classes, labels[rows].astype(jnp.int32))
     order = jax.random.bits(order_key, (most_rows,), jnp.uint32)
@@ -93,10 +93,10 @@ def redeal(
     counts = jnp.diff(upto, axis=0, prepend=0)  # [K, C]
     first = starts[None, :-1] + upto - counts
     dealt = counts.sum(1, dtype=jnp.int32)
-    return rows[_spans(first.ravel(), counts.ravel(), most_rows)], jnp.cumsum(dealt) - dealt, dealt
+    return rows[spans(first.ravel(), counts.ravel(), most_rows)], jnp.cumsum(dealt) - dealt, dealt
 
 
-def _spans(starts: jax.Array, sizes: jax.Array, length: int) -> jax.Array:
+def spans(starts: jax.Array, sizes: jax.Array, length: int) -> jax.Array:
     """int32 [length]: ``starts[i], starts[i] + 1, ...``, sizes[i] numbers, for one i after the other."""
     shift = starts - (jnp.cumsum(sizes) - sizes)
     return jnp.arange(length, dtype=jnp.int32) + jnp.repeat(shift, sizes, total_repeat_length=length)

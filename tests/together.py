@@ -1,0 +1,93 @@
+"""One of several processes that simulate together: what test_distributed.py starts, and what it compares them with.
+
+python tests/together.py HOST:PORT P I FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import fedjax_drift as fd
+from fedjax_drift import exchange
+
+SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # 20 ragged clients
+ROUNDS, ASKED_AT = 6, 3
+
+
+def rows() -> fd.FederatedData:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (sum(SIZES), 6), np.uint8), rng.integers(0, 4, sum(SIZES))
+    return fd.FederatedData(x, y, np.array(SIZES), x[:30].copy(), y[:30].copy())
+
+
+def simulate(data: fd.FederatedData, **options) -> fd.Simulation:
+    options = {"local": fd.LocalTraining(epochs=2, batch_size=4, lr=0.2), "cohort_size": 9} | options
+    return fd.Simulation(fd.models.linear((6,), 4), data, fd.algorithms.scaffold(), **options)
+
+
+def outcome(sim: fd.Simulation, state: fd.ServerState, history: list) -> dict:
+    """A run's end, as JSON has it."""
+    read = jax.jit(lambda tree: tree, out_shardings=NamedSharding(sim.mesh, PartitionSpec()))
+    clients = [np.asarray(a)[: len(SIZES)].tolist() for a in jax.tree.leaves(read(state.clients))]
+    server = [np.asarray(a).tolist() for a in jax.tree.leaves(state.server)]
+    losses = [[record["train_loss"], record.get("loss")] for record in history]
+    return {"server": server, "clients": clients, "losses": losses}
+
+
+def own_rows_only(data: fd.FederatedData, devices: int, folder: Path) -> fd.FederatedData:
+    """The data in memory-mapped files that hold zeros where other processes' clients are."""
+    dealt = exchange.parts(data.sizes, devices * jax.process_count()).clients
+    own = np.concatenate(dealt[devices * jax.process_index() :][:devices])
+    have = np.repeat(np.isin(np.arange(len(SIZES)), own), data.sizes)
+    mapped = []
+    for name, array in (("x", data.x), ("y", data.y)):
+        file = folder / f"{name}{jax.process_index()}.npy"
+        np.save(file, np.where(have.reshape(-1, *(1,) * (array.ndim - 1)), array, 0))
+        mapped.append(np.load(file, mmap_mode="r"))
+    return fd.FederatedData(*mapped, data.sizes, data.x_test, data.y_test)
+
+
+def refused(call) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def main() -> None:
+    address, P, i, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    fd.distributed.initialize(address, P, i, cpu_devices=2, timeout_seconds=60)
+    data, key, found = rows(), jax.random.key(0), {}
+
+    sim = simulate(own_rows_only(data, 2, folder), shard_data=True, bank="sharded")
+    state, history = sim.run(sim.init(key), ROUNDS, 2, progress=False)
+    found["run"] = outcome(sim, state, history)
+    state, info = sim.round_fn(sim.init(key), [4, 11, 2])
+    found["cohort"] = np.asarray(info["cohort"]).tolist()
+
+    def on_round(record: dict) -> None:
+        if record["round"] == ASKED_AT and i == P - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    state, history = sim.run(sim.init(key), 10_000, 0, progress=False, on_round=on_round)
+    found["interrupted"] = [int(state.round), len(history)]
+
+    alone = simulate(data, mesh=fd.clients_mesh(jax.local_devices()[:1]))
+    found["alone"] = outcome(alone, *alone.run(alone.init(key), 2, 0, progress=False))
+    found["folder"] = refused(lambda: simulate(data, bank=str(folder / "bank")))
+    found["sweep"] = refused(lambda: sim.sweep(1, [0, 1]))
+    found["first"] = fd.distributed.is_first()
+    (folder / f"found{i}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
