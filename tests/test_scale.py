@@ -182,12 +182,12 @@ def test_a_full_disk_ends_the_run_at_the_round_before(data, tmp_path, monkeypatc
     start = sim.init(jax.random.key(0))
     commit = Bank.commit
 
-    def full(bank, ids, states, round) -> None:
+    def full(bank, ids, states, round, keep) -> None:
         if round == 3:
             with monkeypatch.context() as disk:
                 disk.setattr("os.posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-                return commit(bank, ids, states, round)
-        return commit(bank, ids, states, round)
+                return commit(bank, ids, states, round, keep)
+        return commit(bank, ids, states, round, keep)
 
     monkeypatch.setattr(Bank, "commit", full)
     with pytest.raises(OSError, match="No space left") as error:
