@@ -159,8 +159,17 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
     # Where rows are cut over the devices, what one of them can be dealt is bounded by sizes: see `rows_by_rank`.
     order, ragged = deal(engine, cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size))
     dealt = jax.tree.map(lambda none, a: jnp.where(ragged, none, a[order]), absent, cohort)
+    order, dealt = on_all(engine, (order, dealt))  # each device works it out, rather than a part of it and then asks
     bank = () if engine.sharded else state.clients
     return Plan(Shared(state.server, rows, key, state.round, lr, bank), asked, held, cohort, order, ragged, dealt)
+
+
+def on_all(engine: Engine, values: PyTree) -> PyTree:
+    """The values, whole on every device. Said before they are scattered, it keeps the compiler from cutting the indices
+    too, and having the devices exchange those."""
+    if engine.mesh.size == 1:
+        return values
+    return lax.with_sharding_constraint(values, NamedSharding(engine.mesh, P()))
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -310,6 +319,7 @@ def round_fn(
 
     (total, weight, count), kept = over_clients(engine, one, today.shared, today.dealt, states)
     new_states, made, sent, metrics = kept
+    made, metrics = on_all(engine, (made, metrics))
     K, hidden = engine.cohort_size, engine.aggregation.noise_multiplier is not None
     mean = engine.aggregation.combine(total, weight, jax.random.fold_in(today.shared.key, N + 2), K)
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, sent)  # sums are in the weights' precision
@@ -410,7 +420,7 @@ def state_of(engine: Engine, shared: Shared, client: Client, sent: PyTree) -> Py
 def scatter(engine: Engine, bank: PyTree, places: jax.Array, new: PyTree) -> PyTree:
     """The bank with the client states ``new`` [D, G, L, ...] at places [D, G, L]; those beyond its end are left out."""
     if not engine.sharded:
-        return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), bank, new)
+        return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), bank, on_all(engine, new))
 
     def share(bank: PyTree, places: jax.Array, new: PyTree) -> PyTree:
         def leaf(s: jax.Array, new: jax.Array) -> jax.Array:

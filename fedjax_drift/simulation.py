@@ -509,9 +509,9 @@ class Simulation:
 
         - "message sum": of the sum of messages (and weights), which all devices add up in one all-reduce. Going around
           a ring, each device sends 2 (D - 1) / D of it. It does not depend on the cohort's size.
-        - "client states": that each device sends with ``bank="sharded"``, else 0: the cohort's states to where their
-          clients train (a reduce-scatter), and the new ones back (an all-gather). Each is (D - 1) / D of the cohort's,
-          empty lanes included.
+        - "client states": that each device sends: the new states of its clients to all others (an all-gather), and with
+          ``bank="sharded"`` before that the old ones to where their clients train (a reduce-scatter, as much again).
+          Empty lanes are included.
         - "rows": that each device sends with ``shard_data=True``, else 0: (D - 1) buffers that hold the most rows one
           device can be dealt.
         """
@@ -522,7 +522,7 @@ class Simulation:
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
             "message sum": _bytes((update.message, update.weight)),
-            "client states": 2 * (D - 1) * G * e.lanes * _bytes(update.state) if e.sharded else 0,
+            "client states": (1 + e.sharded) * (D - 1) * G * e.lanes * _bytes(update.state),
             "rows": (D - 1) * share * _bytes(row),
         }
 

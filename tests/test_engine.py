@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 from typing import NamedTuple
 
@@ -238,6 +239,16 @@ def test_every_epoch_visits_every_row_once() -> None:
         visits = -np.asarray(state.clients[i])
         np.testing.assert_array_equal(visits[part], 3)
         assert visits.sum() == 3 * len(part)
+
+
+def test_devices_meet_once_to_add_up(data) -> None:
+    sim = simulate(data, fd.algorithms.feddc(0.1), devices=2)  # which has three messages and two states
+    state = sim.init(jax.random.key(0))
+    program = sim._round.lower(state, sim._arrays, None).compile().as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", program)) == 1
+    gathered = re.findall(r" = (\S+) all-gather(?:-start)?\(", program)
+    whole = [shape for shape in gathered if not re.match(r"\w+\[2,5,1\]", shape)]  # what is there for each client aside
+    assert len(whole) == len(jax.tree.leaves(state.clients))  # the states, and no indices
 
 
 def test_shuffle_is_a_uniform_permutation_that_ignores_padding() -> None:

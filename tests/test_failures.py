@@ -126,7 +126,9 @@ def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
     assert np.mean([(info["cohort"] >= 0).sum() for info in infos]) > 9
 
 
-@pytest.mark.parametrize("options", [{"bank": "host"}, {"stream": True}, {"bank": "sharded", "shard_data": True}, {"lanes": 3}])
+@pytest.mark.parametrize(
+    "options", [{"bank": "host"}, {"stream": True}, {"bank": "sharded", "shard_data": True}, {"lanes": 3}]
+)
 def test_failures_are_the_same_wherever_things_are_kept(data, options) -> None:  # noqa: F811
     failing = {"dropout": 0.4, "stragglers": 0.4, "over_selection": 1.4, "deadline": 2.0, "speed_spread": 0.5}
     plain, other = simulate(data, **failing), simulate(data, **failing, **options)

@@ -1,0 +1,90 @@
+"""Whether a long run stays as it began: memory of the process, and time per round, over 2,000 rounds.
+
+    python experiments/benchmarks/endurance.py [--rounds 2000] [--model lenet5]
+
+SCAFFOLD, 20 of 200 clients x 20 images, states on the device and in host memory; `run` with an evaluation every 50
+rounds and a checkpoint every 100, and a loop over `round_fn`. Each is a process of its own. Memory is what the process
+has resident after each tenth of the rounds; the first tenth, in which programs are compiled, is the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import measure
+from workloads import Workload, equal_sizes, tiny
+
+import fedjax_drift as fd
+
+PARTS = 10
+KINDS = ("run", "run, host bank", "round_fn")
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    for kind in KINDS:
+        own = ["--kind", kind, "--rounds", str(arguments.rounds), "--model", arguments.model]
+        output = measure.run([sys.executable, __file__, *own, *["--quick"] * arguments.quick])
+        found = json.loads(output.splitlines()[-1])
+        resident, seconds = found["resident"], found["seconds"]
+        note = f"{resident[0] / 2**20:.0f} MiB then"
+        yield measure.row(f"{kind}: memory at the end / after a tenth", resident[-1] / resident[0], at_most=1.05, note=note)
+        slow, first = statistics.median(seconds[-3:]), statistics.median(seconds[1:4])
+        note = f"{1e3 * first:.2f} ms then; medians of three tenths"
+        yield measure.row(f"{kind}: time per round at the end / at the start", slow / first, at_most=1.05, note=note)
+
+
+def one(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Bytes resident after each tenth of the rounds, and its seconds a round."""
+    workload = Workload(arguments.model, equal_sizes(200, 20), 20)
+    workload = tiny(workload) if arguments.quick else workload
+    bank = "host" if "host" in arguments.kind else "device"
+    how = {"algorithm": fd.algorithms.scaffold(), "donate": False, "bank": bank}
+    sim = measure.simulation(workload, **how)
+    each, found = arguments.rounds // PARTS, {"resident": [], "seconds": []}
+    state = sim.init(jax.random.key(0))
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = fd.Checkpoints(Path(folder) / "checkpoints", every=max(1, each // 2), seconds=None)
+        for _ in range(PARTS):
+            start = time.perf_counter()
+            if arguments.kind == "round_fn":
+                for _ in range(each):
+                    state, _ = sim.round_fn(state)
+                jax.block_until_ready(state)
+            else:
+                state, _ = sim.run(state, each, 50, progress=False, checkpoints=checkpoints)
+            found["seconds"].append((time.perf_counter() - start) / each)
+            found["resident"].append(resident())
+    return found
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory now (Linux)."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * 4096
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--model", default="lenet5", choices=("lenet5", "mnist_2nn"))
+    parser.add_argument("--kind", choices=KINDS, help="of the process that runs one of them and prints what it found")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds = 2 * PARTS
+    fd.use_cpu_devices()
+    if arguments.kind:
+        print(json.dumps(one(arguments)))
+    else:
+        measure.save("endurance", rows(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()
