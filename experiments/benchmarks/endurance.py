@@ -35,7 +35,8 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         found = json.loads(output.splitlines()[-1])
         resident, seconds = found["resident"], found["seconds"]
         note = f"{resident[0] / 2**20:.0f} MiB then"
-        yield measure.row(f"{kind}: memory at the end / after a tenth", resident[-1] / resident[0], at_most=1.05, note=note)
+        grown = resident[-1] / resident[0]
+        yield measure.row(f"{kind}: memory at the end / after a tenth", grown, at_most=1.05, note=note)
         slow, first = statistics.median(seconds[-3:]), statistics.median(seconds[1:4])
         note = f"{1e3 * first:.2f} ms then; medians of three tenths"
         yield measure.row(f"{kind}: time per round at the end / at the start", slow / first, at_most=1.05, note=note)
