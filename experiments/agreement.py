@@ -6,7 +6,8 @@ Twenty rounds of each algorithm in processes x devices of each = 1 x 1, 1 x 4, 2
 through Gloo. With several devices the rows are cut over them (shard_data=True) and so are the client states
 (bank="sharded"). Server variables and client states at the end are compared with those of 1 x 1, array by array: the
 largest difference, relative to the largest entry there. Each layout runs twice, in processes of its own each time,
-which must give the same bits (the second finds the first one's programs compiled). Ragged clients, a linear classifier of cosines (which every algorithm can train).
+which must give the same bits (the second finds the first one's programs compiled). Ragged clients, a linear classifier
+of cosines (which every algorithm can train).
 
 Writes results/agreement.json and prints its table; exit code 1 if a difference exceeds 1e-5 or a rerun differs.
 """
