@@ -39,7 +39,7 @@ from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import CLASSES, DATASETS
 from fedjax_drift.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
-from fedjax_drift.sharding import agree, memory_of
+from fedjax_drift.sharding import agree
 
 PARTITIONS: dict[str, Callable[..., fd.partition.Partition]] = {
     "iid": fd.partition.iid,
@@ -132,7 +132,6 @@ def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except RuntimeError as error:
         raise ValueError(f"--distributed: {error}") from error
     mesh, wrong = fd.clients_mesh(), None
-    memory_of(mesh)  # agreed now, so that building simulations takes nobody else: one process may not get there
     with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
         try:
             work = args.command(args, argv)

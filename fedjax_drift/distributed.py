@@ -22,7 +22,7 @@ from threading import Thread
 import jax
 
 from fedjax_drift import checks
-from fedjax_drift.sharding import use_cpu_devices
+from fedjax_drift.sharding import clients_mesh, memory_of, use_cpu_devices
 
 STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -35,7 +35,7 @@ def initialize(
     *,
     timeout_seconds: int = 300,
 ) -> None:
-    """Joins this process to the others of its job, through `jax.distributed`. Call it before JAX starts its backend.
+    """Joins this process to the others of its job, through `jax.distributed`, and starts JAX's backend.
 
     What is not given is found by JAX, in this order:
 
@@ -110,6 +110,7 @@ def initialize(
             f"({coordinator_address or 'found by JAX'}) can be reached from the others (firewall, name, proxy "
             "variables), and that nothing else listens there; then start all again"
         )
+    memory_of(clients_mesh())  # they talk at once, as Gloo gives up if the first to come has to wait for half a minute
 
 
 def _in_time(call: Callable[[], None], seconds: float) -> bool:

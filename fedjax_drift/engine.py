@@ -99,7 +99,7 @@ class Engine(NamedTuple):
     capacity: int  # most clients a sampled cohort may have
     bank_rows: int  # client states in ServerState.clients: N or, sharded over the devices, a multiple of their number
     sharded: bool  # each device keeps a part of the client states, instead of all
-    rows_by_rank: np.ndarray | None  # each device keeps a part of the rows, instead of all: see `exchange`
+    rows_by_rank: np.ndarray | None  # where rows are cut over the devices: `exchange.rows_by_rank`
     decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees
     num_classes: int | None  # C, of classifiers with one integer label a row
     redeal: Redeal | None  # the cohort's rows are dealt anew every round
@@ -196,7 +196,7 @@ def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
 def over_clients(
     engine: Engine,
     update: Callable[[Any, Client, PyTree, jax.Array], tuple[PyTree, PyTree]],
-    shared: Any,
+    shared: Shared,
     dealt: Client,
     states: PyTree,
 ) -> tuple[PyTree, PyTree]:
@@ -206,14 +206,12 @@ def over_clients(
     ``kept`` of each, leaves [D, G, L, ...]. Memory for ``added`` is L of them and one sum, whatever K is.
     """
 
-    by_rank = engine.rows_by_rank
-    length = 0 if by_rank is None else longest_share(by_rank, *dealt.size.shape)
+    cut = engine.rows_by_rank is not None
 
-    def share(shared: Shared, clients: Client, states: PyTree, everyone: Any) -> tuple[PyTree, PyTree]:
-        """One device's: clients [1, G, L], of everyone [D, G, L] where rows are cut."""
-        if by_rank is not None:
-            (x, y), clients = own_rows(shared.rows, everyone, length)
-            shared = shared._replace(rows=Rows(x, y))
+    def share(shared: Any, clients: Client, states: PyTree, everyone: Any) -> tuple[PyTree, PyTree]:
+        """One device's: clients [1, G, L]; of everyone [D, G, L] where rows are cut."""
+        if cut:
+            shared, clients = with_own_rows(engine, shared, everyone)
 
         def group(total: PyTree, lanes: tuple[Client, PyTree]) -> tuple[PyTree, PyTree]:
             clients, states = lanes
@@ -235,25 +233,27 @@ def over_clients(
 
     whole: Any = P()
     part: Any = P(AXIS)
-    where = whole
-    if by_rank is not None:
-        where = Shared(*[whole] * len(Shared._fields))._replace(rows=Rows(part, part, whole, whole, whole))
+    rows: Any = Rows(part, part, whole, whole, whole) if cut else whole
+    where = Shared(*[whole] * len(Shared._fields))._replace(rows=rows)
     return jax.shard_map(
         share,
         mesh=engine.mesh,
         in_specs=(where, part, part, whole),
         out_specs=(whole, part),
         check_vma=False,
-    )(shared, dealt, states, () if by_rank is None else dealt)
+    )(shared, dealt, states, dealt if cut else ())
 
 
-def own_rows(rows: Rows, everyone: Client, length: int) -> tuple[tuple[jax.Array, jax.Array], Client]:
-    """Of clients [D, G, L] whose rows lie anywhere, this device's: the rows x, y [length, ...], and they [1, G, L]."""
+def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Shared, Client]:
+    """On each device, of everyone [D, G, L] its clients [1, G, L] with their rows, which lay on any device."""
+    assert engine.rows_by_rank is not None
     D, G, L = everyone.size.shape
     sizes, offsets = (a.reshape(D, G * L) for a in (everyone.size, everyone.offset))
-    found, begins = exchange((rows.x, rows.y), sizes, offsets, length)
+    S = longest_share(engine.rows_by_rank, D, G, L)
+    (x, y), begins = exchange((shared.rows.x, shared.rows.y), sizes, offsets, S)
     everyone = everyone._replace(offset=begins.reshape(D, G, L))
-    return found, jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, lax.axis_index(AXIS), 1), everyone)
+    clients = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, lax.axis_index(AXIS), 1), everyone)
+    return shared._replace(rows=Rows(x, y)), clients
 
 
 def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientResult:

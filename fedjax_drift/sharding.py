@@ -75,8 +75,8 @@ def copied(tree: PyTree, placement: PyTree) -> PyTree:
 def agree(mesh: Mesh, led: Sequence[int] = (), asked: Sequence[bool] = ()) -> tuple[Sequence[int], Sequence[bool]]:
     """What all processes of the mesh go by: the first one's numbers ``led``, and what any of them has ``asked`` for.
 
-    For what clocks and signals decide, which differ. led: int32. In one process what was given; over several a sum of
-    a few bytes, which waits for the programs before it, so all have to call it at the same place.
+    For what clocks and signals decide. led: int32. In one process what was given. Over several they exchange a few
+    bytes, after the programs before it, so all of them have to call this at the same place.
     """
     if not spans_processes(mesh):
         return led, asked
