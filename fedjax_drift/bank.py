@@ -208,6 +208,11 @@ class Bank:
         return store.nbytes + table.slots.nbytes
 
     @property
+    def in_files(self) -> bool:
+        """Whether it is in a folder, and not in host memory."""
+        return isinstance(self._store, _Folder)
+
+    @property
     def ids(self) -> np.ndarray:
         """[seen] the clients that have a state of their own, ascending."""
         return np.flatnonzero(self._now()[0].slots >= 0)
