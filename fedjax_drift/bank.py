@@ -640,4 +640,6 @@ def few(items: list[str], most: int = 6) -> str:
 
 
 def _damaged(path: Path, why: str) -> Damaged:
-    return Damaged(f"the bank in {path} is damaged, {why}: restore it from a copy, or start a new one in another folder")
+    return Damaged(
+        f"the bank in {path} is damaged, {why}: restore it from a copy, or start a new one in another folder"
+    )

@@ -30,7 +30,7 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -83,7 +83,7 @@ class Checkpoints:
     folder: str | os.PathLike
     """Made when it is first written to."""
     every: int | None = None
-    """>= 1: rounds between saves. Default None: by the clock alone."""
+    """>= 1: rounds between saves, and the most that are lost. Default None: by the clock alone."""
     seconds: float | None = 60.0
     """> 0: seconds after which the next round is saved, unless a save is still on its way; None: by rounds alone."""
     keep: int = 3
@@ -190,8 +190,8 @@ class Checkpoints:
         if changed := [f"{name} {was}, now {here.get(name)}" for name, was in about.versions.items()
                        if here.get(name) != was]:  # fmt: skip
             warnings.warn(
-                f"the checkpoint of round {round} was written with {', '.join(changed)}: the run goes on, but maybe not "
-                "to the last bit as it would have",
+                f"the checkpoint of round {round} was written with {', '.join(changed)}: the run goes on, but "
+                "maybe not to the last bit as it would have",
                 stacklevel=3,
             )
         return _state(sim, round, self._read(sim, about)), about.history
@@ -229,6 +229,8 @@ class Checkpoints:
             mine = identity(sim, self.config)
             history = self._checked(sim, state, mine)
             saver = Saver(self, sim, state, mine, history)
+            if saver.bank is not None and int(state.round) not in saver.scores:
+                saver.save(state, [])  # or else a run that ends before its first save leaves a bank without a state
             try:
                 yield saver
             finally:
@@ -294,11 +296,20 @@ class Saver:
 
     def save(self, state: ServerState, history: list[Record]) -> None:
         """Starts to save the state, with the history of this run; a failure is a warning, and the run goes on."""
-        for step in (self._settle, functools.partial(self._start, state, history)):
-            try:
-                step()
-            except Exception as error:  # orbax and its parts raise whatever they like
-                self._failed(error)
+        self._try(self._settle)
+        self._try(functools.partial(self._start, state, history))
+
+    def confirm(self) -> None:
+        """With ``every``, waits for the save on its way: rounds after it are not reported before it is complete, so
+        that never more than ``every`` that were are lost. They are trained meanwhile."""
+        if self.checkpoints.every is not None:
+            self._try(self._settle)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:  # orbax and its parts raise whatever they like
+            self._failed(error)
 
     def finish(self, state: ServerState, history: list[Record]) -> None:
         """Saves the run's last state, unless it is, and waits for it.
@@ -306,10 +317,7 @@ class Saver:
         OSError, with the state and the history as ``error.state`` and ``error.history``, if it could not be saved.
         """
         t = int(state.round)
-        try:
-            self._settle()
-        except Exception as error:
-            self._failed(error)
+        self._try(self._settle)
         if t in self.scores:
             return
         try:
@@ -329,22 +337,13 @@ class Saver:
 
     def close(self) -> None:
         """Waits for what is on its way."""
-        try:
-            self._settle()
-        except Exception as error:
-            self._failed(error)
+        self._try(self._settle)
         self.orbax.close()
 
     def _busy(self) -> bool:
         """Whether a save is on its way."""
-        return self.started is not None and not self.checkpoints.place(self.started).exists() and self._going()
-
-    def _going(self) -> bool:
-        try:
-            self.orbax.check_for_errors()
-        except Exception as error:
-            self._failed(error)
-        return self.started is not None
+        self._try(self.orbax.check_for_errors)
+        return self.started is not None and not self.checkpoints.place(self.started).exists()
 
     def _start(self, state: ServerState, history: list[Record]) -> None:
         ocp, t = _orbax(), int(state.round)
@@ -569,7 +568,7 @@ def _state(sim: Simulation, round: int, leaves: list[Leaf]) -> ServerState:
     if not sim._states_on_host:
         state = jax.tree.unflatten(jax.tree.structure(expected), leaves)
     else:
-        n = jax.tree.structure(expected._replace(clients=())).num_leaves
+        n = len(jax.tree.leaves(expected._replace(clients=())))
         state = jax.tree.unflatten(jax.tree.structure(expected._replace(clients=())), leaves[:n])
     state = state._replace(key=jax.random.wrap_key_data(state.key, impl=THREEFRY))
     if not sim._states_on_host:

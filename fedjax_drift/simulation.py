@@ -476,7 +476,9 @@ class Simulation:
             recorder = Recorder(bar, on_round)
             try:
                 while t < last and not stop.asked:
-                    n = min(self._rounds_at_once(recorder.seconds), last - t, rounds_to(eval_every), rounds_to(save_every))
+                    n = min(
+                        self._rounds_at_once(recorder.seconds), last - t, rounds_to(eval_every), rounds_to(save_every)
+                    )
                     measures = self._measures if rounds_to(measure_every) == 1 else ()
                     n = 1 if measures else min(n, rounds_to(measure_every) - 1) if self._measures else n
                     needed = fetch(t)
@@ -487,6 +489,8 @@ class Simulation:
                         recorder.add(t, n, infos, stacked=not self._alone)
                     if eval_every and t % eval_every == 0:
                         recorder.score(self._launch(self._evaluate, state.server, self._test()))
+                    if saver is not None:
+                        saver.confirm()
                     if saver is not None and t < last and saver.due(t):
                         recorder.catch_up(0)
                         saver.save(state, recorder.history)
