@@ -339,6 +339,7 @@ class Saver:
         """Waits for what is on its way."""
         self._try(self._settle)
         self.orbax.close()
+        self._tidy()
 
     def _busy(self) -> bool:
         """Whether a save is on its way."""

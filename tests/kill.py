@@ -32,7 +32,10 @@ CHILD_SECONDS = 60
 def simulation() -> fd.Simulation:
     rng = np.random.default_rng(0)
     rows = [(rng.normal(size=(4, 3)).astype(np.float32), rng.integers(0, 2, 4)) for _ in range(5)]
-    many = (rng.normal(size=(500_000, 3)).astype(np.float32), rng.integers(0, 2, 500_000))  # takes a while to evaluate
+    many = (
+        rng.normal(size=(1_000_000, 3)).astype(np.float32),
+        rng.integers(0, 2, 1_000_000),
+    )  # takes a while to evaluate
     data = fd.FederatedData.from_clients(rows, test=many)
     model = fd.Model(init=lambda key: jax.numpy.zeros((3, 2)), apply=lambda w, x: x @ w)
     return fd.Simulation(model, data, fd.algorithms.scaffold(), cohort_size=2)
@@ -68,7 +71,7 @@ def child(folder: Path, rounds: int, pipe: int) -> None:
     state, before = checkpoints.restore(sim) if checkpoints.rounds else (sim.init(jax.random.key(0)), [])
     say("from", int(state.round))
     state, after = run(
-        sim, state, rounds - len(before), 3, progress=False, checkpoints=checkpoints,
+        sim, state, rounds - len(before), 1, progress=False, checkpoints=checkpoints,
         on_round=lambda record: say("round", record["round"]),
     )  # fmt: skip
     say("end", fingerprint(state, before + after))
@@ -118,7 +121,7 @@ def main(folder: Path, moments: int) -> None:
     complete = 0  # the newest save reported complete
     for kill in range(moments + 1):
         # Most while it trains and saves, some while it compiles; the last reveals only where it goes on from.
-        after, most = (b"from", 0.5) if random.random() < 0.15 else (b"round", 0.3)
+        after, most = (b"from", 0.5) if random.random() < 0.15 else (b"round", 0.4)
         lines = attempt(folder, ROUNDS, *((b"from", 0.0) if kill == moments else (after, random.uniform(0, most))))
         start = last(lines, "from")
         assert lines, "the child has not even started"
