@@ -259,7 +259,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             for number in damaged:
                 place = self.place(number)
-                place.rename(_free(place.with_name(place.name + DAMAGED)))
+                place.rename(unused(place.with_name(place.name + DAMAGED)))
         return newest.history if newest is not None and newest.round == t else []
 
     def _about_or_none(self, round: int) -> About | None:
@@ -698,8 +698,8 @@ def _damage(what: str) -> Iterator[None]:
         raise Damaged(f"{what}: {_first_line(error)}") from error
 
 
-def _free(path: Path) -> Path:
-    """The path, or with a number that makes it new."""
+def unused(path: Path) -> Path:
+    """The path, or, with a number, one that does not exist."""
     names = [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, 1000))]
     return next(name for name in names if not name.exists())
 

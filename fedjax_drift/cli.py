@@ -35,7 +35,7 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.checkpoint import lock_folder
+from fedjax_drift.checkpoint import lock_folder, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import CLASSES, DATASETS
 from fedjax_drift.drift import MEASURES
@@ -555,6 +555,9 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         if args.resumed:
             config["started"] = json.loads((output / "config.json").read_text())["started"]
             restored = {name: kept.restore(simulations[name]) for name, kept in checkpoints.items() if kept.rounds}
+            for name in simulations.keys() - restored.keys():  # it had not come to its first checkpoint
+                if (left := Path(simulations[name].bank)).is_dir():
+                    left.rename(unused(left.with_name(left.name + ".left")))
             if not restored:
                 warnings.warn(f"{output} has no checkpoint yet: the run starts again at round 0", stacklevel=2)
         else:
@@ -866,7 +869,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _jsonl(path: Path, before: Sequence[Mapping[str, Any]]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def _jsonl(path: Path, before: Sequence[Mapping[str, Any]] = ()) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A function that writes one record a line, at once, after those of ``before``, which replace the file's; a number
     that is not finite becomes null, as JSON has none."""
 
