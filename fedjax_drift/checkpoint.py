@@ -633,12 +633,10 @@ def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
     words = array.astype(jnp.uint8) if array.dtype == bool else array
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[words.dtype.itemsize]
     words = lax.bitcast_convert_type(words, unsigned).astype(jnp.uint32)
-    place = jnp.zeros(words.shape, jnp.uint32)
-    for axis, size in enumerate(words.shape):
-        place = place * size + lax.broadcasted_iota(jnp.uint32, words.shape, axis)
     if rows is not None:
         words = jnp.where(lax.broadcasted_iota(jnp.int32, words.shape, 0) < rows, words, 0)
-    return (words * (2 * place + 1)).sum(dtype=jnp.uint32)
+    words = words.reshape(-1)
+    return (words * (2 * lax.iota(jnp.uint32, words.size) + 1)).sum(dtype=jnp.uint32)
 
 
 def _first(tree: PyTree) -> PyTree:

@@ -33,8 +33,8 @@ def simulation() -> fd.Simulation:
     rng = np.random.default_rng(0)
     rows = [(rng.normal(size=(4, 3)).astype(np.float32), rng.integers(0, 2, 4)) for _ in range(5)]
     many = (
-        rng.normal(size=(1_000_000, 3)).astype(np.float32),
-        rng.integers(0, 2, 1_000_000),
+        rng.normal(size=(400_000, 3)).astype(np.float32),
+        rng.integers(0, 2, 400_000),
     )  # takes a while to evaluate
     data = fd.FederatedData.from_clients(rows, test=many)
     model = fd.Model(init=lambda key: jax.numpy.zeros((3, 2)), apply=lambda w, x: x @ w)

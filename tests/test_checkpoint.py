@@ -23,9 +23,9 @@ import fedjax_drift as fd
 from fedjax_drift import checkpoint, cli, progress
 
 ROWS = np.random.default_rng(0)
-CLIENTS = [(ROWS.normal(size=(4, 3)).astype(np.float32), ROWS.integers(0, 2, 4)) for _ in range(5)]
+CLIENTS = [(ROWS.normal(size=(4, 30)).astype(np.float32), ROWS.integers(0, 2, 4)) for _ in range(5)]
 DATA = fd.FederatedData.from_clients(CLIENTS, test=CLIENTS[0])
-MODEL = fd.Model(init=lambda key: jax.random.normal(key, (3, 2)), apply=lambda w, x: x @ w)
+MODEL = fd.Model(init=lambda key: jax.random.normal(key, (30, 20)), apply=lambda w, x: x @ w)
 KEY = jax.random.key(3)
 
 
@@ -194,7 +194,7 @@ def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_
             outcomes[fault, int(state.round)] += 1
     print(f"{len(files)} files x {len(FAULTS)} faults:", dict(outcomes))
     assert sum(outcomes.values()) == 4 * len(files) >= 40
-    assert sum(n for (_, round), n in outcomes.items() if round == 4) > len(files)
+    assert all(outcomes[fault, 4] >= 4 for fault in FAULTS)
 
 
 def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -> None:
@@ -383,4 +383,4 @@ def test_kills_at_fifty_moments_lose_no_more_than_the_interval(tmp_path) -> None
     counts = json.loads(done.stdout)
     print(counts)
     assert counts["moments"] == 50 and counts["bitwise"] and counts["most_lost"] <= 2
-    assert counts["saving"] >= 10 and counts["training"] >= 2
+    assert counts["saving"] >= 10 and counts["training"] + counts["evaluating"] >= 5
