@@ -5,7 +5,7 @@
     state, history = checkpoints.restore(sim)
 
     folder/00000040/          the checkpoint of round 40; it has this name only once it is complete
-        about/about.json      `About`, with the CRC-32 of its own text
+        about/about.json      `About` as a text, and its CRC-32
         leaves/               the arrays, by orbax
     folder/00000050.damaged/  one that could not be read when a run went on from an older one
     folder/lock               locked by the process that runs here
@@ -121,8 +121,8 @@ class Checkpoints:
         """What the checkpoint of this round is of, arrays left unread. ValueError where that is damaged."""
         with _damage("its about.json can't be read"):
             written = json.loads((self.place(round) / "about" / "about.json").read_bytes())
-            about = written["about"]
-            if _text_crc(about) != written["crc32"] or about["round"] != round:
+            about = json.loads(written["about"])
+            if zlib.crc32(written["about"].encode()) != written["crc32"] or about["round"] != round:
                 raise Damaged("its about.json is not what was written")
         if about["format"] != FORMAT:
             raise ValueError(
@@ -353,13 +353,13 @@ class Saver:
             self.bank.pin()
         contents = _contents(state)
         leaves, history = jax.tree.leaves(contents), self.before + history
-        described = zip(layout(contents), checksums(self.sim, leaves), strict=True)
-        listed = [[*description, check] for description, check in described]
-        about = About(FORMAT, versions(), self.identity, t, _key_of(state), history, listed)._asdict()
+        listed = [[*leaf, check] for leaf, check in zip(layout(contents), checksums(self.sim, leaves), strict=True)]
+        about = About(FORMAT, versions(), self.identity, t, _key_of(state), history, listed)
         stored = {name: leaf for name, leaf in zip(_names(leaves), leaves, strict=True) if leaf.size}
         self.value = score(history, self.checkpoints.best)
-        text = {"crc32": _text_crc(about), "about": about}
-        args = ocp.args.Composite(leaves=ocp.args.PyTreeSave(stored), about=ocp.args.JsonSave(text))
+        text = json.dumps(about._asdict())  # now: the records are the caller's, too, who may change them
+        described = {"crc32": zlib.crc32(text.encode()), "about": text}
+        args = ocp.args.Composite(leaves=ocp.args.PyTreeSave(stored), about=ocp.args.JsonSave(described))
         self.orbax.save(self.checkpoints.place(t), args=args)
 
     def _settle(self) -> None:
@@ -655,10 +655,6 @@ def _bytes(array: np.ndarray) -> memoryview:
 def _plain(value: Any) -> Any:
     """As it comes back from JSON."""
     return json.loads(json.dumps(value))
-
-
-def _text_crc(about: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(about).encode())
 
 
 # Files and folders.

@@ -217,7 +217,7 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
         raise ValueError(f"--rounds must be at least the {rounds} of the run that goes on, got {args.rounds}")
     changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in RESUMED]
     added = [flag if value is True else f"{flag}={value}" for flag, value in changed if value]
-    return command + [word for word in added if word not in command], args.resume
+    return command + added, args.resume
 
 
 def _fill_run(parser: argparse.ArgumentParser) -> None:
@@ -540,6 +540,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "bfloat16": args.bfloat16,
         "stream": args.stream,
         "bank": {name: sim.bank for name, sim in simulations.items()},
+        "checkpoints": {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep},
         "devices": {"platform": jax.default_backend(), "count": jax.local_device_count()},
         "versions": {
             "fedjax_drift": fd.__version__, "jax": jax.__version__, "numpy": np.__version__,
@@ -584,10 +585,11 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
 def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Path) -> dict[str, fd.Checkpoints]:
     """Where each algorithm is saved; nowhere with --keep 0."""
+    if args.resumed and not args.keep:
+        raise ValueError(f"--resume needs checkpoints, got {output}, a run with --keep 0: start it anew")
     if not args.keep:
         return {}
-    same = {name: config[name] for name in CONFIGURED}
-    how = {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep, "config": same}
+    how = {**config["checkpoints"], "config": {name: config[name] for name in CONFIGURED}}
     folders = {name: f"{i}-{_file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
     return {name: fd.Checkpoints(output / "checkpoints" / folder, **how) for name, folder in folders.items()}
 
@@ -662,9 +664,9 @@ def _simulate(
                 interrupted = len(history) < config["rounds"]  # Simulation.run ends early on Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
-            except SystemExit as exit:  # SIGTERM: whoever sent it will not wait for pictures
+            except SystemExit as ending:  # SIGTERM: whoever sent it will not wait for pictures
                 print(f"\nfedjax-drift: stopped {name} after {len(history)} rounds; {resume}", file=sys.stderr)
-                return int(exit.code or 0)
+                return int(ending.code or 0)
             except (ValueError, FloatingPointError, OSError, MemoryError) as error:
                 if not _is_ours(error):
                     raise
@@ -681,7 +683,7 @@ def _simulate(
         print("\n" + _table(records))
     ended = [f"stopped: {', '.join(stopped)}"] if stopped else []
     ended.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(written)}")
-    ended += [resume] * interrupted
+    ended += [resume] * (interrupted and config["checkpoints"]["keep"] > 0)
     print("", *[line for text in ended for line in _wrap(text, "", "  ")], sep="\n")
     return 130 if interrupted else 1 if stopped else 0
 

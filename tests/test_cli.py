@@ -202,7 +202,10 @@ def test_quickstart_is_the_run_command_it_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path))
     monkeypatch.setattr(cli, "_simulate", lambda config, names, *_: made.update(config) or 0)
     made: dict = {}
-    assert cli.main(["quickstart", "--writers", "3", "--cohort", "2", "--rounds", "1", "--output", "o"]) == 0
+    assert (
+        cli.main(["quickstart", "--writers", "3", "--cohort", "2", "--rounds", "1", "--output", str(tmp_path / "o")])
+        == 0
+    )
     printed = capsys.readouterr().out.split("\n\n")[1]
     assert shlex.split(printed.replace("\\\n", "")) == shlex.split(made["command"])
     assert made["data"]["clients"] == 3 and list(made["algorithms"]) == list(cli.QUICKSTART)
