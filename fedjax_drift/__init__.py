@@ -11,6 +11,7 @@
 """
 
 from fedjax_drift import aggregation, algorithms, distributed, drift, models, plots
+from fedjax_drift.checkpoint import Checkpoints
 from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
     "Batch",
+    "Checkpoints",
     "ClientResult",
     "FederatedData",
     "LocalTraining",

@@ -14,6 +14,7 @@ A file bank is a folder of two files, for one process at a time (a lock on ``sta
     states   records in native byte order: the initial state, then slot 0, slot 1, ...
     index    one line of JSON (format number, round, N, leaves, identity, ...), then the table, int32 [N], then the
              CRC-32 of both, uint32, all little-endian; written as ``index.new`` and renamed
+    index.7  a pin: the index as it was at round 7. Slots that a pin points to are not free either
 
 Records go through the operating system's page cache, as those of a memory map would, but by read and write calls: a
 full disk or a file cut short is then an error, where touching a map would end the process. Nothing is forced to the
@@ -22,13 +23,13 @@ disk (no fsync): a bank survives the death of its process, not a power failure.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,14 +49,34 @@ ALIGNMENT = 64  # bytes; JAX's CPU backend takes arrays aligned so as they are, 
 MOST_BUFFERS = 1024  # in one read or write call
 
 
+class Damaged(ValueError):
+    """A file is not what was written to it."""
+
+
 class _Table(NamedTuple):
     """Where the records are; immutable, so that putting another in its place is all that a commit needs."""
 
     round: int  # rounds committed
     slots: np.ndarray  # int32 [N], -1: never seen
     seen: int
-    free: np.ndarray  # int32 [F], slots below `end` that no client has
+    free: np.ndarray  # int32 [F], slots below `end` that no client and no pin has
     end: int  # slots from here on have never been used
+    pinned: np.ndarray  # bool [end], slots that a pin has
+
+
+def _table(round: int, slots: np.ndarray, pins: Mapping[int, np.ndarray], end: int = 0) -> _Table:
+    """The table of these slots, where pins hold theirs; at least ``end`` slots have been used."""
+    end = max(end, *(int(held.max(initial=-1)) + 1 for held in (slots, *pins.values())), 0)
+    pinned, taken = np.zeros(end, bool), np.zeros(end, bool)
+    for held in pins.values():
+        pinned[held[held >= 0]] = True
+    taken[slots[slots >= 0]] = True
+    return _Table(round, slots, int(taken.sum()), np.flatnonzero(~(taken | pinned)).astype(np.int32), end, pinned)
+
+
+def _pin(round: int | str) -> str:
+    """The file of this round's pin."""
+    return f"{INDEX}.{round}"
 
 
 class Bank:
@@ -69,7 +90,7 @@ class Bank:
         leaves, structure = jax.tree.flatten(initial)
         self._structure: Any = structure
         self._initial = [np.array(leaf, order="C") for leaf in leaves]
-        self._layout = _layout(jax.tree.unflatten(self._structure, self._initial))
+        self._layout = layout(jax.tree.unflatten(self._structure, self._initial))
         if objects := [name for name, dtype, _ in self._layout if dtype == "object"]:
             raise ValueError(f"client states must be numeric arrays, got Python objects at {', '.join(objects)}")
         self._rows = [leaf.reshape(-1).view(np.uint8) for leaf in self._initial]  # [bytes] each
@@ -80,7 +101,8 @@ class Bank:
             "leaves": self._layout,
             "identity": dict(identity),
         }
-        self._table = _Table(0, np.full(self.num_clients, -1, np.int32), 0, np.empty(0, np.int32), 0)
+        self._pins: dict[int, np.ndarray] = {}  # round -> slots, int32 [N]
+        self._table = _table(0, np.full(self.num_clients, -1, np.int32), self._pins)
         self._store: _Memory | _Folder | None = None
         self._pending: tuple[_Table, int] | None = None
 
@@ -134,34 +156,38 @@ class Bank:
         initial: PyTree,
         num_clients: int,
         identity: Mapping[str, str | int] | None = None,
+        round: int | None = None,
     ) -> Bank:
         """The bank in the folder ``path``, as its last commit left it; the arguments are those that it was made with.
 
         Of ``initial`` only the structure, shapes and dtypes count: a client never seen has the state given to `create`.
+        round: as the pin of this round left it instead, to which the folder is set back.
 
         Raises ValueError, and changes nothing: no bank there, one in use, damaged, or of another format; one made with
         other arguments, whose differences are listed.
         """
         bank = cls(initial, num_clients, identity or {})
         path = Path(path).absolute()
-        if not (path / INDEX).is_file():
-            raise ValueError(f"path must be the folder of a bank, got {path}, which has no {INDEX}: use Bank.create")
+        name = INDEX if round is None else _pin(round)
+        if not (path / name).is_file():
+            raise Damaged(f"path must be the folder of a bank, got {path}, which has no {name}: use Bank.create")
         if not (path / STATES).is_file():
-            raise ValueError(_damaged(path, f"its file {STATES} is missing"))
+            raise _damaged(path, f"its file {STATES} is missing")
         with _explained(path):
             store = _Folder(path, bank._record, create=False)
         try:
-            header, slots = store.read_index()
+            header, slots = store.read_index(name)
             _check_same(path, header, bank._header)
-            end = int(slots.max(initial=-1)) + 1
-            store.check_size(end)
+            store.check_size(int(slots.max(initial=-1)) + 1)
             store.read(INITIAL, bank._rows)
+            bank._pins = dict(store.read_pins())
+            if round is not None:
+                store.copy_index(name, INDEX)
         except BaseException:
             store.close()
             raise
-        taken = np.zeros(end, bool)
-        taken[slots[slots >= 0]] = True
-        bank._table = _Table(header["round"], slots, int(taken.sum()), np.flatnonzero(~taken).astype(np.int32), end)
+        bank._table = _table(header["round"], slots, bank._pins)
+        store.end = bank._table.end
         bank._store = store
         return bank
 
@@ -180,6 +206,41 @@ class Bank:
         """Bytes taken, in memory or on disk: (clients seen + at most about K) records, and 4 N for the table."""
         table, store = self._now()
         return store.nbytes + table.slots.nbytes
+
+    @property
+    def in_files(self) -> bool:
+        """Whether it is in a folder, and not in host memory."""
+        return isinstance(self._store, _Folder)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[seen] the clients that have a state of their own, ascending."""
+        return np.flatnonzero(self._now()[0].slots >= 0)
+
+    @property
+    def pins(self) -> list[int]:
+        """The rounds pinned, ascending."""
+        return sorted(self._pins)
+
+    def pin(self) -> None:
+        """Keeps the bank as it is now, for `open` to come back to: later commits leave its records alone.
+
+        Takes no copy of them: the space grows by what later rounds change. For banks in files only. OSError where the
+        table could not be written.
+        """
+        table, store = self._now()
+        if not isinstance(store, _Folder):
+            raise ValueError("only a bank in files can be pinned, got one in host memory: gather its states instead")
+        store.copy_index(INDEX, _pin(table.round))
+        self._pins[table.round] = table.slots
+        self._table = _table(table.round, table.slots, self._pins, table.end)
+
+    def unpin(self, round: int) -> None:
+        """Gives up the pin of this round, and with it the records that nothing else needs; nothing if there is none."""
+        table, store = self._now()
+        if isinstance(store, _Folder) and self._pins.pop(round, None) is not None:
+            (store.path / _pin(round)).unlink(missing_ok=True)
+            self._table = _table(table.round, table.slots, self._pins, table.end)
 
     def gather(self, ids: np.ndarray | Sequence[int]) -> PyTree:
         """The states of the clients ``ids`` [K], leaves [K, ...], as the last commit left them.
@@ -232,14 +293,15 @@ class Bank:
         new = np.concatenate([recycled, np.arange(table.end, end, dtype=np.int32)])
         old = table.slots[ids[places]]
         old = old[old >= 0]
+        pinned = np.pad(table.pinned, (0, end - table.end))
         with _kept(table.round, round):
             store.reserve(end)
             for k, slot in zip(places.tolist(), new.tolist(), strict=True):
                 store.write(slot, [row[k] for row in rows])
             slots = table.slots.copy()
             slots[ids[places]] = new
-            free = np.concatenate([table.free[len(places) :], old])
-            following = _Table(int(round), slots, table.seen + len(places) - len(old), free, end)
+            free = np.concatenate([table.free[len(places) :], old[~pinned[old]]])
+            following = _Table(int(round), slots, table.seen + len(places) - len(old), free, end, pinned)
             if isinstance(store, _Memory):
                 self._table = following
                 return
@@ -302,9 +364,9 @@ class Bank:
             for array, leaf in zip(arrays, self._initial, strict=True)
         ):
             want = [[name, dtype, [K, *shape]] for name, dtype, shape in self._layout]
-            got = _layout(jax.tree.unflatten(structure, arrays))
-            differ = _differences(_leaves(got), _leaves(want), "instead of") or [f"a {type(states).__name__}"]
-            raise ValueError(f"states must be like the initial state, with an axis of {K} in front, got {_few(differ)}")
+            got = layout(jax.tree.unflatten(structure, arrays))
+            differ = differences(_leaves(got), _leaves(want), "instead of") or [f"a {type(states).__name__}"]
+            raise ValueError(f"states must be like the initial state, with an axis of {K} in front, got {few(differ)}")
         rows = zip(arrays, self._rows, strict=True)
         return [np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(K, len(row)) for a, row in rows]
 
@@ -362,7 +424,11 @@ class _Folder:
         self.path, self.record, self.end = path, record, 0
         self.states = FileIO(str(path / STATES), "r+b", opener=lambda name, mode: os.open(name, mode | flags, 0o666))
         try:
-            _lock(self.states, path)
+            lock(
+                self.states,
+                f"path must be a bank that nobody else uses, got {path}, which is open already, in another process or "
+                "in this one: close it there, or choose another folder",
+            )
         except BaseException:
             self.states.close()
             raise
@@ -388,7 +454,7 @@ class _Folder:
 
     def read(self, slot: int, into: list[np.ndarray]) -> None:
         if not _transfer(os.preadv, self.states.fileno(), into, self._start(slot)):
-            raise ValueError(_damaged(self.path, f"its file {STATES} has been cut short"))
+            raise _damaged(self.path, f"its file {STATES} has been cut short")
 
     def write(self, slot: int, parts: list[np.ndarray]) -> None:
         _write(self.states.fileno(), parts, self._start(slot))
@@ -416,45 +482,59 @@ class _Folder:
         """Whether the index is the file of this number."""
         return os.stat(self.path / INDEX).st_ino == number
 
-    def read_index(self) -> tuple[dict[str, Any], np.ndarray]:
-        """The header and the slots, int32 [N]; ValueError where they are damaged or of another format."""
-        content = (self.path / INDEX).read_bytes()
+    def copy_index(self, name: str, to: str) -> None:
+        """Makes ``to`` a copy of the index ``name``, at once."""
+        new = self.path / NEW_INDEX
+        try:
+            new.write_bytes((self.path / name).read_bytes())
+            os.replace(new, self.path / to)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+    def read_pins(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Round and slots of every pin; one that is damaged holds nothing that could be opened."""
+        for file in self.path.glob(_pin("[0-9]*")):
+            with contextlib.suppress(Damaged):
+                header, slots = self.read_index(file.name)
+                yield header["round"], slots
+
+    def read_index(self, name: str) -> tuple[dict[str, Any], np.ndarray]:
+        """The header and the slots, int32 [N], of an index or a pin; ValueError where they are damaged or of another
+        format."""
+        content = (self.path / name).read_bytes()
         line = content[: content.find(b"\n") + 1]
         try:
             header = json.loads(line)
             number = header["format"]
         except (ValueError, TypeError, KeyError):
-            raise ValueError(_damaged(self.path, f"its file {INDEX} can't be read")) from None
+            raise _damaged(self.path, f"its file {name} can't be read") from None
         if number != FORMAT:
             raise ValueError(
                 f"the bank in {self.path} must be of format {FORMAT}, got {number}: use the version that wrote it"
             )
         if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
-            raise ValueError(_damaged(self.path, f"its file {INDEX} is not what was written"))
+            raise _damaged(self.path, f"its file {name} is not what was written")
         return header, np.frombuffer(content[len(line) : -4], "<i4").astype(np.int32)
 
     def check_size(self, end: int) -> None:
         """ValueError unless the records below end are there."""
         size = os.fstat(self.states.fileno()).st_size
         if size < self._start(end):
-            raise ValueError(_damaged(self.path, f"its file {STATES} must have {self._start(end)} bytes, got {size}"))
-        self.end = end
+            raise _damaged(self.path, f"its file {STATES} must have {self._start(end)} bytes, got {size}")
 
     def close(self) -> None:
         self.states.close()
 
 
-def _lock(file: FileIO, path: Path) -> None:
-    """Locks the file for as long as it is open; ValueError where another has locked it."""
+def lock(file: FileIO, refusal: str) -> None:
+    """Locks the file for as long as it is open; ValueError, this refusal, where another has locked it."""
     import fcntl  # on Unix only, as positioned reads and writes are
 
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(
-            f"path must be a bank that nobody else uses, got {path}, which is open already, in another process or in "
-            "this one: close it there, or choose another folder"
-        ) from None
+        raise ValueError(refusal) from None
 
 
 def _transfer(call: Callable[..., int], file: int, parts: list[np.ndarray], offset: int) -> bool:
@@ -478,7 +558,7 @@ def _write(file: int, parts: list[np.ndarray], offset: int) -> None:
         raise OSError(errno.EIO, "nothing could be written")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
     """An OSError as a ValueError about the path."""
     try:
@@ -490,7 +570,7 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _kept(before: int, round: int) -> Iterator[None]:
     """An OSError that says what became of the states."""
     try:
@@ -513,7 +593,7 @@ def _check_empty(path: Path) -> None:
     files = {file.name for file in path.iterdir()}
     unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size
     if others := sorted(files - ({STATES, NEW_INDEX} if unfinished else set())):
-        raise ValueError(f"path must be a new or empty folder, got {path}, which holds {_few(others)}: choose another")
+        raise ValueError(f"path must be a new or empty folder, got {path}, which holds {few(others)}: choose another")
 
 
 def _check_keep(keep: Any, K: int) -> np.ndarray:
@@ -531,14 +611,14 @@ def _check_same(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None
         plain = {name: str(header[name]) for name in ("num_clients", "byteorder")}
         return plain | named | _leaves(header["leaves"])
 
-    if differ := _differences(described(there), described(here), "in the bank, not"):
+    if differ := differences(described(there), described(here), "in the bank, not"):
         raise ValueError(
-            f"the bank in {path} belongs to another simulation: {_few(differ)}: open it with what it was made with, or "
+            f"the bank in {path} belongs to another simulation: {few(differ)}: open it with what it was made with, or "
             "choose another folder"
         )
 
 
-def _layout(state: PyTree) -> list[list]:
+def layout(state: PyTree) -> list[list]:
     """[path, dtype, shape] of every leaf, as JSON has it."""
     return [
         [jax.tree_util.keystr(path), leaf.dtype.name, list(leaf.shape)]
@@ -550,14 +630,16 @@ def _leaves(layout: list[list]) -> dict[str, str]:
     return {f"leaf {name or '(the state itself)'}": f"{dtype}{shape}" for name, dtype, shape in layout}
 
 
-def _differences(got: dict[str, str], want: dict[str, str], between: str) -> list[str]:
+def differences(got: dict[str, str], want: dict[str, str], between: str) -> list[str]:
     names = [name for name in {**want, **got} if got.get(name) != want.get(name)]
     return [f"{name}: {got.get(name, 'nothing')} {between} {want.get(name, 'nothing')}" for name in names]
 
 
-def _few(items: list[str], most: int = 6) -> str:
+def few(items: list[str], most: int = 6) -> str:
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
 
 
-def _damaged(path: Path, why: str) -> str:
-    return f"the bank in {path} is damaged, {why}: restore it from a copy, or start a new one in another folder"
+def _damaged(path: Path, why: str) -> Damaged:
+    return Damaged(
+        f"the bank in {path} is damaged, {why}: restore it from a copy, or start a new one in another folder"
+    )

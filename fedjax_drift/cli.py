@@ -2,7 +2,8 @@
 
 What is typed is checked, the data are read and every simulation is put together before anything compiles or the
 output folder is made. Bad input is one line on stderr and exit code 2. An algorithm that can't go on is one line too,
-the next one takes its turn, and the exit code is 1; Ctrl-C keeps what is done and exits with 130.
+the next one takes its turn, and the exit code is 1; Ctrl-C keeps what is done and exits with 130, SIGTERM with 143.
+`run --resume` is the command of that run again, with its algorithms restored from their checkpoints.
 
 With --distributed several processes run the same command; the first prints and writes, and all exit with the same code.
 """
@@ -20,6 +21,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -35,11 +37,12 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.checkpoint import lock_folder, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import CLASSES, DATASETS
 from fedjax_drift.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
-from fedjax_drift.sharding import agree
+from fedjax_drift.sharding import agree, first_does, spans_processes
 
 PARTITIONS: dict[str, Callable[..., fd.partition.Partition]] = {
     "iid": fd.partition.iid,
@@ -55,6 +58,16 @@ DEFAULT_MODEL = {
     "fashion_mnist": "mnist_2nn",
     "cifar10": "cifar_cnn",
 }
+RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
+CONFIGURED = (
+    "dataset",
+    "partition",
+    "model",
+    "bfloat16",
+    "seed",
+    "eval_every",
+    "measure",
+)  # may not: see `Checkpoints`
 NAME_WIDTH = 22  # of an algorithm in the table, which then has 80 columns
 FAILURES = ("dropout", "stragglers", "over_selection", "deadline", "speed_spread")
 QUICKSTART = ("fedavg", "fedprox:mu=0.1", "fedavgm:beta=0.7")
@@ -77,8 +90,14 @@ several of one kind with a plus, as in fedgvr:literal=step+sign.
 
 The output folder holds config.json (everything that was set, and the
 command), rounds.jsonl (a line for each round and algorithm, written as the
-round ends), curves.png and a picture of each thing that was measured. Ctrl-C
-stops after the round in progress; what is done is kept.
+round ends), curves.png, a picture of each thing that was measured, and
+checkpoints. Ctrl-C and SIGTERM stop after the round in progress. Whatever
+ended a run, it goes on with
+
+  fedjax-drift run --resume OUTPUT
+
+to which --rounds (more of them), --devices, --lanes, --stream, --bank and
+--no-progress may be added.
 """
 DATA_EXAMPLES = """\
 examples:
@@ -97,7 +116,8 @@ class Spec(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, 1 (an algorithm can't go on), 2 (bad input: one line on stderr) or 130 (Ctrl-C)."""
+    """Runs one command; returns 0, 1 (an algorithm can't go on), 2 (bad input: one line on stderr), 130 (Ctrl-C) or
+    143 (SIGTERM)."""
     if argv is None:  # a process of its own
         with contextlib.suppress(OSError):  # without a folder for it everything is compiled, as the first time
             fd.use_compilation_cache()
@@ -106,7 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             try:
+                argv, resumed = _as_before(argv)
                 args = _parse(argv)
+                if resumed is not None:
+                    args.resumed, args.output = True, resumed
                 if getattr(args, "distributed", None):
                     return _together(args, argv)
                 work = args.command(args, argv)
@@ -132,6 +155,7 @@ def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except RuntimeError as error:
         raise ValueError(f"--distributed: {error}") from error
     mesh, wrong = fd.clients_mesh(), None
+    (args.now,), _ = agree(mesh, [int(time.time())])  # names the folder
     with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
         try:
             work = args.command(args, argv)
@@ -199,8 +223,34 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
+    """What was typed, or with `run --resume OUTPUT` what was typed then, and OUTPUT; ValueError unless it can go on."""
+    if argv[:1] != ["run"] or not any(word.partition("=")[0] == "--resume" for word in argv):
+        return argv, None
+    parser = _Parser(prog="fedjax-drift run", add_help=False)
+    parser.add_argument("--resume", type=Path, required=True)
+    for flag in RESUMED:
+        parser.add_argument(flag, action="store_true" if flag == "--no-progress" else "store")
+    args, unknown = parser.parse_known_args(argv[1:])
+    if unknown:
+        raise ValueError(f"--resume goes on as before: only {', '.join(RESUMED)} may be added, got {unknown[0]!r}")
+    try:
+        config = json.loads((args.resume / "config.json").read_text())
+        command, rounds = shlex.split(config["command"])[1:], config["rounds"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
+            "that run anew"
+        ) from error
+    if args.rounds is not None and _count(args.rounds) < rounds:
+        raise ValueError(f"--rounds must be at least the {rounds} of the run that goes on, got {args.rounds}")
+    changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in RESUMED]
+    added = [flag if value is True else f"{flag}={value}" for flag, value in changed if value]
+    return command + added, args.resume
+
+
 def _fill_run(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]"
+    parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]\n       %(prog)s --resume OUTPUT"
     parser.description = "Simulates algorithms on a data set, one after another, and compares them."
     local = fd.LocalTraining()
     _add_data(parser.add_argument_group("data"), required=True)
@@ -289,7 +339,12 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     bank = "where client states are kept: auto, device, sharded, host, or a new folder for files of them"
     _add(group, "--bank", "WHERE", bank, str, "auto")
     _add_output(group)
-    parser.set_defaults(command=_run)
+    group = parser.add_argument_group("runs that survive")
+    _add(group, "--resume", "OUTPUT", "go on with the run of that folder; see below")
+    _add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: by the clock alone)", _count)
+    _add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; each algorithm's end has one", float, 60.0)
+    _add(group, "--keep", "K", "checkpoints that an algorithm keeps, beside its best; 0: none are made", _count0, 3)
+    parser.set_defaults(command=_run, resumed=False)
 
 
 def _fill_quickstart(parser: argparse.ArgumentParser) -> None:
@@ -472,7 +527,10 @@ def _model(args: argparse.Namespace, dataset: Spec, data: fd.FederatedData) -> t
 
 def _output(args: argparse.Namespace, what: str) -> Path:
     """The folder to write to, not yet made; ValueError if that would overwrite something or can't work."""
-    path = args.output or Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(getattr(args, "now", None)))
+    path = args.output or Path("runs") / f"{what}-{stamp}"
+    if getattr(args, "resumed", False) or not fd.distributed.is_first():
+        return path
     if path.exists() and not path.is_dir():
         raise ValueError(f"--output must be a folder, got the file {path}: choose another name")
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -481,7 +539,7 @@ def _output(args: argparse.Namespace, what: str) -> Path:
     if path.is_dir() and any(path.iterdir()) and not args.force:
         raise ValueError(
             f"--output must be a new or empty folder, got {path}, which holds files: choose another, or add --force "
-            "to replace the files of an earlier run"
+            "to replace the files of an earlier run (to go on with that: run --resume)"
         )
     return path
 
@@ -522,7 +580,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     options |= {name: getattr(args, name) for name in FAILURES}
     options["stream"] = {"auto": "auto", "yes": True, "no": False}[args.stream]
     simulations = {
-        name: fd.Simulation(computed, data, algorithm, local=local, bank=_bank(args.bank, name), **options)
+        name: fd.Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), **options)
         for name, algorithm in algorithms.items()
     }
     config = {
@@ -548,6 +606,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "bfloat16": args.bfloat16,
         "stream": args.stream,
         "bank": {name: sim.bank for name, sim in simulations.items()},
+        "checkpoints": {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep},
         "devices": {"platform": jax.default_backend(), "count": jax.device_count()},
         "processes": jax.process_count(),
         "versions": {
@@ -557,13 +616,39 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }  # fmt: skip
 
+    checkpoints = _checkpoints(args, config, output)
+    restored: dict[str, tuple[fd.ServerState, list[dict[str, Any]]]] = {}
+    with contextlib.ExitStack() as locked:  # from here on, and while the work is done, nobody else writes there
+        mesh = simulations[names[0]].mesh
+        first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
+        if args.resumed:
+            config["started"] = json.loads((output / "config.json").read_text())["started"]
+            restored = {name: kept.restore(simulations[name]) for name, kept in checkpoints.items() if kept.rounds}
+            for name in simulations.keys() - restored.keys():  # it had not come to its first checkpoint
+                left = Path(simulations[name].bank)  # a folder for one process
+                if left.is_dir() and not spans_processes(mesh):
+                    left.rename(unused(left.with_name(left.name + ".left")))
+            if not restored:
+                warnings.warn(f"{output} has no checkpoint yet: the run starts again at round 0", stacklevel=2)
+        else:
+            first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()]))  # what --force replaces
+        until_done = locked.pop_all()
+
     def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> None:
         sim = simulations[name]
-        state = sim.init(jax.random.key(args.seed))
-        sim.run(state, args.rounds, args.eval_every, progress=progress, on_round=on_round, measure_every=measure_every)
+        state, history = restored.pop(name) if name in restored else (sim.init(jax.random.key(args.seed)), [])
+        sim.run(
+            state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
+            measure_every=measure_every, checkpoints=checkpoints.get(name),
+        )  # fmt: skip
+
+    def work() -> int:
+        before = {name: history for name, (_, history) in restored.items()}
+        with until_done:
+            return _simulate(config, names, before, start, output, progress)
 
     progress = not args.no_progress and sys.stderr.isatty()
-    return lambda: _simulate(config, names, start, output, progress)
+    return work
 
 
 def _aggregation(args: argparse.Namespace) -> fd.aggregation.Aggregation | None:
@@ -575,14 +660,35 @@ def _aggregation(args: argparse.Namespace) -> fd.aggregation.Aggregation | None:
     return fd.aggregation.private(norm, noise)
 
 
-def _bank(where: str, algorithm: str) -> str:
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Path) -> dict[str, fd.Checkpoints]:
+    """Where each algorithm is saved; nowhere with --keep 0."""
+    if args.resumed and not args.keep:
+        raise ValueError(f"--resume needs checkpoints, got {output}, a run with --keep 0: start it anew")
+    if not args.keep:
+        return {}
+    how = {**config["checkpoints"], "config": {name: config[name] for name in CONFIGURED}}
+    folders = {name: f"{i}-{_file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
+    return {name: fd.Checkpoints(output / "checkpoints" / folder, **how) for name, folder in folders.items()}
+
+
+def _bank(args: argparse.Namespace, algorithm: str) -> str:
     """Where an algorithm's clients are kept: folders have one for each."""
+    where = args.bank
     if where in ("auto", "device", "sharded", "host"):
         return where
-    folder = Path(where) / "".join(c if c.isalnum() else "_" for c in algorithm)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = Path(where) / _file_name(algorithm)
+    if not args.resumed and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--bank must be a new or empty folder, got {where}, which holds {folder}: choose another")
     return str(folder)
+
+
+def _file_name(algorithm: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in algorithm)
 
 
 def _algorithm(spec: Spec) -> fd.Algorithm:
@@ -604,38 +710,47 @@ def _measure_every(args: argparse.Namespace) -> int:
 def _simulate(
     config: Mapping[str, Any],
     names: Sequence[str],
+    before: Mapping[str, Sequence[dict[str, Any]]],
     start: Callable[[str, Callable[[dict[str, Any]], None]], None],
     output: Path,
     progress: bool,
 ) -> int:
     """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done.
 
-    Of several processes the first alone writes files.
-
-    Where the library itself raises ValueError or FloatingPointError (the model has diverged), the next takes its turn.
+    before: the histories of those that were restored. Of several processes the first alone writes files. Where the
+    library itself raises ValueError or FloatingPointError (the model has diverged), the next takes its turn.
     """
     writes = fd.distributed.is_first()
     if writes:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _replace(output / "config.json", json.dumps(config, indent=2) + "\n")
     print(_heading(config, output), flush=True)
-    records: dict[str, list[dict[str, Any]]] = {}
+    resume = f"to go on: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
+    records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
     interrupted, stopped = False, []
-    with _jsonl(output / "rounds.jsonl" if writes else Path(os.devnull)) as write:
-        for name in names:
-            history = records.setdefault(name, [])
+
+    def lines() -> list[dict[str, Any]]:
+        return [{"algorithm": name, **record} for name, history in records.items() for record in history]
+
+    with _jsonl(output / "rounds.jsonl" if writes else None, lines()) as write:
+        for name, history in records.items():
 
             def keep(record: dict[str, Any], name: str = name, history: list[dict[str, Any]] = history) -> None:
                 history.append(record)
                 write({"algorithm": name, **record})
 
+            if len(history) == config["rounds"]:
+                continue
             if not progress:
-                print(f"running {name}: {config['rounds']} rounds", flush=True)
+                print(f"running {name}: {_rounds_to_do(len(history), config['rounds'])}", flush=True)
             try:
                 start(name, keep)
                 interrupted = len(history) < config["rounds"]  # Simulation.run ends early on Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
+            except SystemExit as ending:  # SIGTERM: whoever sent it will not wait for pictures
+                print(f"\nfedjax-drift: stopped {name} after {len(history)} rounds; {resume}", file=sys.stderr)
+                return int(ending.code or 0)
             except (ValueError, FloatingPointError, OSError, MemoryError) as error:
                 if not _is_ours(error):
                     raise
@@ -644,12 +759,16 @@ def _simulate(
                     _show_error(f"stopped {stopped[-1]}: {error}")
             if interrupted:
                 break
+    if before:  # more rounds of one algorithm may have been written after another's
+        with _jsonl(output / "rounds.jsonl" if writes else None, lines()):
+            pass
     records = {name: history for name, history in records.items() if history}
     written = ["config.json", "rounds.jsonl", *(_draw_runs(records, output) if writes else ())]
     if records:
         print("\n" + _table(records))
     ended = [f"stopped: {', '.join(stopped)}"] if stopped else []
     ended.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(written)}")
+    ended += [resume] * (interrupted and config["checkpoints"]["keep"] > 0)
     print("", *[line for text in ended for line in _wrap(text, "", "  ")], sep="\n")
     return 130 if interrupted else 1 if stopped else 0
 
@@ -841,15 +960,37 @@ def _plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _jsonl(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A function that writes one record a line, at once; a number that is not finite becomes null, as JSON has none."""
-    with path.open("w") as file:
+def _jsonl(
+    path: Path | None, before: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A function that writes one record a line, at once, after those of ``before``, which replace the file's; a number
+    that is not finite becomes null, as JSON has none. Without a path, one that does nothing."""
+    if path is None:
+        yield lambda record: None
+        return
+
+    def line(record: Mapping[str, Any]) -> str:
+        return json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
+
+    _replace(path, "".join(map(line, before)))
+    with path.open("a") as file:
 
         def write(record: Mapping[str, Any]) -> None:
-            file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
+            file.write(line(record))
             file.flush()
 
         yield write
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes the file as a whole: a process that is killed leaves the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def _rounds_to_do(done: int, rounds: int) -> str:
+    return f"rounds {done + 1} to {rounds}" if done else f"{rounds} rounds"
 
 
 if __name__ == "__main__":

@@ -140,11 +140,17 @@ def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequ
 
 
 class Stop:
-    """The first SIGINT asks the loop to stop after its round; the second raises KeyboardInterrupt, once not held."""
+    """The first SIGINT asks the loop to stop after its round; the second raises KeyboardInterrupt, once not held.
 
-    asked = insists = holding = False
+    So does SIGTERM where it is handled, however often it comes: whoever sends it expects the process to end soon.
+    """
+
+    asked = insists = holding = terminated = False
 
     def __call__(self, signum: int, frame: Any) -> None:
+        if signum == signal.SIGTERM:
+            self.asked = self.terminated = True
+            return
         self.insists = self.asked
         if not self.asked:
             self.asked = True
@@ -164,16 +170,18 @@ class Stop:
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[Stop]:
+def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
+    """terminate: on SIGTERM, too."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    old = signal.signal(signal.SIGINT, stop)
+    old = {which: signal.signal(which, stop) for which in (signal.SIGINT, *[signal.SIGTERM] * terminate)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, old)
+        for which, handler in old.items():
+            signal.signal(which, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
 class Bar:

@@ -87,6 +87,25 @@ def agree(mesh: Mesh, led: Sequence[int] = (), asked: Sequence[bool] = ()) -> tu
     return everyone[0, : len(led)].tolist(), everyone[:, len(led) :].any(0).tolist()
 
 
+def first_does(mesh: Mesh, call: Callable[[], Any]) -> None:
+    """The first process of the mesh calls ``call()`` once all have come here, and they go on when it has.
+
+    A ValueError or OSError that it raises there is a ValueError in all.
+    """
+    agree(mesh)
+    wrong: Exception | None = None
+    if leads(mesh):
+        try:
+            call()
+        except (ValueError, OSError) as error:
+            wrong = error
+    _, (stopped,) = agree(mesh, asked=[wrong is not None])
+    if wrong is not None:
+        raise wrong
+    if stopped:
+        raise ValueError("the first process can't go on: it says why")
+
+
 @cache
 def _gather_to_all(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda parts: parts, out_shardings=NamedSharding(mesh, P()))

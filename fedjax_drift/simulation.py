@@ -7,7 +7,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import aggregation as rules
 from fedjax_drift import checks, drift, engine, failures, fit
 from fedjax_drift.bank import Bank
+from fedjax_drift.checkpoint import Checkpoints
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.exchange import longest_share, rows_by_rank
 from fedjax_drift.local import LocalTraining
@@ -37,12 +38,11 @@ from fedjax_drift.sharding import (
     wait_for_turn,
 )
 from fedjax_drift.stream import Stream
-from fedjax_drift.types import Algorithm, ClientResult, Model, Params, PyTree, ServerState
+from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, Params, PyTree, ServerState
 
 if TYPE_CHECKING:
     from fedjax_drift.sweep import Run
 
-THREEFRY = "threefry2x32"
 MOST_ROUNDS = 64  # in one program of `run`
 CHUNK_SECONDS = 0.1  # how long such a program should take, and so how long Ctrl-C waits
 
@@ -275,10 +275,11 @@ class Simulation:
         path = None if self.bank == "host" else self.bank
         return state._replace(clients=Bank.create(initial, self.data.num_clients, path, self._identity(state)))
 
-    def reopen(self, state: ServerState) -> ServerState:
+    def reopen(self, state: ServerState, round: int | None = None) -> ServerState:
         """A state that was saved without its client states, with those of the folder ``bank=``.
 
-        state: of the round at which the folder was left, whatever its ``clients``. Raises ValueError if the folder
+        state: of the round at which the folder was left, or of ``round``, if that is pinned; whatever its ``clients``.
+        Raises ValueError if the folder
         belongs to another federation, algorithm, model, key or round, and lists what differs.
         """
         if self.bank in ("device", "sharded", "host"):
@@ -287,7 +288,7 @@ class Simulation:
         fit.check_like(state._replace(clients=()), self._expected._replace(clients=()), what)
         first = self._init(*_moved((state.key, state.params), self._everywhere))
         initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(first.clients))
-        bank = Bank.open(self.bank, initial, self.data.num_clients, self._identity(state))
+        bank = Bank.open(self.bank, initial, self.data.num_clients, self._identity(state), round)
         return self._check(state._replace(clients=bank))
 
     def _identity(self, state: ServerState) -> Mapping[str, str | int]:
@@ -541,6 +542,7 @@ class Simulation:
         progress: bool = True,
         on_round: Callable[[Record], None] | None = None,
         measure_every: int = 1,
+        checkpoints: Checkpoints | str | os.PathLike | None = None,
     ) -> tuple[ServerState, list[Record]]:
         """Runs ``rounds`` rounds from ``state``; returns the last state and the history, one dict a round.
 
@@ -555,31 +557,46 @@ class Simulation:
         and the history as ``error.state`` and ``error.history``.
 
         Of several processes every one returns all of it and calls its ``on_round``, and the first shows the bar. Ctrl-C
-        in any ends the run of all after the same round.
+        or SIGTERM in any ends the run of all after the same round.
+
+        With ``checkpoints`` (`fd.Checkpoints`, or just a folder) the run is saved while it goes on, and at its end;
+        ``checkpoints.restore(sim)`` returns to it. A run that is stopped by Ctrl-C does not evaluate its last round
+        then, so that going on gives the records of a run that was never stopped; SIGTERM ends it likewise, and then
+        raises SystemExit(143). Raises ValueError, before anything compiles, for a folder that can't be written, is in
+        use or belongs to another run; OSError if its end could not be saved (earlier failures are warnings).
         """
         checks.integer("rounds", rounds, 0)
         checks.integer("eval_every", eval_every, 0, fix="0 means never")
         checks.integer("measure_every", measure_every, 1)
         if self.data.x_test is None:
             eval_every = 0
+        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+            checkpoints = Checkpoints(checkpoints)
         state = self._check(state)
-        t, last, fresh = int(state.round), int(state.round) + rounds, True
+        t, last, fresh, terminated = int(state.round), int(state.round) + rounds, True, False
+        save_every = checkpoints.every or 0 if checkpoints is not None else 0
 
         def rounds_to(every: int) -> int:
             return every - t % every if every else last - t
 
         with (
-            stop_on_interrupt() as stop,
+            nullcontext() if checkpoints is None else checkpoints.saving(self, state) as saver,
+            stop_on_interrupt(terminate=saver is not None) as stop,
             Bar(rounds, self.algorithm.name, progress and leads(self.mesh)) as bar,
             self._ahead(state.key, last) as fetch,
         ):
             recorder = Recorder(bar, on_round, self._update_leaves)
             try:
                 while t < last:
-                    (n,), (stopped,) = agree(self.mesh, [self._rounds_at_once(recorder.seconds)], [stop.asked])
+                    save = saver is not None and not fresh and saver.due(t)
+                    clocks, signals = [self._rounds_at_once(recorder.seconds), int(save)], [stop.asked, stop.terminated]
+                    (n, due), (stopped, terminated) = agree(self.mesh, clocks, signals)
                     if stopped:
                         break
-                    n = min(n, last - t, rounds_to(eval_every))
+                    if saver is not None and due:
+                        recorder.catch_up(0)
+                        saver.save(state, recorder.history)
+                    n = min(n, last - t, rounds_to(eval_every), rounds_to(save_every))
                     measures = self._measures if rounds_to(measure_every) == 1 else ()
                     n = 1 if measures else min(n, rounds_to(measure_every) - 1) if self._measures else n
                     needed = fetch(t)
@@ -590,6 +607,8 @@ class Simulation:
                         recorder.add(t, n, infos, stacked=not self._alone)
                     if eval_every and t % eval_every == 0:
                         recorder.score(self._launch(self._evaluate, state.server, self._test()))
+                    if saver is not None:
+                        saver.confirm()
                     recorder.catch_up(1)  # one program in flight, so that no device ever waits
             except KeyboardInterrupt:
                 pass
@@ -597,9 +616,14 @@ class Simulation:
                 recorder.catch_up(0)
                 vars(error).update(state=state, history=recorder.history)
                 raise
-            if eval_every and recorder.unscored:  # the last round, also of a run that was stopped
+            # The last round, also of a run that was stopped, unless it is to go on.
+            if eval_every and recorder.unscored and (t == last or saver is None):
                 recorder.score(self._launch(self._evaluate, state.server, self._test()))
             recorder.catch_up(0)
+            if saver is not None:
+                saver.finish(state, recorder.history)
+        if terminated or stop.terminated:
+            raise SystemExit(143)
         return state, recorder.history
 
     @property

@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import checks, drift, engine, fit
 from fedjax_drift.progress import Bar, Record, Stop, nonfinite_message, record, stop_on_interrupt
 from fedjax_drift.sharding import clients_mesh, launch, memory_of, spans_processes, wait_for_turn
-from fedjax_drift.simulation import CHUNK_SECONDS, MOST_ROUNDS, THREEFRY, Simulation
-from fedjax_drift.types import Params, PyTree, ServerState
+from fedjax_drift.simulation import CHUNK_SECONDS, MOST_ROUNDS, Simulation
+from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
 
 Setting = dict[str, Any]
 

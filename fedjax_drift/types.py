@@ -20,6 +20,7 @@ import optax
 PyTree = Any
 Params = PyTree
 Metrics = Mapping[str, Any]  # scalar arrays
+THREEFRY = "threefry2x32"  # the generator of all keys
 
 
 class Batch(NamedTuple):

@@ -189,6 +189,93 @@ def test_a_kill_at_any_moment_leaves_the_last_commit(tmp_path) -> None:
     assert int(done.stdout.split()[-1]) > 30
 
 
+PINNED = """
+import os, random, signal, sys, time
+import numpy as np
+from fedjax_drift.bank import Bank
+
+path, N, K = sys.argv[1], 30, 6
+initial = {"a": np.zeros(300, np.float32)}
+
+def ids_of(round):
+    return np.random.default_rng(round).choice(N, K, replace=False)
+
+def commit_for_ever():
+    bank = Bank.open(path, initial, N)
+    while True:
+        round = bank.round + 1
+        bank.commit(ids_of(round), {"a": np.full((K, 300), round, np.float32)}, round)
+        if round % 3 == 0:
+            bank.pin()
+            for old in bank.pins[:-2]:
+                bank.unpin(old)
+
+def states(round):
+    last = np.zeros(N)
+    for r in range(1, round + 1):
+        last[ids_of(r)] = r
+    return last[:, None]
+
+Bank.create(initial, N, path).close()
+random.seed(0)
+checked = 0
+for kill in range(20):
+    child = os.fork()
+    if child == 0:
+        commit_for_ever()
+    time.sleep(0.005 + 0.02 * random.random())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with Bank.open(path, initial, N) as bank:
+        pins = bank.pins
+        assert (bank.gather(np.arange(N))["a"] == states(bank.round)).all()
+        assert len(pins) <= 3 and bank.nbytes < 40 * 4 * N * 300
+    for round in pins[::-1]:  # from the newest to the oldest, as a restore that finds damage would
+        with Bank.open(path, initial, N, round=round) as bank:
+            assert bank.round == round and (bank.gather(np.arange(N))["a"] == states(round)).all(), (kill, round)
+        checked += 1
+print("pins", checked)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_every_pin(tmp_path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PINNED, str(tmp_path / "bank")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 20
+
+
+def test_a_pin_is_a_way_back(tmp_path) -> None:
+    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+        for round in range(1, 6):
+            bank.commit([3, round + 3], states_of([3, round + 3], round), round)
+            if round in (2, 4):
+                bank.pin()
+        assert bank.pins == [2, 4]
+        end = bank._table.end
+        bank.unpin(4)
+        bank.unpin(7)  # there is none: nothing happens
+        bank.commit([3, 9], states_of([3, 9], 6), 6)
+        assert bank.pins == [2] and bank._table.end <= end + 1  # what the pin of round 4 alone held is used again
+    (tmp_path / "bank/index").unlink()  # not needed to go back
+    with Bank.open(tmp_path / "bank", INITIAL, 20, round=2) as bank:
+        check(bank, {3: 2, 4: 1, 5: 2})
+        assert bank.round == 2
+        bank.commit([3], states_of([3], 3), 3)
+    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+        check(bank, {3: 3, 4: 1, 5: 2})
+    with pytest.raises(ValueError, match="which has no index.4"):
+        Bank.open(tmp_path / "bank", INITIAL, 20, round=4)
+    pin = tmp_path / "bank/index.2"
+    pin.write_bytes(pin.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="index.2 is not what was written"):
+        Bank.open(tmp_path / "bank", INITIAL, 20, round=2)
+    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+        assert bank.pins == []
+    with pytest.raises(ValueError, match="only a bank in files can be pinned"):
+        Bank.create(INITIAL, 20).pin()
+
+
 @contextlib.contextmanager
 def no_fallocate():
     def full(file, start, size):

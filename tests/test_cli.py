@@ -32,7 +32,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
     table = capsys.readouterr().out
     assert max(map(len, table.replace(str(tmp_path), "").splitlines())) <= 80
 
-    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    written = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     config, done = json.loads(written["config.json"]), records(folder)
     assert config["algorithms"]["fedprox:mu=0.5"] == {
         "name": "fedprox",
@@ -48,11 +48,11 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
 
     assert cli.main(command) == 2
     assert "--force" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == written
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == written
 
     (folder / "drift.png").touch()  # of an earlier run that measured
     assert cli.main([*shlex.split(config["command"])[1:], "--force"]) == 0
-    assert {path.name for path in folder.iterdir()} == set(written)
+    assert {path.name for path in folder.iterdir()} == {*written, "checkpoints"}
     assert [r | {"seconds": 0} for r in records(folder)] == [r | {"seconds": 0} for r in done]
     repeated = json.loads((folder / "config.json").read_text())
     assert repeated | {"command": "", "started": ""} == config | {"command": "", "started": ""}
@@ -202,7 +202,10 @@ def test_quickstart_is_the_run_command_it_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path))
     monkeypatch.setattr(cli, "_simulate", lambda config, names, *_: made.update(config) or 0)
     made: dict = {}
-    assert cli.main(["quickstart", "--writers", "3", "--cohort", "2", "--rounds", "1", "--output", "o"]) == 0
+    assert (
+        cli.main(["quickstart", "--writers", "3", "--cohort", "2", "--rounds", "1", "--output", str(tmp_path / "o")])
+        == 0
+    )
     printed = capsys.readouterr().out.split("\n\n")[1]
     assert shlex.split(printed.replace("\\\n", "")) == shlex.split(made["command"])
     assert made["data"]["clients"] == 3 and list(made["algorithms"]) == list(cli.QUICKSTART)

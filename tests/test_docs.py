@@ -22,11 +22,12 @@ def own_cache(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path))
 
 
-def test_the_readmes_examples_run() -> None:
+def test_the_readmes_examples_run(tmp_path) -> None:
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(examples[0].strip().splitlines()) <= 14
     program = "\n".join([*examples, "assert figure.axes"])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
 

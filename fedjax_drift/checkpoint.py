@@ -1,0 +1,737 @@
+"""Runs that survive: the whole state of a run in a folder, saved while it runs, restored bit for bit.
+
+    checkpoints = fd.Checkpoints("folder")
+    state, history = sim.run(state, rounds, checkpoints=checkpoints)
+    state, history = checkpoints.restore(sim)
+
+    folder/00000040/          the checkpoint of round 40; it has this name only once it is complete
+        about/about.json      `About` as a text, and its CRC-32
+        leaves/               the arrays, by orbax
+    folder/00000050.damaged/  one that could not be read when a run went on from an older one
+    folder/lock               locked by the process that runs here
+
+orbax writes a checkpoint beside its final place and renames it, from a thread of its own. What it does not promise is
+that the bytes read are the bytes saved, so `About` has a checksum of every leaf. Client states in files (`bank=folder`)
+are not copied but pinned, see bank.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import inspect
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fedjax_drift import checks
+from fedjax_drift.bank import Bank, Damaged, differences, few, layout, lock
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.progress import Record
+from fedjax_drift.sharding import first_does, spans_processes
+from fedjax_drift.types import THREEFRY, PyTree, ServerState
+
+if TYPE_CHECKING:
+    from fedjax_drift.simulation import Simulation
+
+FORMAT = 1
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax calls a checkpoint that is being written
+DELETED, DAMAGED = ".deleted", ".damaged"  # suffixes of folders
+MOST_BYTES = 10**9  # of an array that `fingerprint` reads as a whole
+Leaf = jax.Array | np.ndarray
+
+
+class About(NamedTuple):
+    """What a checkpoint is of; JSON."""
+
+    format: int
+    versions: dict[str, str]
+    identity: dict[str, Any]
+    round: int
+    key: list[int]  # the run's: another seed is another run
+    history: list[Record]  # of all rounds so far
+    leaves: list[list]  # [name, dtype, shape, checksum] of every array
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where and how often a run is saved; ``sim.run(..., checkpoints=)`` saves, `restore` restores.
+
+    A checkpoint holds the whole state, the history and what they belong to. Saving goes on beside the training, and is
+    always complete or absent, whatever ends the process. One process at a time may use a folder.
+
+    Raises ValueError for values out of range.
+    """
+
+    folder: str | os.PathLike
+    """Made when it is first written to."""
+    every: int | None = None
+    """>= 1: rounds between saves, and the most that are lost. Default None: by the clock alone."""
+    seconds: float | None = 60.0
+    """> 0: seconds after which the next round is saved, unless a save is still on its way; None: by rounds alone."""
+    keep: int = 3
+    """>= 1: the last so many are kept, and the best."""
+    best: str | None = "accuracy"
+    """The entry of a round's record by which one saved is the best: the largest, or the smallest where the name ends in
+    "loss". None: none is kept for being the best."""
+    config: Mapping[str, Any] | None = None
+    """What else has to be the same when a run is restored; JSON."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, (str, os.PathLike)):
+            raise ValueError(f"folder must be a path, got {self.folder!r}: Checkpoints(folder, ...)")
+        if self.every is not None:
+            checks.integer("every", self.every, 1)
+        if self.seconds is not None:
+            checks.positive("seconds", self.seconds, "None: by rounds alone")
+        checks.integer("keep", self.keep, 1)
+        if self.best is not None and not isinstance(self.best, str):
+            raise ValueError(f'best must be an entry of the records such as "accuracy", or None, got {self.best!r}')
+
+    @property
+    def path(self) -> Path:
+        """The folder, absolute."""
+        return Path(self.folder).absolute()
+
+    @property
+    def rounds(self) -> list[int]:
+        """The rounds of which there is a checkpoint, ascending."""
+        if not self.path.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal())
+
+    def about(self, round: int) -> About:
+        """What the checkpoint of this round is of, arrays left unread. ValueError where that is damaged."""
+        with _damage("its about.json can't be read"):
+            written = json.loads((self.place(round) / "about" / "about.json").read_bytes())
+            about = json.loads(written["about"])
+            if zlib.crc32(written["about"].encode()) != written["crc32"] or about["round"] != round:
+                raise Damaged("its about.json is not what was written")
+        if about["format"] != FORMAT:
+            raise ValueError(
+                f"checkpoints must be of format {FORMAT}, got {about['format']} in {self.place(round)}: use the "
+                "version of fedjax_drift that wrote it"
+            )
+        return About(**about)
+
+    def place(self, round: int) -> Path:
+        """Where the checkpoint of this round is, or would be."""
+        return self.path / f"{round:08d}"
+
+    def restore(self, sim: Simulation, round: int | str | None = None) -> tuple[ServerState, list[Record]]:
+        """The state and the history of a run, for ``sim.run(state, ..., checkpoints=...)`` to go on from.
+
+        On as many devices as before the run goes on bit for bit as if it had not ended; on another number, or between
+        ``bank="device"`` and "sharded", up to rounding. With ``bank=folder`` the folder is set back to that round.
+
+        round: one of `rounds`, or "best"; default the newest that is intact, with a warning about each damaged one.
+        Raises ValueError, and changes nothing: no checkpoint that is intact; one of another simulation (what differs is
+        listed) or format; a folder in use.
+        """
+        _check_mesh(sim)
+        wanted = self._wanted(round)
+        with self._locked(create=False):
+            for number in wanted:
+                try:
+                    return self._restored(sim, number)
+                except Damaged as error:
+                    damaged = f"the checkpoint of round {number} in {self.path} is damaged ({error})"
+                    if round is not None:
+                        raise ValueError(f"{damaged}: choose another of the rounds {self.rounds}") from error
+                    before = "going back to the one before" if number > wanted[-1] else "and there is none before"
+                    warnings.warn(f"{damaged}: {before}", stacklevel=2)
+        raise ValueError(
+            f"a checkpoint must be intact to go on from, got {len(wanted)} damaged ones in {self.path}: nothing was "
+            "changed; restore the folder from a copy, or start anew in another folder"
+        )
+
+    def _wanted(self, round: int | str | None) -> list[int]:
+        """The rounds to try, in this order."""
+        rounds = self.rounds
+        if not rounds:
+            raise ValueError(f"folder must hold a checkpoint, got {self.path}, which has none: start with sim.init")
+        if round is None:
+            return rounds[::-1]
+        if round == "best":
+            scores = {number: score for number in rounds if (score := self._score(number)) is not None}
+            if not scores:
+                raise ValueError(f"no checkpoint in {self.path} has {self.best!r}: choose one of the rounds {rounds}")
+            return [max(scores, key=lambda number: scores[number])]
+        if round not in rounds:
+            raise ValueError(f'round must be one of those kept, {rounds}, or "best", got {round!r}')
+        return [int(round)]
+
+    def _score(self, round: int) -> float | None:
+        """How good the checkpoint is, more is better; None if unknown."""
+        with contextlib.suppress(ValueError):
+            return score(self.about(round).history, self.best)
+        return None
+
+    def _restored(self, sim: Simulation, round: int) -> tuple[ServerState, list[Record]]:
+        about = self.about(round)
+        _check_same(self.path, about.identity, identity(sim, self.config))
+        here = versions()
+        if changed := [f"{name} {was}, now {here.get(name)}" for name, was in about.versions.items()
+                       if here.get(name) != was]:  # fmt: skip
+            warnings.warn(
+                f"the checkpoint of round {round} was written with {', '.join(changed)}: the run goes on, but "
+                "maybe not to the last bit as it would have",
+                stacklevel=3,
+            )
+        return _state(sim, round, self._read(sim, about)), about.history
+
+    def _read(self, sim: Simulation, about: About) -> list[Leaf]:
+        """The arrays, checked."""
+        ocp = _orbax()
+        there = {name: leaf for name, leaf in zip(_names(about.leaves), _layout_of(sim, about), strict=True)}
+        stored = {name: leaf for name, leaf in there.items() if leaf.size}  # orbax has no empty arrays
+        how = {name: _restore_args(ocp, leaf) for name, leaf in stored.items()}
+        with _damage("its arrays can't be read"), contextlib.closing(_checkpointer()) as checkpointer:
+            args = ocp.args.Composite(leaves=ocp.args.PyTreeRestore(stored, restore_args=how))
+            read = checkpointer.restore(self.place(about.round), args=args).leaves
+        leaves = [read.get(name, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in there.items()]
+        for (name, dtype, shape, check), leaf, found in zip(about.leaves, leaves, checksums(sim, leaves), strict=True):
+            reshaped = isinstance(leaf, np.ndarray) and list(leaf.shape) != shape
+            if leaf.dtype.name != dtype or reshaped or found != check:
+                raise Damaged(f"its array {name} is not what was written")
+        return leaves
+
+    def _locked(self, create: bool) -> contextlib.AbstractContextManager[None]:
+        """Keeps other runs out; process 0 does it for all of its run. Without ``create`` nothing is written."""
+        unlocked = not create and not (self.path / "lock").exists()
+        if jax.process_index() or unlocked:
+            return contextlib.nullcontext()
+        return lock_folder(self.path, "folder", create)
+
+    @contextlib.contextmanager
+    def saving(self, sim: Simulation, state: ServerState) -> Iterator[Saver]:
+        """A `Saver` for a run from this state, which every process of the run asks for.
+
+        ValueError: a folder that can't be written or is in use, or that holds another run's checkpoints or later ones.
+        """
+        _check_mesh(sim)
+        with contextlib.ExitStack() as locked:
+            first_does(sim.mesh, lambda: locked.enter_context(self._locked(create=True)))
+            mine = identity(sim, self.config)
+            history, damaged = self._checked(sim, state, mine)
+            first_does(sim.mesh, lambda: self._move_aside(damaged))
+            saver = Saver(self, sim, state, mine, history)
+            if saver.bank is not None and int(state.round) not in saver.scores:
+                saver.save(state, [])  # or else a run that ends before its first save leaves a bank without a state
+            try:
+                yield saver
+            finally:
+                saver.close()
+
+    def _checked(self, sim: Simulation, state: ServerState, mine: dict[str, Any]) -> tuple[list[Record], list[int]]:
+        """The history up to the state, and the rounds after it whose checkpoints are damaged."""
+        t, rounds, damaged = int(state.round), self.rounds, []
+        for number in [number for number in rounds if number >= t]:
+            try:
+                about = self.about(number)
+                if number > t and about.identity == _plain(mine):
+                    self._read(sim, about)
+                    _check_pinned(state, number)
+            except Damaged:
+                damaged.append(number)
+        intact = [number for number in rounds if number not in damaged]
+        newest = next(filter(None, map(self._about_or_none, intact[::-1])), None)
+        if newest is not None:
+            _check_same(self.path, newest.identity | {"key": newest.key}, mine | {"key": _key_of(state)})
+        if intact and intact[-1] > t:
+            raise ValueError(
+                f"checkpoints must be of rounds up to the state's, {t}, got round {intact[-1]} in {self.path}: go on "
+                "from there with checkpoints.restore(sim), or choose another folder"
+            )
+        return newest.history if newest is not None and newest.round == t else [], damaged
+
+    def _move_aside(self, damaged: list[int]) -> None:
+        for number in damaged:
+            place = self.place(number)
+            place.rename(unused(place.with_name(place.name + DAMAGED)))
+
+    def _about_or_none(self, round: int) -> About | None:
+        with contextlib.suppress(Damaged):
+            return self.about(round)
+        return None
+
+
+class Saver:
+    """Saves one run. orbax is asked by every process; process 0 alone deletes, warns and looks at the clock."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        sim: Simulation,
+        state: ServerState,
+        identity: dict[str, Any],
+        history: list[Record],
+    ) -> None:
+        self.checkpoints, self.sim, self.identity, self.before = checkpoints, sim, identity, history
+        self.bank = state.clients if isinstance(state.clients, Bank) and state.clients.in_files else None
+        self.scores = {round: checkpoints._score(round) for round in checkpoints.rounds}
+        self.started: int | None = None  # the round whose save is on its way
+        self.value: float | None = None  # its score
+        self.clock = time.monotonic()
+        self._tidy()
+        self.orbax = _checkpointer()
+
+    def due(self, t: int) -> bool:
+        """Whether to save after round t."""
+        every, seconds = self.checkpoints.every, self.checkpoints.seconds
+        waited = time.monotonic() - self.clock
+        return due(every, seconds, t, waited, self._busy())
+
+    def save(self, state: ServerState, history: list[Record]) -> None:
+        """Starts to save the state, with the history of this run; a failure is a warning, and the run goes on."""
+        self._try(self._settle)
+        self._try(functools.partial(self._start, state, history))
+
+    def confirm(self) -> None:
+        """With ``every``, waits for the save on its way: rounds after it are not reported before it is complete, so
+        that never more than ``every`` that were are lost. They are trained meanwhile."""
+        if self.checkpoints.every is not None:
+            self._try(self._settle)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:  # orbax and its parts raise whatever they like
+            self._failed(error)
+
+    def finish(self, state: ServerState, history: list[Record]) -> None:
+        """Saves the run's last state, unless it is, and waits for it.
+
+        OSError, with the state and the history as ``error.state`` and ``error.history``, if it could not be saved.
+        """
+        t = int(state.round)
+        self._try(self._settle)
+        if t in self.scores:
+            return
+        try:
+            self._start(state, history)
+            self._settle()
+        except Exception as error:
+            self._failed(error, quietly=True)
+            last = max(self.scores, default=None)
+            where = f"the last checkpoint is of round {last}" if self.scores else "there is no checkpoint"
+            lost = OSError(
+                getattr(error, "errno", None) or errno.EIO,
+                f"the end of the run, round {t}, could not be saved in {self.checkpoints.path} ({_first_line(error)}), "
+                f"{where}: all rounds are in error.state and error.history; make room or mend the folder",
+            )
+            vars(lost).update(state=state, history=history)
+            raise lost from error
+
+    def close(self) -> None:
+        """Waits for what is on its way."""
+        self._try(self._settle)
+        self.orbax.close()
+        self._tidy()
+
+    def _busy(self) -> bool:
+        """Whether a save is on its way."""
+        self._try(self.orbax.check_for_errors)
+        return self.started is not None and not self.checkpoints.place(self.started).exists()
+
+    def _start(self, state: ServerState, history: list[Record]) -> None:
+        ocp, t = _orbax(), int(state.round)
+        self.started, self.clock = t, time.monotonic()
+        if self.bank is not None:
+            self.bank.pin()
+        contents = _contents(state)
+        leaves, history = jax.tree.leaves(contents), self.before + history
+        listed = [[*leaf, check] for leaf, check in zip(layout(contents), checksums(self.sim, leaves), strict=True)]
+        about = About(FORMAT, versions(), self.identity, t, _key_of(state), history, listed)
+        stored = {name: leaf for name, leaf in zip(_names(leaves), leaves, strict=True) if leaf.size}
+        self.value = score(history, self.checkpoints.best)
+        text = json.dumps(about._asdict())  # now: the records are the caller's, too, who may change them
+        described = {"crc32": zlib.crc32(text.encode()), "about": text}
+        args = ocp.args.Composite(leaves=ocp.args.PyTreeSave(stored), about=ocp.args.JsonSave(described))
+        self.orbax.save(self.checkpoints.place(t), args=args)
+
+    def _settle(self) -> None:
+        """Waits for the save on its way, and deletes what need not be kept any more."""
+        self.orbax.wait_until_finished()
+        if self.started is None:
+            return
+        if jax.process_index() == 0 and not self.checkpoints.place(self.started).exists():
+            raise OSError(errno.ENOENT, "it is not there")
+        self.scores[self.started], self.started = self.value, None
+        kept = kept_of(self.scores, self.checkpoints.keep)
+        self.scores = {round: score for round, score in self.scores.items() if round in kept}
+        if jax.process_index() == 0:
+            for round in set(self.checkpoints.rounds) - kept:
+                place = self.checkpoints.place(round)
+                place.rename(place.with_name(place.name + DELETED))  # at once: what is left of one is not a checkpoint
+            self._tidy()
+        if self.bank is not None:
+            for round in set(self.bank.pins) - kept:
+                self.bank.unpin(round)
+
+    def _tidy(self) -> None:
+        """Deletes what is left of saves that failed and of deletions that were interrupted."""
+        if jax.process_index() == 0:
+            for pattern in (UNFINISHED, "*" + DELETED):
+                for place in self.checkpoints.path.glob(pattern):
+                    shutil.rmtree(place, ignore_errors=True)
+
+    def _failed(self, error: Exception, quietly: bool = False) -> None:
+        round, self.started = self.started, None
+        self.orbax = _checkpointer()
+        self._tidy()
+        if jax.process_index() == 0 and not quietly:
+            warnings.warn(
+                f"round {round} could not be saved in {self.checkpoints.path} ({_first_line(error)}): the run goes on, "
+                "and the next save tries again",
+                stacklevel=5,
+            )
+
+
+def due(every: int | None, seconds: float | None, t: int, waited: float, busy: bool) -> bool:
+    """Whether to save after round t, ``waited`` seconds after the save before, which is ``busy`` or done."""
+    return every is not None and t % every == 0 or seconds is not None and waited >= seconds and not busy
+
+
+def score(history: list[Record], best: str | None) -> float | None:
+    """How good the last round is, more is better; None where its record does not say."""
+    value = history[-1].get(best) if history and best else None
+    if not isinstance(value, int | float) or value != value:
+        return None
+    return -value if best and best.endswith("loss") else value
+
+
+def kept_of(scores: Mapping[int, float | None], keep: int) -> set[int]:
+    """The rounds to keep of those saved: the last ones, and the best."""
+    known = {round: value for round, value in scores.items() if value is not None}
+    best = [max(known, key=lambda round: known[round])] if known else []
+    return {*sorted(scores)[-keep:], *best}
+
+
+# What a checkpoint belongs to.
+
+
+def identity(sim: Simulation, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """All that a run's results depend on, by name, as JSON has it. Lanes, devices, streaming and the like are not."""
+    how = sim._engine
+    options = {  # of Simulation: each one that changes results has its place here
+        "cohort_size": how.cohort_size,
+        "sampling": "bernoulli" if how.bernoulli else "uniform",
+        "on_nonfinite": sim.on_nonfinite,
+        "asked": how.asked,
+        **settings(how.failures, "failures"),
+        **settings(how.aggregation, "aggregation"),
+    }
+    kept = "on the devices" if sim.bank in ("device", "sharded") else "on the host" if sim.bank == "host" else "files"
+    expected = sim._expected
+    shapes = {"server": expected.server, "client": jax.eval_shape(_first, expected.clients)}
+    return {
+        "algorithm": sim.algorithm.name,
+        **settings(sim.algorithm, "algorithm"),
+        **settings(sim.model, "model"),
+        **settings(sim.local, "local"),
+        **options,
+        "client states": kept,
+        **{name: f"{dtype}{shape}" for name, dtype, shape in layout(shapes)},
+        **fingerprint(sim.data),
+        **{f"config.{name}": value for name, value in (config or {}).items()},
+    }
+
+
+def settings(value: Any, name: str) -> dict[str, Any]:
+    """The plain values in a tree of NamedTuples, dataclasses, containers and the closures of functions, by dotted name.
+
+    >>> def scaled(factor):
+    ...     return lambda x: factor * x
+    >>> settings((scaled(0.5), 3), "pair")
+    {'pair.0': 'scaled.<locals>.<lambda>', 'pair.0.factor': 0.5, 'pair.1': 3}
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            found[name] = value
+            return
+        if isinstance(value, type | np.dtype):
+            found[name] = getattr(value, "__name__", str(value))
+            return
+        if id(value) in seen:  # a function that calls itself
+            return
+        seen.add(id(value))
+        for part, inner in _parts(value):
+            walk(inner, f"{name}.{part}" if part else name)
+        seen.remove(id(value))
+
+    walk(value, name)
+    return found
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """What a value is made of; nothing for arrays and other things."""
+    if isinstance(value, functools.partial):
+        return [("", value.func), *((str(i), arg) for i, arg in enumerate(value.args)), *value.keywords.items()]
+    if inspect.ismethod(value):
+        return [("", value.__func__), ("self", value.__self__)]
+    if callable(value) and inspect.isfunction(function := inspect.unwrap(value)):
+        return [("", function.__qualname__), *inspect.getclosurevars(function).nonlocals.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, tuple | list):
+        return [(str(i), item) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return [(str(key), item) for key, item in value.items()]
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    return []
+
+
+_fingerprints: WeakKeyDictionary[FederatedData, dict[str, Any]] = WeakKeyDictionary()
+
+
+def fingerprint(data: FederatedData) -> dict[str, Any]:
+    """What tells a federation from others; of arrays of more than 1 GB, evenly spaced rows are looked at."""
+    if data not in _fingerprints:
+        arrays = {name: getattr(data, name) for name in ("sizes", "x", "y", "x_test", "y_test", "mean", "std")}
+        plain = {"name": data.name, "redeal": data.redeal}
+        known = plain | {name: None if array is None else _crc(np.asarray(array)) for name, array in arrays.items()}
+        _fingerprints[data] = {f"data.{name}": value for name, value in known.items()}
+    return _fingerprints[data]
+
+
+def _crc(array: np.ndarray) -> str:
+    rows = array
+    if array.nbytes > MOST_BYTES:
+        share = max(1, int(len(array) * MOST_BYTES / array.nbytes))
+        rows = array[np.linspace(0, len(array) - 1, share).astype(np.int64)]
+    return f"{array.dtype}{list(array.shape)}, crc32 {zlib.crc32(_bytes(rows)):08x}"
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    import fedjax_drift
+
+    return {"fedjax_drift": fedjax_drift.__version__, "jax": jax.__version__}
+
+
+def _check_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """ValueError with the differences unless the identities are the same."""
+
+    def described(identity: Mapping[str, Any]) -> dict[str, str]:
+        return {name: json.dumps(value) for name, value in identity.items()}
+
+    if differ := differences(described(there), described(here), "in the checkpoint, not"):
+        raise ValueError(
+            f"the checkpoints in {path} belong to another simulation: {few(differ, 12)}: restore them with what they "
+            "were made with, or choose another folder"
+        )
+
+
+def _check_mesh(sim: Simulation) -> None:
+    if jax.process_count() > 1 and not spans_processes(sim.mesh):
+        raise ValueError(
+            "checkpoints must be of a simulation on the devices of all processes, got one on this process's alone: "
+            "leave out mesh=, or save elsewhere"
+        )
+
+
+def _check_pinned(state: ServerState, round: int) -> None:
+    bank = state.clients
+    if isinstance(bank, Bank) and bank.in_files and round not in bank.pins:
+        raise Damaged("the pin of its client states is missing or damaged")
+
+
+def _key_of(state: ServerState) -> list[int]:
+    return np.asarray(jax.random.key_data(state.key)).tolist()
+
+
+# What is written, and how it is checked.
+
+
+def _contents(state: ServerState) -> PyTree:
+    """The state's arrays: a key as its words; of a bank in host memory the clients seen, and as the last the initial
+    state; of one in files nothing."""
+    clients = state.clients
+    if isinstance(clients, Bank) and clients.in_files:
+        clients = ()
+    elif isinstance(clients, Bank):
+        ids = np.append(clients.ids, clients.num_clients)
+        clients = {"ids": ids, "states": clients.gather(ids)}
+    return state._replace(key=jax.random.key_data(state.key), clients=clients)
+
+
+def _state(sim: Simulation, round: int, leaves: list[Leaf]) -> ServerState:
+    """The state of these arrays: `_contents` undone."""
+    expected = sim._expected
+    if not sim._states_on_host:
+        state = jax.tree.unflatten(jax.tree.structure(expected), leaves)
+    else:
+        n = len(jax.tree.leaves(expected._replace(clients=())))
+        state = jax.tree.unflatten(jax.tree.structure(expected._replace(clients=())), leaves[:n])
+    state = state._replace(key=jax.random.wrap_key_data(state.key, impl=THREEFRY))
+    if not sim._states_on_host:
+        return sim._check(state)
+    if sim.bank != "host":
+        return sim.reopen(state, round=round)
+    ids, *rows = [np.asarray(leaf) for leaf in leaves[n:]]
+    states = jax.tree.unflatten(jax.tree.structure(expected.clients), rows)
+    bank = Bank.create(jax.tree.map(lambda leaf: leaf[-1], states), sim.data.num_clients, None, sim._identity(state))
+    if round:
+        bank.commit(ids[:-1], jax.tree.map(lambda leaf: leaf[:-1], states), round)
+    return sim._check(state._replace(clients=bank))
+
+
+def _layout_of(sim: Simulation, about: About) -> list[Any]:
+    """Shape, dtype and, of a `jax.Array`, sharding of every array as this simulation has them."""
+    expected = sim._expected._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
+    if sim._states_on_host:
+        expected = expected._replace(clients=())
+
+    def placed(leaf: Any, at: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+
+    on_devices = jax.tree.leaves(jax.tree.map(placed, expected, sim._placement_of(expected)))
+    rest = about.leaves[len(on_devices) :]
+    return on_devices + [np.broadcast_to(np.zeros((), jnp.dtype(dtype)), shape) for _, dtype, shape, _ in rest]
+
+
+def _restore_args(ocp: Any, leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    # Not strict: on other devices a sharded bank has more, or fewer, rows beyond the N clients.
+    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False)
+
+
+def checksums(sim: Simulation, leaves: list[Leaf]) -> list[int]:
+    """One number for each of a state's arrays, whatever devices they are on, taken where they are.
+
+    Rows of client states beyond the N clients don't count: how many there are depends on the devices.
+    """
+    first_client = len(jax.tree.leaves(sim._expected._replace(clients=())))
+    N = sim.data.num_clients
+    on_devices = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+    rows = tuple(N if i >= first_client else None for i in on_devices)
+    found = sim._launch(functools.partial(_sums, rows), list(on_devices.values()))
+    known = dict(zip(on_devices, np.asarray(found).tolist(), strict=True))
+    return [known[i] if i in known else zlib.crc32(_bytes(np.asarray(leaf))) for i, leaf in enumerate(leaves)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sums(rows: tuple[int | None, ...], leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([checksum(leaf, n) for leaf, n in zip(leaves, rows, strict=True)])
+
+
+def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
+    """uint32 []: the sum of word i times 2 i + 1 over the array's first ``rows`` rows (default: all), modulo 2^32.
+
+    An odd factor keeps the change of any one bit from vanishing; a sum of integers does not depend on its order, and so
+    not on the devices.
+    """
+    words = array.astype(jnp.uint8) if array.dtype == bool else array
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[words.dtype.itemsize]
+    words = lax.bitcast_convert_type(words, unsigned).astype(jnp.uint32)
+    if rows is not None:
+        words = jnp.where(lax.broadcasted_iota(jnp.int32, words.shape, 0) < rows, words, 0)
+    words = words.reshape(-1)
+    return (words * (2 * lax.iota(jnp.uint32, words.size) + 1)).sum(dtype=jnp.uint32)
+
+
+def _first(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def _names(leaves: list) -> list[str]:
+    """What the arrays are called where they are stored."""
+    return [f"{i:05d}" for i in range(len(leaves))]
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(value))
+
+
+# Files and folders.
+
+
+@contextlib.contextmanager
+def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
+    """Locks the folder for this process by its file "lock"; ValueError where it is in use or can't be written."""
+    try:
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+        file = FileIO(str(path / "lock"), "rb", opener=lambda name, _: os.open(name, flags, 0o666))
+    except OSError as error:
+        raise ValueError(
+            f"{what} must be where files can be written, got {path} ({error.strerror}): choose another, or see to that"
+        ) from error
+    with file:
+        lock(file, f"{what} must be used by one run at a time, got {path}, which is in use, by another process or this "
+             "one: wait until that has ended, or choose another")  # fmt: skip
+        yield
+
+
+@contextlib.contextmanager
+def _damage(what: str) -> Iterator[None]:
+    """Whatever a file that is not what was written makes its reader raise, as `Damaged`."""
+    try:
+        yield
+    except (Damaged, MemoryError):
+        raise
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        raise Damaged(f"{what}: {_first_line(error)}") from error
+
+
+def unused(path: Path) -> Path:
+    """The path, or, with a number, one that does not exist."""
+    names = [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, 1000))]
+    return next(name for name in names if not name.exists())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+
+
+@functools.cache
+def _orbax() -> Any:
+    """orbax.checkpoint, imported when it is first used, without what it logs: its errors are raised, too."""
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
+    return ocp
+
+
+def _checkpointer() -> Any:
+    ocp = _orbax()
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(
+            leaves=ocp.PyTreeCheckpointHandler(), about=ocp.JsonCheckpointHandler("about.json")
+        )
+    )

@@ -1,0 +1,386 @@
+"""Runs that survive: what is restored is bit for bit what was saved, or refused; whatever ended the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_bank import file_limit
+
+import fedjax_drift as fd
+from fedjax_drift import checkpoint, cli, progress
+
+ROWS = np.random.default_rng(0)
+CLIENTS = [(ROWS.normal(size=(4, 30)).astype(np.float32), ROWS.integers(0, 2, 4)) for _ in range(5)]
+DATA = fd.FederatedData.from_clients(CLIENTS, test=CLIENTS[0])
+MODEL = fd.Model(init=lambda key: jax.random.normal(key, (30, 20)), apply=lambda w, x: x @ w)
+KEY = jax.random.key(3)
+
+
+def simulation(algorithm: fd.Algorithm | None = None, data: fd.FederatedData = DATA, **options) -> fd.Simulation:
+    # aggregation="paper": a client's initial state depends on the parameters, so that later ones would give another.
+    algorithm = fd.algorithms.feddc(0.1, aggregation="paper") if algorithm is None else algorithm
+    return fd.Simulation(MODEL, data, algorithm, **({"cohort_size": 2} | options))
+
+
+def run(sim: fd.Simulation, state: fd.ServerState, rounds: int, checkpoints=None, **options):
+    return sim.run(state, rounds, 2, progress=False, checkpoints=checkpoints, **options)
+
+
+def told(history: list[dict]) -> list[dict]:
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
+
+
+def arrays(state: fd.ServerState) -> list[np.ndarray]:
+    clients = state.clients
+    if isinstance(clients, fd.bank.Bank):
+        clients = clients.gather(np.arange(6))
+    clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded, there is one more row
+    return jax.tree.leaves(jax.device_get((state.round, jax.random.key_data(state.key), state.server, clients)))
+
+
+def same(a: fd.ServerState, b: fd.ServerState) -> bool:
+    return all(x.tobytes() == y.tobytes() for x, y in zip(arrays(a), arrays(b), strict=True))
+
+
+@pytest.fixture(scope="module")
+def device() -> fd.Simulation:
+    return simulation()
+
+
+@pytest.fixture(scope="module")
+def sharded() -> fd.Simulation:
+    return simulation(bank="sharded")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(device):
+    return run(device, device.init(KEY), 8)
+
+
+@pytest.fixture
+def saved(device, tmp_path) -> fd.Checkpoints:
+    """The checkpoints of rounds 2, 4 and 5 of a run."""
+    checkpoints = fd.Checkpoints(tmp_path / "saved", every=2, best=None)
+    run(device, device.init(KEY), 5, checkpoints)
+    return checkpoints
+
+
+@pytest.mark.parametrize("bank", ["device", "sharded", "host", "files"])
+def test_goes_on_bit_for_bit(bank, uninterrupted, tmp_path, request) -> None:
+    where = str(tmp_path / "bank") if bank == "files" else bank
+    sim = request.getfixturevalue(bank) if bank in ("device", "sharded") else simulation(bank=where)
+    checkpoints = fd.Checkpoints(tmp_path / "run", every=3)
+    state, history = run(sim, sim.init(KEY), 7, checkpoints)
+    if bank == "files":
+        state.clients.close()
+    for round in (3, None):  # the second time from the end, though the folder has been set back meanwhile
+        state, before = checkpoints.restore(sim, round)
+        assert int(state.round) == (round or 7) and told(before) == told(history)[: round or 7]
+        if round == 3:
+            state, after = run(sim, state, 5)
+            assert same(state, uninterrupted[0])
+            assert told(before + after)[:6] == told(uninterrupted[1])[:6]
+            if bank == "files":
+                state.clients.close()
+    state, after = run(sim, state, 1, checkpoints)
+    assert same(state, uninterrupted[0])
+    assert told(checkpoints.about(8).history) == told(before + after)
+    assert told(before + after)[-1] == told(uninterrupted[1])[-1]
+    if bank == "files":
+        assert state.clients.pins == [r for r in checkpoints.rounds]
+
+
+def test_other_devices_and_banks(sharded, uninterrupted, tmp_path) -> None:
+    one = simulation(mesh=fd.clients_mesh(jax.local_devices()[:1]))
+    run(sharded, sharded.init(KEY), 4, tmp_path)
+    state, _ = fd.Checkpoints(tmp_path).restore(one)
+    state, _ = run(one, state, 2, tmp_path)
+    for a in jax.tree.leaves(state.clients):
+        assert len(a) == 5
+    state, _ = fd.Checkpoints(tmp_path).restore(sharded)
+    for a in jax.tree.leaves(state.clients):
+        assert len(a) == 6
+    state, _ = run(sharded, state, 2)
+    for a, b in zip(arrays(state), arrays(uninterrupted[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+OTHERS = {
+    "algorithm.client_update.alpha: 0.1 in the checkpoint, not 0.2": {
+        "algorithm": fd.algorithms.feddc(0.2, aggregation="paper")
+    },
+    'algorithm: "feddc" in the checkpoint, not "fedavg"': {"algorithm": fd.algorithms.fedavg()},
+    "cohort_size: 2 in the checkpoint, not 3": {"cohort_size": 3},
+    'on_nonfinite: "keep" in the checkpoint, not "drop_client"': {"on_nonfinite": "drop_client"},
+    "local.lr: 0.1 in the checkpoint, not 0.3; .*local.optimizer.update.b1: nothing in the checkpoint, not 0.5": {
+        "local": fd.LocalTraining(lr=0.3, optimizer=optax.scale_by_adam(b1=0.5))
+    },
+    "data.x: .* data.y:": {"data": fd.FederatedData.from_clients(CLIENTS[::-1], test=CLIENTS[0])},
+    "data.x_test: .* not null": {"data": fd.FederatedData.from_clients(CLIENTS)},
+    'client states: "on the devices" in the checkpoint, not "on the host"': {"bank": "host"},
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_another_simulation_is_refused(message, saved) -> None:
+    sim = simulation(**OTHERS[message])
+    with pytest.raises(ValueError, match=f"belong to another simulation: .*{message}"):
+        saved.restore(sim)
+
+
+def test_another_run_is_refused(device, saved) -> None:
+    state = saved.restore(device)[0]
+    for start, message in [
+        (device.init(KEY), "up to the state's, 0, got round 5 in .*: go on from there with checkpoints.restore"),
+        (saved.restore(device, 4)[0], "up to the state's, 4, got round 5"),
+        (device.init(jax.random.key(4)), r"another simulation: key: \[.*\] in the checkpoint, not \["),
+        (device.init(jax.random.key(4))._replace(round=state.round + 3), r"another simulation: key: "),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(device, start, 1, saved)
+    with pytest.raises(ValueError, match="config.lr: nothing in the checkpoint, not 1"):
+        fd.Checkpoints(saved.folder, config={"lr": 1}).restore(device)
+    assert saved.rounds == [2, 4, 5]
+
+
+def test_format_and_versions(device, saved, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint, "versions", lambda: {"fedjax_drift": "9.0", "jax": "1.0"})
+    with pytest.warns(UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run goes on"):
+        saved.restore(device)
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    with pytest.raises(ValueError, match="must be of format 2, got 1 in .*: use the version of fedjax_drift"):
+        saved.restore(device)
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+FAULTS = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "emptied": lambda file: file.write_bytes(b""),
+    "flipped": lambda file: file.write_bytes(flipped(file.read_bytes())),
+    "removed": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_path) -> None:
+    """Every file of the newest checkpoint, every fault: restored as it was, or the checkpoint before it."""
+    whole, outcomes = {r: saved.restore(device, r)[0] for r in (4, 5)}, Counter()
+    newest = saved.place(5)
+    files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
+    for file in files:
+        for fault, harm in FAULTS.items():
+            broken = fd.Checkpoints(tmp_path / f"{fault} {file}".replace("/", "_"))
+            shutil.copytree(saved.path, broken.path)
+            harm(broken.place(5) / file)
+            state, history = broken.restore(device)
+            assert same(state, whole[int(state.round)]) and len(history) == int(state.round), (file, fault)
+            outcomes[fault, int(state.round)] += 1
+    print(f"{len(files)} files x {len(FAULTS)} faults:", dict(outcomes))
+    assert sum(outcomes.values()) == 4 * len(files) >= 40
+    assert all(outcomes[fault, 4] >= 4 for fault in FAULTS)
+
+
+def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -> None:
+    about = saved.place(5) / "about/about.json"
+    about.write_bytes(flipped(about.read_bytes()))
+    with pytest.raises(ValueError, match=r"round 5 in .* is damaged .*: choose another of the rounds \[2, 4, 5\]"):
+        saved.restore(device, 5)
+    with pytest.warns(UserWarning, match="round 5 in .* is damaged .*about.json.*: going back to the one before"):
+        state, history = saved.restore(device)
+    assert sorted(path.name for path in saved.path.iterdir()) == ["00000002", "00000004", "00000005", "lock"]
+    state, after = run(device, state, 4, saved)
+    assert saved.rounds == [4, 6, 8] and (saved.path / "00000005.damaged/leaves").exists()
+    assert same(state, uninterrupted[0]) and len(saved.about(8).history) == 8
+    for round in saved.rounds:
+        shutil.rmtree(saved.place(round) / "leaves")
+    before = sorted(saved.path.rglob("*"))
+    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(ValueError, match="got 3 damaged ones in"):
+        saved.restore(device)
+    assert sorted(saved.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("dtype", [bool, np.float32, jnp.bfloat16])
+def test_checksums_notice_every_bit_and_no_device(dtype) -> None:
+    array = np.arange(24).reshape(6, 4).astype(dtype)
+    sharded = jax.device_put(array, jax.NamedSharding(fd.clients_mesh(), jax.P("clients")))
+    plain = int(checkpoint.checksum(jnp.asarray(array[:5])))
+    assert int(jax.jit(checkpoint.checksum, static_argnums=1)(sharded, 5)) == plain
+    content = np.frombuffer(array[:5].tobytes(), np.uint8)
+    bits = np.arange(0, 8 * len(content), 8 if dtype is bool else 1)
+    flips = np.zeros((len(bits), len(content)), np.uint8)
+    flips[np.arange(len(bits)), bits // 8] = 1 << bits % 8
+    flipped = (content ^ flips).view(dtype).reshape(-1, 5, 4)
+    assert plain not in np.asarray(jax.jit(jax.vmap(checkpoint.checksum))(flipped))
+
+
+def test_the_last_and_the_best_are_kept(device, tmp_path) -> None:
+    assert checkpoint.kept_of({1: 0.5, 2: 0.9, 3: None, 4: 0.9, 5: 0.1}, 2) == {2, 4, 5}
+    assert checkpoint.kept_of({1: None, 2: None}, 3) == {1, 2}
+    assert (
+        checkpoint.score([{"loss": 0.5}], "loss") == -0.5 and checkpoint.score([{"loss": float("nan")}], "loss") is None
+    )
+    checkpoints = fd.Checkpoints(tmp_path, every=2, keep=1, best="loss")
+    _, history = run(device, device.init(KEY), 8, checkpoints)
+    best = min(range(2, 9, 2), key=lambda round: history[round - 1]["loss"])
+    assert checkpoints.rounds == sorted({best, 8})
+    assert int(checkpoints.restore(device, "best")[0].round) == best
+    with pytest.raises(ValueError, match=r"round must be one of those kept, \[.*8\], or \"best\", got 3"):
+        checkpoints.restore(device, 3)
+    for waited, busy, expected in [(61, False, True), (59, False, False), (61, True, False)]:
+        assert checkpoint.due(None, 60.0, 7, waited, busy) is expected
+    assert checkpoint.due(5, None, 10, 0, True) and not checkpoint.due(5, None, 11, 99, False)
+
+
+def test_one_run_at_a_time(device, saved) -> None:
+    state = saved.restore(device)[0]
+    with saved.saving(device, state):
+        for refused in (lambda: saved.restore(device), lambda: run(device, state, 1, saved)):
+            with pytest.raises(ValueError, match="must be used by one run at a time, got .*/saved, which is in use"):
+                refused()
+    run(device, state, 1, saved)
+
+
+def test_folders_that_will_not_do(device, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    state = device.init(KEY)
+    for folder in (tmp_path / "file", tmp_path / "file/below", "/sys/checkpoints"):
+        with pytest.raises(ValueError, match="folder must be where files can be written, got "):
+            run(device, state, 1, folder)
+    with pytest.raises(ValueError, match="must hold a checkpoint, got .*, which has none: start with sim.init"):
+        fd.Checkpoints(tmp_path / "none").restore(device)
+    for options, message in [
+        ({"every": 0}, "every must be an integer >= 1, got 0"),
+        ({"seconds": 0}, "seconds must be .* > 0, got 0"),
+        ({"keep": 0}, "keep must be an integer >= 1, got 0"),
+        ({"best": 3}, "best must be an entry of the records"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fd.Checkpoints(tmp_path, **options)
+
+
+@pytest.mark.parametrize("ends", ["later", "full"])
+def test_a_full_disk(ends, device, uninterrupted, tmp_path) -> None:
+    """While it is full the run goes on and warns; if it is so to the end, that is an error that has everything."""
+    checkpoints = fd.Checkpoints(tmp_path, every=1)
+    run(device, device.init(KEY), 1, checkpoints)
+    limit = file_limit(50)
+
+    def filling(record: dict) -> None:
+        if record["round"] == 2:
+            limit.__enter__()
+        if record["round"] == 5 and ends == "later":
+            limit.__exit__(None, None, None)
+
+    state = checkpoints.restore(device)[0]
+    with pytest.warns(UserWarning, match="round [234] could not be saved in .* the run goes on"):
+        if ends == "later":
+            state, _ = run(device, state, 7, checkpoints, on_round=filling)
+        else:
+            try:
+                with pytest.raises(
+                    OSError, match="end of the run, round 8, could not be saved .* of round 1:"
+                ) as error:
+                    run(device, state, 7, checkpoints, on_round=filling)
+            finally:
+                limit.__exit__(None, None, None)
+            state, history = error.value.state, error.value.history
+            assert told(history)[-1] == told(uninterrupted[1])[-1]
+    assert same(state, uninterrupted[0])
+    assert checkpoints.rounds[-1] == (8 if ends == "later" else 1)
+    if ends == "later":
+        assert not list(tmp_path.glob(checkpoint.UNFINISHED))
+
+
+def test_signals(device, uninterrupted, tmp_path) -> None:
+    def send(which: int, at: int):
+        return lambda record: record["round"] == at and os.kill(os.getpid(), which)
+
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    run(device, device.init(KEY), 1, on_round=lambda record: seen.append(signal.getsignal(signal.SIGTERM)))
+    assert seen == [before]  # left alone without checkpoints
+    with pytest.raises(SystemExit) as ended:
+        run(device, device.init(KEY), 8, tmp_path, on_round=send(signal.SIGTERM, 2))
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) == before
+    state, history = fd.Checkpoints(tmp_path).restore(device)
+    assert 2 <= int(state.round) == len(history) < 8
+    stopped, more = run(device, state, 8 - len(history), tmp_path, on_round=send(signal.SIGINT, len(history) + 1))
+    state, history = fd.Checkpoints(tmp_path).restore(device)
+    assert same(state, stopped) and len(history) < 8
+    state, more = run(device, state, 8 - len(history), tmp_path)
+    assert same(state, uninterrupted[0]) and told(history + more) == told(uninterrupted[1])
+
+
+TINY = ["run", "--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--rounds", "6", "--no-progress"]
+TINY += ["--algorithm", "fedavg", "--algorithm", "scaffold", "--checkpoint-every", "2", "--eval-every", "1"]
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return told([json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()])
+
+
+def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "folder"
+    assert cli.main([*TINY, "--rounds", "7", "--output", str(whole)]) == 0
+
+    kept = progress.Recorder._record
+
+    def terminated(recorder, done, *rest):
+        kept(recorder, done, *rest)
+        if done == 3 and recorder.bar.name == "scaffold":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Recorder, "_record", terminated)
+        assert cli.main([*TINY, "--output", str(folder)]) == 143
+    said = capsys.readouterr().err
+    assert f" rounds; to go on: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said
+    assert not (folder / "curves.png").exists()
+    (folder / "rounds.jsonl").write_text("")  # whatever a kill has left of it
+    with checkpoint.lock_folder(folder / "checkpoints", "it"):
+        assert cli.main(["run", "--resume", str(folder)]) == 2
+    assert "--output must be used by one run at a time" in capsys.readouterr().err
+
+    assert cli.main(["run", "--resume", str(folder), "--rounds", "7"]) == 0
+    assert lines_of(folder) == lines_of(whole)
+    assert re.search("running fedavg: rounds 7 to 7\nrunning scaffold: rounds [456] to 7", capsys.readouterr().out)
+    last = [fd.Checkpoints(path / "checkpoints/2-scaffold").about(7) for path in (whole, folder)]
+    assert last[0].leaves == last[1].leaves  # checksums of every array
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
+
+    assert cli.main(["run", "--resume", str(folder)]) == 0  # there is nothing left to do
+    assert "running" not in capsys.readouterr().out and lines_of(folder) == lines_of(whole)
+    for arguments, said in [
+        ([str(folder), "--lr", "3"], "only --rounds, .* may be added, got '--lr'"),
+        ([str(folder), "--rounds", "6"], "--rounds must be at least the 7 of the run that goes on, got 6"),
+        ([str(tmp_path)], "--resume must be the output folder of a run"),
+    ]:
+        capsys.readouterr()
+        assert cli.main(["run", "--resume", *arguments]) == 2
+        assert re.search(said, capsys.readouterr().err)
+
+
+def test_kills_at_fifty_moments_lose_no_more_than_the_interval(tmp_path) -> None:
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("kill.py")), str(tmp_path), "50"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    print(counts)
+    assert counts["moments"] == 50 and counts["bitwise"] and counts["most_lost"] <= 2
+    assert counts["saving"] >= 10 and counts["training"] + counts["evaluating"] >= 5
