@@ -716,7 +716,7 @@ def unused(path: Path) -> Path:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+    return (str(error).splitlines() or [""])[0][:150] or type(error).__name__
 
 
 @functools.cache
@@ -724,8 +724,14 @@ def _orbax() -> Any:
     """orbax.checkpoint, imported when it is first used, without what it logs: its errors are raised, too."""
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).addFilter(_not_of_orbax)
     return ocp
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    said = (record.pathname + record.getMessage()).lower()
+    return not any(name in said for name in (f"{os.sep}orbax{os.sep}", "tensorstore", "ocdbt"))
 
 
 def _checkpointer() -> Any:
