@@ -231,12 +231,16 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     parser.add_argument("--resume", type=Path, required=True)
     for flag in RESUMED:
         parser.add_argument(flag, action="store_true" if flag == "--no-progress" else "store")
+    parser.add_argument("--distributed", nargs="?", const=True)  # never as before: ports and numbers may differ
     args, unknown = parser.parse_known_args(argv[1:])
     if unknown:
-        raise ValueError(f"--resume goes on as before: only {', '.join(RESUMED)} may be added, got {unknown[0]!r}")
+        raise ValueError(
+            f"--resume goes on as before: only {', '.join(RESUMED)} and --distributed may be added, got {unknown[0]!r}"
+        )
     try:
         config = json.loads((args.resume / "config.json").read_text())
-        command, rounds = shlex.split(config["command"])[1:], config["rounds"]
+        command = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
+        command, rounds = shlex.split(command)[1:], config["rounds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
@@ -244,7 +248,7 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
         ) from error
     if args.rounds is not None and _count(args.rounds) < rounds:
         raise ValueError(f"--rounds must be at least the {rounds} of the run that goes on, got {args.rounds}")
-    changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in RESUMED]
+    changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in (*RESUMED, "--distributed")]
     added = [flag if value is True else f"{flag}={value}" for flag, value in changed if value]
     return command + added, args.resume
 
