@@ -132,13 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     args.resumed, args.output = True, resumed
                 if getattr(args, "distributed", None):
                     return _together(args, argv)
-                work = args.command(args, argv)
+                return args.command(args, argv)()
             except (ValueError, OSError) as error:
                 if not _is_ours(error):
                     raise
                 _show_error(error)
                 return 2
-            return work()
         except KeyboardInterrupt:
             print("fedjax-drift: interrupted", file=sys.stderr)
             return 130
@@ -239,8 +238,8 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
         )
     try:
         config = json.loads((args.resume / "config.json").read_text())
-        command = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
-        command, rounds = shlex.split(command)[1:], config["rounds"]
+        alone = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
+        command, rounds = shlex.split(alone)[1:], config["rounds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
@@ -621,38 +620,45 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     }  # fmt: skip
 
     checkpoints = _checkpoints(args, config, output)
-    restored: dict[str, tuple[fd.ServerState, list[dict[str, Any]]]] = {}
-    with contextlib.ExitStack() as locked:  # from here on, and while the work is done, nobody else writes there
-        mesh = simulations[names[0]].mesh
-        first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
-        if args.resumed:
-            config["started"] = json.loads((output / "config.json").read_text())["started"]
-            restored = {name: kept.restore(simulations[name]) for name, kept in checkpoints.items() if kept.rounds}
-            for name in simulations.keys() - restored.keys():  # it had not come to its first checkpoint
-                left = Path(simulations[name].bank)  # a folder for one process
-                if left.is_dir() and not spans_processes(mesh):
-                    left.rename(unused(left.with_name(left.name + ".left")))
-            if not restored:
-                warnings.warn(f"{output} has no checkpoint yet: the run starts again at round 0", stacklevel=2)
-        else:
-            first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()]))  # what --force replaces
-        until_done = locked.pop_all()
-
-    def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> None:
-        sim = simulations[name]
-        state, history = restored.pop(name) if name in restored else (sim.init(jax.random.key(args.seed)), [])
-        sim.run(
-            state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
-            measure_every=measure_every, checkpoints=checkpoints.get(name),
-        )  # fmt: skip
+    progress = not args.no_progress and sys.stderr.isatty()
 
     def work() -> int:
-        before = {name: history for name, (_, history) in restored.items()}
-        with until_done:
-            return _simulate(config, names, before, start, output, progress)
+        mesh = simulations[names[0]].mesh
+        before: dict[str, tuple[fd.ServerState, list[dict[str, Any]]]] = {}
+        with contextlib.ExitStack() as locked:  # nobody else writes there meanwhile
+            first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
+            if args.resumed:
+                config["started"] = json.loads((output / "config.json").read_text())["started"]
+                before = _restored(simulations, checkpoints)
+                if not before:
+                    warnings.warn(f"{output} has no checkpoint yet: the run starts again at round 0", stacklevel=2)
+            else:
+                first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()]))  # what --force replaces
 
-    progress = not args.no_progress and sys.stderr.isatty()
+            def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> None:
+                sim = simulations[name]
+                state, history = before.pop(name) if name in before else (sim.init(jax.random.key(args.seed)), [])
+                sim.run(
+                    state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
+                    measure_every=measure_every, checkpoints=checkpoints.get(name),
+                )  # fmt: skip
+
+            histories = {name: history for name, (_, history) in before.items()}
+            return _simulate(config, names, histories, start, output, progress)
+
     return work
+
+
+def _restored(
+    simulations: Mapping[str, fd.Simulation], checkpoints: Mapping[str, fd.Checkpoints]
+) -> dict[str, tuple[fd.ServerState, list[dict[str, Any]]]]:
+    """Of each algorithm that has come to its first checkpoint the newest state, and the history."""
+    restored = {name: kept.restore(simulations[name]) for name, kept in checkpoints.items() if kept.rounds}
+    for name in simulations.keys() - restored.keys():
+        bank = Path(simulations[name].bank)  # if it is a folder, it is for one process
+        if bank.is_dir() and not spans_processes(simulations[name].mesh):
+            bank.rename(unused(bank.with_name(bank.name + ".left")))
+    return restored
 
 
 def _aggregation(args: argparse.Namespace) -> fd.aggregation.Aggregation | None:

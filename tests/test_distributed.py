@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from together import ASKED_AT, ROUNDS, outcome, rows, simulate
 
 import fedjax_drift as fd
-from fedjax_drift import distributed, exchange
+from fedjax_drift import cli, distributed, exchange
 from fedjax_drift.sharding import AXIS
 
 WORKER = Path(__file__).with_name("together.py")
@@ -81,13 +81,22 @@ def test_two_processes_of_two_devices(tmp_path) -> None:
 def test_the_first_process_writes(tmp_path) -> None:
     address, folder = free_address(), tmp_path / "out"
     run = ["-m", "fedjax_drift.cli", "run", "--dataset=synthetic:num_clients=6,num_rows=20", "--cohort=3", "--rounds=2"]
-    run += ["--algorithm=scaffold", "--bank=sharded", f"--output={folder}"]
+    run += ["--algorithm=scaffold", "--bank=sharded", "--checkpoint-every=1", f"--output={folder}"]
     first, second = start_all([[*run, f"--distributed={address},2,{i}"] for i in range(2)])
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "scaffold" in first.stdout and "scaffold" not in second.stdout + second.stderr
     config = json.loads((folder / "config.json").read_text())
     assert (config["processes"], config["devices"]["count"]) == (2, 2)
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 2 and (folder / "curves.png").is_file()
+
+    # What two processes have saved, one goes on from: as one does that was alone from the start.
+    def losses(folder: Path) -> list[float]:
+        return [json.loads(line)["train_loss"] for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+    alone = [word for word in run[2:] if not word.startswith(("--output", "--rounds"))]
+    assert cli.main([*alone, "--rounds=4", f"--output={tmp_path / 'alone'}"]) == 0
+    assert cli.main(["run", "--resume", str(folder), "--rounds=4"]) == 0
+    np.testing.assert_allclose(losses(folder), losses(tmp_path / "alone"), rtol=1e-5)
 
     # What one process alone finds wrong, a file that only it has not, ends both.
     wrong = [*run[:2], "run", "--dataset=mnist", f"--data-dir={tmp_path}", "--algorithm=fedavg"]
@@ -174,7 +183,8 @@ def test_communication_is_what_the_program_says() -> None:
     assert bytes["rows"] == S * (6 + 4)
     program = sim._round.lower(sim.init(jax.random.key(0)), sim._arrays, None).compile().as_text()
     assert program.count(" all-reduce(") == 1
-    assert simulate(rows()).communication() == bytes | {"client states": 0, "rows": 0}
+    half = bytes["client states"] // 2  # the new states alone
+    assert simulate(rows()).communication() == bytes | {"client states": half, "rows": 0}
 
 
 def test_auto_cuts_what_fits_on_all_devices_only(monkeypatch) -> None:
