@@ -1,6 +1,7 @@
 """Final accuracy with failing clients beside the undisturbed run, and whether failed clients keep their state.
 
     python experiments/failing_clients.py [--rounds 1000] [--output DIR]
+    python experiments/failing_clients.py --draw DIR      the picture again, from DIR/failing_clients.json
 
 MNIST, 100 clients by Dirichlet(0.3) per client, 15 a round, 2NN, one epoch, batch 50, lr 0.1 * 0.998^t, clip 10, weight
 decay 1e-3, seed 0. Disturbed: 30 % of the clients asked never answer, and of the others 30 % stop after part of their
@@ -18,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_drift as fd
-from fedjax_drift import plots
 
 ALGORITHMS = {
     "fedavg": fd.algorithms.fedavg(),
@@ -50,15 +50,38 @@ def run(sim: fd.Simulation, rounds: int) -> tuple[list[dict], int]:
     return history, wrong
 
 
+def draw(folder: Path) -> None:
+    """A panel for each algorithm: with failing clients and without."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(8, 6), sharex=True, sharey=True, layout="constrained")
+    panels = dict(zip(ALGORITHMS, axes.flat, strict=True))
+    for run in json.loads((folder / "failing_clients.json").read_text()):
+        style = {"all answer": {"color": "black"}, "failing": {"color": "C1", "linestyle": "--"}}[run["clients"]]
+        history, panel = run["history"], panels[run["algorithm"]]
+        accuracy = [100 * record["accuracy"] for record in history]
+        panel.plot([record["round"] for record in history], accuracy, label=run["clients"], linewidth=1.2, **style)
+        panel.set_title(run["algorithm"])
+        panel.grid(alpha=0.3)
+    axes[0, 0].set_ylim(92, 99)
+    axes[0, 0].legend()
+    figure.supxlabel("Round")
+    figure.supylabel("Test accuracy (%)")
+    figure.savefig(folder / "failing_clients.png", dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--output", type=Path, help="a folder for failing_clients.json and .png")
+    parser.add_argument("--draw", type=Path, help="only the picture, from the file in this folder")
     arguments = parser.parse_args()
+    if arguments.draw:
+        return draw(arguments.draw)
     fd.use_cpu_devices()
     data = fd.datasets.load("mnist", partition=fd.partition.dirichlet(100, 0.3, seed=0))
     local = fd.LocalTraining(epochs=1, batch_size=50, lr=0.1, lr_decay=0.998, weight_decay=1e-3, clip_norm=10)
-    found, curves = [], {}
+    found = []
     print("| algorithm | clients | answers a round | accuracy | best | states of failed clients changed | s |")
     print("|---|---|---|---|---|---|---|")
     for name, algorithm in ALGORITHMS.items():
@@ -71,12 +94,11 @@ def main() -> None:
             kept = str(wrong) if jax.tree.leaves(sim.algorithm.init_client(jnp.zeros(1))) else "stateless"
             scores = f"{100 * last:.2f} % | {100 * best:.2f} %"
             print(f"| {name} | {kind} | {answers:.2f} | {scores} | {kept} | {seconds:.0f} |", flush=True)
-            curves[f"{name}, {kind}"] = history
             found.append({"algorithm": name, "clients": kind, "states_changed": kept, "history": history})
     if arguments.output:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "failing_clients.json").write_text(json.dumps(found) + "\n")
-        plots.curves(curves, arguments.output / "failing_clients.png")
+        draw(arguments.output)
 
 
 if __name__ == "__main__":

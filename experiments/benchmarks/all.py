@@ -43,6 +43,7 @@ BENCHMARKS = [
     Benchmark("sweep.py"),
     Benchmark("many_clients.py"),
     Benchmark("memory.py"),
+    Benchmark("endurance.py"),
     Benchmark("weak_scaling.py"),
     Benchmark("algorithm_cost.py --turns 3"),
 ]
