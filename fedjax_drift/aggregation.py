@@ -48,7 +48,8 @@ def clipped(norm: float) -> Aggregation:
     """The weighted mean of messages that are scaled down to a global norm of at most ``norm``, > 0.
 
     Bounds what one hostile or diverging client can do. A message is clipped as a whole: SCAFFOLD's D_i together with
-    its variate's change. One that is not finite stays so: ``on_nonfinite="drop_client"`` leaves it out.
+    its variate's change. What the client keeps is not: the server's mean of states (SCAFFOLD's c, FedDyn's h) then
+    differs from the states' mean. One that is not finite stays so: ``on_nonfinite="drop_client"`` leaves it out.
     Raises ValueError unless norm > 0.
     """
     checks.positive("norm", norm)
@@ -61,9 +62,9 @@ def private(clip_norm: float, noise_multiplier: float) -> Aggregation:
     """DP-FedAvg with a fixed clip (McMahan et al. 2018, arXiv 1710.06963, algorithm 1 with the estimator f_f).
 
     mean = (sum of clipped messages + N(0, (noise_multiplier clip_norm)^2 I)) / K: every client weighs 1, K is the
-    expected number of clients, and noise is added once, to the sum. Needs ``sampling="bernoulli"``, on which its
-    accounting rests, and turns messages that are not finite into zeros. What `round_fn` reports in ``info`` of single
-    clients is the simulator's knowledge and not private; the state is.
+    expected number of clients, and noise is added once, to the sum. Needs ``sampling="bernoulli"`` without
+    over-selection, on which its accounting rests, and turns messages that are not finite into zeros. What `round_fn`
+    reports in ``info`` of single clients is the simulator's knowledge and not private; the server's variables are.
 
     Args:
       clip_norm: S > 0, global norm of one client's message.

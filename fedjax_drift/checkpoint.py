@@ -18,10 +18,8 @@ are not copied but pinned, see bank.py.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
-import inspect
 import json
 import logging
 import os
@@ -35,7 +33,6 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +41,7 @@ from jax import lax
 
 from fedjax_drift import checks
 from fedjax_drift.bank import Bank, Damaged, differences, few, layout, lock
-from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.identity import identity
 from fedjax_drift.progress import Record
 from fedjax_drift.sharding import first_does, spans_processes
 from fedjax_drift.types import THREEFRY, PyTree, ServerState
@@ -55,8 +52,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax calls a checkpoint that is being written
 DELETED, DAMAGED = ".deleted", ".damaged"  # suffixes of folders
-MOST_BYTES = 10**9  # of an array that `fingerprint` reads as a whole
 Leaf = jax.Array | np.ndarray
+Hold = Callable[[], contextlib.AbstractContextManager]
 
 
 class About(NamedTuple):
@@ -98,6 +95,11 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, os.PathLike)):
             raise ValueError(f"folder must be a path, got {self.folder!r}: Checkpoints(folder, ...)")
+        object.__setattr__(self, "folder", Path(self.folder).expanduser().absolute())  # wherever one goes later
+        try:
+            json.dumps(dict(self.config or {}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"config must be a dict of what JSON has, got {self.config!r}: {error}") from error
         if self.every is not None:
             checks.integer("every", self.every, 1)
         if self.seconds is not None:
@@ -109,7 +111,7 @@ class Checkpoints:
     @property
     def path(self) -> Path:
         """The folder, absolute."""
-        return Path(self.folder).absolute()
+        return Path(self.folder)
 
     @property
     def rounds(self) -> list[int]:
@@ -175,7 +177,7 @@ class Checkpoints:
             if not scores:
                 raise ValueError(f"no checkpoint in {self.path} has {self.best!r}: choose one of the rounds {rounds}")
             return [max(scores, key=lambda number: scores[number])]
-        if round not in rounds:
+        if isinstance(round, str | float) or round not in rounds:
             raise ValueError(f'round must be one of those kept, {rounds}, or "best", got {round!r}')
         return [int(round)]
 
@@ -222,8 +224,10 @@ class Checkpoints:
         return lock_folder(self.path, "folder", create)
 
     @contextlib.contextmanager
-    def saving(self, sim: Simulation, state: ServerState) -> Iterator[Saver]:
+    def saving(self, sim: Simulation, state: ServerState, hold: Hold) -> Iterator[Saver]:
         """A `Saver` for a run from this state, which every process of the run asks for.
+
+        hold: in it no signal may interrupt; orbax would go on without us.
 
         ValueError: a folder that can't be written or is in use, or that holds another run's checkpoints or later ones.
         """
@@ -233,7 +237,7 @@ class Checkpoints:
             mine = identity(sim, self.config)
             history, damaged = self._checked(sim, state, mine)
             first_does(sim.mesh, lambda: self._move_aside(damaged))
-            saver = Saver(self, sim, state, mine, history)
+            saver = Saver(self, sim, state, mine, history, hold)
             if saver.bank is not None and int(state.round) not in saver.scores:
                 saver.save(state, [])  # or else a run that ends before its first save leaves a bank without a state
             try:
@@ -259,9 +263,15 @@ class Checkpoints:
         if intact and intact[-1] > t:
             raise ValueError(
                 f"checkpoints must be of rounds up to the state's, {t}, got round {intact[-1]} in {self.path}: go on "
-                "from there with checkpoints.restore(sim), or choose another folder"
+                "from there with checkpoints.restore(sim), or choose another folder, whose history starts with this run"
             )
-        return newest.history if newest is not None and newest.round == t else [], damaged
+        if newest is not None and newest.round < t:
+            warnings.warn(
+                f"rounds {newest.round + 1} to {t} were done without checkpoints: the history in {self.path} leaves "
+                "them out",
+                stacklevel=5,
+            )
+        return newest.history if newest is not None else [], damaged
 
     def _move_aside(self, damaged: list[int]) -> None:
         for number in damaged:
@@ -284,8 +294,10 @@ class Saver:
         state: ServerState,
         identity: dict[str, Any],
         history: list[Record],
+        hold: Hold,
     ) -> None:
         self.checkpoints, self.sim, self.identity, self.before = checkpoints, sim, identity, history
+        self.hold = hold
         self.bank = state.clients if isinstance(state.clients, Bank) and state.clients.in_files else None
         self.scores = {round: checkpoints._score(round) for round in checkpoints.rounds}
         self.started: int | None = None  # the round whose save is on its way
@@ -312,10 +324,11 @@ class Saver:
             self._try(self._settle)
 
     def _try(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except Exception as error:  # orbax and its parts raise whatever they like
-            self._failed(error)
+        with self.hold():
+            try:
+                step()
+            except Exception as error:  # orbax and its parts raise whatever they like
+                self._failed(error)
 
     def finish(self, state: ServerState, history: list[Record]) -> None:
         """Saves the run's last state, unless it is, and waits for it.
@@ -327,8 +340,9 @@ class Saver:
         if t in self.scores:
             return
         try:
-            self._start(state, history)
-            self._settle()
+            with self.hold():
+                self._start(state, history)
+                self._settle()
         except Exception as error:
             self._failed(error, quietly=True)
             last = max(self.scores, default=None)
@@ -427,104 +441,6 @@ def kept_of(scores: Mapping[int, float | None], keep: int) -> set[int]:
 
 
 # What a checkpoint belongs to.
-
-
-def identity(sim: Simulation, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """All that a run's results depend on, by name, as JSON has it. Lanes, devices, streaming and the like are not."""
-    how = sim._engine
-    options = {  # of Simulation: each one that changes results has its place here
-        "cohort_size": how.cohort_size,
-        "sampling": "bernoulli" if how.bernoulli else "uniform",
-        "on_nonfinite": sim.on_nonfinite,
-        "asked": how.asked,
-        **settings(how.failures, "failures"),
-        **settings(how.aggregation, "aggregation"),
-    }
-    kept = "on the devices" if sim.bank in ("device", "sharded") else "on the host" if sim.bank == "host" else "files"
-    expected = sim._expected
-    shapes = {"server": expected.server, "client": jax.eval_shape(_first, expected.clients)}
-    return {
-        "algorithm": sim.algorithm.name,
-        **settings(sim.algorithm, "algorithm"),
-        **settings(sim.model, "model"),
-        **settings(sim.local, "local"),
-        **options,
-        "client states": kept,
-        **{name: f"{dtype}{shape}" for name, dtype, shape in layout(shapes)},
-        **fingerprint(sim.data),
-        **{f"config.{name}": value for name, value in (config or {}).items()},
-    }
-
-
-def settings(value: Any, name: str) -> dict[str, Any]:
-    """The plain values in a tree of NamedTuples, dataclasses, containers and the closures of functions, by dotted name.
-
-    >>> def scaled(factor):
-    ...     return lambda x: factor * x
-    >>> settings((scaled(0.5), 3), "pair")
-    {'pair.0': 'scaled.<locals>.<lambda>', 'pair.0.factor': 0.5, 'pair.1': 3}
-    """
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-
-    def walk(value: Any, name: str) -> None:
-        if isinstance(value, np.generic):
-            value = value.item()
-        if value is None or isinstance(value, bool | int | float | str):
-            found[name] = value
-            return
-        if isinstance(value, type | np.dtype):
-            found[name] = getattr(value, "__name__", str(value))
-            return
-        if id(value) in seen:  # a function that calls itself
-            return
-        seen.add(id(value))
-        for part, inner in _parts(value):
-            walk(inner, f"{name}.{part}" if part else name)
-        seen.remove(id(value))
-
-    walk(value, name)
-    return found
-
-
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    """What a value is made of; nothing for arrays and other things."""
-    if isinstance(value, functools.partial):
-        return [("", value.func), *((str(i), arg) for i, arg in enumerate(value.args)), *value.keywords.items()]
-    if inspect.ismethod(value):
-        return [("", value.__func__), ("self", value.__self__)]
-    if callable(value) and inspect.isfunction(function := inspect.unwrap(value)):
-        return [("", function.__qualname__), *inspect.getclosurevars(function).nonlocals.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))
-    if isinstance(value, tuple | list):
-        return [(str(i), item) for i, item in enumerate(value)]
-    if isinstance(value, dict):
-        return [(str(key), item) for key, item in value.items()]
-    if dataclasses.is_dataclass(value):
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    return []
-
-
-_fingerprints: WeakKeyDictionary[FederatedData, dict[str, Any]] = WeakKeyDictionary()
-
-
-def fingerprint(data: FederatedData) -> dict[str, Any]:
-    """What tells a federation from others; of arrays of more than 1 GB, evenly spaced rows are looked at."""
-    if data not in _fingerprints:
-        arrays = {name: getattr(data, name) for name in ("sizes", "x", "y", "x_test", "y_test", "mean", "std")}
-        plain = {"name": data.name, "redeal": data.redeal}
-        known = plain | {name: None if array is None else _crc(np.asarray(array)) for name, array in arrays.items()}
-        _fingerprints[data] = {f"data.{name}": value for name, value in known.items()}
-    return _fingerprints[data]
-
-
-def _crc(array: np.ndarray) -> str:
-    rows = array
-    if array.nbytes > MOST_BYTES:
-        share = max(1, int(len(array) * MOST_BYTES / array.nbytes))
-        rows = array[np.linspace(0, len(array) - 1, share).astype(np.int64)]
-    return f"{array.dtype}{list(array.shape)}, crc32 {zlib.crc32(_bytes(rows)):08x}"
 
 
 def versions() -> dict[str, str]:
@@ -654,10 +570,6 @@ def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
         words = jnp.where(lax.broadcasted_iota(jnp.int32, words.shape, 0) < rows, words, 0)
     words = words.reshape(-1)
     return (words * (2 * lax.iota(jnp.uint32, words.size) + 1)).sum(dtype=jnp.uint32)
-
-
-def _first(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
 def _names(leaves: list) -> list[str]:

@@ -229,7 +229,8 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     parser = _Parser(prog="fedjax-drift run", add_help=False)
     parser.add_argument("--resume", type=Path, required=True)
     for flag in RESUMED:
-        parser.add_argument(flag, action="store_true" if flag == "--no-progress" else "store")
+        kind = {"action": "store_true"} if flag == "--no-progress" else {"type": _count} if flag == "--rounds" else {}
+        parser.add_argument(flag, **kind)
     parser.add_argument("--distributed", nargs="?", const=True)  # never as before: ports and numbers may differ
     args, unknown = parser.parse_known_args(argv[1:])
     if unknown:
@@ -245,7 +246,7 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
             f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
             "that run anew"
         ) from error
-    if args.rounds is not None and _count(args.rounds) < rounds:
+    if args.rounds is not None and args.rounds < rounds:
         raise ValueError(f"--rounds must be at least the {rounds} of the run that goes on, got {args.rounds}")
     changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in (*RESUMED, "--distributed")]
     added = [flag if value is True else f"{flag}={value}" for flag, value in changed if value]

@@ -6,6 +6,7 @@ depends on the round's key, its id and its own steps only; of over-selection on 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -32,8 +33,11 @@ class Failures(NamedTuple):
     @property
     def any(self) -> bool:
         """Whether anything can go wrong at all."""
-        never = (self.dropout, self.stragglers) == (0, 0) if not _traced(self.dropout, self.stragglers) else False
-        return not never or self.deadline is not None or self.most is not None
+        maybe = _traced(self.dropout, self.stragglers) or self.dropout > 0 or self.stragglers > 0
+        return maybe or self.deadline is not None or self.most is not None
+
+
+NONE = Failures(0.0, 0.0, None, 0.0, None)
 
 
 def check(
@@ -48,7 +52,7 @@ def check(
     checks.number(
         "over_selection",
         over_selection,
-        f"in 1..{N / K:g} (all clients)",
+        f"in 1..{N / K:.9g} (all clients)",
         lambda v: v >= 1 and _asked(v, K) <= N,
         "1.3 asks 30 % more clients than are needed",
     )
@@ -88,7 +92,7 @@ def fail(how: Failures, devices: jax.Array, key: jax.Array, cohort: Client, abse
 
 
 def _asked(over_selection: Any, K: int) -> int:
-    return -int(-over_selection * K // 1)  # rounded up
+    return math.ceil(round(over_selection * K, 9))  # 1.1 * 50 is 55, and a little more in floating point
 
 
 def _traced(*values: Any) -> bool:

@@ -69,7 +69,7 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
             )
 
 
-def check_aggregation(aggregation: Any, sampling: str) -> None:
+def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data: FederatedData) -> None:
     if not isinstance(aggregation, Aggregation):
         raise ValueError(
             f"aggregation must be an fd.aggregation.Aggregation, got {aggregation!r}: fd.aggregation.clipped(1.0), for "
@@ -79,6 +79,12 @@ def check_aggregation(aggregation: Any, sampling: str) -> None:
         raise ValueError(
             f"{aggregation.name} is accounted for cohorts drawn by independent coins, got sampling={sampling!r}: "
             'pass sampling="bernoulli"'
+        )
+    if aggregation.noise_multiplier is not None and (over_selected or data.redeal is not None):
+        what = "over_selection" if over_selected else "data.redealt()"
+        raise ValueError(
+            f"{aggregation.name} is accounted for clients that don't depend on each other, got {what}, in which one "
+            "changes what others send or whether they count: leave it out"
         )
 
 

@@ -160,12 +160,14 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        self.holding = True
+        """Here the second SIGINT waits for the end, also of what holds around this."""
+        within, self.holding = self.holding, True
         try:
             yield
         finally:
-            self.holding = False
-        if self.insists:
+            self.holding = within
+        if self.insists and not within:
+            self.insists = False
             raise KeyboardInterrupt
 
 

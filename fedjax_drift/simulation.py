@@ -7,7 +7,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -149,7 +149,7 @@ class Simulation:
         bernoulli = sampling == "bernoulli"
         capacity = _bernoulli_capacity(N, asked) if bernoulli else asked
         aggregation = rules.mean() if aggregation is None else aggregation
-        fit.check_aggregation(aggregation, sampling)
+        fit.check_aggregation(aggregation, sampling, asked > cohort_size, data)
         if donate and on_nonfinite == "raise":
             raise ValueError(
                 'donate=True needs on_nonfinite="keep" or "drop_client", got "raise": '
@@ -580,8 +580,8 @@ class Simulation:
             return every - t % every if every else last - t
 
         with (
-            nullcontext() if checkpoints is None else checkpoints.saving(self, state) as saver,
-            stop_on_interrupt(terminate=saver is not None) as stop,
+            stop_on_interrupt(terminate=checkpoints is not None) as stop,
+            nullcontext() if checkpoints is None else checkpoints.saving(self, state, stop.held) as saver,
             Bar(rounds, self.algorithm.name, progress and leads(self.mesh)) as bar,
             self._ahead(state.key, last) as fetch,
         ):
@@ -621,7 +621,8 @@ class Simulation:
                 recorder.score(self._launch(self._evaluate, state.server, self._test()))
             recorder.catch_up(0)
             if saver is not None:
-                saver.finish(state, recorder.history)
+                with suppress(KeyboardInterrupt), stop.held():  # even then all is saved, and returned
+                    saver.finish(state, recorder.history)
         if terminated or stop.terminated:
             raise SystemExit(143)
         return state, recorder.history

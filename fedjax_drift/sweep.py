@@ -264,7 +264,6 @@ def _static_differences(a: Simulation, b: Simulation) -> Iterable[tuple[str, Any
     engines = a._engine, b._engine
     for name in ("cohort_size", "asked", "bernoulli", "lanes", "drop_nonfinite", "max_size", "redeal", "mesh"):
         yield from _differs(name, *[getattr(how, name) for how in engines])
-    yield from _differs("failures", *[_presence(how.failures) for how in engines])
     yield from _differs("a deadline", *[_presence(how.failures and how.failures.deadline) for how in engines])
     yield from _differs("the aggregation", *[how.aggregation.name.partition("(")[0] for how in engines])
     yield from _differs("on_nonfinite", a.on_nonfinite, b.on_nonfinite)

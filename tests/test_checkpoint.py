@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from test_bank import file_limit
 
 import fedjax_drift as fd
 from fedjax_drift import checkpoint, cli, progress
+from fedjax_drift.identity import settings
 
 ROWS = np.random.default_rng(0)
 CLIENTS = [(ROWS.normal(size=(4, 30)).astype(np.float32), ROWS.integers(0, 2, 4)) for _ in range(5)]
@@ -250,7 +252,7 @@ def test_the_last_and_the_best_are_kept(device, tmp_path) -> None:
 
 def test_one_run_at_a_time(device, saved) -> None:
     state = saved.restore(device)[0]
-    with saved.saving(device, state):
+    with saved.saving(device, state, contextlib.nullcontext):
         for refused in (lambda: saved.restore(device), lambda: run(device, state, 1, saved)):
             with pytest.raises(ValueError, match="must be used by one run at a time, got .*/saved, which is in use"):
                 refused()
@@ -325,6 +327,71 @@ def test_signals(device, uninterrupted, tmp_path) -> None:
     assert same(state, stopped) and len(history) < 8
     state, more = run(device, state, 8 - len(history), tmp_path)
     assert same(state, uninterrupted[0]) and told(history + more) == told(uninterrupted[1])
+
+
+def test_who_insists_loses_nothing_either(device, tmp_path) -> None:
+    def insist(record: dict) -> None:
+        if record["round"] == 3:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    saved = fd.Checkpoints(tmp_path, every=1)
+    state, history = device.run(device.init(KEY), 20, progress=False, checkpoints=saved, on_round=insist)
+    assert 3 <= int(state.round) < 20 and len(history) == int(state.round) == saved.rounds[-1]
+    restored, before = saved.restore(device)
+    assert same(restored, state) and told(before) == told(history)
+    # A round by hand is in no history, and takes none away.
+    restored, _ = device.round_fn(restored)
+    with pytest.warns(UserWarning, match="were done without checkpoints"):
+        run(device, restored, 1, tmp_path)
+    rounds = [record["round"] for record in saved.restore(device)[1]]
+    assert rounds == [*range(1, len(history) + 1), len(history) + 2]
+
+
+def closed(a):
+    return lambda x: x * a
+
+
+class Scaled:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return self.by * x
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (closed(2.0), closed(3.0)),
+        (closed(jnp.float32(2)), closed(jnp.float32(3))),
+        (closed(np.ones(3)), closed(np.array([1, 1, 2.0]))),
+        (closed({1, 2}), closed({1, 3})),
+        (lambda x: x * 2.0, lambda x: x * 3.0),
+        (lambda x, c=2: x * c, lambda x, c=3: x * c),
+        (Scaled(2), Scaled(3)),
+        (Scaled(2).__call__, Scaled(3).__call__),
+        (fd.algorithms.fedprox(jnp.float32(0.1)), fd.algorithms.fedprox(jnp.float32(0.2))),
+        (jax.random.key(0), jax.random.key(1)),
+    ],
+)
+def test_settings_are_found_wherever_they_are(one, other) -> None:
+    assert settings(one, "s") and settings(one, "s") != settings(other, "s")
+
+
+def test_settings_that_are_the_same(tmp_path) -> None:
+    assert settings(closed(1), "s") == settings(closed(1.0), "s") == settings(closed(np.float32(1)), "s")
+    script = """
+from fedjax_drift.identity import settings
+print(settings((lambda x: x in {"one", "two", "three"}, {"four", "five", "six"}), "s"))
+"""
+    found = {
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env).stdout
+        for env in (os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(2))
+    }
+    assert len(found) == 1  # in every process
+    with pytest.raises(ValueError, match="config must be a dict of what JSON has"):
+        fd.Checkpoints(tmp_path, config={"a": np.float32(1)})
 
 
 TINY = ["run", "--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--rounds", "6", "--no-progress"]

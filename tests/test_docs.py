@@ -20,6 +20,8 @@ README = (ROOT / "README.md").read_text()
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path))
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # compiling takes longest
+    monkeypatch.setenv("XLA_FLAGS", flags)
 
 
 def test_the_readmes_examples_run(tmp_path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 
 import fedjax_drift as fd
-from fedjax_drift import tree
+from fedjax_drift import failures, tree
 from fedjax_drift.engine import plan
 
 LOCAL = fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)
@@ -242,7 +242,20 @@ BAD = [
     ({"speed_spread": 1.0}, "speed_spread needs a deadline or over_selection"),
     ({"aggregation": fd.aggregation.mean}, "aggregation must be an fd.aggregation.Aggregation, got <function"),
     ({"aggregation": fd.aggregation.private(1, 1)}, "drawn by independent coins, got sampling='uniform'"),
+    (
+        {"aggregation": fd.aggregation.private(1, 1), "sampling": "bernoulli", "over_selection": 1.5},
+        "clients that don't depend on each other, got over_selection",
+    ),
 ]
+
+
+def test_how_many_are_asked() -> None:
+    for K in range(1, 120):
+        for percent in (100, 110, 130, 250):
+            asked = failures.check(0.0, 0.0, None, 0.0, percent / 100, K, 1000)[1]
+            assert asked == -(-percent * K // 100)
+        for N in range(K, 2 * K):
+            assert failures.check(0.0, 0.0, None, 0.0, N / K, K, N)[1] == N  # all clients
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)
