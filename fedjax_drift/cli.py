@@ -133,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if getattr(args, "distributed", None):
                     return _together(args, argv)
                 return args.command(args, argv)()
+            except BrokenPipeError:
+                raise
             except (ValueError, OSError) as error:
                 if not _is_ours(error):
                     raise

@@ -252,3 +252,14 @@ def test_the_module_from_a_shell(tmp_path):
         wrong.stderr.startswith("fedjax-drift: error: alpha must be a finite number > 0, got 0")
         and wrong.stderr.count("\n") == 1
     )
+
+
+def test_a_reader_that_has_gone_is_no_bad_input(tmp_path, monkeypatch, capfd) -> None:
+    def gone(*_) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_heading", gone)
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    options = ["--dataset=synthetic:num_clients=3,num_rows=5", "--cohort=2", f"--output={tmp_path / 'out'}"]
+    assert cli.main(["run", "--algorithm=fedavg", *options]) == 141
+    assert "error" not in capfd.readouterr().err
