@@ -41,7 +41,8 @@ from jax import lax
 
 from fedjax_drift import checks
 from fedjax_drift.bank import Bank, Damaged, differences, few, layout, lock
-from fedjax_drift.identity import identity
+from fedjax_drift.fit import first_line
+from fedjax_drift.identity import crc32, identity
 from fedjax_drift.progress import Record
 from fedjax_drift.sharding import first_does, spans_processes
 from fedjax_drift.types import THREEFRY, PyTree, ServerState
@@ -349,7 +350,7 @@ class Saver:
             where = f"the last checkpoint is of round {last}" if self.scores else "there is no checkpoint"
             lost = OSError(
                 getattr(error, "errno", None) or errno.EIO,
-                f"the end of the run, round {t}, could not be saved in {self.checkpoints.path} ({_first_line(error)}), "
+                f"the end of the run, round {t}, could not be saved in {self.checkpoints.path} ({_why(error)}), "
                 f"{where}: all rounds are in error.state and error.history; make room or mend the folder",
             )
             vars(lost).update(state=state, history=history)
@@ -414,7 +415,7 @@ class Saver:
         self._tidy()
         if jax.process_index() == 0 and not quietly:
             warnings.warn(
-                f"round {round} could not be saved in {self.checkpoints.path} ({_first_line(error)}): the run goes on, "
+                f"round {round} could not be saved in {self.checkpoints.path} ({_why(error)}): the run goes on, "
                 "and the next save tries again",
                 stacklevel=5,
             )
@@ -499,11 +500,9 @@ def _contents(state: ServerState) -> PyTree:
 def _state(sim: Simulation, round: int, leaves: list[Leaf]) -> ServerState:
     """The state of these arrays: `_contents` undone."""
     expected = sim._expected
-    if not sim._states_on_host:
-        state = jax.tree.unflatten(jax.tree.structure(expected), leaves)
-    else:
-        n = len(jax.tree.leaves(expected._replace(clients=())))
-        state = jax.tree.unflatten(jax.tree.structure(expected._replace(clients=())), leaves[:n])
+    on_devices: Any = jax.tree.structure(expected._replace(clients=()) if sim._states_on_host else expected)
+    n = on_devices.num_leaves
+    state = jax.tree.unflatten(on_devices, leaves[:n])
     state = state._replace(key=jax.random.wrap_key_data(state.key, impl=THREEFRY))
     if not sim._states_on_host:
         return sim._check(state)
@@ -549,7 +548,7 @@ def checksums(sim: Simulation, leaves: list[Leaf]) -> list[int]:
     rows = tuple(N if i >= first_client else None for i in on_devices)
     found = sim._launch(functools.partial(_sums, rows), list(on_devices.values()))
     known = dict(zip(on_devices, np.asarray(found).tolist(), strict=True))
-    return [known[i] if i in known else zlib.crc32(_bytes(np.asarray(leaf))) for i, leaf in enumerate(leaves)]
+    return [known[i] if i in known else crc32(np.asarray(leaf)) for i, leaf in enumerate(leaves)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -575,10 +574,6 @@ def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
 def _names(leaves: list) -> list[str]:
     """What the arrays are called where they are stored."""
     return [f"{i:05d}" for i in range(len(leaves))]
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _plain(value: Any) -> Any:
@@ -618,7 +613,7 @@ def _damage(what: str) -> Iterator[None]:
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise Damaged(f"{what}: {_first_line(error)}") from error
+        raise Damaged(f"{what}: {_why(error)}") from error
 
 
 def unused(path: Path) -> Path:
@@ -627,8 +622,8 @@ def unused(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:150] or type(error).__name__
+def _why(error: Exception) -> str:
+    return first_line(error)[:150]
 
 
 @functools.cache

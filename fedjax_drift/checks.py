@@ -47,6 +47,11 @@ def integer(name: str, value: Any, low: int, high: float = math.inf, fix: str = 
     return int(value)
 
 
+def used(value: Any) -> bool:
+    """Whether a number makes a difference: it is not 0, or traced, and may be anything."""
+    return isinstance(value, jax.core.Tracer) or bool(value)
+
+
 def flag(name: str, value: Any) -> None:
     """ValueError unless value is True or False."""
     if not isinstance(value, bool):

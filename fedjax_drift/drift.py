@@ -23,7 +23,7 @@ from fedjax_drift.engine import (
     TestRows,
     answers,
     client_work,
-    deal,
+    deal_out,
     gather,
     look_up,
     over_clients,
@@ -156,7 +156,7 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     chosen = jnp.zeros(N + 1, bool).at[today.cohort.id].set(True).at[N].set(False)
     everyone = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
     everyone = jax.tree.map(lambda a, own: a.at[today.asked].set(own, mode="drop"), everyone, today.held)
-    order, ragged = deal(engine, everyone.steps)
+    _, _, dealt = deal_out(engine, everyone, everyone.steps)
 
     def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         chosen, S = shared.given
@@ -170,8 +170,6 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
         return (of_all, of_gap, p * tree.dot(g, g)), ()
 
     given = (chosen, chosen.sum().astype(shared.lr.dtype))
-    dealt = jax.tree.map(lambda a: a[order], everyone)
-    dealt = dealt._replace(id=jnp.where(ragged, N, dealt.id), size=jnp.where(ragged, 0, dealt.size))
     (grad_f, gap, square), _ = over_clients(engine, one, shared._replace(given=given), dealt, ())
     norm2 = tree.dot(grad_f, grad_f)
     return {

@@ -151,14 +151,14 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
     asked, N = cohort.id, engine.num_clients
     if engine.redeal is not None:
         rows, cohort = deal_anew(engine, engine.redeal, jax.random.fold_in(key, N), cohort, rows)
-    held, absent = cohort, Client(*map(jnp.int32, (N, 0, 0, 0, engine.bank_rows)))
+    held = cohort
     if engine.failures is not None:
         keys = jax.random.fold_in(state.key, failures.DEVICES), jax.random.fold_in(key, N + 1)
-        cohort = failures.fail(engine.failures, *keys, cohort, absent, mean_steps(engine))
+        cohort = failures.fail(engine.failures, *keys, cohort, absent(engine), mean_steps(engine))
     lr = jnp.asarray(engine.local.lr * engine.local.lr_decay ** state.round.astype(float), float)
     # Where rows are cut over the devices, what one of them can be dealt is bounded by sizes: see `rows_by_rank`.
-    order, ragged = deal(engine, cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size))
-    dealt = jax.tree.map(lambda none, a: jnp.where(ragged, none, a[order]), absent, cohort)
+    steps = cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size)
+    order, ragged, dealt = deal_out(engine, cohort, steps)
     order, dealt = on_all(engine, (order, dealt))  # each device works it out, rather than a part of it and then asks
     bank = () if engine.sharded else state.clients
     return Plan(Shared(state.server, rows, key, state.round, lr, bank), asked, held, cohort, order, ragged, dealt)
@@ -191,6 +191,11 @@ def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
     known = jnp.clip(ids, 0, N - 1)
     size, place = jnp.where(present, rows.sizes[known], 0), jnp.where(present, ids, engine.bank_rows)
     return Client(jnp.where(present, ids, N), size, rows.offsets[known], engine.local.steps(size), place)
+
+
+def absent(engine: Engine) -> Client:
+    """Nobody."""
+    return Client(*map(jnp.int32, (engine.num_clients, 0, 0, 0, engine.bank_rows)))
 
 
 def over_clients(
@@ -516,6 +521,13 @@ def deal(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
     order = jnp.argsort(-steps, stable=True)
     places = back_and_forth(D, -(-K // (D * L)), L)
     return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)
+
+
+def deal_out(engine: Engine, clients: Client, steps: jax.Array) -> tuple[jax.Array, jax.Array, Client]:
+    """`deal` by these steps [K], and the clients [K] where they train, [D, G, L]; absent ones in empty places."""
+    order, ragged = deal(engine, steps)
+    dealt = jax.tree.map(lambda none, a: jnp.where(ragged, none, a[order]), absent(engine), clients)
+    return order, ragged, dealt
 
 
 def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Array) -> Work:

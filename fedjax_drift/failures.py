@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import checks
+from fedjax_drift.sharding import traced
 
 if TYPE_CHECKING:
     from fedjax_drift.engine import Client
@@ -33,7 +34,7 @@ class Failures(NamedTuple):
     @property
     def any(self) -> bool:
         """Whether anything can go wrong at all."""
-        maybe = _traced(self.dropout, self.stragglers) or self.dropout > 0 or self.stragglers > 0
+        maybe = checks.used(self.dropout) or checks.used(self.stragglers)
         return maybe or self.deadline is not None or self.most is not None
 
 
@@ -57,7 +58,7 @@ def check(
         "1.3 asks 30 % more clients than are needed",
     )
     asked = _asked(over_selection, K)
-    if not _traced(speed_spread) and speed_spread and deadline is None and asked == K:
+    if not traced(speed_spread) and speed_spread and deadline is None and asked == K:
         raise ValueError(
             f"speed_spread needs a deadline or over_selection, which it acts through, got {speed_spread} alone: "
             "pass deadline=1.5, for example"
@@ -73,9 +74,10 @@ def fail(how: Failures, devices: jax.Array, key: jax.Array, cohort: Client, abse
 
     def one(client: Client) -> tuple[Client, jax.Array]:
         drops, straggles, part = jax.random.uniform(jax.random.fold_in(key, client.id), (3,))
-        some = 1 + (part * (client.steps - 1)).astype(jnp.int32)  # 1..K_i - 1, each as likely
-        steps = jnp.where(straggles < how.stragglers, jnp.clip(some, 1, jnp.maximum(client.steps - 1, 1)), client.steps)
-        steps = jnp.minimum(steps, client.steps)
+        K_i = client.steps
+        most = jnp.maximum(K_i - 1, jnp.minimum(K_i, 1))  # of one step, or none, there is no part
+        some = jnp.minimum(1 + (part * (K_i - 1)).astype(jnp.int32), most)  # 1..K_i - 1, each as likely
+        steps = jnp.where(straggles < how.stragglers, some, K_i)
         slowness = jnp.exp(how.speed_spread * jax.random.normal(jax.random.fold_in(devices, client.id)))
         time = steps / mean_steps * slowness
         answers = (drops >= how.dropout) & (client.id != absent.id)
@@ -93,7 +95,3 @@ def fail(how: Failures, devices: jax.Array, key: jax.Array, cohort: Client, abse
 
 def _asked(over_selection: Any, K: int) -> int:
     return math.ceil(round(over_selection * K, 9))  # 1.1 * 50 is 55, and a little more in floating point
-
-
-def _traced(*values: Any) -> bool:
-    return any(isinstance(value, jax.core.Tracer) for value in values)

@@ -163,7 +163,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> tuple[Pa
     except Exception as error:
         raise ValueError(
             f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     default_loss = model.loss is cross_entropy
     for kind, y in (("training", data.y), ("test", data.y_test)):
@@ -189,7 +189,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> tuple[Pa
     except Exception as error:
         raise ValueError(
             f"the loss does not accept logits {[*logits.shape]} with labels {[B, *data.y.shape[1:]]}: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     if loss != (B,):
         raise ValueError(
@@ -213,5 +213,6 @@ def _check_range(array: np.ndarray) -> None:
         )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of its message, or its name."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -41,10 +41,7 @@ def identity(sim: Simulation, config: Mapping[str, Any] | None = None) -> dict[s
     }
     kept = "on the devices" if sim.bank in ("device", "sharded") else "on the host" if sim.bank == "host" else "files"
     expected = sim._expected
-    shapes = {
-        "server": expected.server,
-        "client": jax.eval_shape(lambda clients: jax.tree.map(lambda leaf: leaf[0], clients), expected.clients),
-    }
+    shapes = {"server": expected.server, "client": jax.eval_shape(sim.algorithm.init_client, expected.params)}
     return {
         "algorithm": sim.algorithm.name,
         **settings(sim.algorithm, "algorithm"),
@@ -165,5 +162,9 @@ def _crc(array: np.ndarray) -> str:
     if array.nbytes > MOST_BYTES:
         share = max(1, int(len(array) * MOST_BYTES / array.nbytes))
         rows = array[np.linspace(0, len(array) - 1, share).astype(np.int64)]
-    content = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
-    return f"{array.dtype}{list(array.shape)}, crc32 {zlib.crc32(content):08x}"
+    return f"{array.dtype}{list(array.shape)}, crc32 {crc32(rows):08x}"
+
+
+def crc32(array: np.ndarray) -> int:
+    """Of an array's bytes."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -63,7 +63,7 @@ class LocalTraining:
                 raise ValueError(
                     f"optimizer must be an optax transformation such as optax.scale_by_adam(), got {self.optimizer!r}"
                 )
-            if _used(self.momentum):
+            if checks.used(self.momentum):
                 raise ValueError(
                     f"momentum must be 0 when an optimizer is given, got {self.momentum}: the optimizer replaces it"
                 )
@@ -73,15 +73,15 @@ class LocalTraining:
         return optax.chain(
             optax.identity(),  # a chain needs at least one link
             *[optax.clip_by_global_norm(self.clip_norm)] * (self.clip_norm is not None),
-            *[optax.add_decayed_weights(self.weight_decay)] * _used(self.weight_decay),
-            *[optax.trace(self.momentum)] * _used(self.momentum),
+            *[optax.add_decayed_weights(self.weight_decay)] * checks.used(self.weight_decay),
+            *[optax.trace(self.momentum)] * checks.used(self.momentum),
             *([self.optimizer] if self.optimizer is not None else []),
         )
 
     @property
     def has_memory(self) -> bool:
         """Whether a step depends on earlier ones: momentum, or an optimizer."""
-        return self.optimizer is not None or _used(self.momentum)
+        return self.optimizer is not None or checks.used(self.momentum)
 
     def steps(self, sizes: Any) -> Any:
         """K_i for a client, or clients, of ``sizes`` rows."""
@@ -91,10 +91,6 @@ class LocalTraining:
         values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
         changed = [f"{name}={v}" for name, v, default in values if isinstance(v, jax.core.Tracer) or v != default]
         return f"LocalTraining({', '.join(changed)})"
-
-
-def _used(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer) or bool(value)
 
 
 def shuffle(key: jax.Array, size: jax.Array, longest: jax.Array, length: int) -> jax.Array:

@@ -145,16 +145,32 @@ def test_an_interrupt_anywhere_in_a_commit_leaves_a_round_boundary(bank, tmp_pat
     assert moment > 30
 
 
-KILLED = """
+# Children commit until they are killed, forked from a process that has not started JAX.
+KILLS = """
 import os, random, signal, sys, time
 import numpy as np
 from fedjax_drift.bank import Bank
 
 path, N, K = sys.argv[1], 30, 6
-initial = {"a": np.zeros(3_000, np.float32), "b": np.int64(0)}
 
 def ids_of(round):
     return np.random.default_rng(round).choice(N, K, replace=False)
+
+def kills(number, shortest):
+    Bank.create(initial, N, path).close()
+    random.seed(0)
+    for kill in range(number):
+        child = os.fork()
+        if child == 0:
+            commit_for_ever()
+        time.sleep(shortest + 0.02 * random.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        yield kill
+"""
+
+COMMITS = """
+initial = {"a": np.zeros(3_000, np.float32), "b": np.int64(0)}
 
 def commit_for_ever():
     bank = Bank.open(path, initial, N)
@@ -162,16 +178,8 @@ def commit_for_ever():
         round = bank.round + 1
         bank.commit(ids_of(round), {"a": np.full((K, 3_000), round, np.float32), "b": np.full(K, round)}, round)
 
-Bank.create(initial, N, path).close()
-random.seed(0)
 checked, last = 0, np.zeros(N)
-for kill in range(30):
-    child = os.fork()
-    if child == 0:
-        commit_for_ever()
-    time.sleep(0.002 + 0.02 * random.random())
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+for kill in kills(30, 0.002):
     with Bank.open(path, initial, N) as bank:
         for round in range(checked + 1, bank.round + 1):
             last[ids_of(round)] = round
@@ -181,24 +189,8 @@ for kill in range(30):
 print("rounds", checked)
 """
 
-
-def test_a_kill_at_any_moment_leaves_the_last_commit(tmp_path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path / "bank")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 30
-
-
-PINNED = """
-import os, random, signal, sys, time
-import numpy as np
-from fedjax_drift.bank import Bank
-
-path, N, K = sys.argv[1], 30, 6
+PINS = """
 initial = {"a": np.zeros(300, np.float32)}
-
-def ids_of(round):
-    return np.random.default_rng(round).choice(N, K, replace=False)
 
 def commit_for_ever():
     bank = Bank.open(path, initial, N)
@@ -216,16 +208,8 @@ def states(round):
         last[ids_of(r)] = r
     return last[:, None]
 
-Bank.create(initial, N, path).close()
-random.seed(0)
 checked = 0
-for kill in range(20):
-    child = os.fork()
-    if child == 0:
-        commit_for_ever()
-    time.sleep(0.005 + 0.02 * random.random())
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+for kill in kills(20, 0.005):
     with Bank.open(path, initial, N) as bank:
         pins = bank.pins
         assert (bank.gather(np.arange(N))["a"] == states(bank.round)).all()
@@ -238,11 +222,12 @@ print("pins", checked)
 """
 
 
-def test_a_kill_at_any_moment_leaves_every_pin(tmp_path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", PINNED, str(tmp_path / "bank")]
+@pytest.mark.parametrize(("program", "least"), [(COMMITS, 30), (PINS, 20)], ids=["the_last_commit", "every_pin"])
+def test_a_kill_at_any_moment_leaves(program, least, tmp_path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", KILLS + program, str(tmp_path / "bank")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 20
+    assert int(done.stdout.split()[-1]) > least
 
 
 def test_a_pin_is_a_way_back(tmp_path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,8 +31,7 @@ KINDS = ("run", "run, checkpoints", "run, host bank", "round_fn")
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     for kind in KINDS:
         own = ["--kind", kind, "--rounds", str(arguments.rounds), "--model", arguments.model]
-        output = measure.run([sys.executable, __file__, *own, *["--quick"] * arguments.quick])
-        found = json.loads(output.splitlines()[-1])
+        found = measure.own_process(__file__, own, arguments)
         resident, seconds = found["resident"], found["seconds"]
         note = f"{resident[1] / 2**20:.0f} MiB then"
         grown = resident[-1] / resident[1]

@@ -279,6 +279,12 @@ def model(name: str) -> Any:
     return fd.Model.from_linen(CNN(*network[2:4], network.classes, *network.dropout), network.image)
 
 
+def own_process(script: str, options: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the script, run again with these options, prints in its last line, as JSON."""
+    command = [sys.executable, script, *options, *["--quick"] * arguments.quick]
+    return json.loads(run(command).splitlines()[-1])
+
+
 def run(command: Sequence[str]) -> str:
     """What the command prints; on failure the program ends with its message."""
     done = subprocess.run(command, capture_output=True, text=True)

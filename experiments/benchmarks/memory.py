@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 
 import jax
@@ -28,8 +27,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     peaks = []
     for K in cohorts:
         own = ["--cohort", str(K), "--lanes", str(arguments.lanes), "--model", arguments.model]
-        output = measure.run([sys.executable, __file__, *own, *["--quick"] * arguments.quick])
-        found = json.loads(output.splitlines()[-1])
+        found = measure.own_process(__file__, own, arguments)
         peaks.append(found["peak"])
         yield measure.row(f"{K:,} a round, beside the round's arguments", found["temporary"] / 2**20, "MiB")
         yield measure.row(f"{K:,} a round, peak of the {found['where']}", found["peak"] / 2**20, "MiB")
