@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
 import math
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -29,35 +27,19 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift import options
 from fedjax_drift.checkpoint import lock_folder, unused
 from fedjax_drift.checks import nearest
-from fedjax_drift.data.datasets import CLASSES, DATASETS
-from fedjax_drift.drift import MEASURES
-from fedjax_drift.models import MODELS, num_parameters
+from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.options import HIDDEN, Parser, add, add_data, add_run, count, count0, file_name, load, spec
 from fedjax_drift.sharding import agree, first_does, spans_processes
 
-PARTITIONS: dict[str, Callable[..., fd.partition.Partition]] = {
-    "iid": fd.partition.iid,
-    "dirichlet": fd.partition.dirichlet,
-    "shards": fd.partition.shards,
-    "by_writer": fd.partition.by_writer,
-}
-DEFAULT_MODEL = {
-    "synthetic": "linear",
-    "glyphs": "lenet5",
-    "femnist": "lenet5",
-    "mnist": "mnist_2nn",
-    "fashion_mnist": "mnist_2nn",
-    "cifar10": "cifar_cnn",
-}
 RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
 CONFIGURED = (
     "dataset",
@@ -69,7 +51,6 @@ CONFIGURED = (
     "measure",
 )  # may not: see `Checkpoints`
 NAME_WIDTH = 22  # of an algorithm in the table, which then has 80 columns
-FAILURES = ("dropout", "stragglers", "over_selection", "deadline", "speed_spread")
 QUICKSTART = ("fedavg", "fedprox:mu=0.1", "fedavgm:beta=0.7")
 
 RUN_EXAMPLES = """\
@@ -105,14 +86,6 @@ examples:
   fedjax-drift data mnist --partition dirichlet:0.3 --clients 100
   fedjax-drift data synthetic:variant=fedprox --output runs/look
 """
-
-
-class Spec(NamedTuple):
-    """What was written as NAME or NAME:key=value,key=value."""
-
-    text: str
-    name: str
-    options: dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,16 +163,8 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 # What was typed.
 
 
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see {self.prog} --help)")
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="fedjax-drift", description="Federated learning for the study of drift.")
+    parser = Parser(prog="fedjax-drift", description="Federated learning for the study of drift.")
     parser.add_argument("--version", action="version", version=f"fedjax-drift {fd.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers = {}
@@ -228,10 +193,10 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     """What was typed, or with `run --resume OUTPUT` what was typed then, and OUTPUT; ValueError unless it can go on."""
     if argv[:1] != ["run"] or not any(word.partition("=")[0] == "--resume" for word in argv):
         return argv, None
-    parser = _Parser(prog="fedjax-drift run", add_help=False)
+    parser = Parser(prog="fedjax-drift run", add_help=False)
     parser.add_argument("--resume", type=Path, required=True)
     for flag in RESUMED:
-        kind = {"action": "store_true"} if flag == "--no-progress" else {"type": _count} if flag == "--rounds" else {}
+        kind = {"action": "store_true"} if flag == "--no-progress" else {"type": count} if flag == "--rounds" else {}
         parser.add_argument(flag, **kind)
     parser.add_argument("--distributed", nargs="?", const=True)  # never as before: ports and numbers may differ
     args, unknown = parser.parse_known_args(argv[1:])
@@ -258,98 +223,13 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
 def _fill_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]\n       %(prog)s --resume OUTPUT"
     parser.description = "Simulates algorithms on a data set, one after another, and compares them."
-    local = fd.LocalTraining()
-    _add_data(parser.add_argument_group("data"), required=True)
-    group = parser.add_argument_group("what is simulated")
-    group.add_argument(
-        "--algorithm",
-        action="append",
-        metavar="NAME[:key=value,...]",
-        required=True,
-        help=f"one of {', '.join(ALGORITHMS)}; options are those of fd.algorithms.NAME, e.g. fedprox:mu=0.01. "
-        "Give it several times to compare algorithms on the same data, cohorts and initial model",
-    )
-    _add(
-        group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
-        "mnist_2nn for mnist and fashion_mnist, cifar_cnn for cifar10, linear for synthetic)",
-    )  # fmt: skip
-    group.add_argument("--cosine", action="store_true", help="the model's logits are cosines, which lfd needs")
-    _add(group, "--rounds", "N", "rounds", _count, 50)
-    _add(group, "--cohort", "K", "clients a round", _count, 10)
-    _add(
-        group, "--sampling", "KIND", "uniform: exactly K clients; bernoulli: each with probability K/N", str, "uniform"
-    )
-    _add(
-        group, "--redeal", "evenly|ALPHA", "every round, pool the cohort's rows and deal them anew: evenly (period "
-        "drift only), or each label by Dirichlet(ALPHA) (client drift only, with --partition iid)", _redeal,
-    )  # fmt: skip
-    group = parser.add_argument_group("local training, the same for every client")
-    _add(group, "--epochs", "E", "passes over a client's rows in a round", int, local.epochs)
-    _add(group, "--batch-size", "B", "rows a step", int, local.batch_size)
-    _add(group, "--lr", "LR", "step size in round 0", float, local.lr)
-    _add(group, "--lr-decay", "FACTOR", "round t uses LR * FACTOR^t", float, local.lr_decay)
-    _add(group, "--momentum", "BETA", "in [0, 1); starts afresh every round", float, local.momentum)
-    _add(group, "--weight-decay", "LAMBDA", "adds LAMBDA * parameters to the gradient", float, local.weight_decay)
-    _add(group, "--clip-norm", "NORM", "clip gradients to this global norm (default: no clipping)", float)
-    _add(
-        group, "--on-nonfinite", "WHAT", "with a client whose update is NaN or infinite: keep (averaged like any "
-        "other), drop_client or raise, which stops the algorithm", str, "keep",
-    )  # fmt: skip
-    group = parser.add_argument_group("clients that fail, or must not stand out")
-    _add(group, "--dropout", "P", "probability that a client asked does not answer", float, 0.0)
-    _add(group, "--stragglers", "P", "probability that a client does only part of its local steps", float, 0.0)
-    _add(group, "--over-selection", "R", "ask R times as many clients; those that answer first count", float, 1.0)
-    _add(
-        group, "--deadline", "T", "who takes longer does not count; 1: a client of mean size on a median device "
-        "(default: none)", float,
-    )  # fmt: skip
-    _add(group, "--speed-spread", "SIGMA", "log-normal spread of the devices' speeds", float, 0.0)
-    _add(group, "--clip-updates", "NORM", "scale what a client sends down to this norm (default: no clipping)", float)
-    _add(
-        group, "--noise-multiplier", "Z", "differential privacy: clients weigh alike, and noise of Z * NORM is "
-        "added to their sum; needs --clip-updates and --sampling bernoulli", float,
-    )  # fmt: skip
-    group = parser.add_argument_group("what is measured of drift, and drawn")
-    group.add_argument(
-        "--measure",
-        action="extend",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME[,NAME...]",
-        help="; ".join(f"{name}: {what}" for name, what in MEASURES.items()) + ". Clients are trained again for it",
-    )
-    _add(group, "--measure-every", "N", "rounds between measurements (default: 1)", _count)
-    group = parser.add_argument_group("execution")
-    _add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", _count0, 1)
-    _add(
-        group, "--devices", "N", "CPU devices to share a round (default: one per core, with --distributed one; no "
-        "effect on a GPU)", _count,
-    )  # fmt: skip
-    group.add_argument(
-        "--distributed",
-        nargs="?",
-        const=(None, None, None),
-        type=_processes,
-        metavar="HOST:PORT,P,I",
-        help="this is one of several processes started with the same command, as by srun or mpirun; where nobody tells "
-        "them of each other: the address of the first, how many there are, and the number of this one, from 0",
-    )
-    _add(group, "--lanes", "L", "clients trained side by side on one device", _lanes, "auto")
-    group.add_argument("--bfloat16", action="store_true", help="networks compute in bfloat16; parameters stay float32")
-    group.add_argument(
-        "--stream",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="leave the rows in host memory and send each round its cohort's (default: auto, where they fill a device)",
-    )
-    bank = "where client states are kept: auto, device, sharded, host, or a new folder for files of them"
-    _add(group, "--bank", "WHERE", bank, str, "auto")
+    group = add_run(parser)
     _add_output(group)
     group = parser.add_argument_group("runs that survive")
-    _add(group, "--resume", "OUTPUT", "go on with the run of that folder; see below")
-    _add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: by the clock alone)", _count)
-    _add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; each algorithm's end has one", float, 60.0)
-    _add(group, "--keep", "K", "checkpoints that an algorithm keeps, beside its best; 0: none are made", _count0, 3)
+    add(group, "--resume", "OUTPUT", "go on with the run of that folder; see below")
+    add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: by the clock alone)", count)
+    add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; each algorithm's end has one", float, 60.0)
+    add(group, "--keep", "K", "checkpoints that an algorithm keeps, beside its best; 0: none are made", count0, 3)
     parser.set_defaults(command=_run, resumed=False)
 
 
@@ -361,10 +241,10 @@ def _fill_quickstart(parser: argparse.ArgumentParser) -> None:
         "Prints a table and writes config.json, rounds.jsonl and curves.png.",
         78,
     )
-    _add(parser, "--writers", "N", "clients of the federation", _count, 3400)
-    _add(parser, "--cohort", "K", "writers a round (default: 100, or all if there are fewer)", _count)
-    _add(parser, "--rounds", "N", "rounds of each algorithm", _count, 15)
-    _add(parser, "--seed", "N", "of the images, the cohorts and the initial model", _seed, 0)
+    add(parser, "--writers", "N", "clients of the federation", count, 3400)
+    add(parser, "--cohort", "K", "writers a round (default: 100, or all if there are fewer)", count)
+    add(parser, "--rounds", "N", "rounds of each algorithm", count, 15)
+    add(parser, "--seed", "N", "of the images, the cohorts and the initial model", options.seed, 0)
     _add_output(parser)
     parser.set_defaults(command=_quickstart)
 
@@ -376,159 +256,19 @@ def _fill_data(parser: argparse.ArgumentParser) -> None:
         "With a name: prints the sizes of its clients and writes federation.png, their label mixes and sizes.",
         78,
     )
-    _add_data(parser, required=False)
+    add_data(parser, required=False)
     _add_output(parser, progress=False)
     parser.set_defaults(command=_data)
 
 
-def _add_data(group: Any, required: bool) -> None:
-    text = f"one of {', '.join(DATASETS)}; options, for example, glyphs:num_writers=500 or synthetic:alpha=1,beta=1"
-    if required:
-        group.add_argument("--dataset", required=True, metavar="NAME[:key=value,...]", help=text)
-    else:
-        group.add_argument("dataset", nargs="?", metavar="NAME[:key=value,...]", help=text)
-    _add(
-        group, "--partition", "RECIPE", "how rows are dealt to clients. iid; dirichlet:ALPHA (small ALPHA: few labels "
-        "a client) or dirichlet:ALPHA:prior=class; shards:S (S blocks of the sorted labels each); by_writer "
-        "(default: the clients that come with glyphs, femnist and synthetic, iid for the others)",
-    )  # fmt: skip
-    _add(group, "--clients", "N", "clients to deal the rows to (default: 100)", _count)
-    _add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
-    _add(group, "--data-dir", "DIR", "the npz files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
-    _add(group, "--seed", "N", "of all that is random: data, partition, cohorts, initial model", _seed, 0)
-
-
 def _add_output(group: Any, progress: bool = True) -> None:
-    _add(group, "--output", "DIR", "folder for the results, new or empty (default: runs/WHAT-TIME)", Path)
+    add(group, "--output", "DIR", "folder for the results, new or empty (default: runs/WHAT-TIME)", Path)
     group.add_argument("--force", action="store_true", help="write into DIR even if it holds files")
     if progress:
         group.add_argument("--no-progress", action="store_true", help="no progress bars")
 
 
-def _add(group: Any, flag: str, metavar: str, text: str, kind: Callable[[str], Any] = str, default: Any = None) -> None:
-    text += "" if default is None else f" (default: {default})"
-    group.add_argument(flag, metavar=metavar, type=kind, default=default, help=text.replace("%", "%%"))
-
-
-def _count(text: str, lowest: int = 1) -> int:
-    if not re.fullmatch(r"[+-]?\d+", text) or int(text) < lowest:
-        raise argparse.ArgumentTypeError(f"must be an integer >= {lowest}, got {text!r}")
-    return int(text)
-
-
-def _count0(text: str) -> int:
-    return _count(text, 0)
-
-
-def _processes(text: str) -> tuple[str, int, int]:
-    if not (match := re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", text)):
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT,P,I, such as node0:1234,4,0, got {text!r}")
-    return match[1], int(match[2]), int(match[3])
-
-
-def _seed(text: str) -> int:
-    if _count(text, 0) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be below 2^32, got {text!r}")
-    return int(text)
-
-
-def _redeal(text: str) -> float | str:
-    if text == "evenly":
-        return text
-    alpha = _value(text)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise argparse.ArgumentTypeError(f"must be evenly or a number > 0, got {text!r}")
-    return float(alpha)
-
-
-def _lanes(text: str) -> int | str:
-    return text if text == "auto" else _count(text)
-
-
-def _spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]], hidden: Sequence[str] = ()) -> Spec:
-    """NAME[:value][:key=value,...] against the factory's signature; ``hidden`` parameters have flags of their own."""
-    name, *items = [part for part in re.split("[:,]", text) if part] or [""]
-    if name not in factories:
-        raise ValueError(f"{kind} must be one of {', '.join(factories)}, got {name!r}{nearest(name, factories)}")
-    signature = inspect.signature(factories[name]).parameters
-    known = {key: p for key, p in signature.items() if key not in hidden}
-    listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
-    options: dict[str, Any] = {}
-    for key, equals, value in (item.partition("=") for item in items):
-        if not equals:  # dirichlet:0.3
-            key, value = next((k for k in known if k not in options), ""), key
-        if key not in known:
-            wrong = f"option {key!r}" if key else f"value {value!r}"
-            raise ValueError(f"{kind} {name}: unknown {wrong}: {listed}{nearest(key, known)}")
-        if key in options:
-            raise ValueError(f"{kind} {name}: option {key!r} must be given once, got it twice in {text!r}")
-        options[key] = _option(value, known[key].default)
-        if isinstance(known[key].default, bool) and not isinstance(options[key], bool):
-            raise ValueError(f"{kind} {name}: {key} must be true or false, got {value!r}")
-    missing = [key for key, p in known.items() if p.default is p.empty and key not in options]
-    if missing:
-        wanted = ",".join(f"{key}=VALUE" for key in missing)
-        raise ValueError(f"{kind} {name} needs {' and '.join(missing)}, got {text!r}: write {name}:{wanted}")
-    return Spec(text, name, options)
-
-
-def _option(text: str, default: Any) -> Any:
-    if isinstance(default, str):  # "none" is a word here
-        return text
-    return tuple(_value(part) for part in text.split("+")) if isinstance(default, tuple) else _value(text)
-
-
-def _value(text: str) -> bool | int | float | str | None:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
-
-
 # What is to be done with it.
-
-
-def _load(args: argparse.Namespace, dataset: Spec) -> tuple[fd.FederatedData, str]:
-    """The federation, and the partition in words."""
-    recipe = _recipe(args, dataset)
-    data = fd.datasets.load(dataset.name, recipe, args.data_dir, seed=args.seed, **dataset.options)
-    return data, repr(recipe) if recipe else "the data set's own clients"
-
-
-def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition | None:
-    natural = dataset.name in ("glyphs", "femnist", "synthetic")
-    if args.partition is None and natural:
-        for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
-            if value is not None:
-                raise ValueError(
-                    f"{flag} needs --partition, got {value}: without one, {dataset.name} keeps its own clients; "
-                    "add --partition iid, for example"
-                )
-        return None
-    hidden = ("num_clients", "seed", "size_sigma")
-    spec = _spec("partition", args.partition or "iid", PARTITIONS, hidden)
-    factory = PARTITIONS[spec.name]
-    given = {"num_clients": 100 if args.clients is None else args.clients, "seed": args.seed}
-    given["size_sigma"] = 0.0 if args.size_sigma is None else args.size_sigma
-    takes = inspect.signature(factory).parameters
-    for key, flag in (("num_clients", "clients"), ("size_sigma", "size-sigma")):
-        value = args.clients if key == "num_clients" else args.size_sigma
-        if value is not None and key not in takes:
-            raise ValueError(f"--{flag} has no effect on {spec.name}, got {value}: leave it out, or choose dirichlet")
-    return factory(**{k: v for k, v in given.items() if k in takes}, **spec.options)
-
-
-def _model(args: argparse.Namespace, dataset: Spec, data: fd.FederatedData) -> tuple[Spec, fd.Model]:
-    spec = _spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape",))
-    highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
-    own = {"num_classes": max(CLASSES[dataset.name], highest + 1), "input_shape": data.x.shape[1:]}
-    own |= {"cosine": True} if args.cosine else {}
-    takes = inspect.signature(MODELS[spec.name]).parameters
-    spec = spec._replace(options={k: v for k, v in own.items() if k in takes} | spec.options)
-    return spec, MODELS[spec.name](**spec.options)
 
 
 def _output(args: argparse.Namespace, what: str) -> Path:
@@ -552,76 +292,16 @@ def _output(args: argparse.Namespace, what: str) -> Path:
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     """Checks and reads everything; what it returns does the work."""
-    dataset = _spec("data set", args.dataset, DATASETS, hidden=("data_dir", "seed", "natural"))
-    specs = [_spec("algorithm", text, ALGORITHMS) for text in args.algorithm]
-    names = [spec.text for spec in specs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"--algorithm must be different each time, got {name!r} {names.count(name)} times")
-    local = fd.LocalTraining(
-        args.epochs, args.batch_size, args.lr, args.lr_decay, args.momentum, args.weight_decay, args.clip_norm
-    )
-    algorithms = {spec.text: _algorithm(spec) for spec in specs}
-    measure_every = _measure_every(args)
-    output = _output(args, "-".join([dataset.name, *dict.fromkeys(spec.name for spec in specs)])[:80])
-    try:
-        if not args.distributed:
-            fd.use_cpu_devices(args.devices)
-    except RuntimeError as error:  # JAX has started, as in a notebook: its devices are kept
-        if args.devices is not None:
-            raise ValueError(f"--devices must be set before JAX starts, got {args.devices}: leave it out") from error
-    data, dealt = _load(args, dataset)
-    if args.redeal is not None:
-        data = data.redealt(None if args.redeal == "evenly" else args.redeal)
-    model_spec, model = _model(args, dataset, data)
-    for name, algorithm in algorithms.items():
-        if "cosine" in algorithm.requires and not model.cosine:
-            raise ValueError(
-                f"{name} needs a model whose logits are cosines, got {model_spec.name} without: add --cosine"
-            )
-
-    computed = model.computing_in(jnp.bfloat16) if args.bfloat16 else model
-    options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
-    options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure, "aggregation": _aggregation(args)}
-    options |= {name: getattr(args, name) for name in FAILURES}
-    options["stream"] = {"auto": "auto", "yes": True, "no": False}[args.stream]
-    simulations = {
-        name: fd.Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), **options)
-        for name, algorithm in algorithms.items()
-    }
+    specs = options.specs(args)
+    output = _output(args, "-".join([args.dataset.partition(":")[0], *dict.fromkeys(s.name for s in specs)])[:80])
+    simulations, params, config = options.asked(args)
+    names = list(simulations)
     config = {
         "command": shlex.join(["fedjax-drift", *argv]),
-        "dataset": {"name": dataset.name, **dataset.options},
-        "partition": dealt,
-        "source": {entry["name"]: entry["found"] for entry in fd.datasets.describe(args.data_dir)}[dataset.name],
-        "data": _summary(data),
-        "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
-        "algorithms": {spec.text: _resolved(spec) for spec in specs},
-        "local": {f.name: getattr(local, f.name) for f in dataclasses.fields(local) if f.name != "optimizer"},
-        "rounds": args.rounds,
-        "cohort_size": args.cohort,
-        "sampling": args.sampling,
-        "redeal": data.redeal,
-        "on_nonfinite": args.on_nonfinite,
-        "failures": {name: getattr(args, name) for name in FAILURES},
-        "aggregation": simulations[names[0]].aggregation.name,
-        "measure": {"names": args.measure, "every": measure_every},
-        "eval_every": args.eval_every,
-        "seed": args.seed,
-        "lanes": simulations[names[0]].lanes,
-        "bfloat16": args.bfloat16,
-        "stream": args.stream,
-        "bank": {name: sim.bank for name, sim in simulations.items()},
+        **config,
         "checkpoints": {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep},
-        "devices": {"platform": jax.default_backend(), "count": jax.device_count()},
-        "processes": jax.process_count(),
-        "versions": {
-            "fedjax_drift": fd.__version__, "jax": jax.__version__, "numpy": np.__version__,
-            "python": platform.python_version(), "platform": platform.platform(),
-        },
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }  # fmt: skip
-
+    }
     checkpoints = _checkpoints(args, config, output)
     progress = not args.no_progress and sys.stderr.isatty()
 
@@ -638,12 +318,15 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
             else:
                 first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()]))  # what --force replaces
 
+            def begin(sim: fd.Simulation) -> fd.ServerState:
+                return sim.init(jax.random.key(args.seed), params)
+
             def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> None:
                 sim = simulations[name]
-                state, history = before.pop(name) if name in before else (sim.init(jax.random.key(args.seed)), [])
+                state, history = before.pop(name) if name in before else (begin(sim), [])
                 sim.run(
                     state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
-                    measure_every=measure_every, checkpoints=checkpoints.get(name),
+                    measure_every=config["measure"]["every"], checkpoints=checkpoints.get(name),
                 )  # fmt: skip
 
             histories = {name: history for name, (_, history) in before.items()}
@@ -664,15 +347,6 @@ def _restored(
     return restored
 
 
-def _aggregation(args: argparse.Namespace) -> fd.aggregation.Aggregation | None:
-    norm, noise = args.clip_updates, args.noise_multiplier
-    if noise is None:
-        return None if norm is None else fd.aggregation.clipped(norm)
-    if norm is None:
-        raise ValueError(f"--noise-multiplier is relative to --clip-updates, got {noise} alone: add --clip-updates 1")
-    return fd.aggregation.private(norm, noise)
-
-
 def _delete(folders: Sequence[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -685,39 +359,8 @@ def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Pa
     if not args.keep:
         return {}
     how = {**config["checkpoints"], "config": {name: config[name] for name in CONFIGURED}}
-    folders = {name: f"{i}-{_file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
+    folders = {name: f"{i}-{file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
     return {name: fd.Checkpoints(output / "checkpoints" / folder, **how) for name, folder in folders.items()}
-
-
-def _bank(args: argparse.Namespace, algorithm: str) -> str:
-    """Where an algorithm's clients are kept: folders have one for each."""
-    where = args.bank
-    if where in ("auto", "device", "sharded", "host"):
-        return where
-    folder = Path(where) / _file_name(algorithm)
-    if not args.resumed and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--bank must be a new or empty folder, got {where}, which holds {folder}: choose another")
-    return str(folder)
-
-
-def _file_name(algorithm: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in algorithm)
-
-
-def _algorithm(spec: Spec) -> fd.Algorithm:
-    try:
-        return ALGORITHMS[spec.name](**spec.options)
-    except ValueError as error:
-        raise ValueError(f"algorithm {spec.text}: {error}") from error
-
-
-def _measure_every(args: argparse.Namespace) -> int:
-    every = args.measure_every
-    if every is not None and not args.measure:
-        raise ValueError(f"--measure-every needs --measure, got {every}: add --measure {','.join(MEASURES)}, or some")
-    if every is not None and every > args.rounds:
-        raise ValueError(f"--measure-every must be in 1..{args.rounds}, the rounds, got {every}: nothing is measured")
-    return every or 1
 
 
 def _simulate(
@@ -832,10 +475,10 @@ def _data(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     if args.dataset is None:
         listing = _listing(args.data_dir)
         return lambda: print(listing) or 0
-    dataset = _spec("data set", args.dataset, DATASETS, hidden=("data_dir", "seed", "natural"))
+    dataset = spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
     output = _output(args, f"data-{dataset.name}")
-    data, dealt = _load(args, dataset)
-    return lambda: _draw(data, dealt, output)
+    data = load(args)
+    return lambda: _draw(data, options.dealt(args), output)
 
 
 def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
@@ -843,7 +486,7 @@ def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
 
     output.mkdir(parents=True, exist_ok=True)
     plots.federation(data, output / "federation.png")
-    summary = _summary(data)
+    summary = options.summary(data)
     sizes, labels = summary["sizes"], summary["labels_per_client"]
     print(_lines({
         "data": f"{data.name}: {data.x.dtype}{list(data.x.shape[1:])} a row, {summary['classes']} labels",
@@ -858,25 +501,6 @@ def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
 
 
 # What is shown and written.
-
-
-def _summary(data: fd.FederatedData) -> dict[str, Any]:
-    counts = data.label_counts()
-    labels = (counts > 0).sum(axis=1)
-    return {
-        "clients": data.num_clients,
-        "rows": len(data.x),
-        "test_rows": 0 if data.x_test is None else len(data.x_test),
-        "row": f"{data.x.dtype}{list(data.x.shape[1:])}",
-        "classes": int((counts.sum(axis=0) > 0).sum()),
-        "sizes": {"min": int(data.sizes.min()), "median": float(np.median(data.sizes)), "max": int(data.sizes.max())},
-        "labels_per_client": {"min": int(labels.min()), "mean": float(labels.mean()), "max": int(labels.max())},
-    }
-
-
-def _resolved(spec: Spec) -> dict[str, Any]:
-    defaults = {k: p.default for k, p in inspect.signature(ALGORITHMS[spec.name]).parameters.items()}
-    return {"name": spec.name, **defaults, **spec.options}
 
 
 def _heading(config: Mapping[str, Any], output: Path) -> str:

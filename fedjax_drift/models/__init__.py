@@ -11,6 +11,7 @@ from typing import Any
 from fedjax_drift import checks, tree
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, MLP, ResNet18, SimpleCNN
+from fedjax_drift.models.pretrained import load_params, save_params
 from fedjax_drift.types import Model
 
 __all__ = [
@@ -22,9 +23,11 @@ __all__ = [
     "fedadc_cnn",
     "lenet5",
     "linear",
+    "load_params",
     "mnist_2nn",
     "mnist_cnn",
     "resnet18",
+    "save_params",
     "simple_cnn",
     "simple_fl_lenet",
 ]

@@ -1,0 +1,86 @@
+"""Parameters from files: a model's own, and PyTorch's ResNet-18."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+
+import jax
+import numpy as np
+
+from fedjax_drift.types import Model, Params
+
+STEM = "params/conv/kernel"
+TORCH_RESNET = re.compile(r"(?:layer(\d)\.(\d)\.)?(conv|bn|downsample\.)(\d)\.(weight|bias)")
+
+
+def save_params(params: Params, path: str | os.PathLike[str]) -> None:
+    """Writes parameters as an npz that `load_params` reads, one array a leaf, named by its path."""
+    named = {_name(where): np.asarray(leaf) for where, leaf in jax.tree.leaves_with_path(params)}
+    with open(path, "wb") as file:
+        np.savez(file, **named)  # type: ignore[arg-type]
+
+
+def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
+    """The model's parameters from an npz: those of `save_params`, or for `resnet18` those of torchvision's.
+
+    The latter are ``numpy.savez(path, **{k: v.numpy() for k, v in resnet18(weights="DEFAULT").state_dict().items()})``
+    in PyTorch: scales and biases of batch normalisation become those of group normalisation, running statistics are
+    left out, and the classifier, which has other classes, is drawn from key 0, as is the stem unless it is 7 x 7.
+
+    Raises FileNotFoundError without the file; ValueError for one that is no npz or whose arrays don't fit the model.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as npz:
+            arrays = {name: npz[name] for name in npz.files}
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise ValueError(
+            f"cannot read parameters from {path}: it is no npz ({error}): write it with save_params"
+        ) from error
+    shapes, drawn = _shapes(model), set[str]()
+    if "layer1.0.conv1.weight" in arrays:
+        arrays = dict(filter(None, map(_of_torch, arrays, arrays.values())))
+        other_stem = _shape(arrays, STEM) != shapes.get(STEM)
+        drawn = {name for name in shapes if "classifier" in name or (name == STEM and other_stem)}
+    wrong = [name for name, shape in shapes.items() if name not in drawn and _shape(arrays, name) != shape]
+    if wrong:
+        got = _shape(arrays, wrong[0])
+        raise ValueError(
+            f"{path} must hold the model's parameters, got {'nothing' if got is None else f'shape {list(got)}'} for "
+            f"{wrong[0]}, which is {list(shapes[wrong[0]])} ({len(wrong)} of {len(shapes)} arrays don't fit): choose "
+            "the model it was saved from"
+        )
+    return jax.tree_util.tree_map_with_path(
+        lambda where, leaf: leaf if _name(where) in drawn else np.asarray(arrays[_name(where)], leaf.dtype),
+        model.init(jax.random.key(0)),
+    )
+
+
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    expected = jax.eval_shape(model.init, jax.random.key(0))
+    return {_name(where): leaf.shape for where, leaf in jax.tree.leaves_with_path(expected)}
+
+
+def _shape(arrays: dict[str, np.ndarray], name: str) -> tuple[int, ...] | None:
+    return arrays[name].shape if name in arrays else None
+
+
+def _name(path: tuple) -> str:
+    return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+
+
+def _of_torch(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
+    """Our name and layout of an array of torchvision's ResNet-18; None for what we don't have."""
+    if not (match := TORCH_RESNET.fullmatch(name)):
+        return None
+    stage, block, kind, number, what = match.groups()
+    conv = array.ndim == 4
+    if conv:
+        array = array.transpose(2, 3, 1, 0)
+    leaf = "kernel" if conv else {"weight": "scale", "bias": "bias"}[what]
+    if stage is None:
+        return f"params/{'conv' if conv else 'norm'}/{leaf}", array
+    which = 2 if kind == "downsample." else int(number) - 1
+    layer = f"{'Conv' if conv else 'GroupNorm'}_{which}"
+    return f"params/blocks_{2 * (int(stage) - 1) + int(block)}/{layer}/{leaf}", array
