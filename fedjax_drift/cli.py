@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift import options
+from fedjax_drift import experiment, options, report
 from fedjax_drift.checkpoint import lock_folder, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
@@ -85,6 +85,28 @@ examples:
   fedjax-drift data
   fedjax-drift data mnist --partition dirichlet:0.3 --clients 100
   fedjax-drift data synthetic:variant=fedprox --output runs/look
+"""
+EXPERIMENT_EXAMPLES = """\
+examples:
+  fedjax-drift experiment --list
+  fedjax-drift experiment feddc/table1 --rows mnist --seeds 3
+  fedjax-drift experiment fedadc/figure1 --methods FedADC,SlowMo --tune
+
+What is done is skipped: the results lie in OUTPUT/<paper>/<table>/<setting>/,
+a file for each method, a line for each seed. Ctrl-C or a kill loses at most
+half a minute, and the same command goes on. Then:
+
+  fedjax-drift report feddc/table1
+"""
+REPORT_EXAMPLES = """\
+examples:
+  fedjax-drift report feddc/table1
+  fedjax-drift report --all --results experiments/results
+
+Writes RESULTS/<paper>/<table>.md (ours, the paper's, the difference; how
+each cell was run) and <table>.png (the curves), and with --all the page of
+all tables, RESULTS/README.md, and what came of the papers' orderings,
+RESULTS/orderings.md.
 """
 
 
@@ -172,6 +194,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         ("quickstart", "compare three algorithms on generated handwriting, in a minute or two", None, _fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, _fill_run),
         ("data", "list the data sets, or draw what the clients of one hold", DATA_EXAMPLES, _fill_data),
+        ("experiment", "run a table of a paper", EXPERIMENT_EXAMPLES, _fill_experiment),
+        ("report", "put our numbers beside the paper's, and draw the curves", REPORT_EXAMPLES, _fill_report),
     ):
         subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
         fill(subparsers[name])
@@ -259,6 +283,52 @@ def _fill_data(parser: argparse.ArgumentParser) -> None:
     add_data(parser, required=False)
     _add_output(parser, progress=False)
     parser.set_defaults(command=_data)
+
+
+def _fill_experiment(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s NAME [options]\n       %(prog)s --list"
+    parser.description = textwrap.fill(
+        "Runs a table of a paper, from its file in experiments/: all methods on the same data, cohorts and initial "
+        "models.", 78,
+    )  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>, as --list shows them")
+    parser.add_argument(
+        "--list", action="store_true", help="list the tables, and how much of each there are results of"
+    )
+    _add_choice(parser)
+    add(parser, "--seeds", "N", "seeds 0 to N - 1 of every cell (default: as the table says)", count)
+    add(
+        parser, "--rounds", "N", "at most so many, to look at a table quickly; put these elsewhere with --output", count
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="first try the table's grid for each method, then run with what was best"
+    )
+    parser.add_argument("--no-progress", action="store_true", help="no progress bars")
+    add(parser, "--output", "DIR", "folder of the results", Path, "runs/experiments")
+    parser.set_defaults(command=_experiment)
+
+
+def _fill_report(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s NAME [options]\n       %(prog)s --all [options]"
+    parser.description = "Puts the results of tables beside the papers' numbers."
+    parser.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>")
+    parser.add_argument(
+        "--all", action="store_true", help="every table of which there are results, and the page of all"
+    )
+    _add_choice(parser, rows=False)
+    add(parser, "--results", "DIR", "folder of the results (default: runs/experiments if the table is there, else "
+        "experiments/results, those that come with the project)", Path)  # fmt: skip
+    parser.set_defaults(command=_report)
+
+
+def _add_choice(parser: argparse.ArgumentParser, rows: bool = True) -> None:
+    def several(text: str) -> list[str]:
+        return [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
+
+    if rows:
+        for flag, what in (("--rows", "settings whose name has this in it"), ("--methods", "methods, by their names")):
+            parser.add_argument(flag, type=several, default=[], metavar="TEXT[,TEXT...]", help=f"only {what}")
+    add(parser, "--experiments", "DIR", "folder of the tables (default: experiments/ here, or of the sources)", Path)
 
 
 def _add_output(group: Any, progress: bool = True) -> None:
@@ -498,6 +568,53 @@ def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
         "picture": str(output / "federation.png"),
     }))  # fmt: skip
     return 0
+
+
+def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    place = experiment.folder(args.experiments)
+    if args.list or not args.names:
+        return lambda: print(report.listing(place)) or 0
+    tables = [experiment.read(place, name) for name in args.names]
+    cells = [experiment.chosen(table, args.rows, args.methods) for table in tables]
+    seeds = None if args.seeds is None else range(args.seeds)
+    progress = not args.no_progress and sys.stderr.isatty()
+
+    def work() -> int:
+        for table, own in zip(tables, cells, strict=True):
+            print(f"{table.name}: {table.title}", flush=True)
+            say = functools.partial(print, flush=True)
+            if not experiment.run(
+                table, own, seeds, args.output, rounds=args.rounds, tune=args.tune, progress=progress, say=say
+            ):
+                return 130
+        names = shlex.join(args.names)
+        print(f"the results are in {args.output}; to see them: fedjax-drift report {names} --results {args.output}")
+        return 0
+
+    return work
+
+
+def _report(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    place = experiment.folder(args.experiments)
+    if args.all == bool(args.names):
+        raise ValueError("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
+    tables = [experiment.read(place, name) for name in args.names or experiment.names(place)]
+
+    def work() -> int:
+        results = args.results or (place / "results" if args.all else None)
+        for table in tables:
+            own = results or report.where(table, [Path("runs/experiments"), place / "results"])
+            if report.has_results(table, own):
+                print(f"{table.name}: {', '.join(map(str, report.write(table, own)))}", flush=True)
+            elif not args.all:
+                raise ValueError(
+                    f"{table.name} must have results in {own}, got none: fedjax-drift experiment {table.name}"
+                )
+        if args.all:
+            print(", ".join(map(str, report.write_index(tables, results))))
+        return 0
+
+    return work
 
 
 # What is shown and written.

@@ -45,6 +45,7 @@ DEFAULT_MODEL = {
 }
 OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
 HIDDEN = ("data_dir", "seed", "natural")  # parameters of a data set that have flags of their own
+LOCAL = ("epochs", "batch_size", "lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 FAILURES = ("dropout", "stragglers", "over_selection", "deadline", "speed_spread")
 
 
@@ -396,17 +397,19 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     return found
 
 
-def asked(args: argparse.Namespace, data: fd.FederatedData | None = None) -> Asked:
+def asked(
+    args: argparse.Namespace, data: fd.FederatedData | None = None, values: Mapping[str, Any] | None = None
+) -> Asked:
     """Checks everything, reads the data (unless given) and puts the simulations together.
 
+    values: numbers, maybe traced, in place of options of local training and of the algorithm.
     Raises ValueError for bad values, OSError for files that can't be read.
     """
     dataset, algorithms = spec("data set", args.dataset, DATASETS, hidden=HIDDEN), specs(args)
-    made = {each.text: _algorithm(each) for each in algorithms}
-    local = fd.LocalTraining(
-        args.epochs, args.batch_size, args.lr, args.lr_decay, args.momentum, args.weight_decay, args.clip_norm,
-        optimizer=None if args.optimizer is None else optimizer(args.optimizer),
-    )  # fmt: skip
+    values = dict(values or {})
+    trained = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
+    local = fd.LocalTraining(**trained, optimizer=None if args.optimizer is None else optimizer(args.optimizer))
+    made = {each.text: _algorithm(each._replace(options=each.options | values)) for each in algorithms}
     measure_every = _measure_every(args)
     try:
         if not args.distributed:

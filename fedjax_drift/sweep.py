@@ -60,6 +60,7 @@ def sweep(
     eval_every: int = 10,
     *,
     params: Params | None = None,
+    start: Sequence[Run] | None = None,
     together: int | str = "auto",
     progress: bool = True,
     on_round: Callable[[int, Setting, Record], None] | None = None,
@@ -88,6 +89,8 @@ def sweep(
         numbers that vary continuously (lr, mu, alpha, ...); what is alike in all of them may be anything.
       eval_every: as in `Simulation.run`; 0 never.
       params: initial parameters of all runs. Default: each seed's own, from the model.
+      start: runs of an earlier sweep to go on from, one of every setting and seed, all at the same round. The runs
+        returned have the new rounds alone in their history.
       together: runs trained side by side (vmap) on one device. "auto": 1 on a CPU; on an accelerator all, or if its
         memory does not suffice, half of them, and so on (a warning says so).
       progress: show a bar.
@@ -118,6 +121,8 @@ def sweep(
     varied = _varied(all_settings)
     planned = [(seed, setting) for setting in all_settings for seed in all_seeds]
     _check_memory(sim, len(planned))
+    states = None if start is None else _check_start(sim, start, planned, params)
+    first = 0 if states is None else int(states[0].round)
 
     meshes = _meshes(sim.mesh, len(planned))
     at_once = -(-len(planned) // len(meshes))  # on one device
@@ -135,7 +140,8 @@ def sweep(
         with stop_on_interrupt() as stop, Bar(rounds * len(planned), name, progress) as bar:
             under_way = _Sweep(sim, programs, groups, planned, bar, on_round)
             try:
-                _run(under_way, params, rounds, eval_every, measure_every, stop)
+                under_way.start(params, states)
+                _run(under_way, first, first + rounds, eval_every, measure_every, stop)
                 return under_way.runs()
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error) or any(under_way.histories):
@@ -251,6 +257,24 @@ def _check_memory(sim: Simulation, runs: int) -> None:
             f"the client states of {runs} runs must fit in the devices' memory, got {need / 1e9:.1f} GB on each: "
             "sweep fewer at a time"
         )
+
+
+def _check_start(
+    sim: Simulation, start: Sequence[Run], planned: Sequence[tuple[int, Setting]], params: Params | None
+) -> list[ServerState]:
+    """The states to go on from, in the order planned."""
+    if params is not None:
+        raise ValueError("start goes on from states, which have their parameters: leave params out")
+    found = []
+    for seed, setting in planned:
+        runs = [run for run in start if run.seed == seed and dict(run.setting) == setting]
+        if len(runs) != 1:
+            raise ValueError(f"start must hold one run of every seed and setting, got {len(runs)} of {seed}, {setting}")
+        found.append(sim._check(runs[0].state))
+    rounds = sorted({int(state.round) for state in found})
+    if len(rounds) > 1:
+        raise ValueError(f"start must hold runs at the same round, got rounds {rounds}: go on from each by itself")
+    return found
 
 
 def _static_differences(a: Simulation, b: Simulation) -> Iterable[tuple[str, Any, Any]]:
@@ -493,10 +517,17 @@ class _Sweep:
         self._landed: deque[tuple] = deque()  # rounds fetched and not yet recorded
         self._clock, self._warned = time.perf_counter(), set[int]()
 
-    def start(self, params: Params | None) -> None:
+    def start(self, params: Params | None, states: Sequence[ServerState] | None) -> None:
+        """From each run's state, or round 0. Rounds overwrite what they start from, so it is copied."""
         for group in self.groups:
-            own = jax.device_put(params, NamedSharding(group.mesh, P()), may_alias=False)  # rounds overwrite it
-            self.states.append(launch(group.mesh, self.programs.init, group.values, group.key, own))
+            everywhere = NamedSharding(group.mesh, P())
+            if states is None:
+                own = jax.device_put(params, everywhere, may_alias=False)
+                self.states.append(launch(group.mesh, self.programs.init, group.values, group.key, own))
+                continue
+            several = [states[run] for run in group.runs]
+            state = several[0] if len(several) == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
+            self.states.append(jax.device_put(state, everywhere, may_alias=False))
 
     def advance(self, g: int, t: int, n: int, measured: bool) -> None:
         """Sends off n rounds of a group, from round t."""
@@ -581,15 +612,12 @@ class _Sweep:
         return [Run(*run, states[i], self.histories[i]) for i, run in enumerate(self.planned)]
 
 
-def _run(
-    under_way: _Sweep, params: Params | None, rounds: int, eval_every: int, measure_every: int, stop: Stop
-) -> None:
+def _run(under_way: _Sweep, t: int, last: int, eval_every: int, measure_every: int, stop: Stop) -> None:
+    """From round t to the last."""
     groups, measured = range(len(under_way.groups)), bool(under_way.sim._measures)
-    t = 0
     try:
-        under_way.start(params)
-        while t < rounds and not stop.asked:
-            n, measures = _step(t, rounds, eval_every, measure_every if measured else 0, under_way.seconds)
+        while t < last and not stop.asked:
+            n, measures = _step(t, last, eval_every, measure_every if measured else 0, under_way.seconds)
             for g in groups:
                 wait_for_turn(under_way.groups[g].mesh)  # here Ctrl-C may interrupt
                 with stop.held():  # between donating a state and having the next one
@@ -599,8 +627,7 @@ def _run(
                 under_way.score()
             under_way.catch_up(len(groups), stop)  # one program of each group in flight, so that no device ever waits
     except KeyboardInterrupt:
-        if len(under_way.states) < len(groups):  # nothing is done yet
-            raise
+        pass
     except (ValueError, ArithmeticError, OSError, MemoryError) as error:  # of on_round, say
         under_way.on_round = None
         under_way.catch_up(0, stop)
@@ -612,13 +639,13 @@ def _run(
     under_way.catch_up(0, stop)
 
 
-def _step(t: int, rounds: int, eval_every: int, measure_every: int, seconds: float) -> tuple[int, bool]:
+def _step(t: int, last: int, eval_every: int, measure_every: int, seconds: float) -> tuple[int, bool]:
     """Rounds in the programs that follow round t, and whether they are measured; 0 for ``every``: never."""
 
     def rounds_to(every: int) -> int:
-        return every - t % every if every else rounds - t
+        return every - t % every if every else last - t
 
-    n = min(max(1, int(CHUNK_SECONDS / seconds)), MOST_ROUNDS, rounds - t, rounds_to(eval_every))
+    n = min(max(1, int(CHUNK_SECONDS / seconds)), MOST_ROUNDS, last - t, rounds_to(eval_every))
     if not measure_every:
         return n, False
     now = rounds_to(measure_every) == 1

@@ -282,3 +282,22 @@ def test_client_states_of_all_runs_must_fit(data, monkeypatch) -> None:
         ValueError, match=r"client states of 7 runs must fit in the devices' memory, got 0.0 GB on each"
     ):
         quietly(lambda: sim, 0, seeds=range(7))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_goes_on_from_runs(data, together) -> None:
+    def build(lr: float) -> fd.Simulation:
+        return simulate(data, fd.algorithms.scaffold(), local=local(lr=lr))
+
+    how = {"seeds": range(2), "settings": grid(lr=[0.1, 0.2]), "eval_every": 3, "together": together}
+    whole, first = quietly(build, 5, **how), quietly(build, 3, **how)
+    rest = quietly(build, 2, start=first, **how)
+    for a, b, c in zip(whole, first, rest, strict=True):
+        assert [record["round"] for record in c.history] == [4, 5]
+        for one, other in zip(a.history, b.history + c.history, strict=True):
+            assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
+        jax.tree_util.tree_map_with_path(close(1e-6), a.state.clients, c.state.clients)
+    with pytest.raises(ValueError, match="one run of every seed"):
+        quietly(build, 1, start=first, **how | {"seeds": [0, 7]})
+    with pytest.raises(ValueError, match="at the same round"):
+        quietly(build, 1, start=[*first[:3], rest[3]], **how)
