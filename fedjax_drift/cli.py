@@ -304,7 +304,7 @@ def _fill_experiment(parser: argparse.ArgumentParser) -> None:
         "--tune", action="store_true", help="first try the table's grid for each method, then run with what was best"
     )
     parser.add_argument("--no-progress", action="store_true", help="no progress bars")
-    add(parser, "--output", "DIR", "folder of the results", Path, "runs/experiments")
+    add(parser, "--output", "DIR", "folder of the results", Path, Path("runs/experiments"))
     parser.set_defaults(command=_experiment)
 
 
@@ -573,7 +573,7 @@ def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
 def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     place = experiment.folder(args.experiments)
     if args.list or not args.names:
-        return lambda: print(report.listing(place)) or 0
+        return lambda: print(report.listing(place, [args.output, place / "results"])) or 0
     tables = [experiment.read(place, name) for name in args.names]
     cells = [experiment.chosen(table, args.rows, args.methods) for table in tables]
     seeds = None if args.seeds is None else range(args.seeds)
@@ -601,9 +601,9 @@ def _report(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     tables = [experiment.read(place, name) for name in args.names or experiment.names(place)]
 
     def work() -> int:
-        results = args.results or (place / "results" if args.all else None)
+        ours = place / "results"
         for table in tables:
-            own = results or report.where(table, [Path("runs/experiments"), place / "results"])
+            own = args.results or (ours if args.all else report.where(table, [Path("runs/experiments"), ours]))
             if report.has_results(table, own):
                 print(f"{table.name}: {', '.join(map(str, report.write(table, own)))}", flush=True)
             elif not args.all:
@@ -611,7 +611,7 @@ def _report(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
                     f"{table.name} must have results in {own}, got none: fedjax-drift experiment {table.name}"
                 )
         if args.all:
-            print(", ".join(map(str, report.write_index(tables, results))))
+            print(", ".join(map(str, report.write_index(tables, args.results or ours))))
         return 0
 
     return work

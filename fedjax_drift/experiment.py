@@ -617,7 +617,7 @@ def with_tuned(cell: Cell, table: Table, output: Path) -> Cell:
     tried = tuned(cell, output)
     if not tried:
         return cell
-    values = best_of(tried, _tuning_score(table))
+    values = best_of(tried, tuning_score(table))
     found = options.spec("algorithm", cell.options["algorithm"], ALGORITHMS)
     own = {key: value for key, value in values.items() if key not in OPTIONS}
     text = ",".join(f"{key}={_text(value)}" for key, value in (found.options | own).items())
@@ -639,7 +639,7 @@ def _text(value: Any) -> str:
     )
 
 
-def _tuning_score(table: Table) -> Score:
+def tuning_score(table: Table) -> Score:
     return table.scores[table.tune.get("score", next(iter(table.scores)))]
 
 
@@ -661,7 +661,7 @@ def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progre
     runs = fd.sweep(build, rounds, (TUNING_SEED,), settings, args.eval_every, progress=progress)
     if any(len(run.history) < rounds for run in runs):
         return False
-    score = _tuning_score(table)
+    score = tuning_score(table)
     found = [Tuned(run.setting, score(series(run.history, args.eval_every, ())), rounds) for run in runs]
     file = tuning_file(cell, output)
     file.parent.mkdir(parents=True, exist_ok=True)

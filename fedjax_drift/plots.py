@@ -152,6 +152,77 @@ def gain(records: Records, path: FilePath = None) -> Figure:
     return _picture("gain", panels, "pass the history of a run of fedeve", path)
 
 
+class Compared(NamedTuple):
+    """One setting of a table: the runs of its methods, and what the paper printed."""
+
+    title: str
+    runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
+    printed: Mapping[str, tuple[float | None, float]]  # method -> (round, value); None: at the last round
+
+
+def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -> Figure:
+    """A table's curves, a panel for each setting: the mean over seeds in a band from the lowest to the highest.
+
+    A hollow marker is the paper's number, where it has one for what is drawn. The axis starts at the lowest value after
+    a tenth of the rounds. path: as in `curves`. Raises ValueError without a single point.
+    """
+    methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
+    panels = []
+    for setting in settings:
+        lines = {method: _over_seeds(setting.runs.get(method, ())) for method in methods}
+        panels.append(Panel(setting.title, ylabel, lines))
+    if not any(line.x.size for panel in panels for line in panel.lines.values()):
+        raise ValueError("compared needs at least 1 round of a run, got none: pass (rounds, values) of each seed")
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = _figure(4.4 * columns + 0.6, 3.2 * rows + 0.7)
+    drawn: dict[str, Line2D] = {}
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for number, (panel, setting, axes) in enumerate(zip(panels, settings, grid, strict=False)):
+        drawn = _draw(panel, axes) | drawn
+        late = [line.y[line.x >= line.x[-1] / 10] for line in panel.lines.values() if line.x.size]
+        last = max((line.x[-1] for line in panel.lines.values() if line.x.size), default=1)
+        for i, method in enumerate(methods):
+            if method in setting.printed:
+                at, value = setting.printed[method]
+                late.append(np.array([value]))
+                look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "markerfacecolor": "none", "clip_on": False}
+                axes.plot(last if at is None else at, value, marker="o" if at is not None else "<", zorder=4, **look)
+        low, high = min(map(np.min, late)), max(map(np.max, late))
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_ylabel(ylabel if number % columns == 0 else "")
+        axes.set_xlabel("Round" if number + columns >= len(panels) else "")
+        axes.grid(True, color="0.9", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+        _tidy(axes)
+    legend = {method: drawn[method] for method in methods if method in drawn}
+    figure.legend(
+        legend.values(), legend.keys(), loc="outside lower center", ncols=min(6, len(legend)), frameon=False, fontsize=9
+    )
+    return _written(figure, path)
+
+
+def _over_seeds(runs: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Line:
+    """The mean of the rounds that all seeds have, between the lowest and the highest."""
+    tables = [dict(zip(rounds, values, strict=True)) for rounds, values in runs]
+    rounds = sorted(set.intersection(*map(set, tables))) if tables else []
+    values = np.array([[table[t] for t in rounds] for table in tables], float).reshape(len(tables), len(rounds))
+    known = np.isfinite(values).all(0)
+    x, values = np.array(rounds)[known], values[:, known]
+    if not x.size:
+        return Line(np.array([]), np.array([]))
+    if len(tables) == 1:
+        line = Line(x, values[0])
+        return line if x.size <= SHOWN_POINTS else _windows(line, math.ceil(x.size / (SHOWN_POINTS // 2)))
+    found = np.stack([x, values.mean(0), values.min(0), values.max(0)])
+    parts = np.array_split(found, min(x.size, SHOWN_POINTS // 2), axis=1)
+    return Line(*np.transpose([part.mean(1) for part in parts]))
+
+
 def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence[str], path: FilePath = None) -> Figure:
     """Distance to the optimum against rounds on a logarithmic scale, a panel per setting and a line per algorithm.
 

@@ -1,12 +1,355 @@
-"""The papers' tables with our numbers beside theirs."""
+"""Our numbers beside the papers': tables, curves, and whether the methods come in the papers' order."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from fedjax_drift import experiment
+import numpy as np
+
+from fedjax_drift import plots
+from fedjax_drift.experiment import (
+    Cell,
+    Printed,
+    Result,
+    Score,
+    Setting,
+    Table,
+    best_of,
+    names,
+    read,
+    results,
+    summary,
+    tuned,
+    tuning_score,
+)
+
+CONFIDENCE = 0.95
+BETTER, WORSE, ALIKE = "▲", "▼", "≈"
+Found = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
 
 
-def listing(place: Path) -> str:
-    """The tables there are."""
-    return "\n".join(experiment.names(place))
+class Verdict(NamedTuple):
+    """Whether method a is better than b in a setting, as the paper says."""
+
+    setting: str
+    score: str
+    a: str
+    b: str
+    word: str  # "holds", "does not hold", "open"
+    text: str  # the difference and its confidence interval
+
+
+# --- what there is ----------------------------------------------------------------------------------------------------
+
+
+def found(table: Table, place: Path) -> Found:
+    """All results of a table, for the settings that have any."""
+    everything = {
+        setting.name: {method: runs for method, cell in setting.cells.items() if (runs := results(place / cell.file))}
+        for setting in table.settings.values()
+    }
+    return {name: methods for name, methods in everything.items() if methods}
+
+
+def has_results(table: Table, place: Path) -> bool:
+    return any((place / cell.file).exists() for setting in table.settings.values() for cell in setting.cells.values())
+
+
+def where(table: Table, places: Sequence[Path]) -> Path:
+    """The first folder that has results of the table, else the last."""
+    return next((place for place in places if has_results(table, place)), places[-1])
+
+
+def status(table: Table, place: Path) -> str:
+    """ "complete", "12 of 30 cells", or "not run"."""
+    cells = [cell for setting in table.settings.values() for cell in setting.cells.values()]
+    done = sum(complete(cell, results(place / cell.file)) for cell in cells)
+    return "complete" if done == len(cells) else f"{done} of {len(cells)} cells" if done else "not run"
+
+
+def complete(cell: Cell, runs: Mapping[int, Result]) -> bool:
+    """Whether there is a run, of all the rounds it was to have."""
+    return bool(runs) and all(run.reached or run.rounds >= cell.options["rounds"] for run in runs.values())
+
+
+def listing(place: Path, outputs: Sequence[Path]) -> str:
+    """One line a table."""
+    tables = [read(place, name) for name in names(place)]
+    width = max(len(table.name) for table in tables)
+    lines = [f"{'table':{width}}  {'results':16}  what"]
+    for table in tables:
+        lines.append(f"{table.name:{width}}  {status(table, where(table, outputs)):16}  {table.title}")
+    return "\n".join(lines)
+
+
+# --- one table --------------------------------------------------------------------------------------------------------
+
+
+def write(table: Table, place: Path) -> list[Path]:
+    """Writes <table>.md and <table>.png from the results in ``place``; returns their paths."""
+    ours = found(table, place)
+    page, picture = place / f"{table.name}.md", place / f"{table.name}.png"
+    draw(table, ours, picture)
+    page.write_text("\n".join(_page(table, place, ours, picture.name)) + "\n")
+    return [page, picture]
+
+
+def _page(table: Table, place: Path, ours: Found, picture: str) -> Iterator[str]:
+    yield from (f"# {table.paper}: {table.title}", "", table.note.strip(), "")
+    yield f"![{table.picture} against rounds, for each method and setting]({picture})"
+    for score in table.scores.values():
+        shown = [setting for setting in table.settings.values() if setting.name in ours and _has(setting, score)]
+        if shown:
+            yield from ("", f"## {score.name}", "")
+            yield from _comparison(table, score, shown, ours)
+    yield from ("", *_legend(ours))
+    verdicts = list(orderings(table, ours))
+    if verdicts:
+        yield from ("", "## The paper's order", "", *_verdict_lines(verdicts))
+    yield from ("", "## How each cell was run", "", *_runs(table, place, ours))
+    missing = _not_run(table, ours)
+    if missing:
+        yield from ("", "## Not run", "", *missing)
+    made, run = f"`fedjax-drift report {table.name}`", f"`fedjax-drift experiment {table.name}`"
+    yield from ("", f"This page is made by {made} from the JSONL beside it; {run} runs it.")
+
+
+def _has(setting: Setting, score: Score) -> bool:
+    return not setting.printed or score.name in setting.printed
+
+
+def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Found) -> Iterator[str]:
+    methods = [m for m in table.methods if any(m in ours[setting.name] for setting in shown)]
+    yield "| setting | | " + " | ".join(methods) + " |"
+    yield "|---|---|" + "---:|" * len(methods)
+    for setting in shown:
+        printed = setting.printed.get(score.name, {})
+        values = {method: _values(score, runs) for method, runs in ours[setting.name].items()}
+        rows = {}
+        if printed:
+            rows["paper"] = [printed[m].text if m in printed else "-" for m in methods]
+        rows["ours"] = [_ours(values[m], score, ours[setting.name][m]) if m in values else "-" for m in methods]
+        if printed:
+            rows["difference"] = [
+                difference(values[m], printed[m], score) if m in values and m in printed else "-" for m in methods
+            ]
+        for number, (what, cells) in enumerate(rows.items()):
+            yield f"| {setting.name if number == 0 else ''} | {what} | " + " | ".join(cells) + " |"
+
+
+def _values(score: Score, runs: Mapping[int, Result]) -> list[float]:
+    return [score(runs[seed].series) for seed in sorted(runs)]
+
+
+def _ours(values: Sequence[float], score: Score, runs: Mapping[int, Result]) -> str:
+    if score.take == "rounds_to" and all(map(math.isinf, values)):
+        return f">{min(run.rounds for run in runs.values())}"
+    return summary(values, score.digits)
+
+
+def difference(values: Sequence[float], printed: Printed, score: Score) -> str:
+    """Ours less the paper's; ▲ and ▼: better and worse by more than two standard deviations, ≈: by less."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known or not math.isfinite(printed.value):
+        return f"{BETTER} reached" if known else "-"
+    gap = float(np.mean(known)) - printed.value
+    own = float(np.var(known, ddof=1)) if len(known) > 1 else None
+    spread = math.sqrt((own or 0.0) + (printed.std or 0.0) ** 2) if own is not None or printed.std else None
+    mark = ""
+    if spread is not None and score.sign:
+        mark = f" {ALIKE}" if abs(gap) <= 2 * spread else f" {BETTER if gap * score.sign > 0 else WORSE}"
+    return f"{gap:+.{score.digits}f}{mark}"
+
+
+def _legend(ours: Found) -> Iterator[str]:
+    seeds = sorted({len(runs) for methods in ours.values() for runs in methods.values()})
+    yield (
+        f"Ours: mean ± standard deviation over seeds ({', '.join(map(str, seeds))} of them; one has no ±). Seeds are "
+        "of cohorts and initial models, the partition is the same. Difference: ours less the paper's; "
+        f"{BETTER} better, {WORSE} worse by more than two standard deviations (ours and the paper's together, where "
+        f"there are any), {ALIKE} by less."
+    )
+
+
+def _runs(table: Table, place: Path, ours: Found) -> Iterator[str]:
+    yield "| setting | method | seeds | rounds | minutes | hardware | commit | date |"
+    yield "|---|---|---|---:|---:|---|---|---|"
+    commands, tunings = [], []
+    for name, methods in ours.items():
+        for method, runs in methods.items():
+            # Seeds that ran side by side share their time.
+            minutes = sum(run.seconds / run.together for run in runs.values()) / 60
+            rounds = "-".join(dict.fromkeys(str(f([run.rounds for run in runs.values()])) for f in (min, max)))
+            about = [", ".join(sorted({getattr(run, what) or "?" for run in runs.values()}))
+                     for what in ("hardware", "commit", "date")]  # fmt: skip
+            seeds = ", ".join(map(str, sorted(runs)))
+            yield f"| {name} | {method} | {seeds} | {rounds} | {minutes:.1f} | " + " | ".join(about) + " |"
+            commands.append(f"{next(iter(runs.values())).command}")
+            cell = table.settings[name].cells[method]
+            if tried := tuned(cell, place):
+                best = ", ".join(f"{key} {value:g}" for key, value in best_of(tried, tuning_score(table)).items())
+                tunings.append(
+                    f"- {name}, {method}: {best} (best of {len(tried)} combinations after {tried[0].rounds} rounds, "
+                    "another seed than those reported)"
+                )
+    if tunings:
+        yield from ("", "Tuned:", "", *tunings)
+    yield from ("", "<details><summary>The command of each, for its first seed</summary>", "", "```")
+    yield from commands
+    yield from ("```", "", "</details>")
+
+
+def _not_run(table: Table, ours: Found) -> Iterator[str] | list[str]:
+    reasons: dict[str, list[str]] = {}
+    for setting in table.settings.values():
+        missing = [method for method in setting.cells if method not in ours.get(setting.name, {})]
+        if missing:
+            whole = len(missing) == len(setting.cells)
+            what = setting.name if whole else f"{setting.name} ({', '.join(missing)})"
+            reasons.setdefault(setting.needs or "not run yet", []).append(what)
+    return [f"- {'; '.join(settings)}: {why}" for why, settings in reasons.items()]
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def draw(table: Table, ours: Found, path: Path) -> None:
+    """The curves of all settings that were run, with the paper's numbers where they are of what is drawn."""
+    scale = max((score.scale for score in table.scores.values() if score.of == table.picture), default=1.0)
+    scale = 100.0 if "accuracy" in table.picture else scale
+    settings = []
+    for name, methods in ours.items():
+        runs = {method: [_curve(run, table.picture, scale) for run in of.values()] for method, of in methods.items()}
+        runs = {method: [curve for curve in curves if curve[0]] for method, curves in runs.items()}
+        settings.append(plots.Compared(name, runs, _marks(table, name, scale)))
+    unit = " (%)" if scale == 100 else ""
+    plots.compared(settings, table.picture.replace("_", " ").capitalize() + unit, path)
+
+
+def _curve(run: Result, entry: str, scale: float) -> tuple[list[int], list[float]]:
+    if entry not in run.series:
+        return [], []
+    rounds, values = run.series[entry]
+    last = [value[-1] if isinstance(value, list) else value for value in values]
+    return list(rounds), [math.nan if value is None else scale * value for value in last]
+
+
+def _marks(table: Table, setting: str, scale: float) -> dict[str, tuple[float | None, float]]:
+    marks: dict[str, tuple[float | None, float]] = {}
+    for name, printed in table.settings[setting].printed.items():
+        score = table.scores[name]
+        for method, number in printed.items():
+            if score.of == table.picture and math.isfinite(number.value):
+                reached = score.take == "rounds_to"
+                marks[method] = (number.value, scale * score.target) if reached else (None, number.value)
+    return marks
+
+
+# --- orderings --------------------------------------------------------------------------------------------------------
+
+
+def orderings(table: Table, ours: Found) -> Iterator[Verdict]:
+    """What came of every claim that a method is better than another, in every setting and score that was run."""
+    pairs = dict.fromkeys(pair for chain in table.claims for pair in itertools.pairwise(chain))
+    for score in table.scores.values():
+        for name, methods in ours.items():
+            if not score.sign or not _has(table.settings[name], score):
+                continue
+            for a, b in pairs:
+                if a in methods and b in methods:
+                    yield Verdict(name, score.name, a, b, *compare(methods[a], methods[b], score))
+
+
+def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> tuple[str, str]:
+    """Whether a is better than b: a word, and the difference with its confidence interval.
+
+    A t interval of the differences between runs of the same seed; where they share fewer than two, of two means with
+    one variance. A target that was not reached counts as reached in the round after the last.
+    """
+    one, other = ({seed: _bounded(score, run) for seed, run in runs.items()} for runs in (a, b))
+    if all(not math.isfinite(score(run.series)) for run in [*a.values(), *b.values()]):
+        return "open", "neither got there"
+    shared = sorted(set(one) & set(other))
+    if len(shared) > 1:
+        gaps = np.array([one[seed] - other[seed] for seed in shared])
+        mean, df, error = gaps.mean(), len(gaps) - 1, gaps.std(ddof=1) / math.sqrt(len(gaps))
+        how = f"{len(shared)} seeds"
+    else:
+        x, y = np.array(list(one.values())), np.array(list(other.values()))
+        mean, df = x.mean() - y.mean(), len(x) + len(y) - 2
+        how = f"{len(x)} and {len(y)} seeds"
+        if not df:
+            return "open", f"{score.sign * mean:+.{max(score.digits, 1)}f}, one seed: no interval"
+        variance = (((x - x.mean()) ** 2).sum() + ((y - y.mean()) ** 2).sum()) / df
+        error = math.sqrt(variance * (1 / len(x) + 1 / len(y)))
+    from scipy.stats import t
+
+    half = float(t.ppf((1 + CONFIDENCE) / 2, df)) * error
+    low, high = sorted((score.sign * (mean - half), score.sign * (mean + half)))
+    word = "holds" if low > 0 else "does not hold" if high < 0 else "open"
+    digits = max(score.digits, 1)
+    return word, f"{score.sign * mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {how}"
+
+
+def _bounded(score: Score, run: Result) -> float:
+    value = score(run.series)
+    return run.rounds + 1.0 if math.isinf(value) else value
+
+
+def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    counts = {word: sum(verdict.word == word for verdict in verdicts) for word in ("holds", "does not hold", "open")}
+    yield ", ".join(f"{word}: {number}" for word, number in counts.items()) + f" (of {len(verdicts)})."
+    yield from ("", "| setting | score | claim | | better by, 95 % interval |", "|---|---|---|---|---|")
+    for verdict in verdicts:
+        claim = f"{verdict.a} better than {verdict.b}"
+        yield f"| {verdict.setting} | {verdict.score} | {claim} | {verdict.word} | {verdict.text} |"
+
+
+# --- all tables -------------------------------------------------------------------------------------------------------
+
+
+def write_index(tables: Sequence[Table], place: Path) -> list[Path]:
+    """Writes README.md, the page of all tables, and orderings.md; returns their paths."""
+    index, orders = place / "README.md", place / "orderings.md"
+    index.write_text("\n".join(_index(tables, place)) + "\n")
+    orders.write_text("\n".join(_orderings(tables, place)) + "\n")
+    return [index, orders]
+
+
+def _index(tables: Sequence[Table], place: Path) -> Iterator[str]:
+    yield from ("# All tables of the five papers", "")
+    yield (
+        "Made by `fedjax-drift report --all` from the JSONL in these folders: a file for each method in each setting, "
+        "a line for each seed."
+    )
+    yield from ("", "| table | what | results | not run, because it needs |", "|---|---|---|---|")
+    for table in tables:
+        state, ours = status(table, place), found(table, place)
+        page = f"[{table.paper}]({table.name}.md)" if ours else table.paper
+        missing = [s for s in table.settings.values() if any(m not in ours.get(s.name, {}) for m in s.cells)]
+        needs = sorted({setting.needs or "not run yet" for setting in missing})
+        yield f"| {page} | {table.title} | {state} | {'; '.join(needs)} |"
+    yield from ("", "Which of the papers' orderings hold in these results: [orderings.md](orderings.md).")
+
+
+def _orderings(tables: Sequence[Table], place: Path) -> Iterator[str]:
+    yield from ("# The papers' orderings in our results", "")
+    yield (
+        'For every claim "method a is better than b" of a paper, in every setting that was run: it holds if the 95 % '
+        "confidence interval of the difference is above zero (a t interval over seeds, of the same seeds' differences "
+        "where both methods have them), does not hold if it is below, and is open otherwise. Intervals are of one "
+        "comparison each, not of all of them together."
+    )
+    verdicts = [(table, list(orderings(table, found(table, place)))) for table in tables if has_results(table, place)]
+    yield from ("", "| table | holds | does not hold | open |", "|---|---:|---:|---:|")
+    for table, own in verdicts:
+        counts = [sum(v.word == word for v in own) for word in ("holds", "does not hold", "open")]
+        if own:
+            yield f"| {table.paper} | " + " | ".join(map(str, counts)) + " |"
+    for table, own in verdicts:
+        if own:
+            yield from ("", f"## {table.paper}", "", *_verdict_lines(own))
