@@ -39,7 +39,7 @@ import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checkpoint import lock_folder, unused
 from fedjax_drift.checks import nearest
-from fedjax_drift.data.datasets import CLASSES, DATASETS
+from fedjax_drift.data.datasets import DATASETS, num_classes
 from fedjax_drift.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
 from fedjax_drift.sharding import agree, first_does, spans_processes
@@ -56,7 +56,11 @@ DEFAULT_MODEL = {
     "femnist": "lenet5",
     "mnist": "mnist_2nn",
     "fashion_mnist": "mnist_2nn",
+    "emnist": "emnist_nn",
     "cifar10": "cifar_cnn",
+    "cifar100": "cifar_cnn",
+    "cinic10": "cifar_cnn",
+    "tiny_imagenet": "resnet18",
 }
 RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
 CONFIGURED = (
@@ -135,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return args.command(args, argv)()
             except BrokenPipeError:
                 raise
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, ImportError) as error:
                 if not _is_ours(error):
                     raise
                 _show_error(error)
@@ -160,7 +164,7 @@ def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
     with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
         try:
             work = args.command(args, argv)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             if not _is_ours(error):
                 raise
             wrong = str(error)
@@ -271,7 +275,8 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     )
     _add(
         group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
-        "mnist_2nn for mnist and fashion_mnist, cifar_cnn for cifar10, linear for synthetic)",
+        "mnist_2nn for mnist and fashion_mnist, emnist_nn for emnist, resnet18 for tiny_imagenet, cifar_cnn for the "
+        "other photographs, linear for synthetic)",
     )  # fmt: skip
     group.add_argument("--cosine", action="store_true", help="the model's logits are cosines, which lfd needs")
     _add(group, "--rounds", "N", "rounds", _count, 50)
@@ -394,7 +399,7 @@ def _add_data(group: Any, required: bool) -> None:
     )  # fmt: skip
     _add(group, "--clients", "N", "clients to deal the rows to (default: 100)", _count)
     _add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
-    _add(group, "--data-dir", "DIR", "the npz files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
+    _add(group, "--data-dir", "DIR", "the data files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
     _add(group, "--seed", "N", "of all that is random: data, partition, cohorts, initial model", _seed, 0)
 
 
@@ -524,7 +529,10 @@ def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition |
 def _model(args: argparse.Namespace, dataset: Spec, data: fd.FederatedData) -> tuple[Spec, fd.Model]:
     spec = _spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape",))
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
-    own = {"num_classes": max(CLASSES[dataset.name], highest + 1), "input_shape": data.x.shape[1:]}
+    own = {
+        "num_classes": max(num_classes(dataset.name, **dataset.options), highest + 1),
+        "input_shape": data.x.shape[1:],
+    }
     own |= {"cosine": True} if args.cosine else {}
     takes = inspect.signature(MODELS[spec.name]).parameters
     spec = spec._replace(options={k: v for k, v in own.items() if k in takes} | spec.options)
