@@ -601,7 +601,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "command": shlex.join(["fedjax-drift", *argv]),
         "dataset": {"name": dataset.name, **dataset.options},
         "partition": dealt,
-        "source": {entry["name"]: entry["found"] for entry in fd.datasets.describe(args.data_dir)}[dataset.name],
+        "source": fd.datasets.found(dataset.name, args.data_dir, **dataset.options),
         "data": _summary(data),
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
         "algorithms": {spec.text: _resolved(spec) for spec in specs},

@@ -291,6 +291,9 @@ def test_tiny_imagenet_follows_its_text_files(tmp_path: Path) -> None:
         (folder / "val" / "val_annotations.txt").write_text("".join([*lines, line]))
         with pytest.raises(ValueError, match=said):
             load("tiny_imagenet", iid(1))
+    (folder / "val" / "val_annotations.txt").write_text("".join([*lines, f"val_2.JPEG\t{wnids[0]}\n"]))
+    with pytest.raises(FileNotFoundError, match=r"a part of it is missing.*val_2\.JPEG"):
+        load("tiny_imagenet", iid(1))
     (folder / "wnids.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"a part of it is missing.*wnids\.txt"):
         load("tiny_imagenet", iid(1))
@@ -406,6 +409,7 @@ def test_femnist_chooses_its_source(tmp_path: Path) -> None:
         write_femnist(tmp_path, source, characters({"a": rows, "b": 1})[0], characters({"a": 1})[0])
     np.savez(tmp_path / "femnist_writers.npz", x=np.zeros((9, 28, 28), np.uint8), y=np.arange(9), writer=[7] * 9)
     rows = {source: int(load("femnist", source=source).sizes.sum()) for source in ("auto", "npz", *SOURCES)}
+    assert datasets.found("femnist", source="tff").endswith("fed_emnist_train.h5")
     assert rows == {"auto": 7, "npz": 7, "leaf": 3, "fedjax": 4, "tff": 5}
     with pytest.raises(ValueError, match="did you mean 'fedjax'"):
         load("femnist", source="fedjacks")
@@ -541,7 +545,10 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_command_line_knows_them(tmp_path: Path) -> None:
     assert set(cli.DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
     assert datasets.num_classes("emnist", split="digits") == 10 == datasets.num_classes("emnist", num_classes=10)
+    assert datasets.found("emnist") == "no"
     write_emnist(tmp_path)
+    assert datasets.found("emnist").endswith("letters-train-images-idx3-ubyte.gz")
+    assert datasets.found("emnist", split="balanced") == "no"
     args = cli._parse(["run", "--dataset", "emnist:num_classes=10", "--algorithm", "fedavg", "--clients", "4"])
     dataset = cli._spec("data set", args.dataset, datasets.DATASETS, hidden=("data_dir", "seed", "natural"))
     spec, model = cli._model(args, dataset, cli._load(args, dataset)[0])

@@ -325,8 +325,8 @@ def _emnist(
     in 1..all, the default; letters with 10 are FedDyn's and FedDC's EMNIST-L, 48,000 + 8,000.
 
     `emnist_SPLIT.npz`: x_train uint8 [M, 28, 28], upright, y_train [M], from 0, x_test, y_test; or NIST's own idx
-    files, which are turned, and their letters counted from 0. Letters are not taken from tensorflow-datasets: it keeps
-    88,800 of their training rows, and test rows of 19 classes only. (Cohen et al., arXiv 1702.05373.)
+    files, which are turned, and their letters counted from 0. Letters are not taken from tensorflow-datasets, which
+    cuts them off after 88,800 training and 14,800 test rows. (Cohen et al., arXiv 1702.05373.)
     """
     checks.choice("split", split, EMNIST)
     wanted = EMNIST[split]
@@ -339,9 +339,9 @@ def _emnist(
         first = 1 if split == "letters" else 0
         return turned | {key: published[key].astype(np.int32) - first for key in ("y_train", "y_test")}
 
-    idx = f"emnist-{split}-train-images-idx3-ubyte.gz"
+    _, idx = _filenames("emnist", split=split)
     readers = {idx: lambda path: ours(image_files.read_idx_pairs(path))}
-    train, test = _image_pairs(f"emnist/{split}", EMNIST[split], (28, 28, 1), data_dir, readers, ours)
+    train, test = _image_pairs(_published("emnist", split=split), EMNIST[split], (28, 28, 1), data_dir, readers, ours)
     train, test = ((x[y < wanted], y[y < wanted]) for x, y in (train, test))
     for part, (_, y) in (("training", train), ("test", test)):
         if not len(y):
@@ -397,7 +397,7 @@ def _cinic10(data_dir: DataDir, seed: int, natural: bool, *, valid: bool = False
     """CIFAR-10's classes from CIFAR-10 and ImageNet: 90,000 + 90,000 uint8 [32, 32, 3]; mean and std of its authors.
 
     valid: train on the 90,000 validation rows, too. Read from a folder `CINIC-10/{train,valid,test}/<class>/*.png`,
-    decoded on the first use (about a minute) and kept in the cache. (Darlow et al., arXiv 1810.03505.)
+    decoded on the first use (half a minute) and kept in the cache. (Darlow et al., arXiv 1810.03505.)
     """
     checks.flag("valid", valid)
     folder = _folder("cinic10", data_dir)
@@ -419,15 +419,15 @@ def _tiny_imagenet(data_dir: DataDir, seed: int, natural: bool) -> Samples:
 
     Read from the folder `tiny-imagenet-200` (train/<wnid>/images/*.JPEG; val/images with val/val_annotations.txt, the
     test set, as the test images have no labels; wnids.txt, whose sorted ids are the classes), decoded on the first use
-    (about a minute) and kept in the cache. (Le and Yang, "Tiny ImageNet Visual Recognition Challenge", 2015.)
+    (half a minute) and kept in the cache. (Le and Yang, "Tiny ImageNet Visual Recognition Challenge", 2015.)
     """
     folder = _folder("tiny_imagenet", data_dir)
     try:
         train, valid = image_files.list_tiny_imagenet(folder)
+        pairs = _decoded("tiny_imagenet_train", train, 64), _decoded("tiny_imagenet_val", valid, 64)
     except FileNotFoundError as error:
         raise _incomplete("tiny_imagenet", folder, error) from error
     mean, std = (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)
-    pairs = _decoded("tiny_imagenet_train", train, 64), _decoded("tiny_imagenet_val", valid, 64)
     return Samples(*pairs, mean=mean, std=std)
 
 
@@ -445,7 +445,7 @@ def _femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto
     source: "npz" (`femnist_writers.npz`: x uint8 [M, 28, 28], 255 = background as LEAF stores it, y [M], writer [M],
     integers), "leaf" (`leaf_femnist/{train,test}/*.json`), "fedjax" (`federated_emnist_{train,test}.sqlite`), "tff"
     (`fed_emnist_{train,test}.h5`), or "auto", the first of these that is there. All but npz are converted on the first
-    use (minutes for LEAF's) and kept in the cache.
+    use (a minute or two for LEAF's) and kept in the cache.
 
     The pixels are inverted, 255 = ink: zero padding in convolutions then means paper, as in mnist and glyphs. Where
     there is no test part, as with npz, about a fifth of each writer's rows, drawn with `seed`, at least one, are its
@@ -453,7 +453,7 @@ def _femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto
     pooled. (Caldas et al., LEAF, arXiv 1812.01097; images of NIST Special Database 19.)
     """
     checks.choice("source", source, ("auto", *FEMNIST))
-    names = FILES["femnist"] if source == "auto" else (FEMNIST[source],)
+    names = _filenames("femnist", source=source)
     path = files.find(names, files.folders(data_dir))
     if path is None:
         raise _absent("femnist", names, data_dir, f"{GET['femnist']}. Or use glyphs, which needs no file")
@@ -506,28 +506,47 @@ def num_classes(name: str, **options: Any) -> int:
 def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
     """What can be loaded here, one dict per data set; opens no file.
 
-    name; classes (of synthetic's default variant); found: a path, "made on the spot", "tensorflow-datasets" or "no";
-    available: bool; how: one line on how to get it. `data_dir` as in `load`.
+    name; classes, with the default options; found: see `found`, likewise; available: bool; how: one line on how to get
+    it. `data_dir` as in `load`.
     """
     return [_describe(name, data_dir) for name in NAMES]
 
 
+def found(name: str, data_dir: DataDir = None, **options: Any) -> str:
+    """Where `load` with these arguments reads: a path, "made on the spot", "tensorflow-datasets" or "no" (nowhere).
+
+    Opens no file.
+    """
+    if name not in FILES:
+        return "made on the spot"
+    path = files.find(_filenames(name, **options), files.folders(data_dir))
+    if path is None and data_dir is None and (published := _published(name, **options)) in files.HOSTS:
+        path = files.find((f"{_flat(published)}_tfds.npz",), [files.cache_dir()])
+        if path is None and any((files.tfds_dir() / published).glob("*/dataset_info.json")):
+            return "tensorflow-datasets"
+    return "no" if path is None else str(path)
+
+
 def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
-    found, how = "made on the spot", f'fd.datasets.load("{name}")'
+    how = f'fd.datasets.load("{name}")'
     if name in FILES:
-        path = files.find(FILES[name], files.folders(data_dir))
         how = f"put {' or '.join(FILES[name])} into data_dir"
         how += f": {GET[name]}" if name in GET else ""
-        if data_dir is None and name in files.HOSTS:
-            how += f", or, online: {_prepare(name)}"
-            path = path or files.find((f"{name}_tfds.npz",), [files.cache_dir()])
-            if path is None and any((files.tfds_dir() / name).glob("*/dataset_info.json")):
-                found = "tensorflow-datasets"
-        if path is not None:
-            found = str(path)
-        elif found == "made on the spot":
-            found = "no"
-    return {"name": name, "classes": CLASSES[name], "found": found, "available": found != "no", "how": how}
+        how += f", or, online: {_prepare(name)}" if data_dir is None and name in files.HOSTS else ""
+    where = found(name, data_dir)
+    return {"name": name, "classes": CLASSES[name], "found": where, "available": where != "no", "how": how}
+
+
+def _filenames(name: str, *, split: str = "letters", source: str = "auto", **_: Any) -> tuple[str, ...]:
+    """The files or folders of which one must be there, with these options of `load`."""
+    if name == "emnist":
+        return tuple(file.replace("letters", split) for file in FILES[name])
+    return FILES[name] if source == "auto" else (FEMNIST[source],)
+
+
+def _published(name: str, *, split: str = "letters", **_: Any) -> str:
+    """The data set's name at tensorflow-datasets."""
+    return f"emnist/{split}" if name == "emnist" else name
 
 
 Readers = Mapping[str, Callable[[Path], files.Arrays]]
