@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return args.command(args, argv)()
             except BrokenPipeError:
                 raise
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, ImportError) as error:
                 if not _is_ours(error):
                     raise
                 _show_error(error)
@@ -155,7 +155,7 @@ def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
     with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
         try:
             work = args.command(args, argv)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             if not _is_ours(error):
                 raise
             wrong = str(error)

@@ -25,7 +25,7 @@ import optax
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checks import nearest
-from fedjax_drift.data.datasets import CLASSES, DATASETS
+from fedjax_drift.data.datasets import DATASETS, num_classes
 from fedjax_drift.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
 
@@ -41,7 +41,11 @@ DEFAULT_MODEL = {
     "femnist": "lenet5",
     "mnist": "mnist_2nn",
     "fashion_mnist": "mnist_2nn",
+    "emnist": "emnist_nn",
     "cifar10": "cifar_cnn",
+    "cifar100": "cifar_cnn",
+    "cinic10": "cifar_cnn",
+    "tiny_imagenet": "resnet18",
 }
 OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
 HIDDEN = ("data_dir", "seed", "natural")  # parameters of a data set that have flags of their own
@@ -78,7 +82,7 @@ def add_data(group: Any, required: bool) -> None:
     )  # fmt: skip
     add(group, "--clients", "N", "clients to deal the rows to (default: 100)", count)
     add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
-    add(group, "--data-dir", "DIR", "the npz files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
+    add(group, "--data-dir", "DIR", "the data files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
     add(group, "--seed", "N", "of all that is random: data, partition, cohorts, initial model", seed, 0)
     add(group, "--data-seed", "N", "of the data and the partition alone (default: --seed)", seed)
 
@@ -213,7 +217,8 @@ def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition |
 def _model(args: argparse.Namespace, dataset: Spec, data: fd.FederatedData) -> tuple[Spec, fd.Model]:
     found = spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape",))
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
-    own = {"num_classes": max(CLASSES[dataset.name], highest + 1), "input_shape": data.x.shape[1:]}
+    classes = max(num_classes(dataset.name, **dataset.options), highest + 1)
+    own = {"num_classes": classes, "input_shape": data.x.shape[1:]}
     own |= {"cosine": True} if args.cosine else {}
     takes = inspect.signature(MODELS[found.name]).parameters
     found = found._replace(options={k: v for k, v in own.items() if k in takes} | found.options)
@@ -300,7 +305,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     )
     add(
         group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
-        "mnist_2nn for mnist and fashion_mnist, cifar_cnn for cifar10, linear for synthetic)",
+        "mnist_2nn for mnist and fashion_mnist, emnist_nn for emnist, resnet18 for tiny_imagenet, cifar_cnn for the "
+        "other photographs, linear for synthetic)",
     )  # fmt: skip
     group.add_argument("--cosine", action="store_true", help="the model's logits are cosines, which lfd needs")
     add(group, "--init", "FILE", "npz of parameters to start from (default: drawn from the seed)")
@@ -438,7 +444,7 @@ def asked(
     config = {
         "dataset": {"name": dataset.name, **dataset.options},
         "partition": dealt(args),
-        "source": {entry["name"]: entry["found"] for entry in fd.datasets.describe(args.data_dir)}[dataset.name],
+        "source": fd.datasets.found(dataset.name, args.data_dir, **dataset.options),
         "data": summary(data),
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
         "init": args.init,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_drift.data import datasets, files
+from fedjax_drift.data import datasets, files, image_files
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import by_writer, dirichlet, iid
 
@@ -188,14 +188,14 @@ def test_cifar10_jpegs_are_decoded_once_and_known_by_content(tmp_path: Path, mon
     assert first.x.shape == (3, 32, 32, 3) and first.x_test is not None and len(first.x_test) == 1
     np.testing.assert_allclose(first.x[first.y.argsort()].mean((1, 2))[:, 0], [50, 100, 150], atol=2)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "decode_jpegs", None)  # not called again
+        patch.setattr(image_files, "decode_jpegs", None)  # not called again
         np.testing.assert_array_equal(load("cifar10", iid(1), tmp_path).x, first.x)
     write([10, 20, 30, 40])
     assert load("cifar10", iid(1), tmp_path).x.max() < 40
     with np.load(tmp_path / "cifar10_jpeg.npz") as z:
         broken = dict(z) | {"jpeg": z["jpeg"][::-1]}
     np.savez(tmp_path / "cifar10_jpeg.npz", **broken)
-    with pytest.raises(ValueError, match="image 0 is no readable JPEG"):
+    with pytest.raises(ValueError, match="image 0 is no readable image"):
         load("cifar10", iid(1), tmp_path)
     np.savez(tmp_path / "cifar10.npz", **images(20, 5, (32, 32, 3)))
     assert len(load("cifar10", iid(1), tmp_path).x) == 20

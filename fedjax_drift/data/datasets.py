@@ -1,9 +1,11 @@
 """The data sets by name: `load("mnist", partition=...)` gives a `FederatedData`.
 
-`synthetic` and `glyphs` are made on the spot. `mnist`, `fashion_mnist`, `cifar10` and `femnist` are read from npz files
-in `data_dir` (or $FEDJAX_DRIFT_DATA, or the cache); the first three otherwise from tensorflow-datasets.
+`synthetic` and `glyphs` are made on the spot. The others are read from files in `data_dir` (or $FEDJAX_DRIFT_DATA, or
+the cache): npz files, or what their authors hand out. `mnist`, `fashion_mnist`, `emnist` (but letters), `cifar10` and
+`cifar100` are otherwise read from tensorflow-datasets.
 
-A data set is one function in `DATASETS`: (data_dir, seed, natural, *, its options) -> `Samples`.
+A data set is one function in `DATASETS`: (data_dir, seed, natural, *, its options) -> `Samples`. Federations in files
+of your own: `from_leaf`, `from_fedjax`, `from_tff`.
 """
 
 from __future__ import annotations
@@ -11,25 +13,66 @@ from __future__ import annotations
 import inspect
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import files
+from fedjax_drift.data import federated_files, files, image_files
 from fedjax_drift.data.federated import FederatedData, Pair
+from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
+from fedjax_drift.data.federated_files import from_leaf as from_leaf
+from fedjax_drift.data.federated_files import from_tff as from_tff
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.partition import by_writer, dirichlet, iid, shards
 
 GLYPHS_VERSION = 1  # of the cached files: raise it when make_glyphs draws other images
-CLASSES = {"synthetic": 5, "glyphs": 62, "mnist": 10, "fashion_mnist": 10, "cifar10": 10, "femnist": 62}
+EMNIST = {"letters": 26, "byclass": 62, "balanced": 47, "digits": 10}  # its splits and their classes
+CLASSES = {
+    "synthetic": 5,
+    "glyphs": 62,
+    "mnist": 10,
+    "fashion_mnist": 10,
+    "emnist": EMNIST["letters"],
+    "cifar10": 10,
+    "cifar100": 100,
+    "cinic10": 10,
+    "tiny_imagenet": 200,
+    "femnist": 62,
+}
+FEMNIST = {
+    "npz": "femnist_writers.npz",
+    "leaf": "leaf_femnist",
+    "fedjax": "federated_emnist_train.sqlite",
+    "tff": "fed_emnist_train.h5",
+}  # its sources: the file or folder by which one is found
 FILES = {
     "mnist": ("mnist.npz",),
     "fashion_mnist": ("fashion_mnist.npz",),
-    "cifar10": ("cifar10.npz", "cifar10_jpeg.npz"),
-    "femnist": ("femnist_writers.npz",),
+    "emnist": ("emnist_letters.npz", "emnist-letters-train-images-idx3-ubyte.gz"),
+    "cifar10": ("cifar10.npz", "cifar-10-batches-py", "cifar10_jpeg.npz"),
+    "cifar100": ("cifar100.npz", "cifar-100-python"),
+    "cinic10": ("CINIC-10",),
+    "tiny_imagenet": ("tiny-imagenet-200",),
+    "femnist": tuple(FEMNIST.values()),
 }
+GET = {
+    "emnist": "download the EMNIST data set in its binary form, gzip.zip, from NIST's page of it, and put the four "
+    "files emnist-SPLIT-{train,test}-{images-idx3,labels-idx1}-ubyte.gz there",
+    "cifar10": "download the Python version of CIFAR-10 from Alex Krizhevsky's page (University of Toronto), and "
+    "unpack it there",
+    "cifar100": "download the Python version of CIFAR-100 from Alex Krizhevsky's page (University of Toronto), and "
+    "unpack it there",
+    "cinic10": "download CINIC-10.tar.gz from Edinburgh DataShare, and unpack it into a new folder CINIC-10 there",
+    "tiny_imagenet": "download tiny-imagenet-200.zip from the page of Stanford's course CS231n, and unpack it there",
+    "femnist": "run LEAF's data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample, and copy its folders data/train "
+    "and data/test into leaf_femnist; or copy federated_emnist_{train,test}.sqlite, which fedjax.datasets.emnist "
+    "downloads, or fed_emnist_{train,test}.h5, which tff.simulation.datasets.emnist downloads; or write "
+    "femnist_writers.npz with numpy.savez: x uint8 [M, 28, 28], 255 = background, y and writer [M]",
+}  # what to download, from where, and where to put it
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 VARIANTS = {"feddyn": (30, 5, 20), "fedprox": (60, 10, 30)}  # dimension, classes, usual number of clients
 MNIST_ORDER = 3121080559  # crc32 of the 60,000 training labels in their official order, as bytes
 
@@ -67,15 +110,16 @@ def load(
         returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, the generator's own
         clients for `synthetic`, `iid(100, seed)` for the others. The natural partition of `glyphs`, `femnist` and
         `synthetic` with variant="fedprox" also cuts the test set into clients; any other leaves it pooled.
-    data_dir: the folder of the npz files. Default: $FEDJAX_DRIFT_DATA if set, then the cache ($FEDJAX_DRIFT_CACHE or
+    data_dir: the folder of the files. Default: $FEDJAX_DRIFT_DATA if set, then the cache ($FEDJAX_DRIFT_CACHE or
         ~/.cache/fedjax_drift), then tensorflow-datasets ($TFDS_DATA_DIR or ~/tensorflow_datasets). With `data_dir`,
         nothing else is looked at.
     standardize: let the model see images with the data set's mean and standard deviation taken out, where it has them
-        (mnist, fashion_mnist, cifar10); otherwise it sees [0, 1].
+        (all real images but femnist's); otherwise it sees [0, 1].
     seed: >= 0, of whatever is drawn: the generated data, the default partition, femnist's test rows.
 
     Raises ValueError for an unknown data set or option, an illegal value, and a file that is damaged, foreign or
-    unreadable; FileNotFoundError, naming the file and the command that makes it, when the data are not on this machine.
+    unreadable; FileNotFoundError, naming the file and how to get it, when the data are not on this machine;
+    ImportError for a source that needs a package which is not installed.
     """
     checks.choice("name", name, NAMES)
     make = DATASETS[name]
@@ -218,13 +262,7 @@ def _glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3
         return make_glyphs(num_writers, seed, progress=num_writers >= 500)._asdict()
 
     checks.integer("num_writers", num_writers, 1)
-    spec: dict[str, Column] = {}
-    for part in ("", "_test"):
-        spec |= {
-            f"x{part}": Column("uint8", (28, 28, 1), part),
-            f"y{part}": Column(table=part, classes=62),
-            f"writer{part}": Column(table=part, classes=num_writers),
-        }
+    spec = federated_files.writers_spec(("", "_test"), num_writers)
     a = files.cached(f"glyphs_{num_writers}_{seed}_v{GLYPHS_VERSION}.npz", spec, draw)
     return Samples(_pair(a["x"], a["y"]), _pair(a["x_test"], a["y_test"]), a["writer"], a["writer_test"])
 
@@ -277,44 +315,170 @@ def _fashion_mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     return _images("fashion_mnist", (28, 28, 1), data_dir, (0.2860,), (0.3530,))
 
 
+def _emnist(
+    data_dir: DataDir, seed: int, natural: bool, *, split: str = "letters", num_classes: int | None = None
+) -> Samples:
+    """Handwritten characters: uint8 [28, 28, 1], 255 = ink, upright; one mean and std, of the rows that are loaded.
+
+    split: "letters" (26 classes, capital and small together, 124,800 + 20,800), "byclass" (62, 697,932 + 116,323),
+    "balanced" (47, 112,800 + 18,800) or "digits" (10, 240,000 + 40,000). num_classes: only the first so many classes,
+    in 1..all, the default; letters with 10 are FedDyn's and FedDC's EMNIST-L, 48,000 + 8,000.
+
+    `emnist_SPLIT.npz`: x_train uint8 [M, 28, 28], upright, y_train [M], from 0, x_test, y_test; or NIST's own idx
+    files, which are turned, and their letters counted from 0. Letters are not taken from tensorflow-datasets, which
+    cuts them off after 88,800 training and 14,800 test rows. (Cohen et al., arXiv 1702.05373.)
+    """
+    checks.choice("split", split, EMNIST)
+    wanted = EMNIST[split]
+    if num_classes is not None:
+        wanted = checks.integer("num_classes", num_classes, 1, wanted, f"these are the classes of {split}")
+
+    def ours(published: files.Arrays) -> files.Arrays:
+        """Their images lie on their sides, and their letters count from 1."""
+        turned = {key: np.ascontiguousarray(published[key].swapaxes(1, 2)) for key in ("x_train", "x_test")}
+        first = 1 if split == "letters" else 0
+        return turned | {key: published[key].astype(np.int32) - first for key in ("y_train", "y_test")}
+
+    _, idx = _filenames("emnist", split=split)
+    readers = {idx: lambda path: ours(image_files.read_idx_pairs(path))}
+    train, test = _image_pairs(_published("emnist", split=split), EMNIST[split], (28, 28, 1), data_dir, readers, ours)
+    train, test = ((x[y < wanted], y[y < wanted]) for x, y in (train, test))
+    for part, (_, y) in (("training", train), ("test", test)):
+        if not len(y):
+            raise ValueError(f"num_classes must leave {part} rows, got {num_classes}, which leaves none: raise it")
+    mean, std = _mean_and_std(train[0])
+    return Samples(train, test, mean=(mean,), std=(std,))
+
+
+def _mean_and_std(x: np.ndarray) -> tuple[float, float]:
+    """Of all pixels, scaled to [0, 1], by counting their 256 values, some thousand rows at a time."""
+    counts = sum(np.bincount(x[i : i + 4096].ravel(), minlength=256) for i in range(0, len(x), 4096))
+    weight, value = counts / np.sum(counts), np.arange(256) / 255
+    mean = float(weight @ value)
+    return mean, float(np.sqrt(weight @ (value - mean) ** 2))
+
+
 def _cifar10(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     """Small photographs: 10 classes, 50,000 + 10,000 uint8 [32, 32, 3]; mean and std as in FedDC's authors' code.
 
-    `cifar10.npz`: x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test; or else `cifar10_jpeg.npz`, the same
-    images as JPEG files (see `fedjax_drift.data.files.decode_jpegs`), decoded on the first use and kept in the cache.
-    JPEG is lossy: accuracies come close to published ones, but are not comparable to the last percent. (Krizhevsky,
-    "Learning Multiple Layers of Features from Tiny Images", 2009.)
+    `cifar10.npz`: x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test; or the authors' folder
+    `cifar-10-batches-py`; or else `cifar10_jpeg.npz`, the same images as JPEG files (see
+    `fedjax_drift.data.image_files.decode_jpegs`), decoded on the first use and kept in the cache. JPEG is lossy:
+    accuracies come close to published ones, but are not comparable to the last percent. (Krizhevsky, "Learning Multiple
+    Layers of Features from Tiny Images", 2009.)
     """
-    return _images("cifar10", (32, 32, 3), data_dir, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
+
+    def decoded(path: Path) -> files.Arrays:
+        # Named by content, not cifar10.npz: lossy pixels must not pass for the original ones later.
+        filename = f"{path.stem}_{files.fingerprint(path)}.npz"
+        spec = _image_spec(10, (32, 32, 3))
+        return files.cached(filename, spec, lambda: image_files.decode_jpegs(path, 10, 32))
+
+    batches = [f"data_batch_{i}" for i in range(1, 6)]
+    readers = {
+        "cifar-10-batches-py": lambda path: image_files.read_cifar(path, batches, "test_batch", "labels"),
+        "cifar10_jpeg.npz": decoded,
+    }
+    return _images("cifar10", (32, 32, 3), data_dir, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262), readers)
 
 
-def _femnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
+def _cifar100(data_dir: DataDir, seed: int, natural: bool) -> Samples:
+    """Small photographs: 100 (fine) classes, 50,000 + 10,000 uint8 [32, 32, 3]; mean and std as in FedDC's code.
+
+    `cifar100.npz`: x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test; or the authors' folder
+    `cifar-100-python`. (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.)
+    """
+    readers = {"cifar-100-python": lambda path: image_files.read_cifar(path, ["train"], "test", "fine_labels")}
+    mean, std = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
+    return _images("cifar100", (32, 32, 3), data_dir, mean, std, readers)
+
+
+def _cinic10(data_dir: DataDir, seed: int, natural: bool, *, valid: bool = False) -> Samples:
+    """CIFAR-10's classes from CIFAR-10 and ImageNet: 90,000 + 90,000 uint8 [32, 32, 3]; mean and std of its authors.
+
+    valid: train on the 90,000 validation rows, too. Read from a folder `CINIC-10/{train,valid,test}/<class>/*.png`,
+    decoded on the first use (half a minute) and kept in the cache. (Darlow et al., arXiv 1810.03505.)
+    """
+    checks.flag("valid", valid)
+    folder = _folder("cinic10", data_dir)
+
+    def part(name: str) -> Pair:
+        listing = image_files.list_folders(folder / name, CIFAR10_CLASSES, "*.png")
+        return _decoded(f"cinic10_{name}", listing, 32)
+
+    train = part("train")
+    if valid:
+        x, y = (np.concatenate(columns) for columns in zip(train, part("valid"), strict=True))
+        train = (x, y)
+    mean, std = (0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)
+    return Samples(train, part("test"), mean=mean, std=std)
+
+
+def _tiny_imagenet(data_dir: DataDir, seed: int, natural: bool) -> Samples:
+    """Photographs: 200 classes of ImageNet, 100,000 + 10,000 uint8 [64, 64, 3]; the usual mean and std.
+
+    Read from the folder `tiny-imagenet-200` (train/<wnid>/images/*.JPEG; val/images with val/val_annotations.txt, the
+    test set, as the test images have no labels; wnids.txt, whose sorted ids are the classes), decoded on the first use
+    (half a minute) and kept in the cache. (Le and Yang, "Tiny ImageNet Visual Recognition Challenge", 2015.)
+    """
+    folder = _folder("tiny_imagenet", data_dir)
+    try:
+        train, valid = image_files.list_tiny_imagenet(folder)
+        pairs = _decoded("tiny_imagenet_train", train, 64), _decoded("tiny_imagenet_val", valid, 64)
+    except FileNotFoundError as error:
+        raise _incomplete("tiny_imagenet", folder, error) from error
+    mean, std = (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)
+    return Samples(*pairs, mean=mean, std=std)
+
+
+def _decoded(name: str, listing: image_files.Listing, side: int) -> Pair:
+    """The listed images and their labels; the pixels are kept in the cache until a file changes."""
+    paths, labels = listing
+    spec = {"x": Column("uint8", (side, side, 3))}
+    filename = f"{name}_{files.stamp(paths)}.npz"
+    return _pair(files.cached(filename, spec, lambda: {"x": image_files.decode_files(paths, side)})["x"], labels)
+
+
+def _femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto") -> Samples:
     """Handwritten characters with their writers: 62 classes in LEAF's order, uint8 [28, 28, 1], no mean and std.
 
-    `femnist_writers.npz`: x uint8 [M, 28, 28], 255 = background as LEAF stores it, y [M], writer [M] (integers). The
-    pixels are inverted, 255 = ink: zero padding in convolutions then means paper, as in mnist and glyphs. The file has
-    no test set: about a fifth of each writer's rows, drawn with `seed`, at least one, are its test rows (a writer of a
-    single row keeps it for training). (Caldas et al., LEAF, arXiv 1812.01097; images of NIST Special Database 19.)
+    source: "npz" (`femnist_writers.npz`: x uint8 [M, 28, 28], 255 = background as LEAF stores it, y [M], writer [M],
+    integers), "leaf" (`leaf_femnist/{train,test}/*.json`), "fedjax" (`federated_emnist_{train,test}.sqlite`), "tff"
+    (`fed_emnist_{train,test}.h5`), or "auto", the first of these that is there. All but npz are converted on the first
+    use (a minute or two for LEAF's) and kept in the cache.
+
+    The pixels are inverted, 255 = ink: zero padding in convolutions then means paper, as in mnist and glyphs. Where
+    there is no test part, as with npz, about a fifth of each writer's rows, drawn with `seed`, at least one, are its
+    test rows (a writer of a single row keeps it for training); where it has other writers (LEAF's -t user) it is
+    pooled. (Caldas et al., LEAF, arXiv 1812.01097; images of NIST Special Database 19.)
     """
-    path = files.find(FILES["femnist"], files.folders(data_dir))
+    checks.choice("source", source, ("auto", *FEMNIST))
+    names = _filenames("femnist", source=source)
+    path = files.find(names, files.folders(data_dir))
     if path is None:
-        raise FileNotFoundError(
-            f"femnist is read from {_places('femnist', data_dir)}, which is not there: convert LEAF's json files with "
-            'numpy.savez("femnist_writers.npz", x=x, y=y, writer=writer) (x uint8 [M, 28, 28], 255 = background) and '
-            "pass its folder as data_dir, or use glyphs, which needs no file"
-        )
-    spec = {
-        "x": Column("uint8", (28, 28, 1)),
-        "y": Column(classes=62),
-        "writer": Column(),
-    }
-    x, y, writer = files.read_npz(path, spec).values()
+        raise _absent("femnist", names, data_dir, f"{GET['femnist']}. Or use glyphs, which needs no file")
+    if path.name == FEMNIST["npz"]:
+        spec = {"x": Column("uint8", (28, 28, 1)), "y": Column(classes=62), "writer": Column()}
+        x, y, writer = files.read_npz(path, spec).values()
+        return _hold_out(255 - x, y, writer, seed)
+    try:
+        a = federated_files.read_femnist(path)
+    except FileNotFoundError as error:
+        raise _incomplete("femnist", path, error) from error
+    if "x_test" not in a:
+        return _hold_out(a["x"], a["y"], a["writer"], seed)
+    test_writer = a["writer_test"] if np.isin(a["writer_test"], a["writer"]).all() else None
+    return Samples(_pair(a["x"], a["y"]), _pair(a["x_test"], a["y_test"]), a["writer"], test_writer)
+
+
+def _hold_out(x: np.ndarray, y: np.ndarray, writer: np.ndarray, seed: int) -> Samples:
+    """About a fifth of each writer's rows for testing, at least one but never its last."""
     shuffled = np.lexsort((np.random.default_rng(seed).random(len(y)), writer))
     _, start, sizes = np.unique(writer[shuffled], return_index=True, return_counts=True)
     test_size = np.minimum(np.maximum(1, np.rint(0.2 * sizes).astype(np.int64)), sizes - 1)
     is_test = np.arange(len(y)) < np.repeat(start + test_size, sizes)
     train, test = shuffled[~is_test], shuffled[is_test]
-    return Samples(_pair(255 - x[train], y[train]), _pair(255 - x[test], y[test]), writer[train], writer[test])
+    return Samples(_pair(x[train], y[train]), _pair(x[test], y[test]), writer[train], writer[test])
 
 
 DATASETS: dict[str, Callable[..., Samples]] = {
@@ -322,79 +486,169 @@ DATASETS: dict[str, Callable[..., Samples]] = {
     "glyphs": _glyphs,
     "mnist": _mnist,
     "fashion_mnist": _fashion_mnist,
+    "emnist": _emnist,
     "cifar10": _cifar10,
+    "cifar100": _cifar100,
+    "cinic10": _cinic10,
+    "tiny_imagenet": _tiny_imagenet,
     "femnist": _femnist,
 }
 NAMES = tuple(DATASETS)
 
 
+def num_classes(name: str, **options: Any) -> int:
+    """How many classes a data set has with these options of `load`."""
+    if name == "emnist":
+        return options.get("num_classes") or EMNIST[options.get("split", "letters")]
+    return VARIANTS[options.get("variant", "feddyn")][1] if name == "synthetic" else CLASSES[name]
+
+
 def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
     """What can be loaded here, one dict per data set; opens no file.
 
-    name; classes (of synthetic's default variant); found: a path, "made on the spot", "tensorflow-datasets" or "no";
-    available: bool; how: one line on how to get it. `data_dir` as in `load`.
+    name; classes, with the default options; found: see `found`, likewise; available: bool; how: one line on how to get
+    it. `data_dir` as in `load`.
     """
     return [_describe(name, data_dir) for name in NAMES]
 
 
+def found(name: str, data_dir: DataDir = None, **options: Any) -> str:
+    """Where `load` with these arguments reads: a path, "made on the spot", "tensorflow-datasets" or "no" (nowhere).
+
+    Opens no file.
+    """
+    if name not in FILES:
+        return "made on the spot"
+    path = files.find(_filenames(name, **options), files.folders(data_dir))
+    if path is None and data_dir is None and (published := _published(name, **options)) in files.HOSTS:
+        path = files.find((f"{_flat(published)}_tfds.npz",), [files.cache_dir()])
+        if path is None and any((files.tfds_dir() / published).glob("*/dataset_info.json")):
+            return "tensorflow-datasets"
+    return "no" if path is None else str(path)
+
+
 def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
-    found, how = "made on the spot", f'fd.datasets.load("{name}")'
+    how = f'fd.datasets.load("{name}")'
     if name in FILES:
-        path = files.find(FILES[name], files.folders(data_dir))
         how = f"put {' or '.join(FILES[name])} into data_dir"
-        if data_dir is None and name in files.HOSTS:
-            how += f", or, online: {_prepare(name)}"
-            path = path or files.find((f"{name}_tfds.npz",), [files.cache_dir()])
-            if path is None and any((files.tfds_dir() / name).glob("*/dataset_info.json")):
-                found = "tensorflow-datasets"
-        if path is not None:
-            found = str(path)
-        elif found == "made on the spot":
-            found = "no"
-    return {"name": name, "classes": CLASSES[name], "found": found, "available": found != "no", "how": how}
+        how += f": {GET[name]}" if name in GET else ""
+        how += f", or, online: {_prepare(name)}" if data_dir is None and name in files.HOSTS else ""
+    where = found(name, data_dir)
+    return {"name": name, "classes": CLASSES[name], "found": where, "available": where != "no", "how": how}
+
+
+def _filenames(name: str, *, split: str = "letters", source: str = "auto", **_: Any) -> tuple[str, ...]:
+    """The files or folders of which one must be there, with these options of `load`."""
+    if name == "emnist":
+        return tuple(file.replace("letters", split) for file in FILES[name])
+    return FILES[name] if source == "auto" else (FEMNIST[source],)
+
+
+def _published(name: str, *, split: str = "letters", **_: Any) -> str:
+    """The data set's name at tensorflow-datasets."""
+    return f"emnist/{split}" if name == "emnist" else name
+
+
+Readers = Mapping[str, Callable[[Path], files.Arrays]]
+"""What reads x_train, y_train, x_test, y_test from a file or folder of that name."""
 
 
 def _images(
-    name: str, row: tuple[int, ...], data_dir: DataDir, mean: tuple[float, ...], std: tuple[float, ...]
+    name: str,
+    row: tuple[int, ...],
+    data_dir: DataDir,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    readers: Readers | None = None,
 ) -> Samples:
+    train, test = _image_pairs(name, CLASSES[name], row, data_dir, readers or {})
+    return Samples(train, test, mean=mean, std=std)
+
+
+def _image_pairs(
+    name: str,
+    classes: int,
+    row: tuple[int, ...],
+    data_dir: DataDir,
+    readers: Readers,
+    of_tfds: Callable[[files.Arrays], files.Arrays] = lambda arrays: arrays,
+) -> tuple[Pair, Pair]:
+    """Training and test rows from NAME.npz, a file of `readers`, or tensorflow-datasets (`of_tfds` makes them ours)."""
+    spec = _image_spec(classes, row)
+    npz = f"{_flat(name)}.npz"
+    path = files.find((npz, *readers), files.folders(data_dir))
+    if path is None:
+        a = _arrays_of_tfds(name, (npz, *readers), data_dir, spec, of_tfds)
+    elif path.name == npz:
+        a = files.read_npz(path, spec)
+    else:
+        try:
+            a = files.check(readers[path.name](path), spec, path)
+        except FileNotFoundError as error:
+            raise _incomplete(name, path, error) from error
+    return _pair(a["x_train"], a["y_train"]), _pair(a["x_test"], a["y_test"])
+
+
+def _image_spec(classes: int, row: tuple[int, ...]) -> files.Spec:
     spec: dict[str, Column] = {}
     for split in ("train", "test"):
         spec[f"x_{split}"] = Column("uint8", row, split)
-        spec[f"y_{split}"] = Column(table=split, classes=CLASSES[name])
-    path = files.find(FILES[name], files.folders(data_dir))
-    if path is None:
-        a = _images_of_tfds(name, row, data_dir, spec)
-    elif path.stem.endswith("_jpeg"):
-        # Named by content, not cifar10.npz: lossy pixels must not pass for the original ones later.
-        filename = f"{path.stem}_{files.fingerprint(path)}.npz"
-        a = files.cached(filename, spec, lambda: files.decode_jpegs(path, CLASSES[name], row[0]))
-    else:
-        a = files.read_npz(path, spec)
-    return Samples(_pair(a["x_train"], a["y_train"]), _pair(a["x_test"], a["y_test"]), mean=mean, std=std)
+        spec[f"y_{split}"] = Column(table=split, classes=classes)
+    return spec
 
 
-def _images_of_tfds(name: str, row: tuple[int, ...], data_dir: DataDir, spec: files.Spec) -> files.Arrays:
-    missing = f"{name} is read from {_places(name, data_dir)}, which is not there"
-    shape = ", ".join(str(length) for length in row if length > 1)
-    by_hand = f'numpy.savez("{FILES[name][0]}", x_train=..., y_train=..., x_test=..., y_test=...), uint8 [M, {shape}]'
+def _arrays_of_tfds(
+    name: str,
+    filenames: tuple[str, ...],
+    data_dir: DataDir,
+    spec: files.Spec,
+    ours: Callable[[files.Arrays], files.Arrays],
+) -> files.Arrays:
+    shape = ", ".join(str(length) for length in spec["x_train"].row if length > 1)
+    by_hand = f'write it with numpy.savez("{filenames[0]}", x_train=..., y_train=..., x_test=..., y_test=...), uint8 '
+    by_hand += f"[M, {shape}]"
+    if (get := GET.get(name.partition("/")[0])) is not None:
+        by_hand = f"{get}, or {by_hand}"
+    if name not in files.HOSTS:
+        raise _absent(name, filenames, data_dir, by_hand)
     if data_dir is not None:
-        raise FileNotFoundError(f"{missing}: write it with {by_hand}, or leave data_dir out to use tensorflow-datasets")
+        raise _absent(name, filenames, data_dir, f"{by_hand}, or leave data_dir out to use tensorflow-datasets")
     try:
-        return files.cached(f"{name}_tfds.npz", spec, lambda: files.from_tfds(name))
+        return files.cached(f"{_flat(name)}_tfds.npz", spec, lambda: ours(files.from_tfds(name)))
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{missing}, and tensorflow-datasets has none: {error}. Either write it with {by_hand}, and pass its "
-            f"folder as data_dir, or, on a machine with a network, {_prepare(name)}"
-        ) from error
+        online = f"pass its folder as data_dir, or, on a machine with a network, {_prepare(name)}"
+        fix = f"tensorflow-datasets has none either: {error}. Either {by_hand}, and {online}"
+        raise _absent(name, filenames, data_dir, fix) from error
+
+
+def _flat(name: str) -> str:
+    """emnist/letters, as tensorflow-datasets calls it, in a file's name."""
+    return name.replace("/", "_")
 
 
 def _prepare(name: str) -> str:
-    load = f"import fedjax_drift as fd; fd.datasets.load('{name}')"
+    name, _, split = name.partition("/")
+    option = f", split='{split}'" if split else ""
+    load = f"import fedjax_drift as fd; fd.datasets.load('{name}'{option})"
     return f'pip install "fedjax-drift[prepare]" && python -c "{load}"'
 
 
-def _places(name: str, data_dir: DataDir) -> str:
-    return " or ".join(str(folder / file) for folder in files.folders(data_dir) for file in FILES[name])
+def _folder(name: str, data_dir: DataDir) -> Path:
+    path = files.find(FILES[name], files.folders(data_dir))
+    if path is None:
+        raise _absent(name, FILES[name], data_dir, GET[name])
+    return path
+
+
+def _absent(name: str, filenames: tuple[str, ...], data_dir: DataDir, fix: str) -> FileNotFoundError:
+    places = " or ".join(str(folder / file) for folder in files.folders(data_dir) for file in filenames)
+    return FileNotFoundError(f"{name} is read from {places}, which is not there: {fix}")
+
+
+def _incomplete(name: str, path: Path, error: FileNotFoundError) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{name} is read from {path}, but a part of it is missing: {error}. Copy or unpack it again"
+    )
 
 
 def _pair(x: np.ndarray, y: np.ndarray) -> Pair:

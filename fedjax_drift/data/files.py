@@ -6,8 +6,8 @@ Whatever is read is checked against a `Column` per array before anything is comp
 from __future__ import annotations
 
 import contextlib
+import gzip
 import importlib.util
-import io
 import os
 import socket
 import urllib.request
@@ -21,12 +21,27 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
+# What the readers of zip, gzip and the like raise for bytes that aren't theirs.
+DAMAGED = (
+    zipfile.BadZipFile,
+    gzip.BadGzipFile,
+    EOFError,
+    zlib.error,
+    KeyError,
+    TypeError,
+    NotImplementedError,
+    RuntimeError,
+)
 
 # Where tensorflow-datasets downloads from: asked for a connection first, because its own attempts take minutes to fail.
 HOSTS = {
     "mnist": ("storage.googleapis.com", 443),
     "fashion_mnist": ("fashion-mnist.s3-website.eu-central-1.amazonaws.com", 80),
+    "emnist/byclass": ("biometrics.nist.gov", 443),
+    "emnist/balanced": ("biometrics.nist.gov", 443),
+    "emnist/digits": ("biometrics.nist.gov", 443),
     "cifar10": ("www.cs.toronto.edu", 443),
+    "cifar100": ("www.cs.toronto.edu", 443),
 }
 
 
@@ -89,7 +104,7 @@ def read_npz(path: Path, spec: Spec) -> Arrays:
     Raises FileNotFoundError without the file, and ValueError for a file that is unreadable, truncated, no npz, lacks
     an array, or holds one of another dtype, shape, length or label range.
     """
-    with _plain_errors(path), open(path, "rb") as file:
+    with plain_errors(path), open(path, "rb") as file:
         if file.read(4) != b"PK\x03\x04":
             raise ValueError("it is no npz file: write it with numpy.savez")
         file.seek(0)
@@ -104,14 +119,14 @@ def read_npz(path: Path, spec: Spec) -> Arrays:
 
 
 @contextlib.contextmanager
-def _plain_errors(path: Path) -> Iterator[None]:
+def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """What can go wrong inside a file, as a ValueError naming it; a missing file stays a FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:
         raise
-    except (zipfile.BadZipFile, EOFError, zlib.error, KeyError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged, cut short or no npz ({error}): copy or make it again") from error
+    except DAMAGED as error:
+        raise ValueError(f"{path} is damaged, cut short or of another kind ({error}): copy or make it again") from error
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"cannot read {path}: {reason}: check the file and its permissions") from error
@@ -193,46 +208,23 @@ def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
 
 def fingerprint(path: Path) -> str:
     """Eight hex digits of a npz file's content, from the checksums it stores: nothing is decompressed."""
-    with _plain_errors(path), zipfile.ZipFile(path) as archive:
+    with plain_errors(path), zipfile.ZipFile(path) as archive:
         sums = [f"{member.filename} {member.CRC}" for member in archive.infolist()]
     return f"{zlib.crc32(' '.join(sums).encode()):08x}"
 
 
-def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
-    """x_train uint8 [M, side, side, 3], y_train [M], x_test, y_test from a file of concatenated JPEG images.
+def stamp(paths: Iterable[str | os.PathLike[str]]) -> str:
+    """Eight hex digits of files' names, sizes and times of change: nothing is opened.
 
-    The npz holds `jpeg` uint8 [bytes], `offsets` [M + M_test + 1], `labels` [M + M_test] and `n_train` = M; image i is
-    jpeg[offsets[i] : offsets[i + 1]], training images first. Raises ValueError for a damaged file, ImportError without
-    Pillow.
+    Raises FileNotFoundError for a missing file, ValueError for one that can't be looked at.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(f"decoding {path} needs Pillow: pip install pillow") from error
-    spec = {
-        "jpeg": Column("uint8", table="bytes"),
-        "offsets": Column(table="bounds"),
-        "labels": Column(classes=classes),
-        "n_train": Column(table=None),
-    }
-    jpeg, offsets, labels, n_train = read_npz(path, spec).values()
-    m, n = len(labels), int(n_train)
-    if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
-        raise ValueError(f"{path}: offsets must rise from 0 to {len(jpeg)} in {m} steps: copy or make the file again")
-    if not 0 < n < m:
-        raise ValueError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave rows for the test set")
-    x = np.empty((m, side, side, 3), np.uint8)
-    data = jpeg.data
-    for i in range(m):
-        try:
-            with Image.open(io.BytesIO(data[offsets[i] : offsets[i + 1]])) as image:
-                pixels = np.asarray(image.convert("RGB"))
-        except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for some broken headers
-            raise ValueError(f"{path}: image {i} is no readable JPEG ({error}): copy or make the file again") from error
-        if pixels.shape != x.shape[1:]:
-            raise ValueError(f"{path}: image {i} must be {side} x {side}, got {list(pixels.shape[:2])}: resize it")
-        x[i] = pixels
-    return {"x_train": x[:n], "y_train": labels[:n], "x_test": x[n:], "y_test": labels[n:]}
+    total = 0
+    for path in paths:
+        with plain_errors(path):
+            status = os.stat(path)
+        name = os.fspath(path).split(os.sep)[-2:]
+        total = zlib.crc32(f"{name} {status.st_size} {status.st_mtime_ns}".encode(), total)
+    return f"{total:08x}"
 
 
 def from_tfds(name: str, directory: Path | None = None) -> Arrays:

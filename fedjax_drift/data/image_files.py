@@ -1,0 +1,175 @@
+"""Images in the forms their authors hand them out in: idx files, Python's pickles, PNG and JPEG files."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import math
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_drift.data import files
+from fedjax_drift.data.files import Arrays, Column
+
+Listing = tuple[list[str], np.ndarray]
+"""Image files, and the label [M] of each."""
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The uint8 array of a gzip-compressed idx file (MNIST's and EMNIST's own form), read-only.
+
+    Raises FileNotFoundError without the file, ValueError for one that is damaged, cut short or of another kind.
+    """
+    with files.plain_errors(path), gzip.open(path) as file:
+        content = file.read()
+        if content[:3] != b"\0\0\x08":  # two zeros, then the type: 8 is unsigned bytes
+            raise ValueError("it is no idx file of bytes: put the one that its authors hand out there")
+        axes = content[3]
+        shape = np.frombuffer(content, ">u4", axes, offset=4).tolist()
+        values = np.frombuffer(content, np.uint8, offset=4 + 4 * axes)
+        if len(values) != math.prod(shape):
+            raise ValueError(f"its header promises {math.prod(shape)} values, got {len(values)}: copy it again")
+    return values.reshape(shape)
+
+
+def read_idx_pairs(train_images: Path) -> Arrays:
+    """x_train, y_train, x_test, y_test of the four idx files of a data set, named as MNIST's and EMNIST's are."""
+
+    def part(split: str, kind: str) -> np.ndarray:
+        name = train_images.name.replace("train-images-idx3", f"{split}-{kind}")
+        return read_idx(train_images.with_name(name))
+
+    return {
+        f"{key}_{split}": part(split, kind)
+        for split in ("train", "test")
+        for key, kind in (("x", "images-idx3"), ("y", "labels-idx1"))
+    }
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds NumPy arrays and Python's own containers, numbers and strings; runs nothing that the file names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        rebuild_array = np.zeros(0).__reduce__()[0]
+        allowed = {
+            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "dtype"): np.dtype,
+            ("numpy.core.multiarray", "_reconstruct"): rebuild_array,
+            ("numpy._core.multiarray", "_reconstruct"): rebuild_array,
+        }
+        if (module, name) not in allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
+        return allowed[module, name]
+
+
+def read_cifar(folder: Path, train: Sequence[str], test: str, labels: str) -> Arrays:
+    """x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test of CIFAR's "Python version".
+
+    folder: the unpacked archive. train, test: names of its files. labels: their key for the labels. Raises
+    FileNotFoundError where one is missing, ValueError for one that is damaged or holds anything but plain arrays.
+    """
+    batches = [_read_cifar_batch(folder / name, labels) for name in train]
+    x_test, y_test = _read_cifar_batch(folder / test, labels)
+    x_train, y_train = (np.concatenate(column) for column in zip(*batches, strict=True))
+    return {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}
+
+
+def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
+    with files.plain_errors(path), open(path, "rb") as file:
+        try:
+            content = _PlainUnpickler(file, encoding="bytes").load()  # written by Python 2: its strings are bytes
+        except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
+            raise ValueError(f"it is damaged or no pickle of plain arrays ({error}): unpack it again") from error
+        wanted = ("data", labels)
+        if not isinstance(content, dict) or not all(key.encode() in content for key in wanted):
+            raise ValueError(f"it must hold {' and '.join(wanted)}: unpack the archive's Python version again")
+        x, y = (np.asarray(content[key.encode()]) for key in wanted)
+        x = files.check({"data": x}, {"data": Column("uint8", (3 * 32 * 32,))}, path)["data"]
+    return np.ascontiguousarray(x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), y
+
+
+def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
+    """x_train uint8 [M, side, side, 3], y_train [M], x_test, y_test from a file of concatenated JPEG images.
+
+    The npz holds `jpeg` uint8 [bytes], `offsets` [M + M_test + 1], `labels` [M + M_test] and `n_train` = M; image i is
+    jpeg[offsets[i] : offsets[i + 1]], training images first. Raises ValueError for a damaged file, ImportError without
+    Pillow.
+    """
+    spec = {
+        "jpeg": Column("uint8", table="bytes"),
+        "offsets": Column(table="bounds"),
+        "labels": Column(classes=classes),
+        "n_train": Column(table=None),
+    }
+    jpeg, offsets, labels, n_train = files.read_npz(path, spec).values()
+    m, n = len(labels), int(n_train)
+    if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
+        raise ValueError(f"{path}: offsets must rise from 0 to {len(jpeg)} in {m} steps: copy or make the file again")
+    if not 0 < n < m:
+        raise ValueError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave rows for the test set")
+    x = np.empty((m, side, side, 3), np.uint8)
+    data = jpeg.data
+    for i in range(m):
+        x[i] = _decode(io.BytesIO(data[offsets[i] : offsets[i + 1]]), side, f"{path}: image {i}")
+    return {"x_train": x[:n], "y_train": labels[:n], "x_test": x[n:], "y_test": labels[n:]}
+
+
+def decode_files(paths: Sequence[str], side: int) -> np.ndarray:
+    """uint8 [M, side, side, 3] from image files of that size; grey ones become RGB.
+
+    Raises ValueError for a file that is missing, damaged or of another size, ImportError without Pillow.
+    """
+    x = np.empty((len(paths), side, side, 3), np.uint8)
+    for i, path in enumerate(paths):
+        x[i] = _decode(path, side, path)
+    return x
+
+
+def _decode(file: str | io.BytesIO, side: int, name: str) -> np.ndarray:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(f"decoding {name} needs Pillow: pip install pillow") from error
+    try:
+        with Image.open(file) as image:
+            size = image.size
+            if size == (side, side):
+                return np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for some broken headers
+        raise ValueError(f"{name} is no readable image ({error}): copy or make the file again") from error
+    raise ValueError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
+
+
+def list_folders(folder: Path, classes: Sequence[str], pattern: str) -> Listing:
+    """The images folder/<class>/<pattern>, the first class first, by name within a class.
+
+    Raises ValueError for a class without any.
+    """
+    found = [sorted(glob.glob(os.path.join(glob.escape(str(folder / name)), pattern))) for name in classes]
+    for name, paths in zip(classes, found, strict=True):
+        if not paths:
+            raise ValueError(f"{folder / name} must hold images, {pattern}, got none: unpack the archive again")
+    return [path for paths in found for path in paths], np.repeat(np.arange(len(classes)), list(map(len, found)))
+
+
+def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
+    """Training and validation images of the unpacked archive; labels number the sorted WordNet ids of wnids.txt.
+
+    Raises FileNotFoundError without its text files, ValueError where they don't fit the images.
+    """
+    classes = sorted((folder / "wnids.txt").read_text().split())
+    label = {wnid: i for i, wnid in enumerate(classes)}
+    notes = folder / "val" / "val_annotations.txt"
+    rows = [line.split("\t") for line in notes.read_text().splitlines() if line]
+    for number, row in enumerate(rows, 1):
+        if len(row) < 2 or row[1] not in label:
+            raise ValueError(f"{notes}: line {number} must be an image, a tab and an id of wnids.txt: unpack it again")
+    train = list_folders(folder / "train", classes, os.path.join("images", "*.JPEG"))
+    images = [str(folder / "val" / "images" / row[0]) for row in rows]
+    return train, (images, np.array([label[row[1]] for row in rows], np.int32))

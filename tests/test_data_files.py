@@ -1,0 +1,555 @@
+"""Each reader on a small file of the true form, written here as the authors' own tools do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import sqlite3
+import struct
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift import cli
+from fedjax_drift.data import datasets, files, image_files
+from fedjax_drift.data.datasets import load
+from fedjax_drift.data.partition import iid
+from fedjax_drift.models import num_parameters
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDJAX_DRIFT_DATA", str(tmp_path))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+
+
+def by_label(data: fd.FederatedData) -> np.ndarray:
+    return data.x[data.y.argsort(kind="stable")]
+
+
+# ---------------------------------------------------------------- absence
+
+
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("emnist", {}, r"NIST.*numpy\.savez\(\"emnist_letters\.npz"),
+        ("cifar10", {}, "Python version of CIFAR-10 .*fedjax-drift\\[prepare"),
+        ("cifar100", {}, "Python version of CIFAR-100 .*fedjax-drift\\[prepare"),
+        ("cinic10", {"valid": True}, r"CINIC-10\.tar\.gz from Edinburgh DataShare"),
+        ("tiny_imagenet", {}, r"tiny-imagenet-200\.zip from .*Stanford"),
+        ("femnist", {}, r"preprocess\.sh.*fedjax\.datasets.*tff\.simulation.*glyphs"),
+    ],
+)
+def test_absence_says_what_to_download_and_where_to_put_it(tmp_path, monkeypatch, name, options, said) -> None:
+    def unprepared(name: str) -> None:
+        raise FileNotFoundError("not prepared")
+
+    monkeypatch.setattr(files, "from_tfds", unprepared)
+    folders = (tmp_path, tmp_path / "cache")
+    places = " or ".join(str(folder / file) for folder in folders for file in datasets.FILES[name])
+    with pytest.raises(FileNotFoundError, match=said) as error:
+        load(name, **options)
+    assert places in str(error.value) and datasets.GET[name] in str(error.value)
+    row = {row["name"]: row for row in datasets.describe()}[name]
+    assert not row["available"] and datasets.GET[name] in row["how"]
+
+
+def test_absence_names_what_the_options_ask_for(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(FileNotFoundError, match=r"emnist_byclass\.npz .*load\('emnist', split='byclass'\)"):
+        load("emnist", split="byclass")
+    with pytest.raises(
+        FileNotFoundError, match=r"read from \S*/fed_emnist_train\.h5 or \S*/fed_emnist_train\.h5, which"
+    ):
+        load("femnist", source="tff")
+
+
+# ---------------------------------------------------------------- EMNIST
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
+
+
+def write_emnist(folder: Path, split: str = "letters", first: int = 1) -> dict[str, np.ndarray]:
+    """Two training rows and one test row of each of 26 classes; their images lie on their sides."""
+    a = {}
+    for part, rows in (("train", 52), ("test", 26)):
+        a[f"x_{part}"] = RNG.integers(0, 256, (rows, 28, 28), np.uint8)
+        a[f"y_{part}"] = np.arange(rows) % 26
+        write_idx(folder / f"emnist-{split}-{part}-images-idx3-ubyte.gz", a[f"x_{part}"].swapaxes(1, 2))
+        write_idx(folder / f"emnist-{split}-{part}-labels-idx1-ubyte.gz", a[f"y_{part}"] + first)
+    return a
+
+
+def test_emnist_is_turned_counted_from_0_and_cut(tmp_path: Path) -> None:
+    a = write_emnist(tmp_path)
+    data = load("emnist", iid(1))
+    np.testing.assert_array_equal(by_label(data)[..., 0], a["x_train"][a["y_train"].argsort(kind="stable")])
+    few = load("emnist", iid(1), tmp_path, num_classes=10)
+    assert few.y.max() == 9 and len(few.x) == 20 and few.x_test is not None and len(few.x_test) == 10
+    np.testing.assert_array_equal(few.x_test[..., 0], a["x_test"][:10])
+    pixels = a["x_train"][a["y_train"] < 10] / 255  # of the chosen rows, one number for all pixels
+    np.testing.assert_allclose([few.mean, few.std], [[pixels.mean()], [pixels.std()]], rtol=1e-6)
+    np.savez(tmp_path / "emnist_letters.npz", **{key: value[:26] for key, value in a.items()})
+    assert len(load("emnist", iid(1), tmp_path).x) == 26  # npz first: upright already, from 0
+
+
+def test_emnist_of_tensorflow_datasets_is_turned_but_letters_are_not_complete(monkeypatch) -> None:
+    x = RNG.integers(0, 256, (94, 28, 28, 1), np.uint8)
+    asked = []
+
+    def from_tfds(name: str) -> files.Arrays:
+        asked.append(name)
+        return {"x_train": x, "y_train": np.arange(94) % 47, "x_test": x[:47], "y_test": np.arange(47)}
+
+    monkeypatch.setattr(files, "from_tfds", from_tfds)
+    data = load("emnist", iid(1), split="balanced")
+    np.testing.assert_array_equal(by_label(data)[::2], x[:47].swapaxes(1, 2))
+    load("emnist", iid(1), split="balanced")
+    assert asked == ["emnist/balanced"]  # and kept
+    with pytest.raises(FileNotFoundError, match="emnist_letters"):
+        load("emnist")
+    assert asked == ["emnist/balanced"]
+
+
+def test_damaged_idx_files(tmp_path: Path) -> None:
+    write_emnist(tmp_path)
+    path = tmp_path / "emnist-letters-train-images-idx3-ubyte.gz"
+    whole = path.read_bytes()
+    raw = gzip.decompress(whole)
+    for content, said in (
+        (whole[:500], "damaged, cut short"),
+        (b"hello", "damaged, cut short"),
+        (gzip.compress(raw[:-1]), "promises 40768 values, got 40767"),
+        (gzip.compress(b"\0\0\x0d" + raw[3:]), "no idx file of bytes"),
+        (gzip.compress(b""), "no idx file of bytes"),
+        (gzip.compress(raw[:6]), "cannot use"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=said) as error:
+            load("emnist", iid(1))
+        assert path.name in str(error.value)
+    path.write_bytes(whole)
+    write_idx(tmp_path / "emnist-letters-train-labels-idx1-ubyte.gz", np.arange(52) % 26)  # from 0
+    with pytest.raises(ValueError, match=r"y_train must be in 0\.\.25, got -1\.\.24"):
+        load("emnist", iid(1))
+    (tmp_path / "emnist-letters-test-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(FileNotFoundError, match="a part of it is missing.*test-labels"):
+        load("emnist", iid(1))
+    for options, said in (
+        ({"split": "letter"}, "did you mean 'letters'"),
+        ({"num_classes": 27}, r"in 1\.\.26, got 27"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load("emnist", iid(1), **options)
+
+
+# ---------------------------------------------------------------- CIFAR
+
+
+class Python2(pickle._Pickler):
+    """Writes text and bytes as Python 2 wrote its strings, as CIFAR's authors' files have them."""
+
+    def save_string(self, text: str | bytes) -> None:
+        encoded = text.encode("latin1") if isinstance(text, str) else text
+        self.write(pickle.BINSTRING + struct.pack("<i", len(encoded)) + encoded)
+
+    dispatch = pickle._Pickler.dispatch | {str: save_string, bytes: save_string}
+
+
+def write_batch(path: Path, x: np.ndarray, **labels: list[int]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
+        Python2(file, 2).dump({"data": x.transpose(0, 3, 1, 2).reshape(len(x), -1), "filenames": ["a.png"], **labels})
+    path.write_bytes(path.read_bytes().replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+
+
+def test_cifar_pickles(tmp_path: Path) -> None:
+    x = RNG.integers(0, 256, (7, 32, 32, 3), np.uint8)
+    folder = tmp_path / "cifar-100-python"
+    write_batch(folder / "train", x[:5], fine_labels=[4, 2, 99, 0, 50], coarse_labels=[0] * 5)
+    assert b"numpy.core.multiarray\n_reconstruct" in (folder / "train").read_bytes()
+    write_batch(folder / "test", x[5:], fine_labels=[98, 7], coarse_labels=[0] * 2)
+    data = load("cifar100", iid(1))
+    np.testing.assert_array_equal(by_label(data), x[[3, 1, 0, 4, 2]])
+    assert data.y_test is not None and data.y_test.tolist() == [98, 7]
+    np.testing.assert_array_equal(data.x_test, x[5:])
+    np.testing.assert_allclose([data.mean, data.std], [[0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761]])
+
+    for i in range(1, 6):
+        write_batch(tmp_path / "cifar-10-batches-py" / f"data_batch_{i}", x[i : i + 1], labels=[i])
+    write_batch(tmp_path / "cifar-10-batches-py" / "test_batch", x[:1], labels=[9])
+    np.testing.assert_array_equal(by_label(load("cifar10", iid(1))), x[1:6])
+
+
+def test_pickles_that_are_foreign_or_damaged_are_refused_and_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-100-python"
+    write_batch(folder / "train", np.zeros((2, 32, 32, 3), np.uint8), fine_labels=[0, 1])
+    whole = (folder / "train").read_bytes()
+
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+            return Path.touch, (tmp_path / "touched",)
+
+    for content, said in (
+        (pickle.dumps(Evil()), "is not allowed in it"),
+        (whole[: len(whole) // 2], "damaged or no pickle"),
+        (b"", "damaged or no pickle"),
+        (b"\xff" + whole, "damaged or no pickle"),
+        (pickle.dumps([1]), "must hold data and fine_labels"),
+        (whole.replace(b"fine_labels", b"fine_babels"), "must hold data and fine_labels"),
+    ):
+        (folder / "train").write_bytes(content)
+        with pytest.raises(ValueError, match=said):
+            load("cifar100", iid(1))
+    assert not (tmp_path / "touched").exists()
+    write_batch(folder / "train", np.zeros((2, 16, 16, 3), np.uint8), fine_labels=[0, 1])
+    with pytest.raises(ValueError, match=r"data must have shape \[rows, 3072\]"):
+        load("cifar100", iid(1))
+    write_batch(folder / "train", np.zeros((2, 32, 32, 3), np.uint8), fine_labels=[0])
+    (folder / "test").write_bytes((folder / "train").read_bytes())
+    with pytest.raises(ValueError, match="as many rows"):
+        load("cifar100", iid(1))
+    (folder / "test").unlink()
+    with pytest.raises(FileNotFoundError, match="a part of it is missing"):
+        load("cifar100", iid(1))
+
+
+# ---------------------------------------------------------------- folders of images
+
+
+def test_cinic10_is_decoded_once_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pixels = RNG.integers(0, 256, (3, 10, 2, 32, 32, 3), np.uint8)
+    for part, of_part in zip(("train", "valid", "test"), pixels, strict=True):
+        for name, of_class in zip(datasets.CIFAR10_CLASSES, of_part, strict=True):
+            folder = tmp_path / "CINIC-10" / part / name
+            folder.mkdir(parents=True)
+            for i, x in enumerate(of_class):
+                image.fromarray(x).save(folder / f"cifar10-{part}-{i}.png")
+    data = load("cinic10", iid(1))
+    np.testing.assert_array_equal(by_label(data), pixels[0].reshape(20, 32, 32, 3))
+    np.testing.assert_array_equal(data.x_test, pixels[2].reshape(20, 32, 32, 3))
+    np.testing.assert_array_equal(data.y_test, np.repeat(np.arange(10), 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(image_files, "decode_files", None)  # not called again
+        np.testing.assert_array_equal(load("cinic10", iid(1)).x, data.x)
+    both = load("cinic10", iid(1), valid=True)
+    assert sorted(map(bytes, both.x)) == sorted(map(bytes, pixels[:2].reshape(40, 32, 32, 3)))
+
+    changed = tmp_path / "CINIC-10" / "train" / "bird" / "cifar10-train-1.png"
+    image.fromarray(pixels[2, 2, 1]).save(changed)
+    np.testing.assert_array_equal(by_label(load("cinic10", iid(1)))[5], pixels[2, 2, 1])
+    changed.write_bytes(changed.read_bytes()[:100])
+    with pytest.raises(ValueError, match="cifar10-train-1.png is no readable image"):
+        load("cinic10", iid(1))
+    image.new("RGB", (32, 31)).save(changed)
+    with pytest.raises(ValueError, match="must be 32 x 32, got 32 x 31"):
+        load("cinic10", iid(1))
+    for path in changed.parent.iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match="bird must hold images"):
+        load("cinic10", iid(1))
+    with pytest.raises(ValueError, match="valid must be True or False"):
+        load("cinic10", iid(1), valid=1)
+
+
+def test_tiny_imagenet_follows_its_text_files(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    folder = tmp_path / "tiny-imagenet-200"
+    wnids = [f"n{i:08}" for i in range(200)]
+    for i, wnid in enumerate(wnids):
+        (folder / "train" / wnid / "images").mkdir(parents=True)
+        (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text("")
+        shade = image.new("L", (64, 64), i) if i % 2 else image.new("RGB", (64, 64), (i, i, i))  # some are grey
+        shade.save(folder / "train" / wnid / "images" / f"{wnid}_0.JPEG")
+    (folder / "wnids.txt").write_text("\n".join(wnids[::-1]) + "\n")
+    (folder / "val" / "images").mkdir(parents=True)
+    notes = [("val_0.JPEG", 150), ("val_1.JPEG", 3)]
+    for name, label in notes:
+        image.new("RGB", (64, 64), (label, 0, 255)).save(folder / "val" / "images" / name)
+    lines = [f"{name}\t{wnids[label]}\t0\t0\t63\t63\n" for name, label in notes]
+    (folder / "val" / "val_annotations.txt").write_text("".join(lines))
+    data = load("tiny_imagenet", iid(1))
+    assert data.x.shape == (200, 64, 64, 3) and data.y_test is not None and data.y_test.tolist() == [150, 3]
+    np.testing.assert_allclose(by_label(data).mean((1, 2)), np.repeat(np.arange(200)[:, None], 3, 1), atol=1)
+    assert data.x_test is not None and abs(int(data.x_test[0, 5, 5, 0]) - 150) < 4 and data.x_test[1, 5, 5, 2] > 250
+
+    for line, said in (("val_0.JPEG n00000001\n", "line 3 must be an image"), ("a\tn9\n", "line 3 must be an image")):
+        (folder / "val" / "val_annotations.txt").write_text("".join([*lines, line]))
+        with pytest.raises(ValueError, match=said):
+            load("tiny_imagenet", iid(1))
+    (folder / "val" / "val_annotations.txt").write_text("".join([*lines, f"val_2.JPEG\t{wnids[0]}\n"]))
+    with pytest.raises(FileNotFoundError, match=r"a part of it is missing.*val_2\.JPEG"):
+        load("tiny_imagenet", iid(1))
+    (folder / "wnids.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a part of it is missing.*wnids\.txt"):
+        load("tiny_imagenet", iid(1))
+
+
+# ---------------------------------------------------------------- federated data in others' forms
+
+Clients = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def write_leaf(path: Path, clients: Clients) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({
+        "users": list(clients),
+        "num_samples": [len(y) for _, y in clients.values()],
+        "user_data": {name: {"x": x.tolist(), "y": y.tolist()} for name, (x, y) in clients.items()},
+    }))  # fmt: skip
+
+
+def write_fedjax(path: Path, clients: Clients, names: tuple[str, str] = ("pixels", "label")) -> None:
+    msgpack = pytest.importorskip("msgpack")
+
+    def packed(array: np.ndarray) -> object:
+        parts = (array.shape, array.dtype.name, array.tobytes())
+        return msgpack.ExtType(1, msgpack.packb(parts, use_bin_type=True))
+
+    with sqlite3.connect(path) as connection:
+        connection.execute(
+            "CREATE TABLE federated_data (client_id BLOB NOT NULL PRIMARY KEY, data BLOB NOT NULL, "
+            "num_examples INTEGER NOT NULL);"
+        )
+        for name, columns in clients.items():
+            data = {key: packed(column) for key, column in zip(names, columns, strict=True)}
+            data["text"] = msgpack.ExtType(4, msgpack.packb(([1], [b"text"])))
+            client = f"{zlib.crc32(name.encode()):016x}:{name}".encode()
+            blob = zlib.compress(msgpack.packb(data, strict_types=True))
+            connection.execute("INSERT INTO federated_data VALUES (?, ?, ?)", (client, blob, len(columns[1])))
+    connection.close()
+
+
+def write_tff(path: Path, clients: Clients, names: tuple[str, str] = ("pixels", "label")) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        for name, columns in clients.items():
+            for key, column in zip(names, columns, strict=True):
+                file.create_dataset(f"examples/{name}/{key}", data=column)
+
+
+def characters(sizes: dict[str, int]) -> tuple[Clients, Clients]:
+    """Clients of FEMNIST as it is stored, 1 = background, and as it should come out, 255 = ink."""
+    ours: Clients = {
+        name: (RNG.integers(0, 256, (rows, 28, 28), np.uint8), RNG.integers(0, 62, rows).astype(np.int32))
+        for name, rows in sizes.items()
+    }
+    return {name: ((1 - x / 255).astype(np.float32), y) for name, (x, y) in ours.items()}, ours
+
+
+def write_femnist(folder: Path, source: str, train: Clients, test: Clients | None) -> None:
+    folder.mkdir(exist_ok=True)
+    if source == "leaf":
+        flat, flat_test = ({n: (x.reshape(-1, 784), y) for n, (x, y) in part.items()} for part in (train, test or {}))
+        write_leaf(folder / "leaf_femnist" / "train" / "all_data_0.json", dict(list(flat.items())[:1]))
+        write_leaf(folder / "leaf_femnist" / "train" / "all_data_1.json", dict(list(flat.items())[1:]))
+        if test:
+            write_leaf(folder / "leaf_femnist" / "test" / "all_data_0.json", flat_test)
+        return
+    write, stem, kind = {
+        "fedjax": (write_fedjax, "federated_emnist", "sqlite"),
+        "tff": (write_tff, "fed_emnist", "h5"),
+    }[source]
+    write(folder / f"{stem}_train.{kind}", train)
+    if test:
+        write(folder / f"{stem}_test.{kind}", test)
+
+
+SOURCES = ("leaf", "fedjax", "tff")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_femnist_of_others_is_inverted_and_keeps_its_writers(tmp_path: Path, source: str, monkeypatch) -> None:
+    train, ours = characters({"f0000_14": 3, "f0001_41": 1, "f0005_26": 4})
+    test, our_test = characters({"f0005_26": 2, "f0000_14": 1})
+    write_femnist(tmp_path, source, train, test)
+    data = load("femnist")
+    assert data.x.dtype == np.uint8 and data.sizes.tolist() == [3, 1, 4] and data.mean is None
+    assert data.test_sizes is not None and data.test_sizes.tolist() == [1, 0, 2]
+    np.testing.assert_array_equal(data.x[..., 0], np.concatenate([x for x, _ in ours.values()]))
+    np.testing.assert_array_equal(data.y, np.concatenate([y for _, y in ours.values()]))
+    wanted = np.concatenate([our_test[name][0] for name in ("f0000_14", "f0005_26")])
+    assert data.x_test is not None
+    np.testing.assert_array_equal(data.x_test[..., 0], wanted)
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.federated_files, "_by_writer", None)  # not called again
+        np.testing.assert_array_equal(load("femnist", source=source).x, data.x)
+    assert load("femnist", iid(2)).test_sizes is None
+    assert {row["name"]: row for row in datasets.describe()}["femnist"]["found"].endswith(datasets.FEMNIST[source])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_femnist_without_a_test_part_or_with_other_writers_in_it(tmp_path: Path, source: str) -> None:
+    train, _ = characters({"f0000_14": 10, "f0001_41": 1})
+    write_femnist(tmp_path / "one", source, train, None)
+    alone = load("femnist", data_dir=tmp_path / "one")
+    assert alone.sizes.tolist() == [8, 1] and alone.test_sizes is not None and alone.test_sizes.tolist() == [2, 0]
+    others, _ = characters({"f0000_14": 1, "f0002_00": 2})
+    write_femnist(tmp_path / "two", source, train, others)
+    pooled = load("femnist", data_dir=tmp_path / "two")
+    assert pooled.sizes.tolist() == [10, 1] and pooled.test_sizes is None and len(pooled.x_test) == 3
+
+
+def test_femnist_chooses_its_source(tmp_path: Path) -> None:
+    for rows, source in enumerate(SOURCES, 2):
+        write_femnist(tmp_path, source, characters({"a": rows, "b": 1})[0], characters({"a": 1})[0])
+    np.savez(tmp_path / "femnist_writers.npz", x=np.zeros((9, 28, 28), np.uint8), y=np.arange(9), writer=[7] * 9)
+    rows = {source: int(load("femnist", source=source).sizes.sum()) for source in ("auto", "npz", *SOURCES)}
+    assert datasets.found("femnist", source="tff").endswith("fed_emnist_train.h5")
+    assert rows == {"auto": 7, "npz": 7, "leaf": 3, "fedjax": 4, "tff": 5}
+    with pytest.raises(ValueError, match="did you mean 'fedjax'"):
+        load("femnist", source="fedjacks")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_columns_of_any_numbers(tmp_path: Path, source: str) -> None:
+    train = {name: (RNG.normal(size=(n, 3)).astype(np.float32), np.arange(n)) for name, n in (("b", 2), ("a", 3))}
+    train["c"] = (np.zeros((0, 3), np.float32), np.arange(0))
+    test = {"a": (np.ones((1, 3), np.float32), np.array([5]))}
+    if source == "leaf":
+        write_leaf(tmp_path / "train" / "0.json", train)
+        write_leaf(tmp_path / "test" / "0.json", test)
+        data = fd.datasets.from_leaf(tmp_path)
+    else:
+        write, read, kind = {
+            "fedjax": (write_fedjax, fd.datasets.from_fedjax, "sqlite"),
+            "tff": (write_tff, fd.datasets.from_tff, "h5"),
+        }[source]
+        paths = [tmp_path / f"{part}.{kind}" for part in ("train", "test")]
+        for path, clients in zip(paths, (train, test), strict=True):
+            write(path, clients, ("image", "coarse_label"))
+        data = read(*paths, x="image", y="coarse_label")
+        assert read(paths[0], x="image", y="coarse_label").x_test is None
+        with pytest.raises(ValueError, match=r"no column 'pixels', only .*name the inputs with x="):
+            read(paths[0])
+    order = ["a", "b"] if source == "tff" else ["b", "a"]  # HDF5 lists its groups by name
+    assert data.sizes.tolist() == [len(train[name][1]) for name in order] and data.x.dtype == np.float32
+    np.testing.assert_array_equal(data.x, np.concatenate([train[name][0] for name in order]))
+    assert data.test_sizes is not None and data.test_sizes.tolist() == [int(name == "a") for name in order]
+    np.testing.assert_array_equal(data.y_test, [5])
+
+
+def test_a_test_part_of_other_clients_is_pooled(tmp_path: Path) -> None:
+    rows = (np.ones((2, 3)), np.arange(2))
+    write_leaf(tmp_path / "train" / "0.json", {"a": rows, "b": rows})
+    assert fd.datasets.from_leaf(tmp_path).x_test is None
+    write_leaf(tmp_path / "test" / "0.json", {"a": rows, "z": rows})
+    data = fd.datasets.from_leaf(tmp_path)
+    assert data.test_sizes is None and data.x_test is not None and data.x_test.shape == (4, 3)
+    write_leaf(tmp_path / "train" / "1.json", {"a": rows})
+    with pytest.raises(ValueError, match="client 'a' must be in one file"):
+        fd.datasets.from_leaf(tmp_path)
+
+
+def test_damaged_json(tmp_path: Path) -> None:
+    path = tmp_path / "train" / "0.json"
+    with pytest.raises(FileNotFoundError, match=r"must hold \*\.json"):
+        fd.datasets.from_leaf(tmp_path)
+    write_leaf(path, {"a": (np.ones((2, 3)), np.arange(2))})
+    whole = path.read_text()
+    for content, said in (
+        (whole[:-20], "cannot use"),
+        ("[]", "must hold users, num_samples and user_data"),
+        (whole.replace('"a": {', '"b": {'), "damaged"),
+        (whole.replace('"x"', '"z"'), "damaged"),
+        (whole.replace('"num_samples": [2]', '"num_samples": [3]'), r"must be 3 rows, got \[2, 3\]"),
+        (whole.replace("[1.0, 1.0, 1.0]]", "[1.0]]"), "must have one shape"),
+        (whole.replace("1.0", '"word"'), "must be numbers: encode text"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=said) as error:
+            fd.datasets.from_leaf(tmp_path)
+        assert str(path) in str(error.value)
+
+
+def test_damaged_databases(tmp_path: Path) -> None:
+    path = tmp_path / "a.sqlite"
+    with pytest.raises(FileNotFoundError, match="a.sqlite"):
+        fd.datasets.from_fedjax(path)
+    write_fedjax(path, {"a": (np.ones((2, 3)), np.arange(2))})
+    with pytest.raises(ValueError, match="must be numbers: encode text"):
+        fd.datasets.from_fedjax(path, x="text")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="a.sqlite"):
+        fd.datasets.from_fedjax(path)
+    path.write_bytes(b"hello" * 1000)
+    with pytest.raises(ValueError, match="none of FedJAX's SQLite files"):
+        fd.datasets.from_fedjax(path)
+    for change, said in (
+        ("UPDATE federated_data SET num_examples = 3", r"must be 3 rows, got \[2, 3\]"),
+        ("UPDATE federated_data SET data = substr(data, 1, 20)", "damaged"),
+        ("UPDATE federated_data SET data = x'00'", "damaged"),
+        ("DROP TABLE federated_data", "no such table"),
+    ):
+        path.write_bytes(whole)
+        with sqlite3.connect(path) as connection:
+            connection.execute(change)
+        connection.close()
+        with pytest.raises(ValueError, match=said) as error:
+            fd.datasets.from_fedjax(path)
+        assert str(path) in str(error.value)
+
+
+def test_damaged_hdf5(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "a.h5"
+    with pytest.raises(FileNotFoundError, match="a.h5"):
+        fd.datasets.from_tff(path)
+    write_tff(path, {"a": (np.ones((2, 3)), np.arange(3))})
+    with pytest.raises(ValueError, match=r"inputs of client 'a' must be 3 rows, got \[2, 3\]"):
+        fd.datasets.from_tff(path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="a.h5"):
+        fd.datasets.from_tff(path)
+    h5py.File(path, "w").close()
+    with pytest.raises(ValueError, match="must hold a group examples, got nothing"):
+        fd.datasets.from_tff(path)
+
+
+def test_images_that_are_no_femnist(tmp_path: Path) -> None:
+    for x in (np.full((1, 28, 28), 7.0), np.zeros((1, 5)), np.full((1, 28, 28), np.nan)):
+        write_leaf(tmp_path / "leaf_femnist" / "train" / "0.json", {"a": (x, np.arange(1))})
+        with pytest.raises(ValueError, match=r"client 'a' must have images of 28 x 28 numbers in 0\.\.1"):
+            load("femnist")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    for package, name in (("msgpack", "federated_emnist_train.sqlite"), ("h5py", "fed_emnist_train.h5")):
+        monkeypatch.setitem(sys.modules, package, None)
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(ImportError, match=rf"needs {package}: pip install \"fedjax-drift\[formats\]\""):
+            load("femnist")
+        assert cli.main(["data", "femnist", "--output", str(tmp_path / "out")]) == 2
+        assert f"needs {package}" in capsys.readouterr().err
+        (tmp_path / name).unlink()
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_the_command_line_knows_them(tmp_path: Path) -> None:
+    assert set(cli.DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
+    assert datasets.num_classes("emnist", split="digits") == 10 == datasets.num_classes("emnist", num_classes=10)
+    assert datasets.found("emnist") == "no"
+    write_emnist(tmp_path)
+    assert datasets.found("emnist").endswith("letters-train-images-idx3-ubyte.gz")
+    assert datasets.found("emnist", split="balanced") == "no"
+    args = cli._parse(["run", "--dataset", "emnist:num_classes=10", "--algorithm", "fedavg", "--clients", "4"])
+    dataset = cli._spec("data set", args.dataset, datasets.DATASETS, hidden=("data_dir", "seed", "natural"))
+    spec, model = cli._model(args, dataset, cli._load(args, dataset)[0])
+    assert spec.name == "emnist_nn" and num_parameters(model) == 89_610  # FedDC's network for EMNIST-L
