@@ -57,6 +57,9 @@ DEFAULT_MODEL = {
     "mnist": "mnist_2nn",
     "fashion_mnist": "mnist_2nn",
     "cifar10": "cifar_cnn",
+    "movielens": "din",
+    "agnews": "text_classifier",
+    "bindingdb": "drug_target",
 }
 RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
 CONFIGURED = (
@@ -390,7 +393,7 @@ def _add_data(group: Any, required: bool) -> None:
     _add(
         group, "--partition", "RECIPE", "how rows are dealt to clients. iid; dirichlet:ALPHA (small ALPHA: few labels "
         "a client) or dirichlet:ALPHA:prior=class; shards:S (S blocks of the sorted labels each); by_writer "
-        "(default: the clients that come with glyphs, femnist and synthetic, iid for the others)",
+        "(default: the clients that come with glyphs, femnist, synthetic and movielens, else iid)",
     )  # fmt: skip
     _add(group, "--clients", "N", "clients to deal the rows to (default: 100)", _count)
     _add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
@@ -499,7 +502,7 @@ def _load(args: argparse.Namespace, dataset: Spec) -> tuple[fd.FederatedData, st
 
 
 def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition | None:
-    natural = dataset.name in ("glyphs", "femnist", "synthetic")
+    natural = dataset.name in ("glyphs", "femnist", "synthetic", "movielens")
     if args.partition is None and natural:
         for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
             if value is not None:

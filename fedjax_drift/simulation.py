@@ -183,6 +183,7 @@ class Simulation:
             rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
             decode=decode,
             num_classes=num_classes,
+            test_size=0 if data.x_test is None else len(data.x_test),
             redeal=redeal,
             failures=what if what.any else None,
             aggregation=aggregation,
@@ -485,14 +486,15 @@ class Simulation:
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only).
 
-        FedDyn and FedDC also keep the mean of the cohort's models: ``"client_mean_loss"``, ``"client_mean_accuracy"``.
+        With ``Model.scores`` also what that gives. FedDyn and FedDC also keep the mean of the cohort's models:
+        ``"client_mean_loss"``, ``"client_mean_accuracy"``, ...
         Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
         """
         scores = self._launch(self._evaluate, self._check(state).server, self._test())
         return jax.tree.map(lambda v: v if traced(v) else float(v), scores)
 
     def evaluate_clients(self, state: ServerState) -> dict[str, np.ndarray]:
-        """The same for every client's own test rows, float [N]; NaN for a client without any.
+        """Loss and accuracy on every client's own test rows, float [N]; NaN for a client without any.
 
         Raises ValueError unless the test set is cut into clients (natural partitions, ``test_clients=``).
         """
@@ -500,7 +502,7 @@ class Simulation:
         if sizes is None:
             raise ValueError("the test set is not cut into clients: build the data with test_clients= or test_parts=")
         client = np.repeat(np.arange(len(sizes)), sizes)
-        rows = self._launch(self._evaluate_rows, self._check(state).params, self._test())
+        rows, _ = self._launch(self._evaluate_rows, self._check(state).params, self._test())
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         with np.errstate(invalid="ignore"):
             return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}

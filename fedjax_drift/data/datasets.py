@@ -1,7 +1,8 @@
 """The data sets by name: `load("mnist", partition=...)` gives a `FederatedData`.
 
 `synthetic` and `glyphs` are made on the spot. `mnist`, `fashion_mnist`, `cifar10` and `femnist` are read from npz files
-in `data_dir` (or $FEDJAX_DRIFT_DATA, or the cache); the first three otherwise from tensorflow-datasets.
+in `data_dir` (or $FEDJAX_DRIFT_DATA, or the cache); the first three otherwise from tensorflow-datasets. `movielens`,
+`agnews` and `bindingdb` are read there too, from the files that their makers publish.
 
 A data set is one function in `DATASETS`: (data_dir, seed, natural, *, its options) -> `Samples`.
 """
@@ -17,18 +18,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import files
+from fedjax_drift.data import bindingdb, files, movielens, text
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.partition import by_writer, dirichlet, iid, shards
 
 GLYPHS_VERSION = 1  # of the cached files: raise it when make_glyphs draws other images
 CLASSES = {"synthetic": 5, "glyphs": 62, "mnist": 10, "fashion_mnist": 10, "cifar10": 10, "femnist": 62}
+CLASSES |= {"movielens": 2, "agnews": 4, "bindingdb": 2}
 FILES = {
     "mnist": ("mnist.npz",),
     "fashion_mnist": ("fashion_mnist.npz",),
     "cifar10": ("cifar10.npz", "cifar10_jpeg.npz"),
     "femnist": ("femnist_writers.npz",),
+    "movielens": tuple(movielens.FILENAMES.values()),
+    "agnews": ("ag_news_csv/train.csv",),
+    "bindingdb": (bindingdb.FILENAME,),
 }
 VARIANTS = {"feddyn": (30, 5, 20), "fedprox": (60, 10, 30)}  # dimension, classes, usual number of clients
 MNIST_ORDER = 3121080559  # crc32 of the 60,000 training labels in their official order, as bytes
@@ -317,6 +322,52 @@ def _femnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     return Samples(_pair(255 - x[train], y[train]), _pair(255 - x[test], y[test]), writer[train], writer[test])
 
 
+def _movielens(
+    data_dir: DataDir,
+    seed: int,
+    natural: bool,
+    *,
+    size: str = "1m",
+    history: int = 30,
+    negatives: int = 4,
+    test_negatives: int = 99,
+) -> Samples:
+    """Click-through prediction: 2 classes, int16 [6 + history] ids of user, gender, age, occupation, zip code, candidate
+    film and the `history` films that the user rated before it (0: none, or not known). One client per user.
+
+    Every rating is a positive row (1), with `negatives` films the user never rated (0); each user's latest rating is in
+    the test set, followed by `test_negatives` different ones, so that `fd.ranking` finds it first of its block. Films
+    are drawn with `seed` from those that anybody rated. For `fd.models.din`.
+    size: "1m", MovieLens 1M (`ml-1m/ratings.dat` and `users.dat` as GroupLens packs them; 6,040 users), or
+        "latest-small" (`movielens_latest_small.npz`: user_id, movie_id, timestamp [R]; 610 users of whom nothing is
+        known). (Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 2015; the protocol is
+        FedEve's.)
+    """
+    ratings = movielens.read(files.folders(data_dir), size)
+    return Samples(*movielens.leave_latest_out(ratings, history, negatives, test_negatives, seed))
+
+
+def _agnews(data_dir: DataDir, seed: int, natural: bool, *, vocabulary: int = 20_000, length: int = 64) -> Samples:
+    """News by topic: 4 classes, 120,000 + 7,600 texts (title and description), int32 [length] word numbers.
+
+    0 is padding, 1 a word that is not among the `vocabulary` - 2 most frequent of the training texts; texts are cut at
+    `length` words. `ag_news_csv/train.csv` and `test.csv`: lines "class 1 to 4","title","description". (Zhang, Zhao and
+    LeCun, "Character-level Convolutional Networks for Text Classification", NeurIPS 2015.)
+    """
+    return Samples(*text.read(files.folders(data_dir), vocabulary, length))
+
+
+def _bindingdb(data_dir: DataDir, seed: int, natural: bool, *, ligand: int = 100, protein: int = 1000) -> Samples:
+    """Which ligand binds which protein: 2 classes (1: Kd < 30 nM, our reading), int8 [ligand + protein] characters.
+
+    The first `ligand` characters of the SMILES and the first `protein` of the first chain's sequence, as 1..94 in
+    ASCII's order, 0 being padding; one row a pair, 20 % of them, drawn with `seed`, for the test. Some minutes for all
+    of `BindingDB_All.tsv`, of which lines without a Kd are passed over. (Liu et al., "BindingDB", Nucleic Acids
+    Research 2007.)
+    """
+    return Samples(*bindingdb.read(files.folders(data_dir), ligand, protein, seed))
+
+
 DATASETS: dict[str, Callable[..., Samples]] = {
     "synthetic": _synthetic,
     "glyphs": _glyphs,
@@ -324,6 +375,9 @@ DATASETS: dict[str, Callable[..., Samples]] = {
     "fashion_mnist": _fashion_mnist,
     "cifar10": _cifar10,
     "femnist": _femnist,
+    "movielens": _movielens,
+    "agnews": _agnews,
+    "bindingdb": _bindingdb,
 }
 NAMES = tuple(DATASETS)
 
