@@ -39,6 +39,7 @@ import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checkpoint import lock_folder, unused
 from fedjax_drift.checks import nearest
+from fedjax_drift.data import movielens
 from fedjax_drift.data.datasets import CLASSES, DATASETS
 from fedjax_drift.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
@@ -274,7 +275,8 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     )
     _add(
         group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
-        "mnist_2nn for mnist and fashion_mnist, cifar_cnn for cifar10, linear for synthetic)",
+        "mnist_2nn for mnist and fashion_mnist, cifar_cnn for cifar10, linear for synthetic, din for movielens, "
+        "text_classifier for agnews, drug_target for bindingdb)",
     )  # fmt: skip
     group.add_argument("--cosine", action="store_true", help="the model's logits are cosines, which lfd needs")
     _add(group, "--rounds", "N", "rounds", _count, 50)
@@ -525,11 +527,13 @@ def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition |
 
 
 def _model(args: argparse.Namespace, dataset: Spec, data: fd.FederatedData) -> tuple[Spec, fd.Model]:
-    spec = _spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape",))
+    spec = _spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape", "sizes"))
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
     own = {"num_classes": max(CLASSES[dataset.name], highest + 1), "input_shape": data.x.shape[1:]}
+    own |= dataset.options  # those that a model takes too, such as agnews' vocabulary
     own |= {"cosine": True} if args.cosine else {}
     takes = inspect.signature(MODELS[spec.name]).parameters
+    own |= {"sizes": movielens.sizes(data)} if "sizes" in takes else {}
     spec = spec._replace(options={k: v for k, v in own.items() if k in takes} | spec.options)
     return spec, MODELS[spec.name](**spec.options)
 

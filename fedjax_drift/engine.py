@@ -594,7 +594,7 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
 
 
 def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
-    """Of the test set, scalars: {"loss", "accuracy"}, means over its rows, and what `Model.scores` makes of them all."""
+    """Of the test set, scalars: {"loss", "accuracy"}, means over its rows, and what `Model.scores` makes of all."""
     rows, logits = evaluate_rows(engine, params, test)
     means = {}
     for name, values in rows.items():

@@ -34,8 +34,9 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
     path = lines.find(FILENAME, places, how)
     pairs = measurements(path)
     if len(pairs) < 2:
-        raise ValueError(f"cannot use {path}: it must have at least 2 pairs with a Kd, got {len(pairs)}: take all of it")
-    x = np.concatenate([encoded([smiles for smiles, _ in pairs], ligand), encoded([p for _, p in pairs], protein)], 1)
+        raise ValueError(f"cannot use {path}: at least 2 pairs must have a Kd, got {len(pairs)}: take the whole file")
+    ligands, proteins = zip(*pairs, strict=True)
+    x = np.concatenate([encoded(ligands, ligand), encoded(proteins, protein)], 1)
     y = np.array(list(pairs.values()), np.int32)
     tests = np.zeros(len(y), bool)
     tests[np.random.default_rng(seed).permutation(len(y))[: max(1, round(0.2 * len(y)))]] = True

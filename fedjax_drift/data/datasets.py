@@ -69,15 +69,17 @@ def load(
 
     name: one of `NAMES`; classes, rows, options and source of each are in the docstring of `DATASETS[name]`.
     partition: a recipe of `fedjax_drift.partition`, or any function of labels [M] and `writer=` (ids [M] or None) that
-        returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, the generator's own
-        clients for `synthetic`, `iid(100, seed)` for the others. The natural partition of `glyphs`, `femnist` and
-        `synthetic` with variant="fedprox" also cuts the test set into clients; any other leaves it pooled.
-    data_dir: the folder of the npz files. Default: $FEDJAX_DRIFT_DATA if set, then the cache ($FEDJAX_DRIFT_CACHE or
+        returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, per user for
+        `movielens`, the generator's own clients for `synthetic`, `iid(100, seed)` for the others. The natural partition
+        of `glyphs`, `femnist`, `movielens` and `synthetic` with variant="fedprox" also cuts the test set into clients;
+        any other leaves it pooled.
+    data_dir: the folder of the files. Default: $FEDJAX_DRIFT_DATA if set, then the cache ($FEDJAX_DRIFT_CACHE or
         ~/.cache/fedjax_drift), then tensorflow-datasets ($TFDS_DATA_DIR or ~/tensorflow_datasets). With `data_dir`,
         nothing else is looked at.
     standardize: let the model see images with the data set's mean and standard deviation taken out, where it has them
         (mnist, fashion_mnist, cifar10); otherwise it sees [0, 1].
-    seed: >= 0, of whatever is drawn: the generated data, the default partition, femnist's test rows.
+    seed: >= 0, of whatever is drawn: the generated data, the default partition, femnist's and bindingdb's test rows,
+        movielens' negative rows.
 
     Raises ValueError for an unknown data set or option, an illegal value, and a file that is damaged, foreign or
     unreadable; FileNotFoundError, naming the file and the command that makes it, when the data are not on this machine.
@@ -332,8 +334,8 @@ def _movielens(
     negatives: int = 4,
     test_negatives: int = 99,
 ) -> Samples:
-    """Click-through prediction: 2 classes, int16 [6 + history] ids of user, gender, age, occupation, zip code, candidate
-    film and the `history` films that the user rated before it (0: none, or not known). One client per user.
+    """Click-through prediction: 2 classes, int16 [6 + history] ids of user, gender, age, occupation, zip code,
+    candidate film and the `history` films that the user rated before it (0: none, or not known). One client per user.
 
     Every rating is a positive row (1), with `negatives` films the user never rated (0); each user's latest rating is in
     the test set, followed by `test_negatives` different ones, so that `fd.ranking` finds it first of its block. Films

@@ -1,4 +1,4 @@
-"""Text files that come as others publish them: found, opened, and refused with the number of the line that is damaged."""
+"""Text files as others publish them: found, opened, and refused with the number of the line that is damaged."""
 
 from __future__ import annotations
 

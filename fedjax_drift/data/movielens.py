@@ -93,7 +93,15 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
 
 
 def sizes(data: FederatedData) -> tuple[int, ...]:
-    """What `fd.models.din(sizes)` needs for these rows: the highest id of each embedding and 1; items come last."""
+    """What `fd.models.din(sizes)` needs for these rows: the highest id of each embedding and 1; items come last.
+
+    Raises ValueError for rows of another kind.
+    """
+    if data.x.ndim != 2 or data.x.dtype.kind not in "iu" or data.x.shape[1] < 7:
+        raise ValueError(
+            f"din needs rows of at least 7 integer ids, got {data.x.dtype}{list(data.x.shape[1:])}: load movielens, or "
+            "choose another model"
+        )
     parts = [x.max(0) for x in (data.x, data.x_test) if x is not None]
     highest = np.max(parts, 0).astype(int)
     return (*(highest[:5] + 1).tolist(), int(highest[5:].max()) + 1)
@@ -110,18 +118,18 @@ def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, 
     """``pick(user [P], r [P, n])``: the r-th film, from 0, that this user never rated, of all that anybody rated; and
     how many there are [U]."""
     catalogue, column = np.unique(item, return_inverse=True)
-    I = len(catalogue)  # noqa: E741
-    owner, rated = np.divmod(np.unique(user.astype(np.int64) * I + column), I)
+    films = len(catalogue)
+    owner, rated = np.divmod(np.unique(user.astype(np.int64) * films + column), films)
     counts = np.bincount(owner)
     start = np.cumsum(counts) - counts
     gaps = rated - (np.arange(len(rated)) - start[owner])  # unrated films in front of each rated one
-    keys = owner * (I + 1) + gaps
+    keys = owner * (films + 1) + gaps
 
     def pick(user: np.ndarray, r: np.ndarray) -> np.ndarray:
-        passed = np.searchsorted(keys, user[:, None] * (I + 1) + r, side="right") - start[user, None]
+        passed = np.searchsorted(keys, user[:, None] * (films + 1) + r, side="right") - start[user, None]
         return catalogue[r + passed]
 
-    return pick, I - counts
+    return pick, films - counts
 
 
 def _read_1m(places: Sequence[Path]) -> Ratings:
@@ -129,7 +137,7 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     path = lines.find(FILENAMES["1m"], places, how)
     users = lines.find("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
     people = _matches(users, USER, "user::gender::age::occupation::zip as in ML-1M")
-    ids, genders, ages, occupations, zips = zip(*people, strict=True)
+    ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)
     known = np.array(ids, int)
     profile = np.column_stack([
         known,
@@ -139,8 +147,7 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
         1 + np.unique(zips, return_inverse=True)[1],
     ])  # fmt: skip
     rated = np.array(_matches(path, RATING, "user::movie::stars::seconds as in ML-1M"), np.int64)
-    order = np.argsort(known)
-    user = order[np.searchsorted(known, rated[:, 0], sorter=order).clip(max=len(known) - 1)]
+    user = np.searchsorted(known, rated[:, 0]).clip(max=len(known) - 1)
     if (strange := known[user] != rated[:, 0]).any():
         line = strange.argmax()
         raise ValueError(f"cannot use {path}: line {line + 1} is of user {rated[line, 0]}, whom {users} does not list")

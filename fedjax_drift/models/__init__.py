@@ -120,13 +120,15 @@ def resnet18(
     return _model(ResNet18(num_classes, stem, cosine), input_shape)
 
 
-def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), group: int = 100) -> Model:
+def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int = 99) -> Model:
     """FedEve's DIN for click-through on MovieLens, a score a row (205,398 parameters for ML-1M).
 
     Rows are ids [user, gender, age, occupation, zip, candidate, history...], as the data set `movielens` has them; the
-    loss is the binary cross-entropy of labels 0 and 1. Evaluations also report `fd.ranking.scores(group)`.
-    sizes: ids of each of the first six, 0 (missing) included; ML-1M's by default, `movielens.sizes(data)` for others.
-    Raises ValueError unless they are six integers >= 1.
+    loss is the binary cross-entropy of labels 0 and 1. Evaluations also report `fd.ranking.scores()` of test rows in
+    blocks of 1 + ``test_negatives``, an option of the data set too.
+    sizes: ids of each of the first six, 0 (missing) included; ML-1M's by default, for others
+        `fedjax_drift.data.movielens.sizes(data)`.
+    Raises ValueError unless sizes are six integers >= 1, and for ``test_negatives`` < 9 (HR@10 needs 10 rows).
     """
     sizes = tuple(checks.integer("each of sizes", size, 1) for size in sizes)
     if len(sizes) != 6:
@@ -134,6 +136,7 @@ def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), group: int = 100) -
             f"sizes must be six, of users, genders, ages, occupations, zips and items, got {len(sizes)}: "
             "take fedjax_drift.data.movielens.sizes(data)"
         )
+    group = 1 + checks.integer("test_negatives", test_negatives, 9)
     options = {"loss": binary_cross_entropy, "scores": ranking.scores(group)}
     return Model.from_linen(DIN(sizes), (7,), input_dtype=jnp.int32, **options)
 
@@ -168,7 +171,7 @@ def drug_target(
     Rows are characters' ids in 0..vocabulary-1: ``ligand`` of the ligand (SMILES), then those of the protein, both
     padded with 0. Filters of 4, 6, 8 and of 4, 8, 12 characters, 1, 2 and 3 times ``filters`` of them, the maximum over
     all positions, a dense layer (214,146 parameters; cosine 214,144). LfD names no network for BindingDB: this is our
-    choice. Raises ValueError for a ``ligand`` < 16, which is what its filters take.
+    choice. Raises ValueError for a ``ligand`` < 16, which is what its filters take; proteins need 22.
     """
     checks.integer("ligand", ligand, 16)
     for name, value in (("vocabulary", vocabulary), ("width", width), ("filters", filters)):

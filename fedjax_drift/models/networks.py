@@ -217,13 +217,16 @@ class LigandAndTarget(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        encode = [SequenceCNN(self.vocabulary, self.width, self.filters, kernels) for kernels in ((4, 6, 8), (4, 8, 12))]
-        parts = [net(part) for net, part in zip(encode, jnp.split(x, [self.ligand], 1), strict=True)]
+        ligand, target = jnp.split(x, [self.ligand], 1)
+        parts = [
+            SequenceCNN(self.vocabulary, self.width, self.filters, (4, 6, 8))(ligand),
+            SequenceCNN(self.vocabulary, self.width, self.filters, (4, 8, 12))(target),
+        ]
         return nn.relu(Dense(self.width)(jnp.concatenate(parts, -1)))
 
 
 class SequenceCNN(nn.Module):
-    """Embedded characters [B, length], convolutions along them that widen by ``filters`` each, maximum: [B, 3 filters]."""
+    """Embedded characters [B, length], convolutions that widen by ``filters`` each, the maximum: [B, 3 filters]."""
 
     vocabulary: int
     width: int
@@ -239,7 +242,7 @@ class SequenceCNN(nn.Module):
 
 
 class Projected(nn.Module):
-    """An encoder, MOON's projection head and a classifier; the representation is the head's output, as `SimpleCNN`'s."""
+    """An encoder, MOON's projection head and a classifier of its output, the representation as in `SimpleCNN`."""
 
     encoder: nn.Module
     num_classes: int
