@@ -484,11 +484,11 @@ class Simulation:
         return checked
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
-        """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only).
+        """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only), and what
+        ``Model.scores`` gives, if the model has it.
 
-        With ``Model.scores`` also what that gives. FedDyn and FedDC also keep the mean of the cohort's models:
-        ``"client_mean_loss"``, ``"client_mean_accuracy"``, ...
-        Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
+        FedDyn and FedDC also keep the mean of the cohort's models: ``"client_mean_loss"``, ``"client_mean_accuracy"``
+        and so on. Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
         """
         scores = self._launch(self._evaluate, self._check(state).server, self._test())
         return jax.tree.map(lambda v: v if traced(v) else float(v), scores)
@@ -550,7 +550,7 @@ class Simulation:
 
         A record holds ``round`` (rounds done so far), ``train_loss`` (mean of the cohort's, by rows), ``clients``,
         ``lr``, ``steps``, ``executed_steps`` and ``seconds``; after every ``eval_every``-th round and the last also
-        `evaluate`'s ``loss`` and ``accuracy`` (0, or no test set: never). What the algorithm reports, and with
+        what `evaluate` gives (0, or no test set: never). What the algorithm reports, and with
         ``measure=`` what is measured in every ``measure_every``-th round, are there too: scalars as they are, clients'
         values as their mean over the cohort (lists of E where there is one per epoch). ``on_round(record)`` is called
         for each. Short rounds are sent off many at a time, as many as take a tenth of a second: their records come

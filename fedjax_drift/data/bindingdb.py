@@ -13,6 +13,7 @@ from fedjax_drift.data import lines
 from fedjax_drift.data.federated import Pair
 
 FILENAME = "BindingDB_All.tsv"
+HOW = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
 COLUMNS = (
     ("Ligand SMILES",),
     ("BindingDB Target Chain Sequence", "BindingDB Target Chain Sequence 1"),  # older and newer dumps
@@ -30,8 +31,7 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
     """
     checks.integer("ligand", ligand, 1)
     checks.integer("protein", protein, 1)
-    how = f"download all of BindingDB as tab-separated values from its site, unpack it and name it {FILENAME}"
-    path = lines.find(FILENAME, places, how)
+    path = lines.find(FILENAME, places, HOW)
     pairs = measurements(path)
     if len(pairs) < 2:
         raise ValueError(f"cannot use {path}: at least 2 pairs must have a Kd, got {len(pairs)}: take the whole file")

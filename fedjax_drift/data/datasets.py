@@ -32,9 +32,10 @@ FILES = {
     "cifar10": ("cifar10.npz", "cifar10_jpeg.npz"),
     "femnist": ("femnist_writers.npz",),
     "movielens": tuple(movielens.FILENAMES.values()),
-    "agnews": ("ag_news_csv/train.csv",),
+    "agnews": (text.FILENAME,),
     "bindingdb": (bindingdb.FILENAME,),
 }
+HOW = {"movielens": movielens.HOW, "agnews": text.HOW, "bindingdb": bindingdb.HOW}
 VARIANTS = {"feddyn": (30, 5, 20), "fedprox": (60, 10, 30)}  # dimension, classes, usual number of clients
 MNIST_ORDER = 3121080559  # crc32 of the 60,000 training labels in their official order, as bytes
 
@@ -397,7 +398,7 @@ def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
     found, how = "made on the spot", f'fd.datasets.load("{name}")'
     if name in FILES:
         path = files.find(FILES[name], files.folders(data_dir))
-        how = f"put {' or '.join(FILES[name])} into data_dir"
+        how = HOW.get(name, f"put {' or '.join(FILES[name])} into data_dir")
         if data_dir is None and name in files.HOSTS:
             how += f", or, online: {_prepare(name)}"
             path = path or files.find((f"{name}_tfds.npz",), [files.cache_dir()])

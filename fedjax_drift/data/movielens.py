@@ -20,6 +20,7 @@ from fedjax_drift.data.files import Column
 
 SIZES = ("1m", "latest-small")
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
+HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in data_dir"
 AGES = (1, 18, 25, 35, 45, 50, 56)  # the youngest of each age group, which ML-1M writes for it
 USER = re.compile(rf"(\d{{1,4}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)")
 RATING = re.compile(r"(\d{1,4})::([1-9]\d{0,3})::([1-5])::(\d{1,12})")
@@ -75,21 +76,18 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
             f"rated, got {test_negatives}: lower it, and the group of fd.ranking.scores with it"
         )
 
-    def rows(at: np.ndarray, drawn: np.ndarray) -> tuple[Pair, np.ndarray]:
+    def rows(at: np.ndarray, drawn: np.ndarray) -> Pair:
         candidates = np.column_stack([item[at], unrated(user[at], drawn)])
-        x = np.empty((*candidates.shape, 6 + history), np.int16)
-        x[..., :5] = ratings.profile[user[at], None]
-        x[..., 5] = candidates
-        x[..., 6:] = seen[at, None]
-        y = np.zeros(candidates.shape, np.int32)
-        y[:, 0] = 1
-        return (x.reshape(-1, 6 + history), y.reshape(-1)), np.repeat(user[at], candidates.shape[1])
+        return _rows(ratings.profile[user[at]], candidates, seen[at])
 
     drawn = rng.integers(0, free[user[~latest], None], ((~latest).sum(), negatives))
-    train, train_user = rows(~latest, drawn)
     different = [rng.choice(free[u], test_negatives, replace=False, shuffle=False) for u in user[latest]]
-    test, test_user = rows(latest, np.stack(different))
-    return Rows(train, test, train_user, test_user)
+    return Rows(
+        train=rows(~latest, drawn),
+        test=rows(latest, np.stack(different)),
+        user=np.repeat(user[~latest], 1 + negatives),
+        test_user=np.repeat(user[latest], 1 + test_negatives),
+    )
 
 
 def sizes(data: FederatedData) -> tuple[int, ...]:
@@ -105,6 +103,17 @@ def sizes(data: FederatedData) -> tuple[int, ...]:
     parts = [x.max(0) for x in (data.x, data.x_test) if x is not None]
     highest = np.max(parts, 0).astype(int)
     return (*(highest[:5] + 1).tolist(), int(highest[5:].max()) + 1)
+
+
+def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> Pair:
+    """Of profiles [P, 5], candidates [P, n], histories [P, H]: x int16 [P n, 6 + H], y 1 for each first candidate."""
+    x = np.empty((*candidates.shape, 6 + history.shape[1]), np.int16)
+    x[..., :5] = profile[:, None]
+    x[..., 5] = candidates
+    x[..., 6:] = history[:, None]
+    y = np.zeros(candidates.shape, np.int32)
+    y[:, 0] = 1
+    return x.reshape(-1, x.shape[-1]), y.reshape(-1)
 
 
 def _histories(item: np.ndarray, before: np.ndarray, length: int) -> np.ndarray:
@@ -133,8 +142,7 @@ def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, 
 
 
 def _read_1m(places: Sequence[Path]) -> Ratings:
-    how = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it there, or pass size='latest-small'"
-    path = lines.find(FILENAMES["1m"], places, how)
+    path = lines.find(FILENAMES["1m"], places, f"{HOW}, or pass size='latest-small'")
     users = lines.find("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
     people = _matches(users, USER, "user::gender::age::occupation::zip as in ML-1M")
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)

@@ -14,6 +14,8 @@ from fedjax_drift import checks
 from fedjax_drift.data import lines
 from fedjax_drift.data.federated import Pair
 
+FILENAME = "ag_news_csv/train.csv"
+HOW = "download AG's News (ag_news_csv.tar.gz, Zhang, Zhao and LeCun's version) and unpack it in data_dir"
 WORD = re.compile(r"[a-z]+|[0-9]+")
 UNKNOWN = 1  # 0 is padding
 
@@ -26,8 +28,7 @@ def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pa
     """
     checks.integer("vocabulary", vocabulary, 3)
     checks.integer("length", length, 1)
-    how = "download AG's News (ag_news_csv.tar.gz, Zhang, Zhao and LeCun's version) and unpack it there"
-    path = lines.find("ag_news_csv/train.csv", places, how)
+    path = lines.find(FILENAME, places, HOW)
     test_path = lines.find("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
     (texts, y), (test_texts, y_test) = _texts(path), _texts(test_path)
     counts = Counter(word for words in texts for word in words)
