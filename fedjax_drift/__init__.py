@@ -10,7 +10,7 @@
 1
 """
 
-from fedjax_drift import aggregation, algorithms, distributed, drift, models, plots
+from fedjax_drift import aggregation, algorithms, distributed, drift, models, plots, ranking
 from fedjax_drift.checkpoint import Checkpoints
 from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
@@ -47,6 +47,7 @@ __all__ = [
     "models",
     "partition",
     "plots",
+    "ranking",
     "sweep",
     "use_compilation_cache",
     "use_cpu_devices",

@@ -102,6 +102,7 @@ class Engine(NamedTuple):
     rows_by_rank: np.ndarray | None  # where rows are cut over the devices: `exchange.rows_by_rank`
     decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees
     num_classes: int | None  # C, of classifiers with one integer label a row
+    test_size: int  # M_test, 0 without a test set
     redeal: Redeal | None  # the cohort's rows are dealt anew every round
     failures: failures.Failures | None  # None: everybody asked answers
     aggregation: Aggregation
@@ -570,20 +571,21 @@ def mean_steps(engine: Engine) -> int:
     return int(engine.local.steps(engine.mean_size))
 
 
-def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
-    """Of every test row its loss and, for classifiers, whether it is classified rightly: [T, B] each."""
+def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
+    """Of every test row its loss and, for classifiers, whether it is classified rightly: [T, B] each; and its logits
+    [T, B, ...] for `Model.scores`, or () where there is none."""
 
-    def batch(xy: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    def batch(params: Params, xy: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
         x, y = xy
         logits = engine.model.apply(params, engine.decode(x))
         rows = {"loss": engine.model.loss(logits, y)}
         if jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1:
             right = (logits.argmax(-1) == y).astype(rows["loss"].dtype)
             rows["accuracy"] = right.mean(axis=tuple(range(1, right.ndim)))
-        return rows
+        return rows, () if engine.model.scores is None else logits
 
     return jax.shard_map(
-        lambda params, xy: lax.map(batch, xy),
+        lambda params, xy: lax.map(partial(batch, params), xy),
         mesh=engine.mesh,
         in_specs=(P(), P(AXIS)),
         out_specs=P(AXIS),
@@ -592,13 +594,16 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> dict[str, j
 
 
 def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
-    """Means over the test set, scalars: {"loss", "accuracy"}."""
-    rows = evaluate_rows(engine, params, test)
+    """Of the test set, scalars: {"loss", "accuracy"}, means over its rows, and what `Model.scores` makes of all."""
+    rows, logits = evaluate_rows(engine, params, test)
     means = {}
     for name, values in rows.items():
         values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
         means[name] = jnp.where(test.mask, values, 0).sum() / test.mask.sum()
-    return means
+    if engine.model.scores is None:
+        return means
+    whole = on_all(engine, (logits, test.y))
+    return means | engine.model.scores(*(a.reshape(-1, *a.shape[2:])[: engine.test_size] for a in whole))
 
 
 def evaluate_server(engine: Engine, server: Any, test: TestRows) -> dict[str, jax.Array]:

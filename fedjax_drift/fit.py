@@ -196,8 +196,27 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> tuple[Pa
             f"the loss must return one number a row, [{B}] for {B} rows, got {[*loss]} for logits {[*logits.shape]} "
             f"and labels {[B, *data.y.shape[1:]]}: don't average over rows, and give both the same shape"
         )
+    if model.scores is not None and data.y_test is not None:
+        M_test, y_test = len(data.y_test), rows(data.y_test)
+        _check_scores(model.scores, *(jax.ShapeDtypeStruct((M_test, *a.shape[1:]), a.dtype) for a in (logits, y_test)))
     one_label = default_loss and data.y.ndim == 1 and logits.ndim == 2
     return params, logits.shape[-1] if one_label else None
+
+
+def _check_scores(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> None:
+    """`Model.scores` makes named scalars of the whole test set."""
+    try:
+        made = jax.eval_shape(scores, logits, y)
+    except Exception as error:
+        raise ValueError(
+            f"Model.scores does not accept the test set's logits {[*logits.shape]} with labels {[*y.shape]}: "
+            f"{first_line(error)}"
+        ) from error
+    if not isinstance(made, dict) or any(getattr(value, "shape", None) != () for value in made.values()):
+        got = {name: [*a.shape] for name, a in made.items()} if isinstance(made, dict) else type(made).__name__
+        raise ValueError(f'Model.scores must return a dict of scalars such as {{"auc": ...}}, got {got}')
+    if taken := {"loss", "accuracy"} & made.keys():
+        raise ValueError(f"Model.scores needs names of its own, got {', '.join(sorted(taken))}: choose others")
 
 
 def _check_range(array: np.ndarray) -> None:

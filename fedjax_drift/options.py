@@ -25,6 +25,7 @@ import optax
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checks import nearest
+from fedjax_drift.data import movielens
 from fedjax_drift.data.datasets import DATASETS, num_classes
 from fedjax_drift.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
@@ -46,6 +47,9 @@ DEFAULT_MODEL = {
     "cifar100": "cifar_cnn",
     "cinic10": "cifar_cnn",
     "tiny_imagenet": "resnet18",
+    "movielens": "din",
+    "agnews": "text_classifier",
+    "bindingdb": "drug_target",
 }
 OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
 HIDDEN = ("data_dir", "seed", "natural")  # parameters of a data set that have flags of their own
@@ -78,7 +82,7 @@ def add_data(group: Any, required: bool) -> None:
     add(
         group, "--partition", "RECIPE", "how rows are dealt to clients. iid; dirichlet:ALPHA (small ALPHA: few labels "
         "a client) or dirichlet:ALPHA:prior=class; shards:S (S blocks of the sorted labels each); by_writer "
-        "(default: the clients that come with glyphs, femnist and synthetic, iid for the others)",
+        "(default: the clients that come with glyphs, femnist, synthetic and movielens, else iid)",
     )  # fmt: skip
     add(group, "--clients", "N", "clients to deal the rows to (default: 100)", count)
     add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
@@ -192,7 +196,7 @@ def dealt(args: argparse.Namespace) -> str:
 
 
 def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition | None:
-    natural = dataset.name in ("glyphs", "femnist", "synthetic")
+    natural = dataset.name in ("glyphs", "femnist", "synthetic", "movielens")
     if args.partition is None and natural:
         for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
             if value is not None:
@@ -215,12 +219,14 @@ def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition |
 
 
 def _model(args: argparse.Namespace, dataset: Spec, data: fd.FederatedData) -> tuple[Spec, fd.Model]:
-    found = spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape",))
+    found = spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape", "sizes"))
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
     classes = max(num_classes(dataset.name, **dataset.options), highest + 1)
     own = {"num_classes": classes, "input_shape": data.x.shape[1:]}
+    own |= dataset.options  # those that a model takes too, such as agnews' vocabulary
     own |= {"cosine": True} if args.cosine else {}
     takes = inspect.signature(MODELS[found.name]).parameters
+    own |= {"sizes": movielens.sizes(data)} if "sizes" in takes else {}
     found = found._replace(options={k: v for k, v in own.items() if k in takes} | found.options)
     return found, MODELS[found.name](**found.options)
 
@@ -306,7 +312,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(
         group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
         "mnist_2nn for mnist and fashion_mnist, emnist_nn for emnist, resnet18 for tiny_imagenet, cifar_cnn for the "
-        "other photographs, linear for synthetic)",
+        "other photographs, linear for synthetic, din for movielens, text_classifier for agnews, drug_target for "
+        "bindingdb)",
     )  # fmt: skip
     group.add_argument("--cosine", action="store_true", help="the model's logits are cosines, which lfd needs")
     add(group, "--init", "FILE", "npz of parameters to start from (default: drawn from the seed)")

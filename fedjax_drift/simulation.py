@@ -183,6 +183,7 @@ class Simulation:
             rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
             decode=decode,
             num_classes=num_classes,
+            test_size=0 if data.x_test is None else len(data.x_test),
             redeal=redeal,
             failures=what if what.any else None,
             aggregation=aggregation,
@@ -483,16 +484,17 @@ class Simulation:
         return checked
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
-        """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only).
+        """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only), and what
+        ``Model.scores`` gives, if the model has it.
 
-        FedDyn and FedDC also keep the mean of the cohort's models: ``"client_mean_loss"``, ``"client_mean_accuracy"``.
-        Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
+        FedDyn and FedDC also keep the mean of the cohort's models: ``"client_mean_loss"``, ``"client_mean_accuracy"``
+        and so on. Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
         """
         scores = self._launch(self._evaluate, self._check(state).server, self._test())
         return jax.tree.map(lambda v: v if traced(v) else float(v), scores)
 
     def evaluate_clients(self, state: ServerState) -> dict[str, np.ndarray]:
-        """The same for every client's own test rows, float [N]; NaN for a client without any.
+        """Loss and accuracy on every client's own test rows, float [N]; NaN for a client without any.
 
         Raises ValueError unless the test set is cut into clients (natural partitions, ``test_clients=``).
         """
@@ -500,7 +502,7 @@ class Simulation:
         if sizes is None:
             raise ValueError("the test set is not cut into clients: build the data with test_clients= or test_parts=")
         client = np.repeat(np.arange(len(sizes)), sizes)
-        rows = self._launch(self._evaluate_rows, self._check(state).params, self._test())
+        rows, _ = self._launch(self._evaluate_rows, self._check(state).params, self._test())
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         with np.errstate(invalid="ignore"):
             return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
@@ -548,7 +550,7 @@ class Simulation:
 
         A record holds ``round`` (rounds done so far), ``train_loss`` (mean of the cohort's, by rows), ``clients``,
         ``lr``, ``steps``, ``executed_steps`` and ``seconds``; after every ``eval_every``-th round and the last also
-        `evaluate`'s ``loss`` and ``accuracy`` (0, or no test set: never). What the algorithm reports, and with
+        what `evaluate` gives (0, or no test set: never). What the algorithm reports, and with
         ``measure=`` what is measured in every ``measure_every``-th round, are there too: scalars as they are, clients'
         values as their mean over the cohort (lists of E where there is one per epoch). ``on_round(record)`` is called
         for each. Short rounds are sent off many at a time, as many as take a tenth of a second: their records come

@@ -62,6 +62,9 @@ class Model(NamedTuple):
     """``extractor(params, x) -> [B, ...]``, what a projection head makes the features from (LfD's constraint study)."""
     cosine: bool = False
     """A promise that `apply` returns cosines in [-1, 1] (LfD needs it)."""
+    scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None
+    """``scores(logits [M_test, ...], y [M_test, ...]) -> {name: scalar}`` of all test rows together, in their order:
+    for what is no mean over rows (`fd.ranking.scores()`). Evaluations report it beside loss and accuracy."""
 
     def computing_in(self, dtype: Any) -> Model:
         """The same model, computing in ``dtype`` (``jnp.bfloat16``); parameters, logits and updates stay as they are.

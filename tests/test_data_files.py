@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift import cli
+from fedjax_drift import cli, options
 from fedjax_drift.data import datasets, files, image_files
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import iid
@@ -543,7 +543,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_command_line_knows_them(tmp_path: Path) -> None:
-    assert set(cli.DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
+    assert set(options.DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
     assert datasets.num_classes("emnist", split="digits") == 10 == datasets.num_classes("emnist", num_classes=10)
     assert datasets.found("emnist") == "no"
     write_emnist(tmp_path)

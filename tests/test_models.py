@@ -25,6 +25,9 @@ COUNTS = {
     "emnist_cnn": 1_206_590,
     "simple_cnn": 92_626,
     "resnet18": 11_173_962,
+    "din": 205_398,
+    "text_classifier": 1_305_988,
+    "drug_target": 214_146,
 }
 
 
@@ -34,6 +37,8 @@ def test_parameter_counts(name) -> None:
 
 
 def test_parameter_counts_of_variants() -> None:
+    assert num_parameters(fd.models.text_classifier(cosine=True)) == 1_305_984
+    assert num_parameters(fd.models.drug_target(cosine=True)) == 214_144
     assert num_parameters(fd.models.cifar_cnn(100)) == 815_332
     assert num_parameters(fd.models.resnet18(100)) == 11_220_132
     assert num_parameters(fd.models.resnet18(10, (64, 64, 3), stem=7)) == 11_181_642

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import federated_files, files, image_files
+from fedjax_drift.data import bindingdb, federated_files, files, image_files, movielens, text
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
 from fedjax_drift.data.federated_files import from_leaf as from_leaf
@@ -41,6 +41,9 @@ CLASSES = {
     "cinic10": 10,
     "tiny_imagenet": 200,
     "femnist": 62,
+    "movielens": 2,
+    "agnews": 4,
+    "bindingdb": 2,
 }
 FEMNIST = {
     "npz": "femnist_writers.npz",
@@ -57,6 +60,9 @@ FILES = {
     "cinic10": ("CINIC-10",),
     "tiny_imagenet": ("tiny-imagenet-200",),
     "femnist": tuple(FEMNIST.values()),
+    "movielens": tuple(movielens.FILENAMES.values()),
+    "agnews": (text.FILENAME,),
+    "bindingdb": (bindingdb.FILENAME,),
 }
 GET = {
     "emnist": "download the EMNIST data set in its binary form, gzip.zip, from NIST's page of it, and put the four "
@@ -72,6 +78,7 @@ GET = {
     "downloads, or fed_emnist_{train,test}.h5, which tff.simulation.datasets.emnist downloads; or write "
     "femnist_writers.npz with numpy.savez: x uint8 [M, 28, 28], 255 = background, y and writer [M]",
 }  # what to download, from where, and where to put it
+HOW = {"movielens": movielens.HOW, "agnews": text.HOW, "bindingdb": bindingdb.HOW}  # likewise, whole sentences
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 VARIANTS = {"feddyn": (30, 5, 20), "fedprox": (60, 10, 30)}  # dimension, classes, usual number of clients
 MNIST_ORDER = 3121080559  # crc32 of the 60,000 training labels in their official order, as bytes
@@ -107,15 +114,17 @@ def load(
 
     name: one of `NAMES`; classes, rows, options and source of each are in the docstring of `DATASETS[name]`.
     partition: a recipe of `fedjax_drift.partition`, or any function of labels [M] and `writer=` (ids [M] or None) that
-        returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, the generator's own
-        clients for `synthetic`, `iid(100, seed)` for the others. The natural partition of `glyphs`, `femnist` and
-        `synthetic` with variant="fedprox" also cuts the test set into clients; any other leaves it pooled.
+        returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, per user for
+        `movielens`, the generator's own clients for `synthetic`, `iid(100, seed)` for the others. The natural partition
+        of `glyphs`, `femnist`, `movielens` and `synthetic` with variant="fedprox" also cuts the test set into clients;
+        any other leaves it pooled.
     data_dir: the folder of the files. Default: $FEDJAX_DRIFT_DATA if set, then the cache ($FEDJAX_DRIFT_CACHE or
         ~/.cache/fedjax_drift), then tensorflow-datasets ($TFDS_DATA_DIR or ~/tensorflow_datasets). With `data_dir`,
         nothing else is looked at.
     standardize: let the model see images with the data set's mean and standard deviation taken out, where it has them
         (all real images but femnist's); otherwise it sees [0, 1].
-    seed: >= 0, of whatever is drawn: the generated data, the default partition, femnist's test rows.
+    seed: >= 0, of whatever is drawn: the generated data, the default partition, femnist's and bindingdb's test
+        rows, movielens' negative rows.
 
     Raises ValueError for an unknown data set or option, an illegal value, and a file that is damaged, foreign or
     unreadable; FileNotFoundError, naming the file and how to get it, when the data are not on this machine;
@@ -481,6 +490,52 @@ def _hold_out(x: np.ndarray, y: np.ndarray, writer: np.ndarray, seed: int) -> Sa
     return Samples(_pair(x[train], y[train]), _pair(x[test], y[test]), writer[train], writer[test])
 
 
+def _movielens(
+    data_dir: DataDir,
+    seed: int,
+    natural: bool,
+    *,
+    size: str = "1m",
+    history: int = 30,
+    negatives: int = 4,
+    test_negatives: int = 99,
+) -> Samples:
+    """Click-through prediction: 2 classes, int16 [6 + history] ids of user, gender, age, occupation, zip code,
+    candidate film and the `history` films that the user rated before it (0: none, or not known). One client per user.
+
+    Every rating is a positive row (1), with `negatives` films the user never rated (0); each user's latest rating is in
+    the test set, followed by `test_negatives` different ones, so that `fd.ranking` finds it first of its block. Films
+    are drawn with `seed` from those that anybody rated. For `fd.models.din`.
+    size: "1m", MovieLens 1M (`ml-1m/ratings.dat` and `users.dat` as GroupLens packs them; 6,040 users), or
+        "latest-small" (`movielens_latest_small.npz`: user_id, movie_id, timestamp [R]; 610 users of whom nothing is
+        known). (Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 2015; the protocol is
+        FedEve's.)
+    """
+    ratings = movielens.read(files.folders(data_dir), size)
+    return Samples(*movielens.leave_latest_out(ratings, history, negatives, test_negatives, seed))
+
+
+def _agnews(data_dir: DataDir, seed: int, natural: bool, *, vocabulary: int = 20_000, length: int = 64) -> Samples:
+    """News by topic: 4 classes, 120,000 + 7,600 texts (title and description), int32 [length] word numbers.
+
+    0 is padding, 1 a word that is not among the `vocabulary` - 2 most frequent of the training texts; texts are cut at
+    `length` words. `ag_news_csv/train.csv` and `test.csv`: lines "class 1 to 4","title","description". (Zhang, Zhao and
+    LeCun, "Character-level Convolutional Networks for Text Classification", NeurIPS 2015.)
+    """
+    return Samples(*text.read(files.folders(data_dir), vocabulary, length))
+
+
+def _bindingdb(data_dir: DataDir, seed: int, natural: bool, *, ligand: int = 100, protein: int = 1000) -> Samples:
+    """Which ligand binds which protein: 2 classes (1: Kd < 30 nM, our reading), int8 [ligand + protein] characters.
+
+    The first `ligand` characters of the SMILES and the first `protein` of the first chain's sequence, as 1..94 in
+    ASCII's order, 0 being padding; one row a pair, 20 % of them, drawn with `seed`, for the test. Some minutes for all
+    of `BindingDB_All.tsv`, of which lines without a Kd are passed over. (Liu et al., "BindingDB", Nucleic Acids
+    Research 2007.)
+    """
+    return Samples(*bindingdb.read(files.folders(data_dir), ligand, protein, seed))
+
+
 DATASETS: dict[str, Callable[..., Samples]] = {
     "synthetic": _synthetic,
     "glyphs": _glyphs,
@@ -492,6 +547,9 @@ DATASETS: dict[str, Callable[..., Samples]] = {
     "cinic10": _cinic10,
     "tiny_imagenet": _tiny_imagenet,
     "femnist": _femnist,
+    "movielens": _movielens,
+    "agnews": _agnews,
+    "bindingdb": _bindingdb,
 }
 NAMES = tuple(DATASETS)
 
@@ -530,15 +588,19 @@ def found(name: str, data_dir: DataDir = None, **options: Any) -> str:
 def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
     how = f'fd.datasets.load("{name}")'
     if name in FILES:
-        how = f"put {' or '.join(FILES[name])} into data_dir"
+        how = HOW.get(name, f"put {' or '.join(FILES[name])} into data_dir")
         how += f": {GET[name]}" if name in GET else ""
         how += f", or, online: {_prepare(name)}" if data_dir is None and name in files.HOSTS else ""
     where = found(name, data_dir)
     return {"name": name, "classes": CLASSES[name], "found": where, "available": where != "no", "how": how}
 
 
-def _filenames(name: str, *, split: str = "letters", source: str = "auto", **_: Any) -> tuple[str, ...]:
+def _filenames(
+    name: str, *, split: str = "letters", source: str = "auto", size: str | None = None, **_: Any
+) -> tuple[str, ...]:
     """The files or folders of which one must be there, with these options of `load`."""
+    if size in movielens.FILENAMES:
+        return (movielens.FILENAMES[size],)
     if name == "emnist":
         return tuple(file.replace("letters", split) for file in FILES[name])
     return FILES[name] if source == "auto" else (FEMNIST[source],)

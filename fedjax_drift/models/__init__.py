@@ -1,16 +1,21 @@
 """The zoo: the networks of the papers, each with its parameter count (tested), as `fd.Model`s.
 
-Every factory takes ``cosine=True`` for a classifier of cosines without a bias (LfD). Weights are initialised as PyTorch
+Every classifier's factory takes ``cosine=True`` for cosines without a bias (LfD). Weights are initialised as PyTorch
 does by default, which is what the papers' code relies on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from fedjax_drift import checks, tree
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_drift import checks, ranking, tree
 from fedjax_drift.models.layers import cosine_logits
-from fedjax_drift.models.networks import CNN, MLP, ResNet18, SimpleCNN
+from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
 from fedjax_drift.models.pretrained import load_params, save_params
 from fedjax_drift.types import Model
 
@@ -18,6 +23,8 @@ __all__ = [
     "MODELS",
     "cifar_cnn",
     "cosine_logits",
+    "din",
+    "drug_target",
     "emnist_cnn",
     "emnist_nn",
     "fedadc_cnn",
@@ -30,6 +37,7 @@ __all__ = [
     "save_params",
     "simple_cnn",
     "simple_fl_lenet",
+    "text_classifier",
 ]
 
 
@@ -115,9 +123,69 @@ def resnet18(
     return _model(ResNet18(num_classes, stem, cosine), input_shape)
 
 
-def _model(network: Any, input_shape: tuple[int, ...]) -> Model:
+def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int = 99) -> Model:
+    """FedEve's DIN for click-through on MovieLens, a score a row (205,398 parameters for ML-1M).
+
+    Rows are ids [user, gender, age, occupation, zip, candidate, history...], as the data set `movielens` has them; the
+    loss is the binary cross-entropy of labels 0 and 1. Evaluations also report `fd.ranking.scores()` of test rows in
+    blocks of 1 + ``test_negatives``, an option of the data set too.
+    sizes: ids of each of the first six, 0 (missing) included; ML-1M's by default, for others
+        `fedjax_drift.data.movielens.sizes(data)`.
+    Raises ValueError unless sizes are six integers >= 1, and for ``test_negatives`` < 9 (HR@10 needs 10 rows).
+    """
+    sizes = tuple(checks.integer("each of sizes", size, 1) for size in sizes)
+    if len(sizes) != 6:
+        raise ValueError(
+            f"sizes must be six, of users, genders, ages, occupations, zips and items, got {len(sizes)}: "
+            "take fedjax_drift.data.movielens.sizes(data)"
+        )
+    group = 1 + checks.integer("test_negatives", test_negatives, 9)
+    options = {"loss": binary_cross_entropy, "scores": ranking.scores(group)}
+    return Model.from_linen(DIN(sizes), (7,), input_dtype=jnp.int32, **options)
+
+
+def binary_cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """Of the logistic function of logits [B] with labels 0 and 1, integer or floating: [B]."""
+    return optax.sigmoid_binary_cross_entropy(logits, y.astype(logits.dtype))
+
+
+def text_classifier(num_classes: int = 4, vocabulary: int = 20_000, width: int = 64, cosine: bool = False) -> Model:
+    """The mean embedding of a text's tokens, a dense layer, MOON's projection head (1,305,988 parameters; cosine
+    1,305,984). LfD names no network for AG News: this is our choice.
+
+    Rows are token ids in 0..vocabulary-1, 0 being padding; ``width`` is the embedding's. Raises ValueError for a
+    ``vocabulary`` < 2 or a ``width`` < 1.
+    """
+    checks.integer("vocabulary", vocabulary, 2)
+    checks.integer("width", width, 1)
+    return _model(Projected(MeanOfTokens(vocabulary, width), num_classes, cosine), (1,), input_dtype=jnp.int32)
+
+
+def drug_target(
+    num_classes: int = 2,
+    ligand: int = 100,
+    vocabulary: int = 95,
+    width: int = 64,
+    filters: int = 32,
+    cosine: bool = False,
+) -> Model:
+    """Does a ligand bind a protein? Two encoders of three convolutions as in DeepDTA, MOON's projection head.
+
+    Rows are characters' ids in 0..vocabulary-1: ``ligand`` of the ligand (SMILES), then those of the protein, both
+    padded with 0. Filters of 4, 6, 8 and of 4, 8, 12 characters, 1, 2 and 3 times ``filters`` of them, the maximum over
+    all positions, a dense layer (214,146 parameters; cosine 214,144). LfD names no network for BindingDB: this is our
+    choice. Raises ValueError for a ``ligand`` < 16, which is what its filters take; proteins need 22.
+    """
+    checks.integer("ligand", ligand, 16)
+    for name, value in (("vocabulary", vocabulary), ("width", width), ("filters", filters)):
+        checks.integer(name, value, 1)
+    encoder = LigandAndTarget(ligand, vocabulary, width, filters)
+    return _model(Projected(encoder, num_classes, cosine), (ligand + 1000,), input_dtype=jnp.int32)
+
+
+def _model(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     checks.integer("num_classes", network.num_classes, 1)
-    model = Model.from_linen(network, input_shape)
+    model = Model.from_linen(network, input_shape, **options)
     drops = getattr(network, "dropout_flat", 0) or getattr(network, "dropout_hidden", 0)
     return model if drops else model._replace(train_apply=None)  # training is evaluation, and algorithms may know it
 
@@ -134,11 +202,12 @@ MODELS: dict[str, Any] = {
     "emnist_cnn": emnist_cnn,
     "simple_cnn": simple_cnn,
     "resnet18": resnet18,
+    "din": din,
+    "text_classifier": text_classifier,
+    "drug_target": drug_target,
 }
 
 
 def num_parameters(model: Model) -> int:
     """d, the number of parameters."""
-    import jax
-
     return tree.size(jax.eval_shape(lambda: model.init(jax.random.key(0))))

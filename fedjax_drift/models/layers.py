@@ -250,7 +250,7 @@ class Conv(nn.Module):
     """`conv`, pooling included, with a kernel [h, w, C, F] and a bias [F], initialised as PyTorch does."""
 
     features: int
-    kernel_size: int
+    kernel_size: int | tuple[int, int]  # k x k, or (h, w); sequences are images one column wide
     stride: int = 1
     padding: Padding = "VALID"
     use_bias: bool = True
@@ -259,8 +259,9 @@ class Conv(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         C, k = x.shape[0], self.kernel_size
-        init = torch_uniform(k * k * C)
-        y = conv(x, self.param("kernel", init, (k, k, C, self.features)), self.stride, self.padding, self.pool)
+        h, w = (k, k) if isinstance(k, int) else k
+        init = torch_uniform(h * w * C)
+        y = conv(x, self.param("kernel", init, (h, w, C, self.features)), self.stride, self.padding, self.pool)
         if self.use_bias:  # after the pooling, on fewer numbers: the same
             y = y + self.param("bias", init, (self.features,))[:, None, None, None]
         return y
@@ -278,6 +279,21 @@ class Dense(nn.Module):
         init: Any = nn.initializers.zeros if self.zero_init else torch_uniform(x.shape[-1])
         y = x @ self.param("kernel", init, (x.shape[-1], self.features))
         return y + self.param("bias", init, (self.features,))[None] if self.use_bias else y
+
+
+class Embedding(nn.Module):
+    """int [...] -> [..., features]: rows of a table [count, features], standard normal at first as in PyTorch.
+
+    An id outside 0..count-1 gives NaN, so that a table too small for the data is seen in the first loss.
+    """
+
+    count: int
+    features: int
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        table = self.param("table", nn.initializers.normal(1.0), (self.count, self.features))
+        return table.at[ids.astype(jnp.int32)].get(mode="fill", fill_value=jnp.nan)
 
 
 class GroupNorm(nn.Module):

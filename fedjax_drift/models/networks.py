@@ -1,14 +1,19 @@
-"""The networks behind the zoo, as flax.linen modules. All take [B, H, W, C] (or any rows, for `MLP`)."""
+"""The networks behind the zoo, as flax.linen modules.
+
+Those of images take [B, H, W, C] (`MLP` any rows); `DIN`, `MeanOfTokens` and `LigandAndTarget` take rows of integers.
+"""
 
 from __future__ import annotations
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from fedjax_drift.models.layers import (
     Classifier,
     Conv,
     Dense,
+    Embedding,
     GroupNorm,
     Padding,
     flatten,
@@ -146,6 +151,113 @@ class ResNet18(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.mean((1, 2)).T
+
+    def head(self, features: jax.Array) -> jax.Array:
+        return self.classifier(features)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.features(x))
+
+
+class DIN(nn.Module):
+    """The deep interest network: a user's history, weighted by how much each item has to do with the candidate.
+
+    Rows are ids [user, gender, age, occupation, zip, candidate, history...]; 0 in the history is padding.
+    """
+
+    sizes: tuple[int, ...]  # ids of each of the first six; the history is of the candidate's
+    widths: tuple[int, ...] = (15, 2, 3, 5, 15, 15)
+
+    def setup(self) -> None:
+        self.embeddings = [Embedding(size, width) for size, width in zip(self.sizes, self.widths, strict=True)]
+        self.attention = [Dense(15), Dense(1)]
+        self.denses = [Dense(32), Dense(16), Dense(1)]
+
+    def interest(self, candidate: jax.Array, history: jax.Array, real: jax.Array) -> jax.Array:
+        """[B, W]: the history [B, H, W] as the candidate [B, W] sees it; zero where it is all padding."""
+        t = jnp.broadcast_to(candidate[:, None], history.shape)
+        pairs = jnp.concatenate([t, history, t - history, t * history], -1)
+        hidden, out = self.attention
+        relevance = out(nn.relu(hidden(pairs.reshape(-1, pairs.shape[-1])))).reshape(real.shape)
+        weights = nn.softmax(jnp.where(real, relevance, -1e9)) * real
+        return (weights[..., None] * history).sum(1)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        fields = [embedding(x[:, i]) for i, embedding in enumerate(self.embeddings)]
+        history = x[:, len(fields) :]
+        interest = self.interest(fields[-1], self.embeddings[-1](history), history > 0)
+        x = jnp.concatenate([*fields, interest], -1)
+        *hidden, out = self.denses
+        for dense in hidden:
+            x = nn.relu(dense(x))
+        return out(x)[:, 0]
+
+
+class MeanOfTokens(nn.Module):
+    """The mean embedding of a text's tokens [B, length], 0 being padding, and a dense layer."""
+
+    vocabulary: int
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        real = (x > 0)[..., None]
+        embedded = Embedding(self.vocabulary, self.width)(x) * real
+        mean = embedded.sum(1) / jnp.maximum(real.sum(1), 1)
+        return nn.relu(Dense(self.width)(mean))
+
+
+class LigandAndTarget(nn.Module):
+    """Two characters' sequences in a row [B, ligand + target]: convolutions along each, its maximum, side by side."""
+
+    ligand: int  # characters of the first; the others are the second's
+    vocabulary: int
+    width: int
+    filters: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        ligand, target = jnp.split(x, [self.ligand], 1)
+        parts = [
+            SequenceCNN(self.vocabulary, self.width, self.filters, (4, 6, 8))(ligand),
+            SequenceCNN(self.vocabulary, self.width, self.filters, (4, 8, 12))(target),
+        ]
+        return nn.relu(Dense(self.width)(jnp.concatenate(parts, -1)))
+
+
+class SequenceCNN(nn.Module):
+    """Embedded characters [B, length], convolutions that widen by ``filters`` each, the maximum: [B, 3 filters]."""
+
+    vocabulary: int
+    width: int
+    filters: int
+    kernels: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = Embedding(self.vocabulary, self.width)(x).transpose(2, 1, 0)[:, :, None]  # [C, length, 1, B]
+        for i, kernel in enumerate(self.kernels):
+            x = nn.relu(Conv((i + 1) * self.filters, (kernel, 1))(x))
+        return x.max((1, 2)).T
+
+
+class Projected(nn.Module):
+    """An encoder, MOON's projection head and a classifier of its output, the representation as in `SimpleCNN`."""
+
+    encoder: nn.Module
+    num_classes: int
+    cosine: bool = False
+
+    def setup(self) -> None:
+        self.projector = [Dense(self.encoder.width), Dense(256)]
+        self.classifier = Classifier(self.num_classes, self.cosine)
+
+    def extractor(self, x: jax.Array) -> jax.Array:
+        return self.encoder(x)
+
+    def features(self, x: jax.Array) -> jax.Array:
+        hidden, out = self.projector
+        return out(nn.relu(hidden(self.extractor(x))))
 
     def head(self, features: jax.Array) -> jax.Array:
         return self.classifier(features)

@@ -1,0 +1,89 @@
+"""BindingDB as a classification of ligand and protein: do they bind?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data import lines
+from fedjax_drift.data.federated import Pair
+
+FILENAME = "BindingDB_All.tsv"
+HOW = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
+COLUMNS = (
+    ("Ligand SMILES",),
+    ("BindingDB Target Chain Sequence", "BindingDB Target Chain Sequence 1"),  # older and newer dumps
+    ("Kd (nM)",),
+)
+BINDS_BELOW = 30.0  # nM
+KD = re.compile(r"([<>]?)\s*(\d+\.?\d*(?:[eE][+-]?\d+)?)")
+CODES = bytes(byte - 32 if 32 < byte < 127 else 0 for byte in range(256))  # of printable ASCII: 1..94
+
+
+def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[Pair, Pair]:
+    """Training and test rows, 80 and 20 %, drawn with ``seed``: x int8 [M, ligand + protein], y int32 [M], 1 = binds.
+
+    Raises FileNotFoundError, and ValueError for a damaged file or one without at least 2 measurements of Kd.
+    """
+    checks.integer("ligand", ligand, 1)
+    checks.integer("protein", protein, 1)
+    path = lines.find(FILENAME, places, HOW)
+    pairs = measurements(path)
+    if len(pairs) < 2:
+        raise ValueError(f"cannot use {path}: at least 2 pairs must have a Kd, got {len(pairs)}: take the whole file")
+    ligands, proteins = zip(*pairs, strict=True)
+    x = np.concatenate([encoded(ligands, ligand), encoded(proteins, protein)], 1)
+    y = np.array(list(pairs.values()), np.int32)
+    tests = np.zeros(len(y), bool)
+    tests[np.random.default_rng(seed).permutation(len(y))[: max(1, round(0.2 * len(y)))]] = True
+    return (x[~tests], y[~tests]), (x[tests], y[tests])
+
+
+def measurements(path: Path) -> dict[tuple[str, str], bool]:
+    """(SMILES, protein sequence) -> whether Kd < 30 nM, of every pair by its first measurement that tells.
+
+    Lines without one of the three values are passed over, and so are bounds that leave the question open ("<100").
+    """
+    found: dict[tuple[str, str], bool] = {}
+    with lines.opened(path, "latin-1") as file:
+        header = file.readline().rstrip("\r\n").split("\t")
+        places = [next((header.index(name) for name in names if name in header), None) for names in COLUMNS]
+        if None in places:
+            raise lines.damaged(1, f"a header with {', '.join(names[0] for names in COLUMNS)}", "\t".join(header))
+        columns = [place for place in places if place is not None]
+        for number, line in enumerate(file, 2):
+            fields = line.rstrip("\r\n").split("\t", max(columns) + 1)
+            if len(fields) <= max(columns):
+                raise lines.damaged(number, f"at least {max(columns) + 1} values, as the header has them", line)
+            smiles, protein, kd = (fields[column].strip() for column in columns)
+            if not (smiles and protein and kd):
+                continue
+            match = KD.fullmatch(kd)
+            if match is None:
+                raise lines.damaged(number, 'a Kd such as 12.5, ">10000" or none', kd)
+            if (binds := binding(match[1], float(match[2]))) is not None:
+                found.setdefault((smiles, protein.replace(" ", "").upper()), binds)
+    return found
+
+
+def binding(bound: str, kd: float) -> bool | None:
+    """Whether Kd < 30 nM, of a value or a bound ("<" or ">") of it; None where a bound does not tell.
+
+    >>> binding("", 29.9), binding(">", 10000.0), binding("<", 30.0), binding("<", 100.0)
+    (True, False, True, None)
+    """
+    if bound == "<":
+        return True if kd <= BINDS_BELOW else None
+    if bound == ">":
+        return False if kd >= BINDS_BELOW else None
+    return kd < BINDS_BELOW
+
+
+def encoded(texts: Sequence[str], length: int) -> np.ndarray:
+    """int8 [M, length]: the first characters of each text as 1..94, ASCII without the space; 0 is padding."""
+    cut = b"".join(text[:length].encode("ascii", "replace").ljust(length, b"\0") for text in texts)
+    return np.frombuffer(cut.translate(CODES), np.int8).reshape(len(texts), length)

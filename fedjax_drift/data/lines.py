@@ -1,0 +1,39 @@
+"""Text files as others publish them: found, opened, and refused with the number of the line that is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from fedjax_drift.data import files
+
+
+def find(filename: str, places: Sequence[Path], how: str) -> Path:
+    """The file in the first of the folders that has it; FileNotFoundError says how to get it."""
+    path = files.find([filename], places)
+    if path is None:
+        wanted = " or ".join(str(folder / filename) for folder in places)
+        raise FileNotFoundError(f"{wanted} is not there: {how}")
+    return path
+
+
+@contextlib.contextmanager
+def opened(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
+    """The file as text. What goes wrong with it, or is found wrong while it is open, is a ValueError that names it."""
+    try:
+        with open(path, encoding=encoding, newline="") as file:
+            yield file
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"cannot read {path}: {reason}: check the file and its permissions") from error
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"cannot use {path}: {error}: download it again, or mend it") from error
+
+
+def damaged(number: int, wanted: str, got: object) -> ValueError:
+    """For line ``number``, from 1: raised while a file is `opened`."""
+    shown = repr(got)
+    return ValueError(f"line {number} must be {wanted}, got {shown if len(shown) <= 80 else shown[:77] + '...'}")

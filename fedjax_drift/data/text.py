@@ -1,0 +1,60 @@
+"""AG News as rows of word numbers."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data import lines
+from fedjax_drift.data.federated import Pair
+
+FILENAME = "ag_news_csv/train.csv"
+HOW = "download AG's News (ag_news_csv.tar.gz, Zhang, Zhao and LeCun's version) and unpack it in data_dir"
+WORD = re.compile(r"[a-z]+|[0-9]+")
+UNKNOWN = 1  # 0 is padding
+
+
+def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pair]:
+    """Training and test rows: x int32 [M, length], y int32 [M] in 0..3.
+
+    A word's number is its place among the ``vocabulary`` - 2 most frequent of the training texts, and 2. Raises
+    FileNotFoundError, and ValueError for damaged files.
+    """
+    checks.integer("vocabulary", vocabulary, 3)
+    checks.integer("length", length, 1)
+    path = lines.find(FILENAME, places, HOW)
+    test_path = lines.find("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
+    (texts, y), (test_texts, y_test) = _texts(path), _texts(test_path)
+    counts = Counter(word for words in texts for word in words)
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
+    numbers = {word: number for number, word in enumerate(frequent, UNKNOWN + 1)}
+
+    def rows(texts: list[list[str]]) -> np.ndarray:
+        x = np.zeros((len(texts), length), np.int32)
+        for row, words in zip(x, texts, strict=True):
+            found = [numbers.get(word, UNKNOWN) for word in words[:length]]
+            row[: len(found)] = found
+        return x
+
+    return (rows(texts), y), (rows(test_texts), y_test)
+
+
+def _texts(path: Path) -> tuple[list[list[str]], np.ndarray]:
+    """The words of each title and description, in lower case, and its class from 0."""
+    texts, classes = [], []
+    with lines.opened(path) as file:
+        rows = csv.reader(file, strict=True)
+        for row in rows:
+            if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
+                raise lines.damaged(rows.line_num, '"class 1 to 4","title","description"', ",".join(row))
+            texts.append(WORD.findall(f"{row[1]} {row[2]}".lower()))
+            classes.append(int(row[0]) - 1)
+        if not texts:
+            raise lines.damaged(1, '"class 1 to 4","title","description"', "an empty file")
+    return texts, np.array(classes, np.int32)

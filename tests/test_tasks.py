@@ -1,0 +1,342 @@
+"""Beyond images: scores of whole test sets, MovieLens with DIN, AG News, BindingDB."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fedjax_drift as fd
+from fedjax_drift import cli
+from fedjax_drift.data import bindingdb, movielens
+from fedjax_drift.models import layers
+
+# ---------------------------------------------------------------- scores
+
+
+def test_auc_counts_every_pair_and_ties_half() -> None:
+    rng = np.random.default_rng(0)
+    z, y = rng.integers(0, 9, 300).astype("f4"), rng.integers(0, 2, 300)
+    z[:2], y[:3] = np.inf, 1
+    difference = np.sign(np.subtract.outer(z[y == 1], z[y == 0]))
+    assert float(jax.jit(fd.ranking.auc)(z, y)) == pytest.approx((difference + 1).mean() / 2, rel=1e-6)
+    assert np.isnan(fd.ranking.auc(np.append(z[:-1], np.nan), y))
+    assert np.isnan(fd.ranking.auc(z, np.ones(300)))
+
+
+def test_rankings_of_the_first_row_of_every_block() -> None:
+    z = jnp.array([[3.0, 1, 2, 0], [1, 2, 3, 0], [0, 1, 2, 3], [1, 1, 0, 0], [np.nan, 0, 0, 0]]).reshape(-1, 1)
+    assert fd.ranking.ranks(z, 4).tolist() == [1, 3, 4, 2, 4]  # a tie, and NaN, count against it
+    assert float(fd.ranking.hit_rate(z, 2, group=4)) == pytest.approx(2 / 5)
+    assert float(fd.ranking.ndcg(z, 3, group=4)) == pytest.approx((1 + 1 / np.log2(4) + 1 / np.log2(3)) / 5)
+    found = fd.ranking.scores(4, (1, 3))(z, jnp.tile(jnp.array([1, 0, 0, 0]), 5))
+    assert list(found) == ["auc", "hr@1", "hr@3", "ndcg@1", "ndcg@3"]
+    with pytest.raises(ValueError, match="group must divide the number of test rows, got 3 for 20 rows"):
+        fd.ranking.ranks(z, 3)
+    with pytest.raises(ValueError, match=r"k must be in 1\.\.4, got 5"):
+        fd.ranking.scores(4, (5,))
+
+
+def by_place(logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """Differs when a row is missing, padded, or in another place."""
+    place = jnp.arange(1, len(y) + 1)
+    return {"logits": (logits[:, 0] * place).sum(), "labels": (y * place).sum(), "rows": jnp.asarray(len(y))}
+
+
+def scored(scores: object, test_rows: int = 11, **options: object) -> fd.Simulation:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30 + test_rows, 4)).astype("f4"), rng.integers(0, 3, 30 + test_rows)
+    data = fd.FederatedData(x[:30], y[:30], np.full(6, 5), x[30:], y[30:])
+    model = fd.models.linear((4,), 3)._replace(scores=scores)
+    return fd.Simulation(model, data, fd.algorithms.feddyn(0.1), cohort_size=2, eval_batch_size=3, **options)
+
+
+def test_scores_see_every_test_row_in_its_place() -> None:
+    sim = scored(by_place)
+    assert sim.mesh.size == 2
+    state, history = sim.run(sim.init(jax.random.key(3)), rounds=2, eval_every=2, progress=False)
+    expected = by_place(sim.model.apply(state.params, sim.data.x_test), sim.data.y_test)
+    assert abs(float(expected["logits"])) > 0.1
+    for found in (sim.evaluate(state), history[-1]):
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(float(value), rel=1e-5)
+    mean = by_place(sim.model.apply(state.server.client_mean, sim.data.x_test), sim.data.y_test)
+    assert history[-1]["client_mean_logits"] == pytest.approx(float(mean["logits"]), rel=1e-5)
+
+    runs = sim.sweep(rounds=2, seeds=[3, 4, 5], eval_every=2, progress=False)
+    assert runs[0].history[-1]["logits"] == pytest.approx(float(expected["logits"]), rel=1e-4)
+    assert sim.model.computing_in(jnp.bfloat16).scores is by_place
+
+
+@pytest.mark.parametrize(
+    "scores, message",
+    [
+        (lambda z, y: z.mean(), "must return a dict of scalars .* got ShapeDtypeStruct"),
+        (lambda z, y: {"auc": z.mean(0)}, r"must return a dict of scalars .* got \{'auc': \[3\]\}"),
+        (lambda z, y: {"loss": z.mean()}, "needs names of its own, got loss"),
+        (lambda z, y: {"auc": float(z.mean())}, r"does not accept the test set's logits \[11, 3\] with labels \[11\]"),
+        (fd.ranking.scores(), "a ranking needs one logit a row"),
+    ],
+)
+def test_scores_are_tried_before_anything_compiles(scores: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scored(scores)
+
+
+# ---------------------------------------------------------------- MovieLens and DIN
+
+
+@pytest.fixture
+def ml_1m(tmp_path: Path) -> Path:
+    """12 users of 40 films in ML-1M's format, in no order of time; nobody has rated the films that 3 divides."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for user in range(1, 13):
+        films = rng.choice(np.setdiff1d(np.arange(1, 61), np.arange(0, 61, 3)), rng.integers(2, 9), replace=False)
+        seconds = rng.choice(1000, len(films), replace=False)
+        lines += [f"{user}::{film}::{rng.integers(1, 6)}::{time}" for film, time in zip(films, seconds, strict=True)]
+    people = [f"{i}::{'MF'[i % 2]}::{movielens.AGES[i % 7]}::{i + 8}::{i % 5}0{i % 5}-é" for i in range(12, 0, -1)]
+    (tmp_path / "ml-1m").mkdir()
+    (tmp_path / "ml-1m" / "ratings.dat").write_text("\n".join(lines) + "\n", "latin-1")
+    (tmp_path / "ml-1m" / "users.dat").write_text("\r\n".join(people), "latin-1")
+    return tmp_path
+
+
+def test_movielens_leaves_the_latest_out_and_draws_films_never_rated(ml_1m: Path) -> None:
+    data = fd.datasets.load("movielens", data_dir=ml_1m, history=3, test_negatives=9)
+    rated: dict[int, list[tuple[int, int]]] = {}
+    for line in (ml_1m / "ml-1m" / "ratings.dat").read_text().split():
+        user, film, _, time = map(int, line.split("::"))
+        rated.setdefault(user, []).append((time, film))
+    known = {film for films in rated.values() for _, film in films}
+    assert data.num_clients == 12 and data.test_sizes is not None and data.test_sizes.tolist() == [10] * 12
+    assert data.x.dtype == np.int16 and data.x.shape[1] == 9
+    for i in range(12):
+        films = [film for _, film in sorted(rated[i + 1])]
+        x, y = data.client(i)
+        assert y.tolist() == [1, 0, 0, 0, 0] * (len(films) - 1)
+        assert x[::5, 5].tolist() == films[:-1]
+        test = data.x_test[10 * i : 10 * i + 10]
+        assert test[0, 5] == films[-1] and data.y_test[10 * i : 10 * i + 10].tolist() == [1] + [0] * 9
+        assert len(set(test[:, 5].tolist())) == 10
+        for j, block in enumerate([*np.split(x, len(films) - 1), test]):
+            assert (block[:, 6:] == [0] * (3 - j) + films[max(0, j - 3) : j]).all()
+            assert set(block[1:, 5].tolist()) <= known - set(films)
+            # The user's own number, gender (F before M), age group, occupation and zip code.
+            n = i + 1
+            assert (block[:, :5] == [n, 2 - n % 2, 1 + n % 7, n + 9, 1 + n % 5]).all()
+    assert movielens.sizes(data) == (13, 3, 8, 22, 6, max(known) + 1)
+    assert (fd.datasets.load("movielens", None, ml_1m, history=3, test_negatives=9, seed=1).x != data.x).any()
+
+
+def test_every_film_never_rated_is_drawn_alike(tmp_path: Path) -> None:
+    users, films = np.repeat([7, 9], 3), np.array([900, 20, 31, 31, 5, 6])
+    times = np.array([5, 5, 4, 1, 2, 3])
+    np.savez(tmp_path / "movielens_latest_small.npz", user_id=users, movie_id=films, timestamp=times)
+    data = fd.datasets.load(
+        "movielens", None, tmp_path, size="latest-small", history=2, negatives=3000, test_negatives=2
+    )
+    x, y = data.client(0)
+    assert x[0].tolist() == [7, 0, 0, 0, 0, 4, 0, 0]  # 5, 6, 20, 31, 900 have the numbers 1 to 5
+    assert data.x_test[0].tolist() == [7, 0, 0, 0, 0, 3, 4, 5]  # of one second, the later in the file is the later
+    drawn = np.bincount(x[y == 0, 5], minlength=6)
+    assert (drawn[1:3] > 2800).all() and drawn.sum() == drawn[1:3].sum() == 6000
+    with pytest.raises(ValueError, match="at most the 2 films that user 7 never rated, got 3"):
+        fd.datasets.load("movielens", None, tmp_path, size="latest-small", test_negatives=3)
+
+
+def test_movielens_says_what_is_missing_or_damaged(ml_1m: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"elsewhere.ml-1m.ratings\.dat is not there: download MovieLens 1M"):
+        fd.datasets.load("movielens", data_dir=tmp_path / "elsewhere")
+    ratings = ml_1m / "ml-1m" / "ratings.dat"
+    lines = ratings.read_text().splitlines()
+    for line, message in (
+        ("1::7::5", r"ratings\.dat: line 5 must be user::movie::stars::seconds as in ML-1M, got '1::7::5"),
+        ("99::7::5::1", r"line 5 is of user 99, whom .*users\.dat does not list"),
+    ):
+        ratings.write_text("\n".join([*lines[:4], line, *lines[5:]]))
+        with pytest.raises(ValueError, match=message):
+            fd.datasets.load("movielens", data_dir=ml_1m)
+    (ml_1m / "ml-1m" / "users.dat").write_text("1::M::17::3::55455")
+    with pytest.raises(ValueError, match=r"users\.dat: line 1 must be user::gender::age"):
+        fd.datasets.load("movielens", data_dir=ml_1m)
+
+
+def test_din_is_its_equations() -> None:
+    sizes = (5, 3, 8, 22, 6, 30)
+    model = fd.models.din(sizes)
+    given = jax.jit(model.init)(jax.random.key(0))
+    params = jax.tree.map(lambda a: np.asarray(a, np.float64), given)
+    rng = np.random.default_rng(0)
+    x = np.stack([rng.integers(0, [*sizes, 30, 30, 30, 30]) for _ in range(6)]).astype(np.int16)
+    x[0, 6:], x[1, 6:8] = 0, 0  # no history; a short one
+
+    def dense(name: str, v: np.ndarray) -> np.ndarray:
+        return v @ params[name]["kernel"] + params[name]["bias"]
+
+    def logit(row: np.ndarray) -> float:
+        tables = [params[f"embeddings_{i}"]["table"] for i in range(6)]
+        t = tables[5][row[5]]
+        seen = [tables[5][item] for item in row[6:] if item]
+        weight = [dense("attention_1", np.maximum(dense("attention_0", np.r_[t, s, t - s, t * s]), 0)) for s in seen]
+        weight = np.exp(weight) / np.sum(np.exp(weight))
+        interest = sum((w * s for w, s in zip(weight, seen, strict=True)), np.zeros(15))
+        v = np.concatenate([table[id] for table, id in zip(tables, row, strict=False)] + [interest])
+        v = np.maximum(dense("denses_1", np.maximum(dense("denses_0", v), 0)), 0)
+        return float(dense("denses_2", v)[0])
+
+    apply = jax.jit(model.apply)
+    np.testing.assert_allclose(apply(given, x), [logit(row) for row in x], rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(model.loss(jnp.array([0.0, 3.0]), jnp.array([1, 0])), [np.log(2), 3.048587], rtol=1e-5)
+    gradient = jax.jit(jax.grad(lambda p: model.apply(p, x).sum()))(given)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
+    x[0, 0] = 5  # beyond the table
+    assert np.isnan(apply(given, x)).tolist() == [True] + [False] * 5
+
+
+def test_the_command_line_fits_din_to_the_films(ml_1m: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ["run", "--dataset", "movielens:history=3,test_negatives=9", "--data-dir", str(ml_1m)]
+    arguments += ["--algorithm", "fedavg", "--rounds", "2", "--cohort", "3", "--output", str(tmp_path / "out")]
+    assert cli.main([*arguments, "--no-progress"]) == 0
+    last = json.loads((tmp_path / "out" / "rounds.jsonl").read_text().splitlines()[-1])
+    assert {"auc", "hr@5", "hr@10", "ndcg@5", "ndcg@10", "loss"} <= last.keys() and 0 <= last["auc"] <= 1
+    model = json.loads((tmp_path / "out" / "config.json").read_text())["model"]
+    assert model["sizes"][:4] == [13, 3, 8, 22] and model["test_negatives"] == 9
+
+
+def test_real_movielens() -> None:
+    if not os.environ.get("FEDJAX_DRIFT_DATA"):
+        pytest.skip("FEDJAX_DRIFT_DATA does not name the folder of the real data sets")
+    data = fd.datasets.load("movielens", size="latest-small")
+    assert data.num_clients == 610 and len(data.x_test) == 61_000 and len(data.x) == 5 * (100_836 - 610)
+
+
+# ---------------------------------------------------------------- AG News
+
+
+def test_agnews_numbers_the_frequent_words(tmp_path: Path) -> None:
+    (tmp_path / "ag_news_csv").mkdir()
+    train = tmp_path / "ag_news_csv" / "train.csv"
+    train.write_text('"3","Oil up, up","Oil ""rose"" \\$40"\n"1","Up!","x"\n"2","Oil","é"\n')
+    train.with_name("test.csv").write_text('"4","Gold","up 40 oil zebra oil oil oil"\n')
+    data = fd.datasets.load("agnews", fd.partition.iid(1), tmp_path, vocabulary=5, length=6)
+    # oil and up three times each, then 40 before rose and x in the alphabet; the others are unknown.
+    rows = {tuple(x): int(y) for x, y in zip(data.x.tolist(), data.y, strict=True)}
+    assert rows == {(2, 3, 3, 2, 1, 4): 2, (3, 1, 0, 0, 0, 0): 0, (2, 0, 0, 0, 0, 0): 1}
+    assert data.x_test.tolist() == [[1, 3, 4, 2, 1, 2]] and data.y_test.tolist() == [3]
+
+    with pytest.raises(FileNotFoundError, match=r"ag_news_csv.train\.csv is not there: download AG's News"):
+        fd.datasets.load("agnews", data_dir=tmp_path / "elsewhere")
+    for line, message in (('"5","a","b"', "line 4 must be .* got '5,a,b'"), ('"1","a', "unexpected end of data")):
+        train.write_text('"3","a","b\nc"\n"1","a","b"\n' + line + "\n")
+        with pytest.raises(ValueError, match=rf"train\.csv: .*{message}"):
+            fd.datasets.load("agnews", data_dir=tmp_path)
+
+
+# ---------------------------------------------------------------- BindingDB
+
+
+HEADER = ["Reactant ID", "Ligand SMILES", "Kd (nM)", "Organism", "BindingDB Target Chain Sequence"]
+
+
+def binding_file(folder: Path, rows: list[tuple[str, str, str]], header: list[str] = HEADER) -> Path:
+    lines = ["\t".join(header)] + [
+        f"{i}\t{smiles}\t{kd}\tMöuse\t{protein}\t" for i, (smiles, kd, protein) in enumerate(rows)
+    ]
+    path = folder / bindingdb.FILENAME
+    path.write_text("\n".join(lines) + "\n", "latin-1")
+    return path
+
+
+def test_bindingdb_takes_pairs_whose_kd_tells(tmp_path: Path) -> None:
+    rows = [("CCO", " 12.5", "MKV"), ("CCO", "99", "MKV"), ("C=O", ">10000", "mk v"), ("N", "<100", "MKV")]
+    rows += [("N", "", "MKV"), ("", "5", "MKV"), ("N", "5", ""), ("O", "30", "MKV"), ("[Na+]", "<1e1", "M" * 9)]
+    path = binding_file(tmp_path, rows)
+    telling = {("CCO", "MKV"): True, ("C=O", "MKV"): False, ("O", "MKV"): False, ("[Na+]", "M" * 9): True}
+    assert bindingdb.measurements(path) == telling
+    binding_file(tmp_path, rows, [*HEADER[:4], "BindingDB Target Chain Sequence 1"])
+    assert bindingdb.measurements(path) == telling
+
+    (x, y), (x_test, y_test) = bindingdb.read([tmp_path], 4, 5, seed=0)
+    assert len(y) == 3 and len(y_test) == 1 and x.dtype == np.int8
+    text = ["".join(chr(c + 32) if c else "." for c in row) for row in [*x, *x_test]]
+    assert dict(zip(text, [*y, *y_test], strict=True)) == {
+        "CCO.MKV..": 1,
+        "C=O.MKV..": 0,
+        "O...MKV..": 0,
+        "[Na+MMMMM": 1,
+    }
+    assert (bindingdb.read([tmp_path], 4, 5, seed=0)[0][0] == x).all()
+
+    with pytest.raises(FileNotFoundError, match=r"BindingDB_All\.tsv is not there: download all of BindingDB"):
+        fd.datasets.load("bindingdb", data_dir=tmp_path / "elsewhere")
+    path.write_text(path.read_text("latin-1").replace(" 12.5", "12,5"), "latin-1")
+    with pytest.raises(ValueError, match=r"BindingDB_All\.tsv: line 2 must be a Kd such as 12\.5.*got '12,5'"):
+        fd.datasets.load("bindingdb", data_dir=tmp_path)
+    path.write_text("\t".join(HEADER) + "\n0\tCCO\t5\n")
+    with pytest.raises(ValueError, match="line 2 must be at least 5 values"):
+        fd.datasets.load("bindingdb", data_dir=tmp_path)
+    binding_file(tmp_path, rows, ["Kd", *HEADER[1:2], *HEADER[3:], "x"])
+    with pytest.raises(ValueError, match=re.escape("line 1 must be a header with Ligand SMILES")):
+        fd.datasets.load("bindingdb", data_dir=tmp_path)
+
+
+# ---------------------------------------------------------------- the classifiers of text and of characters
+
+
+def small(name: str, cosine: bool) -> tuple[fd.Model, np.ndarray]:
+    rng = np.random.default_rng(0)
+    if name == "text_classifier":
+        return fd.models.text_classifier(3, vocabulary=20, width=8, cosine=cosine), rng.integers(1, 20, (4, 6))
+    model = fd.models.drug_target(3, ligand=16, vocabulary=20, width=4, filters=2, cosine=cosine)
+    return model, rng.integers(0, 20, (4, 40), np.int8)
+
+
+@pytest.mark.parametrize("name", ["text_classifier", "drug_target"])
+def test_they_have_what_moon_and_lfd_need(name: str) -> None:
+    model, x = small(name, cosine=True)
+    params = jax.jit(model.init)(jax.random.key(0))
+    logits, features, gradient = jax.jit(
+        lambda x: (
+            model.apply(params, x),
+            model.features(params, x),
+            jax.grad(lambda p: model.apply(p, x).sum())(params),
+        )
+    )(x)
+    assert features.shape == (4, 256) and abs(logits).max() <= 1
+    np.testing.assert_allclose(model.head(params, features), logits, rtol=1e-4, atol=1e-6)
+    assert all(np.isfinite(g).all() and g.any() for g in jax.tree.leaves(gradient))
+    data = fd.FederatedData.from_clients([(x, np.arange(4) % 3)] * 2)
+    for algorithm in (
+        fd.algorithms.moon(),
+        fd.algorithms.lfd(),
+        fd.algorithms.constrained(0.1, "feature", "extractor"),
+    ):
+        fd.Simulation(model, data, algorithm, cohort_size=2)  # traces the model's functions
+    assert not small(name, cosine=False)[0].cosine
+
+
+def test_padding_does_not_count_as_a_word() -> None:
+    model, x = small("text_classifier", cosine=False)
+    params = jax.jit(model.init)(jax.random.key(0))
+    x[1:, 4:] = 0
+    apply = jax.jit(model.apply)
+    np.testing.assert_allclose(apply(params, np.pad(x, ((0, 0), (0, 3)))), apply(params, x), rtol=1e-4, atol=1e-6)
+    assert np.isfinite(apply(params, 0 * x)).all()
+
+
+def test_a_convolution_along_a_sequence_is_lax_conv() -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 9, 5))  # [B, length, C]
+    conv = layers.Conv(4, (3, 1))
+    params = conv.init(jax.random.key(1), x.transpose(2, 1, 0)[:, :, None])
+    out = conv.apply(params, x.transpose(2, 1, 0)[:, :, None])[:, :, 0].transpose(2, 1, 0)
+    kernel, bias = params["params"]["kernel"][:, 0], params["params"]["bias"]
+    expected = lax.conv_general_dilated(x, kernel, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
+    np.testing.assert_allclose(out, expected + bias[None, None], rtol=1e-4, atol=1e-5)
