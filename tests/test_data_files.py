@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift import cli, options
+from fedjax_drift import cli
 from fedjax_drift.data import datasets, files, image_files
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import iid
-from fedjax_drift.models import num_parameters
+from fedjax_drift.options import DEFAULT_MODEL, asked
 
 RNG = np.random.default_rng(0)
 
@@ -543,13 +543,12 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_command_line_knows_them(tmp_path: Path) -> None:
-    assert set(options.DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
+    assert set(DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
     assert datasets.num_classes("emnist", split="digits") == 10 == datasets.num_classes("emnist", num_classes=10)
     assert datasets.found("emnist") == "no"
     write_emnist(tmp_path)
     assert datasets.found("emnist").endswith("letters-train-images-idx3-ubyte.gz")
     assert datasets.found("emnist", split="balanced") == "no"
     args = cli._parse(["run", "--dataset", "emnist:num_classes=10", "--algorithm", "fedavg", "--clients", "4"])
-    dataset = cli._spec("data set", args.dataset, datasets.DATASETS, hidden=("data_dir", "seed", "natural"))
-    spec, model = cli._model(args, dataset, cli._load(args, dataset)[0])
-    assert spec.name == "emnist_nn" and num_parameters(model) == 89_610  # FedDC's network for EMNIST-L
+    model = asked(args).config["model"]
+    assert model["name"] == "emnist_nn" and model["parameters"] == 89_610  # FedDC's network for EMNIST-L
