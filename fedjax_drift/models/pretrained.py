@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_drift.types import Model, Params
 
-STEM = "params/conv/kernel"
+STEM = "conv/kernel"
 TORCH_RESNET = re.compile(r"(?:layer(\d)\.(\d)\.)?(conv|bn|downsample\.)(\d)\.(weight|bias)")
 
 
@@ -34,7 +34,7 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
     try:
         with np.load(path, allow_pickle=False) as npz:
             arrays = {name: npz[name] for name in npz.files}
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+    except (zipfile.BadZipFile, ValueError, EOFError, TypeError) as error:  # TypeError: one array, of numpy.save
         raise ValueError(
             f"cannot read parameters from {path}: it is no npz ({error}): write it with save_params"
         ) from error
@@ -43,17 +43,19 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
         arrays = dict(filter(None, map(_of_torch, arrays, arrays.values())))
         other_stem = _shape(arrays, STEM) != shapes.get(STEM)
         drawn = {name for name in shapes if "classifier" in name or (name == STEM and other_stem)}
-    wrong = [name for name, shape in shapes.items() if name not in drawn and _shape(arrays, name) != shape]
+    wrong = [name for name in {**shapes, **arrays} if name not in drawn and _shape(arrays, name) != shapes.get(name)]
     if wrong:
-        got = _shape(arrays, wrong[0])
+        held, wanted = (
+            "nothing" if shape is None else f"shape {list(shape)}"
+            for shape in (_shape(arrays, wrong[0]), shapes.get(wrong[0]))
+        )
         raise ValueError(
-            f"{path} must hold the model's parameters, got {'nothing' if got is None else f'shape {list(got)}'} for "
-            f"{wrong[0]}, which is {list(shapes[wrong[0]])} ({len(wrong)} of {len(shapes)} arrays don't fit): choose "
-            "the model it was saved from"
+            f"{path} must hold the model's parameters, got {held} for {wrong[0]}, which is {wanted} in the model "
+            f"({len(wrong)} arrays don't fit): choose the model it was saved from"
         )
     return jax.tree_util.tree_map_with_path(
         lambda where, leaf: leaf if _name(where) in drawn else np.asarray(arrays[_name(where)], leaf.dtype),
-        model.init(jax.random.key(0)),
+        model.init(jax.random.key(0)) if drawn else jax.eval_shape(model.init, jax.random.key(0)),
     )
 
 
@@ -71,7 +73,7 @@ def _name(path: tuple) -> str:
 
 
 def _of_torch(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Our name and layout of an array of torchvision's ResNet-18; None for what we don't have."""
+    """Our name and layout of an array of torchvision's ResNet-18; None for what we leave out."""
     if not (match := TORCH_RESNET.fullmatch(name)):
         return None
     stage, block, kind, number, what = match.groups()
@@ -80,7 +82,9 @@ def _of_torch(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
         array = array.transpose(2, 3, 1, 0)
     leaf = "kernel" if conv else {"weight": "scale", "bias": "bias"}[what]
     if stage is None:
-        return f"params/{'conv' if conv else 'norm'}/{leaf}", array
+        return f"{'conv' if conv else 'norm'}/{leaf}", array
+    if int(block) > 1:  # of a deeper ResNet
+        return name, array
     which = 2 if kind == "downsample." else int(number) - 1
     layer = f"{'Conv' if conv else 'GroupNorm'}_{which}"
-    return f"params/blocks_{2 * (int(stage) - 1) + int(block)}/{layer}/{leaf}", array
+    return f"blocks_{2 * (int(stage) - 1) + int(block)}/{layer}/{leaf}", array
