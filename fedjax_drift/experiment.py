@@ -52,7 +52,7 @@ import fedjax_drift as fd
 from fedjax_drift import checks, options
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checkpoint import Checkpoints, lock_folder
-from fedjax_drift.progress import Bar, Record
+from fedjax_drift.progress import Bar, Record, Stop, stop_on_interrupt
 
 CHUNK = 30.0  # seconds of rounds between two saves: the most that a kill loses
 BOOKKEEPING = (
@@ -70,6 +70,8 @@ TAKES = ("best", "last", "at", "rounds_to", "median")
 TABLE_KEYS = {
     "title", "paper", "note", "common", "bases", "methods", "scores", "settings", "tune", "claims", "needs", "picture",
 }  # fmt: skip
+REFERENCE_KEYS = {"runs", "as", "printed"}  # of a setting that is another table's
+TUNE_KEYS = {"rounds", "grid", "score"}
 
 
 class Score(NamedTuple):
@@ -98,22 +100,33 @@ class Score(NamedTuple):
         return 0 if self.take == "rounds_to" else 2 if self.scale > 1 else 4 if self.of == "accuracy" else 3
 
     def __call__(self, series: Mapping[str, Series]) -> float:
-        """NaN for a run that lacks it; infinity for a target that was not reached."""
+        """NaN for a run that lacks it; infinity for a target that was not reached.
+
+        A value that is not finite makes what it is part of NaN; best, rounds_to and median pass it over.
+        """
         if self.of not in series or not series[self.of].rounds:
             return math.nan
-        rounds, values = (np.asarray(of, float) for of in series[self.of])
+        rounds = np.asarray(series[self.of].rounds)
+        values = np.array([last_number(value) for value in series[self.of].values])
         if self.take == "at":
             return self.scale * float(values[rounds == self.round][-1]) if self.round in rounds else math.nan
-        if self.take == "median":
-            return self.scale * float(np.median(values[rounds > rounds[-1] / 10]))
         if self.take == "last":
             return self.scale * float(values[-self.window :].mean())
-        early = rounds <= self.round if self.round else rounds > 0
-        better = self.sign if self.take == "best" else -1 if self.of.endswith("loss") else 1
+        if self.take == "median":
+            known = values[(rounds > rounds[-1] / 10) & np.isfinite(values)]
+            return self.scale * float(np.median(known)) if known.size else math.nan
+        counts = np.isfinite(values) & ((rounds <= self.round) if self.round else True)
+        better = -1 if self.of.endswith("loss") else 1
         if self.take == "best":
-            return self.scale * better * float(np.max(better * values[early], initial=-math.inf))
-        reached = early & (better * values >= better * self.target)
+            return self.scale * better * float(np.max(better * values[counts])) if counts.any() else math.nan
+        reached = counts & (better * values >= better * self.target)
         return float(rounds[reached][0]) if reached.any() else math.inf
+
+
+def last_number(value: Any) -> float:
+    """Of a record's entry: itself, or the last of a list (a number for each local epoch); NaN for None."""
+    value = value[-1] if isinstance(value, list) else value
+    return math.nan if value is None else float(value)
 
 
 class Series(NamedTuple):
@@ -244,9 +257,14 @@ def _table(place: Path, name: str, of: dict[str, Any]) -> Table:
     for chain in claims:
         for method in chain:
             checks.choice("a method that is claimed to be better", method, methods)
+    tune = of.get("tune", {})
+    if tune:
+        _known("tune", tune, TUNE_KEYS)
+        _known("tune.grid", tune["grid"], set().union(*map(_tunable, methods.values())))
+        checks.choice("the score to tune for", tune.get("score", next(iter(scores))), scores)
     return Table(
-        name, of["title"], of["paper"], of.get("note", ""), settings, list(methods), scores, claims,
-        of.get("tune", {}), of.get("picture", next(iter(scores.values())).of),
+        name, of["title"], of["paper"], of.get("note", ""), settings, list(methods), scores, claims, tune,
+        of.get("picture", next(iter(scores.values())).of),
     )  # fmt: skip
 
 
@@ -262,11 +280,13 @@ def _setting(
     own = {key: of[key] for key in of if key not in ("base", "printed", "needs", "runs", "as", "methods")}
     needs = of.get("needs", whole.get("needs", ""))
     if "runs" in of:
+        _known(f"{name}, which is {of['runs']}'s,", of, REFERENCE_KEYS)
         other = read(place, of["runs"]).settings[of.get("as", name)]
         cells, needs = {method: other.cells[method] for method in methods if method in other.cells}, other.needs
     else:
         base = whole.get("bases", {})[of["base"]] if "base" in of else {}
         cells = {}
+        _known(f"{name}, methods", of.get("methods", {}), methods)
         for method, spec in methods.items():
             special = _options(of.get("methods", {}).get(method, {}))
             merged = {**whole.get("common", {}), **base, **own, **spec, **special}
@@ -274,6 +294,9 @@ def _setting(
                 merged.pop(key, usual) for key, usual in (("seeds", 1), ("until", None), ("keep", ()))
             )
             _known(f"{name}, {method}", merged, OPTIONS)
+            for key in ("dataset", "rounds"):
+                if key not in merged:
+                    raise ValueError(f"{name}, {method} needs {key}, got none: write it there, or under [common]")
             cells[method] = Cell(
                 table, name, method, merged, seeds, None if until is None else scores[until], tuple(keep)
             )
@@ -291,6 +314,11 @@ def _options(spec: str | dict[str, Any]) -> dict[str, Any]:
     return {"algorithm": spec} if isinstance(spec, str) else spec
 
 
+def _tunable(of: Mapping[str, Any]) -> set[str]:
+    """The numbers that a method has: local training's and its algorithm's."""
+    return {*options.LOCAL, *inspect.signature(ALGORITHMS[of["algorithm"].partition(":")[0]]).parameters}
+
+
 def _known(what: str, keys: Iterable[str], known: Iterable[str]) -> None:
     for key in keys:
         if key not in known:
@@ -302,8 +330,8 @@ def _printed(number: float | str) -> Printed:
     text = str(number)
     if text.startswith(">"):
         return Printed(math.inf, None, text)
-    value, _, std = text.partition("±")
-    return Printed(float(value), float(std) if std else None, text)
+    value, spread, std = text.partition("±")
+    return Printed(float(value), float(std) if spread else None, text)
 
 
 def _flags() -> dict[str, argparse.Action]:
@@ -346,17 +374,18 @@ def results(file: Path) -> dict[int, Result]:
             entry = json.loads(line)
             entry["series"] = {name: Series(*series) for name, series in entry["series"].items()}
             found[entry["seed"]] = Result(**entry)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{file}, line {number} is no result ({error}): delete the file to run it again"
             ) from error
     return found
 
 
-def _write(file: Path, found: Mapping[int, Result]) -> None:
+def _write(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """A line each; a kill leaves the old file or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(file.name + ".new")
-    new.write_text("".join(json.dumps(found[seed]._asdict()) + "\n" for seed in sorted(found)))
+    new.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     os.replace(new, file)
 
 
@@ -439,14 +468,15 @@ def run(
 
     seeds: of every cell; default as many as the table was run with. rounds: at most so many, instead of the table's.
     """
-    output.mkdir(parents=True, exist_ok=True)
     made: dict[str, fd.FederatedData] = {}
-    with lock_folder(output, "--output"):
+    if tune and not table.tune:
+        raise ValueError(f"{table.name} must have a grid to be tuned, got a table without [tune]: leave --tune out")
+    with lock_folder(output, "--output"), stop_on_interrupt() as stop:
         for number, cell in enumerate(cells, 1):
             title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
-            if tune and table.tune and not tuned(cell, output):
+            if tune and not tuned(cell, output):
                 say(f"{title}: tuning {len(_grid(table, cell))} combinations")
-                if not _tune(table, cell, output, _data(cell, made), progress):
+                if not _tune(table, cell, output, _data(cell, made), progress, stop):
                     say("interrupted: the same command starts this tuning again, and nothing else")
                     return False
             cell = with_tuned(cell, table, output)
@@ -457,7 +487,7 @@ def run(
                 say(f"{title}: done before")
                 continue
             say(f"{title}: {cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}")
-            if not _run_cell(cell, missing, output, _data(cell, made), progress):
+            if not _run_cell(cell, missing, output, _data(cell, made), progress, stop):
                 say("interrupted: the same command goes on from here")
                 return False
             found = results(output / cell.file)
@@ -502,47 +532,66 @@ def _missing(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
     return [seed for seed in seeds if seed not in found or (found[seed].rounds < asked and not found[seed].reached)]
 
 
-def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData, progress: bool) -> bool:
+def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData, progress: bool, stop: Stop) -> bool:
     """Runs the seeds side by side, saved every half a minute; False when Ctrl-C ended it."""
     args = parsed(cell, seeds[0])
     simulations, params, _ = options.asked(args, data)
     (sim,) = simulations.values()
     kept = {seed: Checkpoints(_partial(cell, output) / f"seed-{seed}", keep=1, best=None) for seed in seeds}
     for t, together in _side_by_side(kept).items():
+        if t > args.rounds:
+            raise ValueError(
+                f"{cell.setting}, {cell.method} has been run for {t} rounds, and is not done, got --rounds "
+                f"{args.rounds}: ask for as many, or choose another --output"
+            )
         if t:
             runs = [fd.Run(seed, {}, *kept[seed].restore(sim)) for seed in together]
         else:
             runs = [fd.Run(seed, {}, sim.init(jax.random.key(seed), params), []) for seed in together]
-        histories = {run.seed: list(run.history) for run in runs}
-        with contextlib.ExitStack() as stack:
-            bar = stack.enter_context(Bar(args.rounds * len(runs), f"{cell.setting}, {cell.method}", progress))
-            for record in itertools.chain(*histories.values()):
-                bar.update(record)
-            nothing = contextlib.nullcontext
-            savers = {run.seed: stack.enter_context(kept[run.seed].saving(sim, run.state, nothing)) for run in runs}
-            n, new = args.eval_every or 10, {seed: list[Record]() for seed in together}
-            while t < args.rounds and not _reached(cell, histories):
-                n, started = min(n, args.rounds - t), time.perf_counter()
-                runs = sim.sweep(
-                    n, together, args.eval_every, start=runs, progress=False, measure_every=args.measure_every or 1,
-                    on_round=lambda seed, setting, record, bar=bar: bar.update(record),
-                )  # fmt: skip
-                seconds = (time.perf_counter() - started) / max(len(runs[0].history), 1)  # a round
-                for run in runs:
-                    new[run.seed] += [record | {"seconds": seconds} for record in run.history]
-                    histories[run.seed] += new[run.seed][-len(run.history) :] if run.history else []
-                    savers[run.seed].save(run.state, new[run.seed])
-                t += len(runs[0].history)
-                if len(runs[0].history) < n:
-                    for run in runs:
-                        savers[run.seed].finish(run.state, new[run.seed])
-                    return False
-                n = _chunk(seconds, args.eval_every)
+        histories = _run_together(cell, args, sim, runs, kept, progress, stop)
+        if stop.asked:
+            return False
         found = results(output / cell.file)
-        found |= {seed: _result(cell, seed, histories[seed], len(together), args) for seed in together}
-        _write(output / cell.file, found)
+        found |= {seed: _result(cell, seed, history, len(together), args) for seed, history in histories.items()}
+        _write(output / cell.file, [found[seed]._asdict() for seed in sorted(found)])
     shutil.rmtree(_partial(cell, output), ignore_errors=True)
     return True
+
+
+def _run_together(
+    cell: Cell,
+    args: argparse.Namespace,
+    sim: fd.Simulation,
+    runs: list[fd.Run],
+    kept: Mapping[int, Checkpoints],
+    progress: bool,
+    stop: Stop,
+) -> dict[int, list[Record]]:
+    """Runs that are at one round, to the cell's end, its target or Ctrl-C, and saves them; seed -> whole history."""
+    t, every, seeds = int(runs[0].state.round), args.eval_every or 10, [run.seed for run in runs]
+    histories = {run.seed: list(run.history) for run in runs}
+    new = {seed: list[Record]() for seed in seeds}  # those that the checkpoints don't have
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(Bar(args.rounds * len(runs), f"{cell.setting}, {cell.method}", progress))
+        for record in itertools.chain(*histories.values()):
+            bar.update(record)
+        savers = {run.seed: stack.enter_context(kept[run.seed].saving(sim, run.state, stop.held)) for run in runs}
+        n = every - t % every  # to a round that is evaluated, wherever the runs were interrupted
+        while t < args.rounds and not stop.asked and not (t % every == 0 and _reached(cell, args, histories)):
+            n, started = min(n, args.rounds - t), time.perf_counter()
+            runs = sim.sweep(
+                n, seeds, args.eval_every, start=runs, progress=False, measure_every=args.measure_every or 1,
+                on_round=lambda seed, setting, record: bar.update(record),
+            )  # fmt: skip
+            seconds = (time.perf_counter() - started) / max(len(runs[0].history), 1)  # a round
+            for run in runs:
+                made = [record | {"seconds": seconds} for record in run.history]
+                new[run.seed] += made
+                histories[run.seed] += made
+                (savers[run.seed].finish if stop.asked else savers[run.seed].save)(run.state, new[run.seed])
+            t += len(runs[0].history)
+            n = _chunk(seconds, every)
+    return histories
 
 
 def _partial(cell: Cell, output: Path) -> Path:
@@ -558,22 +607,16 @@ def _side_by_side(kept: Mapping[int, Checkpoints]) -> dict[int, list[int]]:
     return found
 
 
-def _chunk(seconds: float, eval_every: int) -> int:
-    """Rounds to the next save, whole intervals between evaluations, for rounds that take so long."""
-    every = eval_every or 10
+def _chunk(seconds: float, every: int) -> int:
+    """Rounds to the next save, a multiple of ``every``, for rounds that take so long."""
     return every * max(1, int(CHUNK / (every * seconds)))
 
 
-def _reached(cell: Cell, histories: Mapping[int, Sequence[Record]]) -> bool:
+def _reached(cell: Cell, args: argparse.Namespace, histories: Mapping[int, Sequence[Record]]) -> bool:
     """Whether every seed has reached the target after which the cell need not go on."""
-    if cell.until is None or not histories:
+    if cell.until is None:
         return False
-    of = cell.until.of
-    known = [[record for record in history if of in record] for history in histories.values()]
-    return all(
-        math.isfinite(cell.until({of: Series([r["round"] for r in history], [r[of] for r in history])}))
-        for history in known
-    )
+    return all(math.isfinite(cell.until(series(history, args.eval_every, cell.keep))) for history in histories.values())
 
 
 def _result(cell: Cell, seed: int, history: Sequence[Record], together: int, args: argparse.Namespace) -> Result:
@@ -604,7 +647,8 @@ def tuning_file(cell: Cell, output: Path) -> Path:
 def tuned(cell: Cell, output: Path) -> list[Tuned]:
     """What tuning the cell gave; nothing where it was not tuned."""
     file = tuning_file(cell, output)
-    return [Tuned(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    found = [Tuned(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    return [each._replace(score=last_number(each.score)) for each in found]
 
 
 def best_of(tried: Sequence[Tuned], score: Score) -> dict[str, float]:
@@ -645,12 +689,11 @@ def tuning_score(table: Table) -> Score:
 
 def _grid(table: Table, cell: Cell) -> list[dict[str, float]]:
     """All combinations of the values that the method has."""
-    name = cell.options["algorithm"].partition(":")[0]
-    known = {*OPTIONS, *inspect.signature(ALGORITHMS[name]).parameters}
+    known = _tunable(cell.options)
     return fd.grid(**{key: values for key, values in table.tune["grid"].items() if key in known})
 
 
-def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progress: bool) -> bool:
+def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progress: bool, stop: Stop) -> bool:
     """Tries the grid, all of it side by side in one program; False when Ctrl-C ended it."""
     rounds = min(table.tune.get("rounds", cell.options["rounds"]), cell.options["rounds"])
     args, settings = parsed(cell, TUNING_SEED), _grid(table, cell)
@@ -658,12 +701,11 @@ def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progre
     def build(**values: float) -> fd.Simulation:
         return next(iter(options.asked(args, data, values).simulations.values()))
 
-    runs = fd.sweep(build, rounds, (TUNING_SEED,), settings, args.eval_every, progress=progress)
-    if any(len(run.history) < rounds for run in runs):
+    every = args.measure_every or 1
+    runs = fd.sweep(build, rounds, (TUNING_SEED,), settings, args.eval_every, progress=progress, measure_every=every)
+    if stop.asked:
         return False
     score = tuning_score(table)
     found = [Tuned(run.setting, score(series(run.history, args.eval_every, ())), rounds) for run in runs]
-    file = tuning_file(cell, output)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(each._asdict() | {"score": _short(each.score)}) + "\n" for each in found))
+    _write(tuning_file(cell, output), [each._asdict() | {"score": _short(each.score)} for each in found])
     return True

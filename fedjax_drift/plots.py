@@ -157,21 +157,22 @@ class Compared(NamedTuple):
 
     title: str
     runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
-    printed: Mapping[str, tuple[float | None, float]]  # method -> (round, value); None: at the last round
+    printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> (round, value); None: at the last round
 
 
 def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -> Figure:
-    """A table's curves, a panel for each setting: the mean over seeds in a band from the lowest to the highest.
+    """A table's curves, a panel for each setting with a point: the mean over seeds, from the lowest to the highest.
 
     A hollow marker is the paper's number, where it has one for what is drawn. The axis starts at the lowest value after
     a tenth of the rounds. path: as in `curves`. Raises ValueError without a single point.
     """
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
-    panels = []
+    panels = {}
     for setting in settings:
         lines = {method: _over_seeds(setting.runs.get(method, ())) for method in methods}
-        panels.append(Panel(setting.title, ylabel, lines))
-    if not any(line.x.size for panel in panels for line in panel.lines.values()):
+        if any(line.x.size for line in lines.values()):
+            panels[setting.title] = Panel(setting.title, ylabel, lines)
+    if not panels:
         raise ValueError("compared needs at least 1 round of a run, got none: pass (rounds, values) of each seed")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -180,18 +181,20 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    for number, (panel, setting, axes) in enumerate(zip(panels, settings, grid, strict=False)):
+    shown = [setting for setting in settings if setting.title in panels]
+    for number, (setting, axes) in enumerate(zip(shown, grid, strict=False)):
+        panel = panels[setting.title]
         drawn = _draw(panel, axes) | drawn
         late = [line.y[line.x >= line.x[-1] / 10] for line in panel.lines.values() if line.x.size]
         last = max((line.x[-1] for line in panel.lines.values() if line.x.size), default=1)
         for i, method in enumerate(methods):
-            if method in setting.printed:
-                at, value = setting.printed[method]
+            for at, value in setting.printed.get(method, ()):
                 late.append(np.array([value]))
                 look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "markerfacecolor": "none", "clip_on": False}
                 axes.plot(last if at is None else at, value, marker="o" if at is not None else "<", zorder=4, **look)
         low, high = min(map(np.min, late)), max(map(np.max, late))
-        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        if low < high:
+            axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
         axes.set_title(panel.title, fontsize=10)
         axes.set_ylabel(ylabel if number % columns == 0 else "")
         axes.set_xlabel("Round" if number + columns >= len(panels) else "")

@@ -173,8 +173,9 @@ class Stop:
 
 @contextmanager
 def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
-    """terminate: on SIGTERM, too."""
-    stop = Stop()
+    """terminate: on SIGTERM, too. Within another, the same `Stop`: what is around is to know, and to end, too."""
+    around = signal.getsignal(signal.SIGINT)
+    stop = around if isinstance(around, Stop) else Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -19,6 +19,7 @@ from fedjax_drift.experiment import (
     Setting,
     Table,
     best_of,
+    last_number,
     names,
     read,
     results,
@@ -91,16 +92,21 @@ def listing(place: Path, outputs: Sequence[Path]) -> str:
 
 def write(table: Table, place: Path) -> list[Path]:
     """Writes <table>.md and <table>.png from the results in ``place``; returns their paths."""
-    ours = found(table, place)
-    page, picture = place / f"{table.name}.md", place / f"{table.name}.png"
-    draw(table, ours, picture)
-    page.write_text("\n".join(_page(table, place, ours, picture.name)) + "\n")
-    return [page, picture]
+    where, picture = place / f"{table.name}.md", place / f"{table.name}.png"
+    pictures = [picture] if draw(table, found(table, place), picture) else []
+    where.write_text(page(table, place, pictures))
+    return [where, *pictures]
 
 
-def _page(table: Table, place: Path, ours: Found, picture: str) -> Iterator[str]:
+def page(table: Table, place: Path, pictures: Sequence[Path]) -> str:
+    """The results in ``place`` as markdown, with pictures that lie beside it."""
+    return "\n".join(_page(table, place, found(table, place), pictures)) + "\n"
+
+
+def _page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> Iterator[str]:
     yield from (f"# {table.paper}: {table.title}", "", table.note.strip(), "")
-    yield f"![{table.picture} against rounds, for each method and setting]({picture})"
+    for picture in pictures:
+        yield f"![{table.picture} against rounds, for each method and setting]({picture.name})"
     for score in table.scores.values():
         shown = [setting for setting in table.settings.values() if setting.name in ours and _has(setting, score)]
         if shown:
@@ -135,7 +141,8 @@ def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Foun
         rows["ours"] = [_ours(values[m], score, ours[setting.name][m]) if m in values else "-" for m in methods]
         if printed:
             rows["difference"] = [
-                difference(values[m], printed[m], score) if m in values and m in printed else "-" for m in methods
+                difference(ours[setting.name][m], printed[m], score) if m in values and m in printed else "-"
+                for m in methods
             ]
         for number, (what, cells) in enumerate(rows.items()):
             yield f"| {setting.name if number == 0 else ''} | {what} | " + " | ".join(cells) + " |"
@@ -151,16 +158,24 @@ def _ours(values: Sequence[float], score: Score, runs: Mapping[int, Result]) -> 
     return summary(values, score.digits)
 
 
-def difference(values: Sequence[float], printed: Printed, score: Score) -> str:
-    """Ours less the paper's; ▲ and ▼: better and worse by more than two standard deviations, ≈: by less."""
+def difference(runs: Mapping[int, Result], printed: Printed, score: Score) -> str:
+    """Ours less the paper's; ▲ and ▼: better and worse by more than two standard deviations, ≈: by less.
+
+    Of a target: ▲ where the paper did not reach it, ▼ where no run of ours did in the paper's rounds. No mark where
+    only some of our runs have the number.
+    """
+    values = _values(score, runs)
     known = [value for value in values if math.isfinite(value)]
-    if not known or not math.isfinite(printed.value):
-        return f"{BETTER} reached" if known else "-"
+    if not known:
+        late = all(map(math.isinf, values)) and min(run.rounds for run in runs.values()) >= printed.value
+        return f"{WORSE} not reached" if late else "-"
+    if not math.isfinite(printed.value):
+        return f"{BETTER} reached"
     gap = float(np.mean(known)) - printed.value
     own = float(np.var(known, ddof=1)) if len(known) > 1 else None
     spread = math.sqrt((own or 0.0) + (printed.std or 0.0) ** 2) if own is not None or printed.std else None
     mark = ""
-    if spread is not None and score.sign:
+    if spread is not None and score.sign and len(known) == len(values):
         mark = f" {ALIKE}" if abs(gap) <= 2 * spread else f" {BETTER if gap * score.sign > 0 else WORSE}"
     return f"{gap:+.{score.digits}f}{mark}"
 
@@ -171,7 +186,7 @@ def _legend(ours: Found) -> Iterator[str]:
         f"Ours: mean ± standard deviation over seeds ({', '.join(map(str, seeds))} of them; one has no ±). Seeds are "
         "of cohorts and initial models, the partition is the same. Difference: ours less the paper's; "
         f"{BETTER} better, {WORSE} worse by more than two standard deviations (ours and the paper's together, where "
-        f"there are any), {ALIKE} by less."
+        f"there are any), {ALIKE} by less. >200: not within 200 rounds; (2 of 3): mean of the two seeds that have it."
     )
 
 
@@ -217,35 +232,47 @@ def _not_run(table: Table, ours: Found) -> Iterator[str] | list[str]:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def draw(table: Table, ours: Found, path: Path) -> None:
-    """The curves of all settings that were run, with the paper's numbers where they are of what is drawn."""
+def draw(table: Table, ours: Found, path: Path) -> bool:
+    """The curves of all settings that were run, with the paper's numbers where they are of what is drawn.
+
+    False, and no picture, where no run has a number to draw.
+    """
     scale = max((score.scale for score in table.scores.values() if score.of == table.picture), default=1.0)
     scale = 100.0 if "accuracy" in table.picture else scale
     settings = []
     for name, methods in ours.items():
         runs = {method: [_curve(run, table.picture, scale) for run in of.values()] for method, of in methods.items()}
-        runs = {method: [curve for curve in curves if curve[0]] for method, curves in runs.items()}
-        settings.append(plots.Compared(name, runs, _marks(table, name, scale)))
+        runs = {method: known for method, curves in runs.items() if (known := [curve for curve in curves if curve[0]])}
+        settings.append(plots.Compared(name, runs, _marks(table, name, ours[name], scale)))
     unit = " (%)" if scale == 100 else ""
-    plots.compared(settings, table.picture.replace("_", " ").capitalize() + unit, path)
+    try:
+        plots.compared(settings, table.picture.replace("_", " ").capitalize() + unit, path)
+    except ValueError:  # not a single point
+        return False
+    return True
 
 
 def _curve(run: Result, entry: str, scale: float) -> tuple[list[int], list[float]]:
     if entry not in run.series:
         return [], []
     rounds, values = run.series[entry]
-    last = [value[-1] if isinstance(value, list) else value for value in values]
-    return list(rounds), [math.nan if value is None else scale * value for value in last]
+    return list(rounds), [scale * last_number(value) for value in values]
 
 
-def _marks(table: Table, setting: str, scale: float) -> dict[str, tuple[float | None, float]]:
-    marks: dict[str, tuple[float | None, float]] = {}
+def _marks(
+    table: Table, setting: str, methods: Mapping[str, Mapping[int, Result]], scale: float
+) -> dict[str, list[tuple[float | None, float]]]:
+    """The paper's numbers that are points of our curves; none of a round that we did not get to."""
+    last = max(run.rounds for runs in methods.values() for run in runs.values())
+    marks: dict[str, list[tuple[float | None, float]]] = {}
     for name, printed in table.settings[setting].printed.items():
         score = table.scores[name]
+        if score.of != table.picture or (score.take == "at" and score.round > last):
+            continue
         for method, number in printed.items():
-            if score.of == table.picture and math.isfinite(number.value):
-                reached = score.take == "rounds_to"
-                marks[method] = (number.value, scale * score.target) if reached else (None, number.value)
+            if math.isfinite(number.value):
+                point = {"rounds_to": (number.value, scale * score.target), "at": (score.round, number.value)}
+                marks.setdefault(method, []).append(point.get(score.take, (None, number.value)))
     return marks
 
 
@@ -268,11 +295,20 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
     """Whether a is better than b: a word, and the difference with its confidence interval.
 
     A t interval of the differences between runs of the same seed; where they share fewer than two, of two means with
-    one variance. A target that was not reached counts as reached in the round after the last.
+    one variance. A target that was not reached counts as reached in the round after the last; a run without the score
+    does not count.
     """
-    one, other = ({seed: _bounded(score, run) for seed, run in runs.items()} for runs in (a, b))
-    if all(not math.isfinite(score(run.series)) for run in [*a.values(), *b.values()]):
+    values = [
+        {seed: value for seed, run in runs.items() if not math.isnan(value := score(run.series))} for runs in (a, b)
+    ]
+    if not all(values):
+        return "open", "not scored"
+    if all(map(math.isinf, [value for of in values for value in of.values()])):
         return "open", "neither got there"
+    one, other = (
+        {seed: runs[seed].rounds + 1.0 if math.isinf(value) else value for seed, value in of.items()}
+        for runs, of in zip((a, b), values, strict=True)
+    )
     shared = sorted(set(one) & set(other))
     if len(shared) > 1:
         gaps = np.array([one[seed] - other[seed] for seed in shared])
@@ -293,11 +329,6 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
     word = "holds" if low > 0 else "does not hold" if high < 0 else "open"
     digits = max(score.digits, 1)
     return word, f"{score.sign * mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {how}"
-
-
-def _bounded(score: Score, run: Result) -> float:
-    value = score(run.series)
-    return run.rounds + 1.0 if math.isinf(value) else value
 
 
 def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
@@ -329,10 +360,10 @@ def _index(tables: Sequence[Table], place: Path) -> Iterator[str]:
     yield from ("", "| table | what | results | not run, because it needs |", "|---|---|---|---|")
     for table in tables:
         state, ours = status(table, place), found(table, place)
-        page = f"[{table.paper}]({table.name}.md)" if ours else table.paper
+        linked = f"[{table.paper}]({table.name}.md)" if ours else table.paper
         missing = [s for s in table.settings.values() if any(m not in ours.get(s.name, {}) for m in s.cells)]
         needs = sorted({setting.needs or "not run yet" for setting in missing})
-        yield f"| {page} | {table.title} | {state} | {'; '.join(needs)} |"
+        yield f"| {linked} | {table.title} | {state} | {'; '.join(needs)} |"
     yield from ("", "Which of the papers' orderings hold in these results: [orderings.md](orderings.md).")
 
 

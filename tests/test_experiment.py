@@ -1,0 +1,495 @@
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+
+import fedjax_drift as fd
+from fedjax_drift import cli, experiment, options, plots, report
+from fedjax_drift.experiment import Printed, Result, Score, Series
+
+TABLES = Path(__file__).parents[1] / "experiments"
+TINY = """
+title = "A tiny table"
+paper = "Nobody, table 1"
+note = "What it is."
+claims = [["FedProx", "FedAvg"]]
+[scores]
+"last (%)" = {of = "accuracy", take = "last", scale = 100}
+"rounds to 1 %" = {of = "accuracy", take = "rounds_to", target = 0.01}
+[methods]
+FedAvg = "fedavg"
+FedProx = {algorithm = "fedprox:mu=0.5", momentum = 0.5}
+[common]
+dataset = "synthetic:num_clients=4,num_rows=8"
+cohort = 2
+batch_size = 4
+rounds = 8
+eval_every = 4
+seeds = 2
+keep = ["train_loss"]
+[tune]
+rounds = 2
+grid = {lr = [1e-4, 0.5], mu = [0.1, 1.0]}
+[settings."natural, half of them"]
+printed."last (%)" = {FedAvg = "50±1", FedProx = 99}
+printed."rounds to 1 %" = {FedAvg = ">9", FedProx = 3}
+[settings.never]
+dataset = "mnist"
+needs = "patience"
+"""
+REFERENCE = """
+title = "The same"
+paper = "Nobody, figure 1"
+[scores]
+loss = {of = "loss", take = "at", round = 8}
+[methods]
+FedProx = "fedprox"
+[settings.half]
+runs = "tiny/table"
+as = "natural, half of them"
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    """Simulations of the same options share their programs in all tests here: nearly all of the time is compiling."""
+    made: dict[str, options.Asked] = {}
+    asked = options.asked
+
+    def once(args, data=None, values=None):
+        key = repr({name: value for name, value in vars(args).items() if name not in ("seed", "rounds")})
+        if data is None or values is not None:
+            return asked(args, data, values)
+        return made.get(key) or made.setdefault(key, asked(args, data))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "asked", once)
+        yield
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder of tables."""
+    return with_tables(tmp_path / "tables", table=TINY, figure=REFERENCE)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The results of the tiny table, run at one go."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert do(with_tables(folder / "tables", table=TINY), folder / "o") == 0
+    return folder / "o"
+
+
+def with_tables(place: Path, **tables: str) -> Path:
+    (place / "tiny").mkdir(parents=True)
+    for name, text in tables.items():
+        (place / "tiny" / f"{name}.toml").write_text(text)
+    return place
+
+
+def do(place: Path, output: Path, *arguments: str) -> int:
+    words = ["experiment", "tiny/table", "--rows=natural", f"--experiments={place}", f"--output={output}"]
+    return cli.main([*words, "--no-progress", *arguments])
+
+
+def read(output: Path, method: str = "FedAvg") -> dict[int, Result]:
+    return experiment.results(output / "tiny/table/natural-half-of-them" / f"{method}.jsonl")
+
+
+def series(runs: dict[int, Result]) -> dict[int, dict[str, Series]]:
+    return {seed: run.series for seed, run in runs.items()}
+
+
+def row(page: str, what: str) -> list[str]:
+    """The cells of the first row of a page that says so."""
+    line = next(line for line in page.splitlines() if f"| {what} |" in line)
+    return [cell.strip() for cell in line.split(f"| {what} |")[1].strip(" |").split("|")]
+
+
+# --- a table from its file to its page --------------------------------------------------------------------------------
+
+
+def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, whole, tmp_path, capsys):
+    output = Path(shutil.copytree(whole, tmp_path / "o"))
+    lines = (output / "tiny/table/natural-half-of-them/FedAvg.jsonl").read_text().splitlines()
+    runs = [json.loads(line) for line in lines]
+    assert [run["seed"] for run in runs] == [0, 1] and runs[0]["series"]["accuracy"][0] == [4, 8]
+    assert runs[0]["series"]["train_loss"][0] == list(range(1, 9)) and "seconds" not in runs[0]["series"]
+    assert not list(output.rglob("*.partial"))
+
+    before = {path: path.read_bytes() for path in output.rglob("*.jsonl")}
+    assert do(place, output) == 0 and capsys.readouterr().out.count("done before") == 2
+    assert {path: path.read_bytes() for path in output.rglob("*.jsonl")} == before
+
+    shown = [f"--experiments={place}", f"--results={output}"]
+    assert cli.main(["report", "tiny/table", *shown]) == 0
+    page = (output / "tiny/table.md").read_text()
+    last = [100 * run["series"]["accuracy"][1][-1] for run in runs]
+    assert row(page, "ours")[0] == f"{np.mean(last):.2f} ± {np.std(last, ddof=1):.2f}"
+    gap = np.mean(last) - 50
+    mark = "≈" if abs(gap) <= 2 * math.hypot(np.std(last, ddof=1), 1) else "▲" if gap > 0 else "▼"
+    assert row(page, "paper") == ["50±1", "99"] and row(page, "difference")[0] == f"{gap:+.2f} {mark}"
+    assert "▲ reached" in page and "- never: patience" in page
+    assert f"| {runs[0]['hardware']} | {runs[0]['commit']} | {runs[0]['date']} |" in page
+    assert runs[0]["command"] in page and runs[0]["command"].endswith("--seed=0")
+    with Image.open(output / "tiny/table.png") as picture:
+        assert picture.format == "PNG" and picture.width > 500
+
+    assert cli.main(["report", "--all", *shown]) == 0
+    index = (output / "README.md").read_text()
+    assert "| [Nobody, table 1](tiny/table.md) | A tiny table | 2 of 4 cells | patience |" in index
+    assert "| [Nobody, figure 1](tiny/figure.md) | The same | complete |  |" in index
+    prox = read(output, "FedProx")
+    losses = [prox[seed].series["loss"].values[-1] for seed in prox]
+    assert row((output / "tiny/figure.md").read_text(), "ours") == [
+        f"{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.3f}"
+    ]
+    orders = (output / "orderings.md").read_text()
+    assert "| FedProx better than FedAvg |" in orders
+    capsys.readouterr()
+    assert cli.main(["experiment", "--list", f"--experiments={place}", f"--output={output}"]) == 0
+    assert "2 of 4 cells" in capsys.readouterr().out
+
+
+def test_the_command_of_a_result_gives_its_numbers(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prox = read(whole, "FedProx")
+    words = shlex.split(prox[1].command)[1:]
+    assert cli.main([*words, "--output=alone", "--no-progress"]) == 0
+    records = [json.loads(line) for line in Path("alone/rounds.jsonl").read_text().splitlines()]
+    for name in ("accuracy", "loss"):
+        alone = [record[name] for record in records if name in record]
+        assert prox[1].series[name].values == pytest.approx(alone, rel=2e-5)
+
+
+@pytest.mark.parametrize("name", experiment.names(TABLES))
+def test_every_committed_table_is_one_that_can_be_run(name):
+    table = experiment.read(TABLES, name)
+    cells = [cell for setting in table.settings.values() for cell in setting.cells.values()]
+    assert {cell.method for cell in cells} == set(table.methods)
+    assert len({str(cell.file).lower() for cell in cells}) == len({(c.table, c.setting, c.method) for c in cells})
+    for cell in cells:
+        args = experiment.parsed(cell, 0)
+        assert options.specs(args) and options.dealt(args)
+    for setting in table.settings.values():
+        for numbers in setting.printed.values():
+            assert set(numbers) <= set(setting.cells)
+
+
+def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
+    pages = list((TABLES / "results").glob("*/*.md"))
+    if not pages:
+        pytest.skip("no results are committed")
+    for path in (TABLES / "results").rglob("*.jsonl"):
+        copy = tmp_path / path.relative_to(TABLES / "results")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    tables = [experiment.read(TABLES, name) for name in experiment.names(TABLES)]
+    for table in tables:
+        if report.has_results(table, tmp_path):
+            committed = (TABLES / "results" / table.name).with_suffix(".md")
+            pictures = [path] if (path := committed.with_suffix(".png")).exists() else []
+            assert report.page(table, tmp_path, pictures) == committed.read_text(), table.name
+    for path in report.write_index(tables, tmp_path):
+        assert path.read_text() == (TABLES / "results" / path.name).read_text()
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("round", [4, 1])  # where the rounds up to a save end, and among them
+def test_ctrl_c_ends_it_and_it_goes_on_as_if_nothing_had_been(place, whole, tmp_path, monkeypatch, capsys, round):
+    output, only = tmp_path / "o", "--methods=FedAvg"
+    monkeypatch.setattr(experiment, "CHUNK", 0.0)  # saved after every evaluation
+    monkeypatch.setattr(sys.modules["fedjax_drift.sweep"], "CHUNK_SECONDS", 0.0)  # a round in a program
+    update = experiment.Bar.update
+
+    def press(self, record):
+        update(self, record)
+        if record["round"] == round and not pressed:
+            pressed.append(signal.raise_signal(signal.SIGINT))
+
+    pressed: list = []
+    monkeypatch.setattr(experiment.Bar, "update", press)
+    assert do(place, output, only) == 130
+    assert "the same command goes on" in capsys.readouterr().out and not read(output)
+    saved = next(output.rglob("seed-1"))
+    assert fd.Checkpoints(saved).rounds[-1] in {4: (4, 5, 6), 1: (2, 3)}[round]
+    assert do(place, output, only) == 0 and not list(output.rglob("*.partial"))
+    assert series(read(output)) == series(read(whole))
+
+
+def test_a_kill_between_two_saves_leaves_seeds_at_different_rounds(place, whole, tmp_path, monkeypatch):
+    output, only = tmp_path / "o", "--methods=FedAvg"
+    monkeypatch.setattr(experiment, "CHUNK", 0.0)
+    save = fd.checkpoint.Saver.save
+    saved: list[int] = []
+
+    def killed(self, state, history):
+        saved.append(int(state.round))
+        if saved == [4, 4, 8, 8]:
+            raise SystemExit("killed")
+        save(self, state, history)
+
+    monkeypatch.setattr(fd.checkpoint.Saver, "save", killed)
+    with pytest.raises(SystemExit):
+        do(place, output, only)
+    assert [fd.Checkpoints(next(output.rglob(f"seed-{seed}"))).rounds for seed in (0, 1)] == [[8], [4]]
+    assert do(place, output, only) == 0
+    for seed, run in read(whole).items():
+        assert read(output)[seed].rounds == 8
+        for name, (rounds, values) in run.series.items():
+            assert read(output)[seed].series[name].rounds == rounds
+            assert read(output)[seed].series[name].values == pytest.approx(values, abs=2e-5)
+
+
+def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
+    output = tmp_path / "o"
+    assert do(place, output, "--methods=FedAvg", "--rounds=2") == 0
+    assert {seed: run.rounds for seed, run in read(output).items()} == {0: 2, 1: 2}
+    assert report.status(experiment.read(place, "tiny/table"), output) == "not run"
+    assert do(place, output, "--methods=FedAvg") == 0
+    first = read(output)
+    assert {seed: run.rounds for seed, run in first.items()} == {0: 8, 1: 8}
+    capsys.readouterr()
+    assert do(place, output, "--methods=FedAvg", "--seeds=4") == 0
+    assert "8 rounds, seeds 2, 3" in capsys.readouterr().out
+    assert sorted(read(output)) == [0, 1, 2, 3] and {seed: read(output)[seed] for seed in first} == first
+
+    with_tables(tmp_path / "other", table=TINY.replace("batch_size = 4", "batch_size = 3"))
+    assert do(tmp_path / "other", output, "--methods=FedAvg") == 2
+    assert "must be of the table's options, got another batch_size" in capsys.readouterr().err
+    assert do(place, output, "--methods=FedAvgg") == 2 and "did you mean 'FedAvg'?" in capsys.readouterr().err
+
+
+def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys):
+    output, text = tmp_path / "o", TINY.replace("seeds = 2", 'seeds = 1\nuntil = "rounds to 1 %"')
+    place = with_tables(tmp_path / "tables", table=text)
+    table = experiment.read(place, "tiny/table")
+    cell = table.settings["natural, half of them"].cells["FedProx"]
+    assert experiment._grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
+        {"lr": 1e-4},
+        {"lr": 0.5},
+    ]
+    assert do(place, output, "--tune", "--methods=FedProx") == 0
+    assert "FedProx: tuning 4 combinations" in capsys.readouterr().out
+    tried = experiment.tuned(cell, output)
+    best = max(tried, key=lambda each: each.score).values
+    run = read(output, "FedProx")[0]
+    assert run.options["lr"] == best["lr"] and run.options["algorithm"] == f"fedprox:mu={best['mu']}"
+    assert f"--lr={best['lr']}" in run.command
+    assert run.reached and run.rounds == 4 and run.series["accuracy"].rounds == [4]
+    assert do(place, output, "--tune", "--methods=FedProx") == 0 and "done before" in capsys.readouterr().out
+    page = report.page(table, output, [])
+    assert "FedProx: lr" in page and "(best of 4 combinations after 2 rounds, another seed than those reported)" in page
+
+    untuned = with_tables(tmp_path / "untuned", table=text[: text.index("[tune]")] + text[text.index("[settings") :])
+    assert do(untuned, output, "--tune") == 2 and "must have a grid" in capsys.readouterr().err
+
+
+def test_tuning_to_a_target_that_some_never_reach():
+    tried = [experiment.Tuned({"lr": lr}, score, 5) for lr, score in ((1, math.nan), (2, 9.0), (3, 4.0), (4, math.inf))]
+    assert experiment.best_of(tried, Score("s", take="rounds_to")) == {"lr": 3}
+    assert experiment.best_of(tried, Score("s")) == {"lr": 2}
+
+
+def test_what_tuning_kept_of_a_target_not_reached_is_read_again(tmp_path):
+    cell = experiment.Cell("t", "s", "m", {"algorithm": "fedavg"})
+    file = experiment.tuning_file(cell, tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text('{"values": {"lr": 1}, "score": null, "rounds": 2}\n{"values": {"lr": 2}, "score": 7, "rounds": 2}')
+    assert experiment.best_of(experiment.tuned(cell, tmp_path), Score("s", take="rounds_to")) == {"lr": 2}
+
+
+# --- what a table may say ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("claims =", "claim =", "a table has an unknown entry 'claim': did you mean 'claims'?"),
+        ("batch_size", "bach_size", "unknown entry 'bach_size': did you mean 'batch_size'?"),
+        ("take = ", "takes = ", "score 'last (%)' has an unknown entry 'takes'"),
+        ('"last", ', '"lats", ', "take must be one of"),
+        ('"FedProx", "FedAvg"', '"FedPorx", "FedAvg"', "did you mean 'FedProx'?"),
+        ("{FedAvg =", "{FedAv =", "printed has an unknown entry 'FedAv'"),
+        ('printed."last (%)"', 'printed."last"', "a score that is printed must be one of"),
+        ("lr = [", "lrr = [", "tune.grid has an unknown entry 'lrr'"),
+        ("grid = ", "gird = ", "tune has an unknown entry 'gird': did you mean 'grid'?"),
+        ("rounds = 8", "", "FedAvg needs rounds, got none"),
+        ('title = "A tiny table"', "", "'title' is missing"),
+        ("[settings.never]", "[settings.never]\nmethods.FedAvgg = {lr = 1}", "never, methods has an unknown entry"),
+        ('dataset = "mnist"', 'runs = "tiny/figure"\nlr = 1', "has an unknown entry 'lr'"),
+        ('dataset = "mnist"', 'base = "mnist"', "'mnist' is missing"),
+        ("[methods]", "[methods", "Expected"),
+        ("50±1", "50±", "could not convert"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_said(place, old, new, said):
+    assert old in TINY
+    (place / "tiny/table.toml").write_text(TINY.replace(old, new, 1))
+    with pytest.raises(ValueError, match="table.toml: ") as error:
+        experiment.read(place, "tiny/table")
+    assert said in str(error.value)
+
+
+def test_a_setting_of_another_table_is_run_there_and_shown_here(place):
+    other = experiment.read(place, "tiny/table").settings["natural, half of them"]
+    assert experiment.read(place, "tiny/figure").settings["half"].cells == {"FedProx": other.cells["FedProx"]}
+    with pytest.raises(ValueError, match="did you mean 'tiny/table'"):
+        experiment.read(place, "tiny/tabel")
+
+
+def test_a_choice_of_rows_and_methods(place):
+    table = experiment.read(place, "tiny/table")
+    assert [(c.setting, c.method) for c in experiment.chosen(table, ["NATURAL"], ["fedavg"])] == [
+        ("natural, half of them", "FedAvg")
+    ]
+    assert len(experiment.chosen(table, [], [])) == 4
+    with pytest.raises(ValueError, match="--methods must match"):
+        experiment.chosen(table, [], ["Fed"])
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"seed": 0}', '{"series": []}', '{"seed": 0, "series": {}, "x": 1}'])
+def test_a_damaged_line_is_named(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match="a.jsonl, line 1 is no result .*: delete the file"):
+        experiment.results(tmp_path / "a.jsonl")
+
+
+# --- scores and their comparison --------------------------------------------------------------------------------------
+
+
+CURVE = {
+    "accuracy": Series([1, 2, 3, 4, 20], [0.2, 0.5, 0.9, None, 0.7]),
+    "loss": Series([1, 2, 3, 4], [4.0, 1.0, 2.0, None]),
+    "cka": Series([5, 10], [[0.9, 0.8, 0.7], [0.6, 0.5, 0.25]]),
+    "gain": Series([1, 10, 11, 20, 100], [9.0, 9.0, 1.0, 2.0, 6.0]),
+    "empty": Series([], []),
+}
+
+
+@pytest.mark.parametrize(
+    ("score", "value"),
+    [
+        ({"take": "best", "scale": 100}, 90),
+        ({"take": "best", "round": 2}, 0.5),
+        ({"take": "best", "of": "loss"}, 1.0),
+        ({"take": "best", "of": "loss", "round": 1}, 4.0),
+        ({"take": "best", "round": 1, "of": "cka"}, math.nan),  # nothing so early
+        ({"take": "last"}, 0.7),
+        ({"take": "last", "window": 2, "of": "gain"}, 4.0),
+        ({"take": "last", "window": 2}, math.nan),  # a mean of what is not finite
+        ({"take": "last", "of": "loss"}, math.nan),
+        ({"take": "last", "of": "cka"}, 0.25),  # after the last local epoch
+        ({"take": "last", "of": "cka", "window": 2}, 0.475),
+        ({"take": "at", "round": 2, "scale": 100}, 50),
+        ({"take": "at", "round": 4}, math.nan),
+        ({"take": "at", "round": 7}, math.nan),
+        ({"take": "at", "round": 5, "of": "cka"}, 0.7),
+        ({"take": "rounds_to", "target": 0.5}, 2),
+        ({"take": "rounds_to", "target": 0.9001}, math.inf),
+        ({"take": "rounds_to", "target": 0.6, "round": 2}, math.inf),
+        ({"take": "rounds_to", "target": 2.0, "of": "loss"}, 2),
+        ({"take": "rounds_to", "target": 0.5, "of": "loss"}, math.inf),
+        ({"take": "median", "of": "gain"}, 2.0),
+        ({"take": "median", "of": "loss"}, 2.0),
+        ({"of": "empty"}, math.nan),
+        ({"of": "unknown"}, math.nan),
+        ({"take": "rounds_to", "of": "unknown"}, math.nan),
+    ],
+)
+def test_a_score_of_a_series(score, value):
+    assert Score("s", **score)(CURVE) == pytest.approx(value, nan_ok=True)
+
+
+def test_signs_and_digits():
+    assert [Score("s", of=of, take=take).sign for of, take in (
+        ("accuracy", "best"), ("loss", "last"), ("train_loss", "at"), ("accuracy", "rounds_to"), ("gain", "median"))
+    ] == [1, -1, -1, -1, 0]  # fmt: skip
+    assert [Score("s", take="rounds_to").digits, Score("s", scale=100).digits, Score("s").digits] == [0, 2, 4]
+
+
+def test_a_printed_number(place):
+    of = experiment._printed
+    assert of(98.5) == Printed(98.5, None, "98.5") and of("69.1±0.6") == Printed(69.1, 0.6, "69.1±0.6")
+    assert of(">600") == Printed(math.inf, None, ">600")
+    assert [experiment.summary(values, 1) for values in ([1.0, 3.0], [2.0], [2.0, math.inf], [math.inf], [math.nan])] \
+        == ["2.0 ± 1.4", "2.0", "2.0 (1 of 2)", "not reached", "-"]  # fmt: skip
+
+
+def runs(*values: float, seeds: range | None = None, rounds: int = 100) -> dict[int, Result]:
+    """Runs whose accuracy is the value in round 50, and 0 before."""
+    one = Result("s", "m", 0, rounds, False, 1.0, 1, "", {}, None, "", {}, "", {})
+    return {
+        seed: one._replace(seed=seed, series={"accuracy": Series([10, 50], [0.0, value])})
+        for seed, value in zip(seeds or range(len(values)), values, strict=True)
+    }
+
+
+ACCURACY = Score("accuracy", take="last", scale=100)
+ROUNDS = Score("rounds", take="rounds_to", target=0.5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "printed", "score", "shown"),
+    [
+        (runs(0.50, 0.52), "52.9±0.4", ACCURACY, "-1.90 ≈"),  # 2 sqrt(1.41^2 + 0.4^2) = 2.94
+        (runs(0.50, 0.52), "55", ACCURACY, "-4.00 ▼"),
+        (runs(0.50, 0.52), "47", ACCURACY, "+4.00 ▲"),
+        (runs(0.50), "47±1", ACCURACY, "+3.00 ▲"),
+        (runs(0.50), "47", ACCURACY, "+3.00"),  # nobody knows how much it varies
+        (runs(0.50, 0.50), "50", ACCURACY, "+0.00 ≈"),
+        (runs(math.nan), "50", ACCURACY, "-"),
+        (runs(0.7, 0.7), "40", ROUNDS, "+10 ▼"),
+        (runs(0.7, 0.7), ">40", ROUNDS, "▲ reached"),
+        (runs(0.4, 0.4), "40", ROUNDS, "▼ not reached"),
+        (runs(0.4, 0.4), "400", ROUNDS, "-"),  # maybe later
+        (runs(0.4, 0.4), ">400", ROUNDS, "-"),
+        (runs(0.7, 0.7, 0.4), "40", ROUNDS, "+10"),  # of those that did
+    ],
+)
+def test_the_difference_to_the_paper(ours, printed, score, shown):
+    assert report.difference(ours, experiment._printed(printed), score) == shown
+
+
+def test_a_claim_is_judged_by_a_t_interval():
+    a, b = np.array([0.9, 0.8, 0.85]), np.array([0.7, 0.72, 0.74])
+    low, high = (100 * x for x in stats.ttest_rel(a, b).confidence_interval(0.95))
+    text = f"{100 * (a - b).mean():+.2f} [{low:+.2f}, {high:+.2f}], 3 seeds"
+    assert report.compare(runs(*a), runs(*b), ACCURACY) == ("holds" if low > 0 else "open", text)
+    assert report.compare(runs(*b), runs(*(b + 0.2)), ACCURACY)[0] == "does not hold"
+
+    # Of other seeds: two means with one variance. Fewer rounds are better.
+    low, high = (100 * x for x in stats.ttest_ind(a, b[:2]).confidence_interval(0.95))
+    text = f"{100 * (a.mean() - b[:2].mean()):+.2f} [{low:+.2f}, {high:+.2f}], 3 and 2 seeds"
+    assert report.compare(runs(*a), runs(*b[:2], seeds=range(7, 9)), ACCURACY) == ("holds", text)
+    early = {seed: run._replace(series={"accuracy": Series([10], [0.9])}) for seed, run in runs(1, 1).items()}
+    assert report.compare(early, runs(0.9, 0.9), ROUNDS) == ("holds", "+40.0 [+40.0, +40.0], 2 seeds")
+
+    # Never reached counts as the round after the last, and not scored not at all.
+    assert report.compare(early, runs(0.1, 0.1), ROUNDS) == ("holds", "+91.0 [+91.0, +91.0], 2 seeds")
+    assert report.compare(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither got there")
+    assert report.compare(runs(0.3), runs(0.1), ACCURACY) == ("open", "+20.00, one seed: no interval")
+    assert report.compare(runs(0.3, 0.3), runs(math.nan, math.nan), ACCURACY) == ("open", "not scored")
+    assert report.compare(runs(0.3, 0.3, 9), runs(0.2, 0.2, math.nan), ACCURACY)[1].endswith(", 2 seeds")
+
+
+def test_a_setting_whose_runs_diverged_has_no_panel_and_does_not_end_the_page(tmp_path):
+    good, bad = ([1, 2], [0.5, 0.5]), ([1, 2], [math.nan, math.nan])
+    settings = [plots.Compared("bad", {"A": [bad]}, {"A": [(None, 3.0)]}), plots.Compared("good", {"A": [good]}, {})]
+    panels = [axes for axes in plots.compared(settings, "y").axes if axes.axison]
+    assert [axes.get_title() for axes in panels] == ["good"]
+    with pytest.raises(ValueError, match="at least 1 round"):
+        plots.compared(settings[:1], "y")
