@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, drift, engine, fit
 from fedjax_drift.progress import Bar, Record, Stop, nonfinite_message, record, stop_on_interrupt
-from fedjax_drift.sharding import clients_mesh, launch, memory_of, spans_processes, wait_for_turn
+from fedjax_drift.sharding import clients_mesh, copied, launch, memory_of, spans_processes, wait_for_turn
 from fedjax_drift.simulation import CHUNK_SECONDS, MOST_ROUNDS, Simulation
 from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
 
@@ -522,12 +522,12 @@ class _Sweep:
         for group in self.groups:
             everywhere = NamedSharding(group.mesh, P())
             if states is None:
-                own = jax.device_put(params, everywhere, may_alias=False)
+                own = _own(params, everywhere)
                 self.states.append(launch(group.mesh, self.programs.init, group.values, group.key, own))
                 continue
             several = [states[run] for run in group.runs]
             state = several[0] if len(several) == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
-            self.states.append(jax.device_put(state, everywhere, may_alias=False))
+            self.states.append(_own(state, everywhere))
 
     def advance(self, g: int, t: int, n: int, measured: bool) -> None:
         """Sends off n rounds of a group, from round t."""
@@ -610,6 +610,12 @@ class _Sweep:
             for lane, run in enumerate(group.runs):
                 states[run] = state if len(group.runs) == 1 else jax.tree.map(lambda a, lane=lane: a[lane], state)
         return [Run(*run, states[i], self.histories[i]) for i, run in enumerate(self.planned)]
+
+
+def _own(tree: PyTree, placement: NamedSharding) -> PyTree:
+    """Copies of the arrays there. In two steps: JAX takes one device's part of an array that is on several as it is,
+    even where it may not alias."""
+    return copied(jax.device_put(tree, placement), placement)
 
 
 def _run(under_way: _Sweep, t: int, last: int, eval_every: int, measure_every: int, stop: Stop) -> None:
