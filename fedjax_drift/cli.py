@@ -326,7 +326,10 @@ def _add_choice(parser: argparse.ArgumentParser, rows: bool = True) -> None:
         return [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
 
     if rows:
-        for flag, what in (("--rows", "settings whose name has this in it"), ("--methods", "methods, by their names")):
+        for flag, what in (
+            ("--rows", "settings whose name starts with this, or else has it in it"),
+            ("--methods", "methods, by their names"),
+        ):
             parser.add_argument(flag, type=several, default=[], metavar="TEXT[,TEXT...]", help=f"only {what}")
     add(parser, "--experiments", "DIR", "folder of the tables (default: experiments/ here, or of the sources)", Path)
 

@@ -408,20 +408,23 @@ def hardware() -> str:
 
 
 def chosen(table: Table, rows: Sequence[str], methods: Sequence[str]) -> list[Cell]:
-    """The cells whose setting and method match (part of the name, whatever its case); all without a choice."""
+    """The cells of the settings that start with one of ``rows`` (or, if none does, have it in them) and of the methods
+    named, whatever their case; all without a choice."""
     settings = _matching("--rows", rows, list(table.settings))
     columns = _matching("--methods", methods, table.methods, whole=True)
     return [cell for name in settings for method, cell in table.settings[name].cells.items() if method in columns]
 
 
 def _matching(flag: str, wanted: Sequence[str], known: Sequence[str], whole: bool = False) -> list[str]:
-    def matches(text: str, name: str) -> bool:
-        return text.lower() == name.lower() if whole else text.lower() in name.lower()
-
+    found = set()
     for text in wanted:
-        if not any(matches(text, name) for name in known):
+        low = text.lower()
+        alike = [name for name in known if (name.lower() == low if whole else name.lower().startswith(low))]
+        alike = alike or [name for name in known if low in name.lower() and not whole]
+        if not alike:
             raise ValueError(f"{flag} must match one of {'; '.join(known)}, got {text!r}{checks.nearest(text, known)}")
-    return [name for name in known if not wanted or any(matches(text, name) for text in wanted)]
+        found |= set(alike)
+    return [name for name in known if not wanted or name in found]
 
 
 def run(
