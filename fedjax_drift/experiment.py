@@ -41,7 +41,7 @@ import shutil
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -442,11 +442,13 @@ def run(
 
     seeds: of every cell; default as many as the table was run with. rounds: at most so many, instead of the table's.
     """
-    output.mkdir(parents=True, exist_ok=True)
     made: dict[str, fd.FederatedData] = {}
-    with lock_folder(output, "--output"):
-        for number, cell in enumerate(cells, 1):
-            title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
+    for number, cell in enumerate(cells, 1):
+        title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
+        with _claimed(cell, output) as ours:
+            if not ours:
+                say(f"{title}: another process is at it")
+                continue
             if tune and table.tune and not tuned(cell, output):
                 say(f"{title}: tuning {len(_grid(table, cell))} combinations")
                 if not _tune(table, cell, output, _data(cell, made), progress):
@@ -454,7 +456,7 @@ def run(
                     return False
             cell = with_tuned(cell, table, output)
             if rounds is not None:
-                cell = cell._replace(options=cell.options | {"rounds": min(rounds, cell.options["rounds"])})
+                cell = cell._replace(options=_at_most(cell.options, rounds))
             wanted = list(seeds if seeds is not None else range(cell.seeds))
             if not (missing := _missing(cell, output, wanted)):
                 say(f"{title}: done before")
@@ -463,11 +465,37 @@ def run(
             if not _run_cell(cell, missing, output, _data(cell, made), progress):
                 say("interrupted: the same command goes on from here")
                 return False
-            found = results(output / cell.file)
+            found, printed = results(output / cell.file), table.settings[cell.setting].printed
             for score in table.scores.values():
-                text = summary([score(found[seed].series) for seed in wanted], score.digits)
-                say(f"      {score.name}: {text}" + f"   ({found[missing[0]].seconds:.0f} s)")
+                if not printed or score.name in printed:
+                    text = summary([score(found[seed].series) for seed in wanted], score.digits)
+                    say(f"      {score.name}: {text}   ({found[missing[0]].seconds:.0f} s)")
     return True
+
+
+@contextlib.contextmanager
+def _claimed(cell: Cell, output: Path) -> Iterator[bool]:
+    """Whether this process has the cell to itself: several may share a table."""
+    place = _partial(cell, output)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_folder(place, "--output"))
+        except ValueError as error:
+            if "in use" not in str(error):
+                raise
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            if [entry.name for entry in place.iterdir()] == ["lock"]:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _at_most(given: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The options with fewer rounds."""
+    fewer = {name: min(rounds, given[name]) for name in ("rounds", "measure_every", "eval_every") if name in given}
+    return given | fewer
 
 
 def summary(values: Sequence[float], digits: int) -> str:
@@ -544,7 +572,8 @@ def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData
         found = results(output / cell.file)
         found |= {seed: _result(cell, seed, histories[seed], len(together), args) for seed in together}
         _write(output / cell.file, found)
-    shutil.rmtree(_partial(cell, output), ignore_errors=True)
+    for seed in seeds:
+        shutil.rmtree(kept[seed].path, ignore_errors=True)
     return True
 
 
