@@ -344,7 +344,7 @@ def _index(tables: Sequence[Table], place: Path) -> Iterator[str]:
     yield from ("# All tables of the five papers", "")
     yield (
         "Made by `fedjax-drift report --all` from the JSONL in these folders: a file for each method in each setting, "
-        f"a line for each seed. Beside the paper's: how many numbers are {BETTER} better, {ALIKE} alike, {WORSE} worse, "
+        f"a line for each seed. Beside the paper's: how many are {BETTER} better, {ALIKE} alike, {WORSE} worse, "
         "by two standard deviations; those of a single seed are not counted. Orders: how many of the paper's claims "
         "that one method is better than another hold, do not hold, are open, in the settings that were run."
     )
