@@ -304,6 +304,10 @@ def _fill_experiment(parser: argparse.ArgumentParser) -> None:
         "--tune", action="store_true", help="first try the table's grid for each method, then run with what was best"
     )
     parser.add_argument("--no-progress", action="store_true", help="no progress bars")
+    add(
+        parser, "--devices", "N", "CPU devices (default: one per core). With 1, several processes may share a table: "
+        "each takes cells that no other is at", count,
+    )  # fmt: skip
     add(parser, "--output", "DIR", "folder of the results", Path, Path("runs/experiments"))
     parser.set_defaults(command=_experiment)
 
@@ -326,7 +330,10 @@ def _add_choice(parser: argparse.ArgumentParser, rows: bool = True) -> None:
         return [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
 
     if rows:
-        for flag, what in (("--rows", "settings whose name has this in it"), ("--methods", "methods, by their names")):
+        for flag, what in (
+            ("--rows", "settings whose name starts with this, or else has it in it"),
+            ("--methods", "methods, by their names"),
+        ):
             parser.add_argument(flag, type=several, default=[], metavar="TEXT[,TEXT...]", help=f"only {what}")
     add(parser, "--experiments", "DIR", "folder of the tables (default: experiments/ here, or of the sources)", Path)
 
@@ -578,6 +585,8 @@ def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], i
     cells = [experiment.chosen(table, args.rows, args.methods) for table in tables]
     seeds = None if args.seeds is None else range(args.seeds)
     progress = not args.no_progress and sys.stderr.isatty()
+    if args.devices is not None:
+        fd.use_cpu_devices(args.devices)
 
     def work() -> int:
         for table, own in zip(tables, cells, strict=True):

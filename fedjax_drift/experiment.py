@@ -41,7 +41,7 @@ import shutil
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -437,20 +437,23 @@ def hardware() -> str:
 
 
 def chosen(table: Table, rows: Sequence[str], methods: Sequence[str]) -> list[Cell]:
-    """The cells whose setting and method match (part of the name, whatever its case); all without a choice."""
+    """The cells of the settings that start with one of ``rows`` (or, if none does, have it in them) and of the methods
+    named, whatever their case; all without a choice."""
     settings = _matching("--rows", rows, list(table.settings))
     columns = _matching("--methods", methods, table.methods, whole=True)
     return [cell for name in settings for method, cell in table.settings[name].cells.items() if method in columns]
 
 
 def _matching(flag: str, wanted: Sequence[str], known: Sequence[str], whole: bool = False) -> list[str]:
-    def matches(text: str, name: str) -> bool:
-        return text.lower() == name.lower() if whole else text.lower() in name.lower()
-
+    found = set()
     for text in wanted:
-        if not any(matches(text, name) for name in known):
+        low = text.lower()
+        alike = [name for name in known if (name.lower() == low if whole else name.lower().startswith(low))]
+        alike = alike or [name for name in known if low in name.lower() and not whole]
+        if not alike:
             raise ValueError(f"{flag} must match one of {'; '.join(known)}, got {text!r}{checks.nearest(text, known)}")
-    return [name for name in known if not wanted or any(matches(text, name) for text in wanted)]
+        found |= set(alike)
+    return [name for name in known if not wanted or name in found]
 
 
 def run(
@@ -471,9 +474,12 @@ def run(
     made: dict[str, fd.FederatedData] = {}
     if tune and not table.tune:
         raise ValueError(f"{table.name} must have a grid to be tuned, got a table without [tune]: leave --tune out")
-    with lock_folder(output, "--output"), stop_on_interrupt() as stop:
-        for number, cell in enumerate(cells, 1):
-            title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
+    for number, cell in enumerate(cells, 1):
+        title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
+        with _claimed(cell, output) as ours, stop_on_interrupt() as stop:
+            if not ours:
+                say(f"{title}: another process is at it")
+                continue
             if tune and not tuned(cell, output):
                 say(f"{title}: tuning {len(_grid(table, cell))} combinations")
                 if not _tune(table, cell, output, _data(cell, made), progress, stop):
@@ -481,7 +487,7 @@ def run(
                     return False
             cell = with_tuned(cell, table, output)
             if rounds is not None:
-                cell = cell._replace(options=cell.options | {"rounds": min(rounds, cell.options["rounds"])})
+                cell = cell._replace(options=_at_most(cell.options, rounds))
             wanted = list(seeds if seeds is not None else range(cell.seeds))
             if not (missing := _missing(cell, output, wanted)):
                 say(f"{title}: done before")
@@ -490,11 +496,37 @@ def run(
             if not _run_cell(cell, missing, output, _data(cell, made), progress, stop):
                 say("interrupted: the same command goes on from here")
                 return False
-            found = results(output / cell.file)
+            found, printed = results(output / cell.file), table.settings[cell.setting].printed
             for score in table.scores.values():
-                text = summary([score(found[seed].series) for seed in wanted], score.digits)
-                say(f"      {score.name}: {text}" + f"   ({found[missing[0]].seconds:.0f} s)")
+                if not printed or score.name in printed:
+                    text = summary([score(found[seed].series) for seed in wanted], score.digits)
+                    say(f"      {score.name}: {text}   ({found[missing[0]].seconds:.0f} s)")
     return True
+
+
+@contextlib.contextmanager
+def _claimed(cell: Cell, output: Path) -> Iterator[bool]:
+    """Whether this process has the cell to itself: several may share a table."""
+    place = _partial(cell, output)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_folder(place, "--output"))
+        except ValueError as error:
+            if "in use" not in str(error):
+                raise
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            if [entry.name for entry in place.iterdir()] == ["lock"]:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _at_most(given: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The options with fewer rounds."""
+    fewer = {name: min(rounds, given[name]) for name in ("rounds", "measure_every", "eval_every") if name in given}
+    return given | fewer
 
 
 def summary(values: Sequence[float], digits: int) -> str:
@@ -522,8 +554,9 @@ def _missing(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
     """The seeds that are not done; ValueError where the file holds results of other options."""
     found = results(output / cell.file)
     for result in found.values():
-        changed = {key for key in {*result.options, *cell.options} if result.options.get(key) != cell.options.get(key)}
-        if changed - {"rounds"}:
+        rounds = min(result.options["rounds"], cell.options["rounds"])
+        was, now = _at_most(result.options, rounds), _at_most(cell.options, rounds)
+        if changed := {key for key in {*was, *now} if was.get(key) != now.get(key)}:
             raise ValueError(
                 f"{output / cell.file} must be of the table's options, got another {', '.join(sorted(changed))}: move "
                 "the file away, or choose another --output"
@@ -554,7 +587,8 @@ def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData
         found = results(output / cell.file)
         found |= {seed: _result(cell, seed, history, len(together), args) for seed, history in histories.items()}
         _write(output / cell.file, [found[seed]._asdict() for seed in sorted(found)])
-    shutil.rmtree(_partial(cell, output), ignore_errors=True)
+    for seed in seeds:
+        shutil.rmtree(kept[seed].path, ignore_errors=True)
     return True
 
 

@@ -16,6 +16,7 @@ from fedjax_drift.experiment import (
     Printed,
     Result,
     Score,
+    Series,
     Setting,
     Table,
     best_of,
@@ -29,6 +30,7 @@ from fedjax_drift.experiment import (
 )
 
 CONFIDENCE = 0.95
+WORDS = ("holds", "does not hold", "open")
 BETTER, WORSE, ALIKE = "▲", "▼", "≈"
 Found = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
 
@@ -239,10 +241,13 @@ def draw(table: Table, ours: Found, path: Path) -> bool:
     """
     scale = max((score.scale for score in table.scores.values() if score.of == table.picture), default=1.0)
     scale = 100.0 if "accuracy" in table.picture else scale
+    shown = [method for method in table.methods if any(method in methods for methods in ours.values())]
     settings = []
     for name, methods in ours.items():
-        runs = {method: [_curve(run, table.picture, scale) for run in of.values()] for method, of in methods.items()}
-        runs = {method: known for method, curves in runs.items() if (known := [curve for curve in curves if curve[0]])}
+        curves = {
+            method: [_curve(run, table.picture, scale) for run in methods.get(method, {}).values()] for method in shown
+        }
+        runs = {method: [curve for curve in of if curve[0]] for method, of in curves.items()}
         settings.append(plots.Compared(name, runs, _marks(table, name, ours[name], scale)))
     unit = " (%)" if scale == 100 else ""
     try:
@@ -295,44 +300,64 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
     """Whether a is better than b: a word, and the difference with its confidence interval.
 
     A t interval of the differences between runs of the same seed; where they share fewer than two, of two means with
-    one variance. A target that was not reached counts as reached in the round after the last; a run without the score
-    does not count.
+    one variance. Both are scored over the rounds that all of these runs have. A target that was not reached in them
+    counts as reached in the round after, which is too soon: it is then open whether that method is better. A run that
+    lacks the score does not count.
     """
-    values = [
-        {seed: value for seed, run in runs.items() if not math.isnan(value := score(run.series))} for runs in (a, b)
-    ]
-    if not all(values):
+    most = min(run.rounds for run in (*a.values(), *b.values())) if score.take != "rounds_to" else 0
+    x, y = (
+        {seed: value for seed, run in runs.items() if not math.isnan(value := score(_up_to(run, most).series))}
+        for runs in (a, b)
+    )
+    if not x or not y:
         return "open", "not scored"
-    if all(map(math.isinf, [value for of in values for value in of.values()])):
+    late = [any(map(math.isinf, values.values())) for values in (x, y)]
+    if all(map(math.isinf, (*x.values(), *y.values()))):
         return "open", "neither got there"
     one, other = (
-        {seed: runs[seed].rounds + 1.0 if math.isinf(value) else value for seed, value in of.items()}
-        for runs, of in zip((a, b), values, strict=True)
+        {seed: runs[seed].rounds + 1.0 if math.isinf(value) else value for seed, value in values.items()}
+        for runs, values in ((a, x), (b, y))
     )
-    shared = sorted(set(one) & set(other))
-    if len(shared) > 1:
-        gaps = np.array([one[seed] - other[seed] for seed in shared])
-        mean, df, error = gaps.mean(), len(gaps) - 1, gaps.std(ddof=1) / math.sqrt(len(gaps))
-        how = f"{len(shared)} seeds"
-    else:
-        x, y = np.array(list(one.values())), np.array(list(other.values()))
-        mean, df = x.mean() - y.mean(), len(x) + len(y) - 2
-        how = f"{len(x)} and {len(y)} seeds"
-        if not df:
-            return "open", f"{score.sign * mean:+.{max(score.digits, 1)}f}, one seed: no interval"
-        variance = (((x - x.mean()) ** 2).sum() + ((y - y.mean()) ** 2).sum()) / df
-        error = math.sqrt(variance * (1 / len(x) + 1 / len(y)))
+    mean, error, df, how = _difference(one, other)
+    digits = max(score.digits, 1)
+    if not df:
+        return "open", f"{score.sign * mean:+.{digits}f}, one seed: no interval"
     from scipy.stats import t
 
     half = float(t.ppf((1 + CONFIDENCE) / 2, df)) * error
     low, high = sorted((score.sign * (mean - half), score.sign * (mean + half)))
-    word = "holds" if low > 0 else "does not hold" if high < 0 else "open"
-    digits = max(score.digits, 1)
-    return word, f"{score.sign * mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {how}"
+    better, worse = low > 0 and not late[0], high < 0 and not late[1]
+    bound = " (a bound: not all got there)" if any(late) else ""
+    text = f"{score.sign * mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {how}{bound}"
+    return "holds" if better else "does not hold" if worse else "open", text
+
+
+def _up_to(run: Result, most: int) -> Result:
+    """The run's first ``most`` rounds; 0: all."""
+    if not most or run.rounds == most:
+        return run
+    kept = {name: sum(t <= most for t in rounds) for name, (rounds, _) in run.series.items()}
+    return run._replace(
+        series={
+            name: Series(rounds[: kept[name]], values[: kept[name]]) for name, (rounds, values) in run.series.items()
+        }
+    )
+
+
+def _difference(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[float, float, int, str]:
+    """Of a and b: its mean, the mean's standard error, degrees of freedom, of how many seeds."""
+    shared = sorted(set(a) & set(b))
+    if len(shared) > 1:
+        gaps = np.array([a[seed] - b[seed] for seed in shared])
+        return gaps.mean(), gaps.std(ddof=1) / math.sqrt(len(gaps)), len(gaps) - 1, f"{len(shared)} seeds"
+    x, y = np.array(list(a.values())), np.array(list(b.values()))
+    df, mean = len(x) + len(y) - 2, x.mean() - y.mean()
+    variance = (((x - x.mean()) ** 2).sum() + ((y - y.mean()) ** 2).sum()) / max(df, 1)
+    return mean, math.sqrt(variance * (1 / len(x) + 1 / len(y))), df, f"{len(x)} and {len(y)} seeds"
 
 
 def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    counts = {word: sum(verdict.word == word for verdict in verdicts) for word in ("holds", "does not hold", "open")}
+    counts = {word: sum(verdict.word == word for verdict in verdicts) for word in WORDS}
     yield ", ".join(f"{word}: {number}" for word, number in counts.items()) + f" (of {len(verdicts)})."
     yield from ("", "| setting | score | claim | | better by, 95 % interval |", "|---|---|---|---|---|")
     for verdict in verdicts:
@@ -355,16 +380,41 @@ def _index(tables: Sequence[Table], place: Path) -> Iterator[str]:
     yield from ("# All tables of the five papers", "")
     yield (
         "Made by `fedjax-drift report --all` from the JSONL in these folders: a file for each method in each setting, "
-        "a line for each seed."
+        f"a line for each seed. Beside the paper's: how many are {BETTER} better, {ALIKE} alike, {WORSE} worse, "
+        "by two standard deviations; those of a single seed are not counted. Orders: how many of the paper's claims "
+        "that one method is better than another hold, do not hold, are open, in the settings that were run."
     )
-    yield from ("", "| table | what | results | not run, because it needs |", "|---|---|---|---|")
+    yield from (
+        "",
+        "| table | what | run | beside the paper's | orders | not run, because it needs |",
+        "|---|---|---|---|---|---|",
+    )
     for table in tables:
-        state, ours = status(table, place), found(table, place)
-        linked = f"[{table.paper}]({table.name}.md)" if ours else table.paper
+        ours = found(table, place)
         missing = [s for s in table.settings.values() if any(m not in ours.get(s.name, {}) for m in s.cells)]
-        needs = sorted({setting.needs or "not run yet" for setting in missing})
-        yield f"| {linked} | {table.title} | {state} | {'; '.join(needs)} |"
+        needs = "; ".join(sorted({setting.needs or "not run yet" for setting in missing}))
+        linked = f"[{table.paper}]({table.name}.md)" if ours else table.paper
+        shown = [status(table, place), _marks_of(table, ours), _words_of(list(orderings(table, ours)))]
+        yield f"| {linked} | {table.title} | " + " | ".join(shown) + f" | {needs} |"
     yield from ("", "Which of the papers' orderings hold in these results: [orderings.md](orderings.md).")
+
+
+def _marks_of(table: Table, ours: Found) -> str:
+    """How many numbers are better, alike, worse."""
+    marked = [
+        difference(ours[name][method], number, table.scores[score])[-1]
+        for name in ours
+        for score, printed in table.settings[name].printed.items()
+        for method, number in printed.items()
+        if method in ours[name]
+    ]
+    counts = [f"{mark} {marked.count(mark)}" for mark in (BETTER, ALIKE, WORSE) if mark in marked]
+    return ", ".join(counts) or "-"
+
+
+def _words_of(verdicts: Sequence[Verdict]) -> str:
+    counts = [sum(verdict.word == word for verdict in verdicts) for word in WORDS]
+    return " / ".join(map(str, counts)) if verdicts else "-"
 
 
 def _orderings(tables: Sequence[Table], place: Path) -> Iterator[str]:
@@ -375,10 +425,19 @@ def _orderings(tables: Sequence[Table], place: Path) -> Iterator[str]:
         "where both methods have them), does not hold if it is below, and is open otherwise. Intervals are of one "
         "comparison each, not of all of them together."
     )
-    verdicts = [(table, list(orderings(table, found(table, place)))) for table in tables if has_results(table, place)]
+    verdicts, seen = [], set()
+    for table in tables:
+        own = []
+        for verdict in orderings(table, found(table, place)):
+            cells = table.settings[verdict.setting].cells
+            key = cells[verdict.a].file, cells[verdict.b].file, table.scores[verdict.score]._replace(name="")
+            if key not in seen:  # or else the same runs, shown in another table too
+                seen.add(key)
+                own.append(verdict)
+        verdicts.append((table, own))
     yield from ("", "| table | holds | does not hold | open |", "|---|---:|---:|---:|")
     for table, own in verdicts:
-        counts = [sum(v.word == word for v in own) for word in ("holds", "does not hold", "open")]
+        counts = [sum(v.word == word for v in own) for word in WORDS]
         if own:
             yield f"| {table.paper} | " + " | ".join(map(str, counts)) + " |"
     for table, own in verdicts:

@@ -549,6 +549,8 @@ def test_the_command_line_knows_them(tmp_path: Path) -> None:
     write_emnist(tmp_path)
     assert datasets.found("emnist").endswith("letters-train-images-idx3-ubyte.gz")
     assert datasets.found("emnist", split="balanced") == "no"
-    args = cli._parse(["run", "--dataset", "emnist:num_classes=10", "--algorithm", "fedavg", "--clients", "4"])
+    args = cli._parse(
+        ["run", "--dataset", "emnist:num_classes=10", "--algorithm", "fedavg", "--clients", "4", "--cohort", "2"]
+    )
     model = asked(args).config["model"]
     assert model["name"] == "emnist_nn" and model["parameters"] == 89_610  # FedDC's network for EMNIST-L

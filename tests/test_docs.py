@@ -35,7 +35,9 @@ def test_the_readmes_examples_run(tmp_path) -> None:
 
 
 def test_the_readmes_commands_are_understood() -> None:
-    commands = re.findall(r"^\s*(fedjax-drift (?:run|quickstart|data)\b.*?[^\\])$", README, re.MULTILINE | re.DOTALL)
+    commands = re.findall(
+        r"^\s*(fedjax-drift (?:run|quickstart|data|experiment|report)\b.*?[^\\])$", README, re.MULTILINE | re.DOTALL
+    )
     assert len(commands) >= 3
     for command in commands:
         cli._parse(shlex.split(command.replace("\\\n", " "), comments=True)[1:])

@@ -148,15 +148,20 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
 
     assert cli.main(["report", "--all", *shown]) == 0
     index = (output / "README.md").read_text()
-    assert "| [Nobody, table 1](tiny/table.md) | A tiny table | 2 of 4 cells | patience |" in index
-    assert "| [Nobody, figure 1](tiny/figure.md) | The same | complete |  |" in index
+    verdict = report.compare(
+        read(output, "FedProx"), read(output), experiment.read(place, "tiny/table").scores["last (%)"]
+    )
+    orders = {"holds": "1 / 0 / 1", "does not hold": "0 / 1 / 1", "open": "0 / 0 / 2"}[verdict[0]]
+    assert (
+        f"| [Nobody, table 1](tiny/table.md) | A tiny table | 2 of 4 cells | ▲ 1, ▼ 2 | {orders} | patience |" in index
+    )
+    assert "| [Nobody, figure 1](tiny/figure.md) | The same | complete | - | - |  |" in index
     prox = read(output, "FedProx")
     losses = [prox[seed].series["loss"].values[-1] for seed in prox]
     assert row((output / "tiny/figure.md").read_text(), "ours") == [
         f"{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.3f}"
     ]
-    orders = (output / "orderings.md").read_text()
-    assert "| FedProx better than FedAvg |" in orders
+    assert f"| FedProx better than FedAvg | {' | '.join(verdict)} |" in (output / "orderings.md").read_text()
     capsys.readouterr()
     assert cli.main(["experiment", "--list", f"--experiments={place}", f"--output={output}"]) == 0
     assert "2 of 4 cells" in capsys.readouterr().out
@@ -478,8 +483,13 @@ def test_a_claim_is_judged_by_a_t_interval():
     early = {seed: run._replace(series={"accuracy": Series([10], [0.9])}) for seed, run in runs(1, 1).items()}
     assert report.compare(early, runs(0.9, 0.9), ROUNDS) == ("holds", "+40.0 [+40.0, +40.0], 2 seeds")
 
-    # Never reached counts as the round after the last, and not scored not at all.
-    assert report.compare(early, runs(0.1, 0.1), ROUNDS) == ("holds", "+91.0 [+91.0, +91.0], 2 seeds")
+    # Never reached is a bound, the round after the last; rounds that one has alone and what is not scored don't count.
+    bound = "+91.0 [+91.0, +91.0], 2 seeds (a bound: not all got there)"
+    assert report.compare(early, runs(0.1, 0.1), ROUNDS) == ("holds", bound)
+    assert report.compare(runs(0.1, 0.1), early, ROUNDS)[0] == "does not hold"
+    assert report.compare(runs(0.1, 0.1, rounds=20), runs(0.9, 0.9), ROUNDS)[0] == "open"
+    short = {seed: run._replace(rounds=10) for seed, run in early.items()}
+    assert report.compare(runs(1, 1), short, Score("best", scale=100))[1].startswith("-90.00 [")
     assert report.compare(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither got there")
     assert report.compare(runs(0.3), runs(0.1), ACCURACY) == ("open", "+20.00, one seed: no interval")
     assert report.compare(runs(0.3, 0.3), runs(math.nan, math.nan), ACCURACY) == ("open", "not scored")

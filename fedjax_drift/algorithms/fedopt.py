@@ -11,7 +11,7 @@ Server:    m <- b1 m + (1 - b1) D                                               
 with m_0 = 0, v_0 = tau^2, no bias correction; FedAdagrad has b1 = 0.
 
 Deviates:  nothing from the paper. Its authors' code runs Keras optimizers instead (bias correction, v_0 = 0), so
-learning rates tuned there need tuning anew.
+learning rates tuned there need tuning anew; `v_0` is an option.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ class Server(NamedTuple):
 
 
 def fedadam(
-    server_lr: float, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3, weighting: str = "examples"
+    server_lr: float,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    tau: float = 1e-3,
+    weighting: str = "examples",
+    v_0: float | None = None,
 ) -> Algorithm:
     """Adam on the server.
 
@@ -43,31 +48,42 @@ def fedadam(
       b1, b2: decay of the moments, in [0, 1).
       tau: adaptivity, > 0: updates much smaller than tau are not scaled up.
       weighting: as in `fedavg`.
+      v_0: >= 0, the second moment at the start; None: tau^2. FedEve's authors' library starts from 0.
 
     Raises:
       ValueError: a value out of range.
     """
     checks.fraction("b2", b2)
-    return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting)  # (4)
+    return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting, v_0)  # (4)
 
 
 def fedyogi(
-    server_lr: float, b1: float = 0.9, b2: float = 0.99, tau: float = 1e-3, weighting: str = "examples"
+    server_lr: float,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    tau: float = 1e-3,
+    weighting: str = "examples",
+    v_0: float | None = None,
 ) -> Algorithm:
     """Yogi on the server: v moves towards D^2 by steps of a size that does not depend on v. Arguments as `fedadam`."""
     checks.fraction("b2", b2)
     return _fedopt(
-        "fedyogi", lambda v, D: v - (1 - b2) * D**2 * jnp.sign(v - D**2), server_lr, b1, tau, weighting
+        "fedyogi", lambda v, D: v - (1 - b2) * D**2 * jnp.sign(v - D**2), server_lr, b1, tau, weighting, v_0
     )  # (3)
 
 
 def fedadagrad(
-    server_lr: float, b1: float = 0.0, b2: float = 0.99, tau: float = 1e-3, weighting: str = "examples"
+    server_lr: float,
+    b1: float = 0.0,
+    b2: float = 0.99,
+    tau: float = 1e-3,
+    weighting: str = "examples",
+    v_0: float | None = None,
 ) -> Algorithm:
     """Adagrad on the server: v is the sum of all D^2, so b2 has no effect (it is here so that the three are called
     alike). b1 = 0 in the paper. Other arguments as `fedadam`."""
     checks.fraction("b2", b2)
-    return _fedopt("fedadagrad", lambda v, D: v + D**2, server_lr, b1, tau, weighting)  # (2)
+    return _fedopt("fedadagrad", lambda v, D: v + D**2, server_lr, b1, tau, weighting, v_0)  # (2)
 
 
 def _fedopt(
@@ -77,13 +93,17 @@ def _fedopt(
     b1: float,
     tau: float,
     weighting: str,
+    v_0: float | None,
 ) -> Algorithm:
     checks.positive("server_lr", server_lr)
     checks.fraction("b1", b1)
     checks.positive("tau", tau)
+    if v_0 is not None:
+        checks.nonnegative("v_0", v_0)
+    start = tau**2 if v_0 is None else v_0
 
     def init_server(params: Params) -> Server:
-        return Server(params, tree.zeros_like(params), jax.tree.map(lambda w: jnp.full_like(w, tau**2), params))
+        return Server(params, tree.zeros_like(params), jax.tree.map(lambda w: jnp.full_like(w, start), params))
 
     def server_update(server: Server, D: PyTree, round: Round) -> Server:
         m = jax.tree.map(lambda m, D: b1 * m + (1 - b1) * D, server.m, D)  # (1)

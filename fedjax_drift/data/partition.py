@@ -90,6 +90,7 @@ def dirichlet(
     prior: str = "client",
     size_sigma: float = 0.0,
     min_size: int | None = None,
+    capped: bool = True,
 ) -> Partition:
     """Uneven label mixes; small alpha: few labels per client, large alpha: the same mix for all.
 
@@ -102,7 +103,9 @@ def dirichlet(
     prior="class": each class is split over the clients by Dir(alpha 1_N), without the clients that
         already hold M/N rows or more, and all is drawn again until every client has min_size rows
         (MOON's authors' code; LfD). After 100 draws the last one is repaired: one random row
-        at a time moves from the then largest client to a client that is short. Sizes vary.
+        at a time moves from the then largest client to a client that is short. Sizes vary. With
+        capped=False large clients get more all the same (FedEve's authors' library, whose clients
+        may be empty: min_size=1 comes nearest).
 
     min_size: the fewest rows of a client; None is 10 for "class" (MOON's) and 1 otherwise, where it
     matters to log-normal sizes alone: the short ones grow to it at the expense of the largest.
@@ -131,12 +134,17 @@ def dirichlet(
         "size_sigma": size_sigma,
         "min_size": fewest,
     }
+    checks.flag("capped", capped)
+    if not capped:
+        if prior != "class":
+            raise ValueError(f"capped=False is for prior='class', got prior={prior!r}: sizes are given there")
+        arguments["capped"] = False
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         rng = np.random.default_rng(seed)
         classes, class_sizes = np.unique(y, return_counts=True)
         if prior == "class":
-            return _split_classes(rng, y, class_sizes, num_clients, alpha, fewest)
+            return _split_classes(rng, y, class_sizes, num_clients, alpha, fewest, capped)
         sizes = _sizes(rng, y.size, num_clients, size_sigma, fewest)
         p = class_sizes / y.size if prior == "global" else np.ones(classes.size)
         mixes = _log_gamma(rng, alpha * p, (num_clients, classes.size))
@@ -249,6 +257,7 @@ def _split_classes(
     num_clients: int,
     alpha: float,
     min_size: int,
+    capped: bool,
 ) -> np.ndarray:
     _require_rows(y.size, num_clients, "min_size", min_size)
     for _ in range(ATTEMPTS):
@@ -256,7 +265,8 @@ def _split_classes(
         sizes = np.zeros(num_clients, np.int64)
         for c, class_size in enumerate(class_sizes):
             # While rows are left, somebody holds less than M/N: the maximum is finite.
-            weights = np.where(sizes * num_clients < y.size, _log_gamma(rng, alpha, num_clients), -np.inf)
+            weights = _log_gamma(rng, alpha, num_clients)
+            weights = np.where(sizes * num_clients < y.size, weights, -np.inf) if capped else weights
             # A random offset rounds without favour when there are fewer rows than clients.
             counts[c] = _apportion(class_size, np.exp(weights - weights.max()), rng.random())
             sizes += counts[c]
