@@ -331,7 +331,7 @@ def _add_choice(parser: argparse.ArgumentParser, rows: bool = True) -> None:
 
     if rows:
         for flag, what in (
-            ("--rows", "settings whose name starts with this, or else has it in it"),
+            ("--rows", 'settings whose name starts with this, or else has it in it; "A, B;" is one name with a comma'),
             ("--methods", "methods, by their names"),
         ):
             parser.add_argument(flag, type=several, default=[], metavar="TEXT[,TEXT...]", help=f"only {what}")

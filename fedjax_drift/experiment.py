@@ -470,8 +470,10 @@ def run(
     """Runs what is not done of the cells, and keeps it in ``output``; False when Ctrl-C ended it.
 
     seeds: of every cell; default as many as the table was run with. rounds: at most so many, instead of the table's.
+    Cells whose files are not there are passed over; FileNotFoundError if that is all of them.
     """
     made: dict[str, fd.FederatedData] = {}
+    lacking: list[FileNotFoundError] = []
     if tune and not table.tune:
         raise ValueError(f"{table.name} must have a grid to be tuned, got a table without [tune]: leave --tune out")
     for number, cell in enumerate(cells, 1):
@@ -480,28 +482,40 @@ def run(
             if not ours:
                 say(f"{title}: another process is at it")
                 continue
-            if tune and not tuned(cell, output):
-                say(f"{title}: tuning {len(_grid(table, cell))} combinations")
-                if not _tune(table, cell, output, _data(cell, made), progress, stop):
-                    say("interrupted: the same command starts this tuning again, and nothing else")
+            try:
+                if tune and not tuned(cell, output):
+                    say(f"{title}: tuning {len(_grid(table, cell))} combinations")
+                    if not _tune(table, cell, output, _data(cell, made), progress, stop):
+                        say("interrupted: the same command starts this tuning again, and nothing else")
+                        return False
+                cell = with_tuned(cell, table, output)
+                if rounds is not None:
+                    cell = cell._replace(options=_at_most(cell.options, rounds))
+                wanted = list(seeds if seeds is not None else range(cell.seeds))
+                if not (missing := _missing(cell, output, wanted)):
+                    say(f"{title}: done before")
+                    continue
+                say(f"{title}: {cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}")
+                if not _run_cell(cell, missing, output, _data(cell, made), progress, stop):
+                    say("interrupted: the same command goes on from here")
                     return False
-            cell = with_tuned(cell, table, output)
-            if rounds is not None:
-                cell = cell._replace(options=_at_most(cell.options, rounds))
-            wanted = list(seeds if seeds is not None else range(cell.seeds))
-            if not (missing := _missing(cell, output, wanted)):
-                say(f"{title}: done before")
-                continue
-            say(f"{title}: {cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}")
-            if not _run_cell(cell, missing, output, _data(cell, made), progress, stop):
-                say("interrupted: the same command goes on from here")
-                return False
-            found, printed = results(output / cell.file), table.settings[cell.setting].printed
-            for score in table.scores.values():
-                if not printed or score.name in printed:
+                found = results(output / cell.file)
+                for score in _scores_of(table, cell):
                     text = summary([score(found[seed].series) for seed in wanted], score.digits)
                     say(f"      {score.name}: {text}   ({found[missing[0]].seconds:.0f} s)")
+            except FileNotFoundError as error:
+                say(f"{title}: not run: {error}")
+                lacking.append(error)
+    if cells and len(lacking) == len(cells):
+        raise lacking[0]
     return True
+
+
+def _scores_of(table: Table, cell: Cell) -> list[Score]:
+    """Those that the paper prints of a cell, which may be another table's; all where it prints none."""
+    settings = [s for s in table.settings.values() if cell.file in [each.file for each in s.cells.values()]]
+    printed = {name for setting in settings for name in setting.printed}
+    return [score for score in table.scores.values() if not printed or score.name in printed]
 
 
 @contextlib.contextmanager

@@ -317,6 +317,20 @@ def test_what_tuning_kept_of_a_target_not_reached_is_read_again(tmp_path):
     assert experiment.best_of(experiment.tuned(cell, tmp_path), Score("s", take="rounds_to")) == {"lr": 2}
 
 
+def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole, monkeypatch):
+    def absent(args):
+        raise FileNotFoundError(f"no {args.dataset}")
+
+    monkeypatch.setattr(options, "load", absent)
+    table, said = experiment.read(place, "tiny/table"), []
+    cells = experiment.chosen(table, ["never", "natural"], ["FedAvg"])[::-1]
+    assert experiment.run(table, cells, None, whole, say=said.append)
+    assert said == ["1/2  never  FedAvg: 8 rounds, seeds 0, 1", "1/2  never  FedAvg: not run: no mnist",
+                    "2/2  natural, half of them  FedAvg: done before"]  # fmt: skip
+    with pytest.raises(FileNotFoundError, match="no mnist"):
+        experiment.run(table, cells[:1], None, whole, say=said.append)
+
+
 # --- what a table may say ---------------------------------------------------------------------------------------------
 
 
@@ -349,9 +363,12 @@ def test_what_is_wrong_with_a_table_is_said(place, old, new, said):
     assert said in str(error.value)
 
 
-def test_a_setting_of_another_table_is_run_there_and_shown_here(place):
+def test_a_setting_of_another_table_is_run_there_and_shown_here(place, tmp_path, capsys):
     other = experiment.read(place, "tiny/table").settings["natural, half of them"]
     assert experiment.read(place, "tiny/figure").settings["half"].cells == {"FedProx": other.cells["FedProx"]}
+    words = ["experiment", "tiny/figure", f"--experiments={place}", f"--output={tmp_path}", "--rounds=8"]
+    assert cli.main(words) == 0 and "\n      loss: " in capsys.readouterr().out
+    assert sorted(read(tmp_path, "FedProx")) == [0, 1]
     with pytest.raises(ValueError, match="did you mean 'tiny/table'"):
         experiment.read(place, "tiny/tabel")
 
