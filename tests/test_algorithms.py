@@ -66,6 +66,8 @@ def test_fedopt_by_hand() -> None:
     assert models_after(fd.algorithms.fedyogi(lr, tau=tau), 1) == pytest.approx([lr * m / (v**0.5 + tau)])
     v = tau**2 + D**2
     assert models_after(fd.algorithms.fedadagrad(lr, tau=tau), 1) == pytest.approx([lr * D / (v**0.5 + tau)])
+    from_zero = fd.algorithms.fedadam(lr, tau=tau, v_0=0)  # FedEve's authors' library
+    assert models_after(from_zero, 1) == pytest.approx([lr * m / (0.1 * D + tau)])
 
 
 def test_limits() -> None:
@@ -197,6 +199,7 @@ BAD = [
     (lambda: fd.algorithms.fedprox(mu=float("nan")), r"mu must be a finite number >= 0, got nan"),
     (lambda: fd.algorithms.fedavgm(beta=1.0), r"beta must be in \[0, 1\), got 1.0"),
     (lambda: fd.algorithms.fedadam(0.1, tau=0), r"tau must be a finite number > 0, got 0"),
+    (lambda: fd.algorithms.fedadam(0.1, v_0=-1), r"v_0 must be a finite number >= 0, got -1"),
     (lambda: fd.algorithms.fedyogi(0.1, b2=1), r"b2 must be in \[0, 1\), got 1"),
     (lambda: fd.algorithms.fedadagrad(-0.1), r"server_lr must be a finite number > 0, got -0.1"),
 ]

@@ -27,6 +27,7 @@ def recipes(seed: int) -> list[partition.Partition]:
             for n, a, size in itertools.product(numbers, ALPHAS, (1, 5, 10))
             if n * size <= LABELS.size
         ),
+        *(dirichlet(99, a, seed, prior="class", min_size=1, capped=False) for a in ALPHAS),
     ]
 
 
@@ -85,6 +86,16 @@ def test_class_prior_spreads_each_class_as_the_dirichlet_says():
     parts = dirichlet(4, 0.5, 1, "class")(y)
     first, second = np.array([np.bincount(y[rows], minlength=2) for rows in parts]).T
     assert (first >= 10_000).any() and not second[first >= 10_000].any()
+
+
+def test_without_a_cap_each_class_is_spread_for_itself():
+    y = np.repeat(np.arange(2), 20_000)
+    counts = [
+        np.bincount(y[dirichlet(4, 0.5, s, "class", min_size=1, capped=False)(y)[0]], minlength=2) for s in range(400)
+    ]
+    first, second = np.transpose(counts) / 20_000
+    assert np.mean(second[first >= 0.5]) == pytest.approx(1 / 4, abs=0.06)  # whoever has much of the first class, too
+    assert np.var(second) == pytest.approx(1 / 4 * 3 / 4 / (4 * 0.5 + 1), rel=0.25)
 
 
 def test_class_prior_rounds_without_favour():
@@ -203,6 +214,7 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: dirichlet(2, 1, prior="clas"), "got 'clas': did you mean 'class'?"),
         (lambda: dirichlet(2, 1, min_size=0), "min_size must be an integer >= 1, got 0"),
         (lambda: dirichlet(2, 1, prior="class", size_sigma=0.3), "size_sigma must be 0 with"),
+        (lambda: dirichlet(2, 1, capped=False), "capped=False is for prior='class'"),
         (lambda: shards(2, 0), "per_client must be an integer >= 1, got 0"),
         (
             lambda: iid(1000)(LABELS),
