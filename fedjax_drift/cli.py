@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift import experiment, options, report
+from fedjax_drift import experiment, options, papers, report
 from fedjax_drift.checkpoint import lock_folder, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
@@ -578,11 +578,11 @@ def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
 
 
 def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    place = experiment.folder(args.experiments)
+    place = papers.folder(args.experiments)
     if args.list or not args.names:
         return lambda: print(report.listing(place, [args.output, place / "results"])) or 0
-    tables = [experiment.read(place, name) for name in args.names]
-    cells = [experiment.chosen(table, args.rows, args.methods) for table in tables]
+    tables = [papers.read(place, name) for name in args.names]
+    cells = [papers.chosen(table, args.rows, args.methods) for table in tables]
     seeds = None if args.seeds is None else range(args.seeds)
     progress = not args.no_progress and sys.stderr.isatty()
     if args.devices is not None:
@@ -604,10 +604,10 @@ def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], i
 
 
 def _report(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    place = experiment.folder(args.experiments)
+    place = papers.folder(args.experiments)
     if args.all == bool(args.names):
         raise ValueError("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
-    tables = [experiment.read(place, name) for name in args.names or experiment.names(place)]
+    tables = [papers.read(place, name) for name in args.names or papers.names(place)]
 
     def work() -> int:
         ours = place / "results"

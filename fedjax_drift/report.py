@@ -11,23 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_drift import plots
-from fedjax_drift.experiment import (
-    Cell,
-    Printed,
-    Result,
-    Score,
-    Series,
-    Setting,
-    Table,
-    best_of,
-    last_number,
-    names,
-    read,
-    results,
-    summary,
-    tuned,
-    tuning_score,
-)
+from fedjax_drift.experiment import Result, best_of, results, summary, tuned, tuning_score
+from fedjax_drift.papers import Cell, Printed, Score, Series, Setting, Table, last_number, names, read
 
 CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")

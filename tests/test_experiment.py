@@ -14,8 +14,9 @@ from PIL import Image
 from scipy import stats
 
 import fedjax_drift as fd
-from fedjax_drift import cli, experiment, options, plots, report
-from fedjax_drift.experiment import Printed, Result, Score, Series
+from fedjax_drift import cli, experiment, options, papers, plots, report
+from fedjax_drift.experiment import Result
+from fedjax_drift.papers import Printed, Score, Series
 
 TABLES = Path(__file__).parents[1] / "experiments"
 TINY = """
@@ -148,9 +149,7 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
 
     assert cli.main(["report", "--all", *shown]) == 0
     index = (output / "README.md").read_text()
-    verdict = report.compare(
-        read(output, "FedProx"), read(output), experiment.read(place, "tiny/table").scores["last (%)"]
-    )
+    verdict = report.compare(read(output, "FedProx"), read(output), papers.read(place, "tiny/table").scores["last (%)"])
     orders = {"holds": "1 / 0 / 1", "does not hold": "0 / 1 / 1", "open": "0 / 0 / 2"}[verdict[0]]
     assert (
         f"| [Nobody, table 1](tiny/table.md) | A tiny table | 2 of 4 cells | ▲ 1, ▼ 2 | {orders} | patience |" in index
@@ -178,14 +177,14 @@ def test_the_command_of_a_result_gives_its_numbers(whole, tmp_path, monkeypatch)
         assert prox[1].series[name].values == pytest.approx(alone, rel=2e-5)
 
 
-@pytest.mark.parametrize("name", experiment.names(TABLES))
+@pytest.mark.parametrize("name", papers.names(TABLES))
 def test_every_committed_table_is_one_that_can_be_run(name):
-    table = experiment.read(TABLES, name)
+    table = papers.read(TABLES, name)
     cells = [cell for setting in table.settings.values() for cell in setting.cells.values()]
     assert {cell.method for cell in cells} == set(table.methods)
     assert len({str(cell.file).lower() for cell in cells}) == len({(c.table, c.setting, c.method) for c in cells})
     for cell in cells:
-        args = experiment.parsed(cell, 0)
+        args = papers.parsed(cell, 0)
         assert options.specs(args) and options.dealt(args)
     for setting in table.settings.values():
         for numbers in setting.printed.values():
@@ -200,7 +199,7 @@ def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
         copy = tmp_path / path.relative_to(TABLES / "results")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-    tables = [experiment.read(TABLES, name) for name in experiment.names(TABLES)]
+    tables = [papers.read(TABLES, name) for name in papers.names(TABLES)]
     for table in tables:
         if report.has_results(table, tmp_path):
             committed = (TABLES / "results" / table.name).with_suffix(".md")
@@ -263,7 +262,7 @@ def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
     output = tmp_path / "o"
     assert do(place, output, "--methods=FedAvg", "--rounds=2") == 0
     assert {seed: run.rounds for seed, run in read(output).items()} == {0: 2, 1: 2}
-    assert report.status(experiment.read(place, "tiny/table"), output) == "not run"
+    assert report.status(papers.read(place, "tiny/table"), output) == "not run"
     assert do(place, output, "--methods=FedAvg") == 0
     first = read(output)
     assert {seed: run.rounds for seed, run in first.items()} == {0: 8, 1: 8}
@@ -281,7 +280,7 @@ def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
 def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys):
     output, text = tmp_path / "o", TINY.replace("seeds = 2", 'seeds = 1\nuntil = "rounds to 1 %"')
     place = with_tables(tmp_path / "tables", table=text)
-    table = experiment.read(place, "tiny/table")
+    table = papers.read(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedProx"]
     assert experiment._grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
         {"lr": 1e-4},
@@ -310,7 +309,7 @@ def test_tuning_to_a_target_that_some_never_reach():
 
 
 def test_what_tuning_kept_of_a_target_not_reached_is_read_again(tmp_path):
-    cell = experiment.Cell("t", "s", "m", {"algorithm": "fedavg"})
+    cell = papers.Cell("t", "s", "m", {"algorithm": "fedavg"})
     file = experiment.tuning_file(cell, tmp_path)
     file.parent.mkdir(parents=True)
     file.write_text('{"values": {"lr": 1}, "score": null, "rounds": 2}\n{"values": {"lr": 2}, "score": 7, "rounds": 2}')
@@ -322,8 +321,8 @@ def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole,
         raise FileNotFoundError(f"no {args.dataset}")
 
     monkeypatch.setattr(options, "load", absent)
-    table, said = experiment.read(place, "tiny/table"), []
-    cells = experiment.chosen(table, ["never", "natural"], ["FedAvg"])[::-1]
+    table, said = papers.read(place, "tiny/table"), []
+    cells = papers.chosen(table, ["never", "natural"], ["FedAvg"])[::-1]
     assert experiment.run(table, cells, None, whole, say=said.append)
     assert said == ["1/2  never  FedAvg: 8 rounds, seeds 0, 1", "1/2  never  FedAvg: not run: no mnist",
                     "2/2  natural, half of them  FedAvg: done before"]  # fmt: skip
@@ -359,28 +358,28 @@ def test_what_is_wrong_with_a_table_is_said(place, old, new, said):
     assert old in TINY
     (place / "tiny/table.toml").write_text(TINY.replace(old, new, 1))
     with pytest.raises(ValueError, match="table.toml: ") as error:
-        experiment.read(place, "tiny/table")
+        papers.read(place, "tiny/table")
     assert said in str(error.value)
 
 
 def test_a_setting_of_another_table_is_run_there_and_shown_here(place, tmp_path, capsys):
-    other = experiment.read(place, "tiny/table").settings["natural, half of them"]
-    assert experiment.read(place, "tiny/figure").settings["half"].cells == {"FedProx": other.cells["FedProx"]}
+    other = papers.read(place, "tiny/table").settings["natural, half of them"]
+    assert papers.read(place, "tiny/figure").settings["half"].cells == {"FedProx": other.cells["FedProx"]}
     words = ["experiment", "tiny/figure", f"--experiments={place}", f"--output={tmp_path}", "--rounds=8"]
     assert cli.main(words) == 0 and "\n      loss: " in capsys.readouterr().out
     assert sorted(read(tmp_path, "FedProx")) == [0, 1]
     with pytest.raises(ValueError, match="did you mean 'tiny/table'"):
-        experiment.read(place, "tiny/tabel")
+        papers.read(place, "tiny/tabel")
 
 
 def test_a_choice_of_rows_and_methods(place):
-    table = experiment.read(place, "tiny/table")
-    assert [(c.setting, c.method) for c in experiment.chosen(table, ["NATURAL"], ["fedavg"])] == [
+    table = papers.read(place, "tiny/table")
+    assert [(c.setting, c.method) for c in papers.chosen(table, ["NATURAL"], ["fedavg"])] == [
         ("natural, half of them", "FedAvg")
     ]
-    assert len(experiment.chosen(table, [], [])) == 4
+    assert len(papers.chosen(table, [], [])) == 4
     with pytest.raises(ValueError, match="--methods must match"):
-        experiment.chosen(table, [], ["Fed"])
+        papers.chosen(table, [], ["Fed"])
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"seed": 0}', '{"series": []}', '{"seed": 0, "series": {}, "x": 1}'])
@@ -444,7 +443,7 @@ def test_signs_and_digits():
 
 
 def test_a_printed_number(place):
-    of = experiment._printed
+    of = papers._printed
     assert of(98.5) == Printed(98.5, None, "98.5") and of("69.1±0.6") == Printed(69.1, 0.6, "69.1±0.6")
     assert of(">600") == Printed(math.inf, None, ">600")
     assert [experiment.summary(values, 1) for values in ([1.0, 3.0], [2.0], [2.0, math.inf], [math.inf], [math.nan])] \
@@ -483,7 +482,7 @@ ROUNDS = Score("rounds", take="rounds_to", target=0.5)
     ],
 )
 def test_the_difference_to_the_paper(ours, printed, score, shown):
-    assert report.difference(ours, experiment._printed(printed), score) == shown
+    assert report.difference(ours, papers._printed(printed), score) == shown
 
 
 def test_a_claim_is_judged_by_a_t_interval():
