@@ -156,10 +156,10 @@ def run(
     seeds: of every cell; default as many as the table was run with. rounds: at most so many, instead of the table's.
     Cells whose files are not there are passed over; FileNotFoundError if that is all of them.
     """
-    made: dict[str, fd.FederatedData] = {}
-    lacking: list[FileNotFoundError] = []
     if tune and not table.tune:
         raise ValueError(f"{table.name} must have a grid to be tuned, got a table without [tune]: leave --tune out")
+    made: dict[str, fd.FederatedData] = {}
+    lacking: list[FileNotFoundError] = []
     for number, cell in enumerate(cells, 1):
         title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
         with _claimed(cell, output) as ours, stop_on_interrupt() as stop:
@@ -169,30 +169,40 @@ def run(
             try:
                 if tune and not tuned(cell, output):
                     say(f"{title}: tuning {len(_grid(table, cell))} combinations")
-                    if not _tune(table, cell, output, _data(cell, made), progress, stop):
-                        say("interrupted: the same command starts this tuning again, and nothing else")
-                        return False
-                cell = with_tuned(cell, table, output)
-                if rounds is not None:
-                    cell = cell._replace(options=_at_most(cell.options, rounds))
-                wanted = list(seeds if seeds is not None else range(cell.seeds))
-                if not (missing := _missing(cell, output, wanted)):
-                    say(f"{title}: done before")
-                    continue
-                say(f"{title}: {cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}")
-                if not _run_cell(cell, missing, output, _data(cell, made), progress, stop):
-                    say("interrupted: the same command goes on from here")
-                    return False
-                found = results(output / cell.file)
-                for score in _scores_of(table, cell):
-                    text = summary([score(found[seed].series) for seed in wanted], score.digits)
-                    say(f"      {score.name}: {text}   ({found[missing[0]].seconds:.0f} s)")
+                    _tune(table, cell, output, _data(cell, made), progress, stop)
+                if not stop.asked:
+                    cell = with_tuned(cell, table, output)
+                    cell = cell if rounds is None else cell._replace(options=_at_most(cell.options, rounds))
+                    wanted = list(seeds if seeds is not None else range(cell.seeds))
+                    say(f"{title}: {_announced(cell, output, wanted)}")
+                    if missing := _missing(cell, output, wanted):
+                        _run_cell(cell, missing, output, _data(cell, made), progress, stop)
+                        _tell(table, cell, output, wanted, say)
             except FileNotFoundError as error:
                 say(f"{title}: not run: {error}")
                 lacking.append(error)
+            if stop.asked:
+                say("interrupted: the same command goes on from here (what was being tuned is tuned anew)")
+                return False
     if cells and len(lacking) == len(cells):
         raise lacking[0]
     return True
+
+
+def _announced(cell: Cell, output: Path, wanted: Sequence[int]) -> str:
+    missing = _missing(cell, output, wanted)
+    if not missing:
+        return "done before"
+    return f"{cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}"
+
+
+def _tell(table: Table, cell: Cell, output: Path, wanted: Sequence[int], say: Callable[[str], None]) -> None:
+    """The scores of a cell that has just been run."""
+    found = results(output / cell.file)
+    if set(wanted) <= set(found):
+        for score in _scores_of(table, cell):
+            values = [score(found[seed].series) for seed in wanted]
+            say(f"      {score.name}: {summary(values, score.digits)}   ({found[wanted[-1]].seconds:.0f} s)")
 
 
 def _scores_of(table: Table, cell: Cell) -> list[Score]:
@@ -263,8 +273,8 @@ def _missing(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
     return [seed for seed in seeds if seed not in found or (found[seed].rounds < asked and not found[seed].reached)]
 
 
-def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData, progress: bool, stop: Stop) -> bool:
-    """Runs the seeds side by side, saved every half a minute; False when Ctrl-C ended it."""
+def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData, progress: bool, stop: Stop) -> None:
+    """Runs the seeds side by side, saved every half a minute, to their end or to Ctrl-C."""
     args = parsed(cell, seeds[0])
     simulations, params, _ = options.asked(args, data)
     (sim,) = simulations.values()
@@ -281,13 +291,12 @@ def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData
             runs = [fd.Run(seed, {}, sim.init(jax.random.key(seed), params), []) for seed in together]
         histories = _run_together(cell, args, sim, runs, kept, progress, stop)
         if stop.asked:
-            return False
+            return
         found = results(output / cell.file)
         found |= {seed: _result(cell, seed, history, len(together), args) for seed, history in histories.items()}
         _write(output / cell.file, [found[seed]._asdict() for seed in sorted(found)])
     for seed in seeds:
         shutil.rmtree(kept[seed].path, ignore_errors=True)
-    return True
 
 
 def _run_together(
@@ -425,8 +434,8 @@ def _grid(table: Table, cell: Cell) -> list[dict[str, float]]:
     return fd.grid(**{key: values for key, values in table.tune["grid"].items() if key in known})
 
 
-def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progress: bool, stop: Stop) -> bool:
-    """Tries the grid, all of it side by side in one program; False when Ctrl-C ended it."""
+def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progress: bool, stop: Stop) -> None:
+    """Tries the grid, all of it side by side in one program; nothing is kept if Ctrl-C ends it."""
     rounds = min(table.tune.get("rounds", cell.options["rounds"]), cell.options["rounds"])
     args, settings = parsed(cell, TUNING_SEED), _grid(table, cell)
 
@@ -436,8 +445,7 @@ def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progre
     every = args.measure_every or 1
     runs = fd.sweep(build, rounds, (TUNING_SEED,), settings, args.eval_every, progress=progress, measure_every=every)
     if stop.asked:
-        return False
+        return
     score = tuning_score(table)
     found = [Tuned(run.setting, score(series(run.history, args.eval_every, ())), rounds) for run in runs]
     _write(tuning_file(cell, output), [each._asdict() | {"score": _short(each.score)} for each in found])
-    return True
