@@ -326,15 +326,12 @@ def _fill_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choice(parser: argparse.ArgumentParser, rows: bool = True) -> None:
-    def several(text: str) -> list[str]:
-        return [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
-
     if rows:
         for flag, what in (
-            ("--rows", 'settings whose name starts with this, or else has it in it; "A, B;" is one name with a comma'),
+            ("--rows", "settings whose names start with this, or else have it in them"),
             ("--methods", "methods, by their names"),
         ):
-            parser.add_argument(flag, type=several, default=[], metavar="TEXT[,TEXT...]", help=f"only {what}")
+            parser.add_argument(flag, action="append", default=[], metavar="TEXT[,TEXT...]", help=f"only {what}")
     add(parser, "--experiments", "DIR", "folder of the tables (default: experiments/ here, or of the sources)", Path)
 
 

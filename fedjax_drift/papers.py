@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import math
 import os
 import re
@@ -45,6 +46,7 @@ from fedjax_drift.algorithms import ALGORITHMS
 TAKES = ("best", "last", "at", "rounds_to", "median")
 TABLE_KEYS = {
     "title", "paper", "note", "common", "bases", "methods", "scores", "settings", "tune", "claims", "needs", "picture",
+    "label_mix",
 }  # fmt: skip
 REFERENCE_KEYS = {"runs", "as", "printed"}  # of a setting that is another table's
 TUNE_KEYS = {"rounds", "grid", "score"}
@@ -159,6 +161,7 @@ class Table(NamedTuple):
     claims: list[list[str]]  # chains of methods, the best first, as the paper orders them
     tune: dict[str, Any]
     picture: str  # the entry that is drawn
+    label_mix: str = ""  # the method whose cohorts' labels are drawn, too
 
 
 def slug(name: str) -> str:
@@ -221,7 +224,7 @@ def _table(place: Path, name: str, of: dict[str, Any]) -> Table:
         checks.choice("the score to tune for", tune.get("score", next(iter(scores))), scores)
     return Table(
         name, of["title"], of["paper"], of.get("note", ""), settings, list(methods), scores, claims, tune,
-        of.get("picture", next(iter(scores.values())).of),
+        of.get("picture", next(iter(scores.values())).of), of.get("label_mix", ""),
     )  # fmt: skip
 
 
@@ -320,19 +323,23 @@ def parsed(cell: Cell, seed: int) -> argparse.Namespace:
 
 def chosen(table: Table, rows: Sequence[str], methods: Sequence[str]) -> list[Cell]:
     """The cells of the settings that start with one of ``rows`` (or, if none does, have it in them) and of the methods
-    named, whatever their case; all without a choice."""
+    named, whatever their case; all without a choice. A text may be several, between commas or semicolons."""
     settings = _matching("--rows", rows, list(table.settings))
     columns = _matching("--methods", methods, table.methods, whole=True)
     return [cell for name in settings for method, cell in table.settings[name].cells.items() if method in columns]
 
 
 def _matching(flag: str, wanted: Sequence[str], known: Sequence[str], whole: bool = False) -> list[str]:
-    found = set()
-    for text in wanted:
-        low = text.lower()
-        alike = [name for name in known if (name.lower() == low if whole else name.lower().startswith(low))]
-        alike = alike or [name for name in known if low in name.lower() and not whole]
-        if not alike:
-            raise ValueError(f"{flag} must match one of {'; '.join(known)}, got {text!r}{checks.nearest(text, known)}")
-        found |= set(alike)
+    def alike(text: str) -> list[str]:
+        low = text.strip().lower()
+        found = [name for name in known if (name.lower() == low if whole else name.lower().startswith(low))]
+        return found or [name for name in known if low in name.lower() and not whole]
+
+    found = set[str]()
+    for text in itertools.chain(*(several.split(";") for several in wanted)):
+        for part in [text] if alike(text) else text.split(","):  # a name may have a comma
+            if not (some := alike(part)):
+                near = checks.nearest(part.strip(), known)
+                raise ValueError(f"{flag} must match one of {'; '.join(known)}, got {part.strip()!r}{near}")
+            found |= set(some)
     return [name for name in known if not wanted or name in found]

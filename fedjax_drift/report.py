@@ -12,7 +12,7 @@ import numpy as np
 
 from fedjax_drift import plots
 from fedjax_drift.experiment import Result, best_of, results, summary, tuned, tuning_score
-from fedjax_drift.papers import Cell, Printed, Score, Series, Setting, Table, last_number, names, read
+from fedjax_drift.papers import Cell, Printed, Score, Series, Setting, Table, last_number, names, read, slug
 
 CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")
@@ -78,9 +78,11 @@ def listing(place: Path, outputs: Sequence[Path]) -> str:
 
 
 def write(table: Table, place: Path) -> list[Path]:
-    """Writes <table>.md and <table>.png from the results in ``place``; returns their paths."""
-    where, picture = place / f"{table.name}.md", place / f"{table.name}.png"
-    pictures = [picture] if draw(table, found(table, place), picture) else []
+    """Writes <table>.md and its pictures from the results in ``place``; returns their paths."""
+    where, ours = place / f"{table.name}.md", found(table, place)
+    drawn = {place / f"{table.name}.png": draw(table, ours, place / f"{table.name}.png")}
+    drawn |= {path: True for path in draw_label_mixes(table, ours, place)}
+    pictures = [path for path, there in drawn.items() if there]
     where.write_text(page(table, place, pictures))
     return [where, *pictures]
 
@@ -91,9 +93,11 @@ def page(table: Table, place: Path, pictures: Sequence[Path]) -> str:
 
 
 def _page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> Iterator[str]:
-    yield from (f"# {table.paper}: {table.title}", "", table.note.strip(), "")
+    yield from (f"# {table.paper}: {table.title}", "", table.note.strip())
     for picture in pictures:
-        yield f"![{table.picture} against rounds, for each method and setting]({picture.name})"
+        mixes = picture.stem.removeprefix(table.name.split("/")[-1]).replace("-", " ").strip()
+        what = mixes or f"{table.picture} against rounds, for each method and setting"
+        yield from ("", f"![{what}]({picture.name})")
     for score in table.scores.values():
         shown = [setting for setting in table.settings.values() if setting.name in ours and _has(setting, score)]
         if shown:
@@ -240,6 +244,19 @@ def draw(table: Table, ours: Found, path: Path) -> bool:
     except ValueError:  # not a single point
         return False
     return True
+
+
+def draw_label_mixes(table: Table, ours: Found, place: Path) -> list[Path]:
+    """A picture of the cohorts' labels for each setting, of the first seed of the method that the table names."""
+    written = []
+    for name, methods in ours.items():
+        runs = methods.get(table.label_mix, {})
+        first = next(iter(runs.values()), None)
+        if first is not None and "label_mix" in first.series:
+            history = [{"round": t, "label_mix": mix} for t, mix in zip(*first.series["label_mix"], strict=True)]
+            written.append(place / f"{table.name}-label-mix-{slug(name)}.png")
+            plots.label_mix(history, written[-1])
+    return written
 
 
 def _curve(run: Result, entry: str, scale: float) -> tuple[list[int], list[float]]:
