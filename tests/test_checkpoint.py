@@ -443,11 +443,11 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
         assert re.search(said, capsys.readouterr().err)
 
 
-def test_kills_at_fifty_moments_lose_no_more_than_the_interval(tmp_path) -> None:
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("kill.py")), str(tmp_path), "50"]
+def test_kills_at_random_moments_lose_no_more_than_the_interval(tmp_path) -> None:
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("kill.py")), str(tmp_path), "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     print(counts)
-    assert counts["moments"] == 50 and counts["bitwise"] and counts["most_lost"] <= 2
-    assert counts["saving"] >= 10 and counts["training"] + counts["evaluating"] >= 5
+    assert counts["moments"] == 20 and counts["bitwise"] and counts["most_lost"] <= 2
+    assert counts["saving"] >= 3 and counts["training"] + counts["evaluating"] >= 2
