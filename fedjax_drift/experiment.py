@@ -76,8 +76,11 @@ def results(file: Path) -> dict[int, Result]:
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
             entry = json.loads(line)
-            entry["series"] = {name: Series(*series) for name, series in entry["series"].items()}
-            found[entry["seed"]] = Result(**entry)
+            kept: dict[str, Series] = {}
+            for columns in entry["series"]:
+                rounds = columns.pop("round")
+                kept |= {name: Series(rounds, values) for name, values in columns.items()}
+            found[entry["seed"]] = Result(**entry | {"series": kept})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{file}, line {number} is no result ({error}): delete the file to run it again"
@@ -85,16 +88,24 @@ def results(file: Path) -> dict[int, Result]:
     return found
 
 
+def _line(result: Result) -> dict[str, Any]:
+    """As JSON: entries that are of the same rounds stand together, as the columns of one table."""
+    columns: dict[tuple[int, ...], dict[str, Any]] = {}
+    for name, (rounds, values) in result.series.items():
+        columns.setdefault(tuple(rounds), {"round": rounds})[name] = values
+    return result._asdict() | {"series": list(columns.values())}
+
+
 def _write(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     """A line each; a kill leaves the old file or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(file.name + ".new")
-    new.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    new.write_text("".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in entries))
     os.replace(new, file)
 
 
 def series(history: Sequence[Record], eval_every: int, every_round: Iterable[str]) -> dict[str, Series]:
-    """What is kept of a run: the evaluated rounds, of some entries every round; six digits."""
+    """What is kept of a run: the evaluated rounds, of some entries every round; five digits."""
     kept: dict[str, Series] = {}
     for record in history:
         t = record["round"]
@@ -110,7 +121,7 @@ def series(history: Sequence[Record], eval_every: int, every_round: Iterable[str
 def _short(value: Any) -> Any:
     if isinstance(value, list):
         return [_short(each) for each in value]
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def commit() -> str | None:
@@ -294,7 +305,7 @@ def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData
             return
         found = results(output / cell.file)
         found |= {seed: _result(cell, seed, history, len(together), args) for seed, history in histories.items()}
-        _write(output / cell.file, [found[seed]._asdict() for seed in sorted(found)])
+        _write(output / cell.file, [_line(found[seed]) for seed in sorted(found)])
     for seed in seeds:
         shutil.rmtree(kept[seed].path, ignore_errors=True)
 

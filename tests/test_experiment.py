@@ -125,8 +125,9 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     output = Path(shutil.copytree(whole, tmp_path / "o"))
     lines = (output / "tiny/table/natural-half-of-them/FedAvg.jsonl").read_text().splitlines()
     runs = [json.loads(line) for line in lines]
-    assert [run["seed"] for run in runs] == [0, 1] and runs[0]["series"]["accuracy"][0] == [4, 8]
-    assert runs[0]["series"]["train_loss"][0] == list(range(1, 9)) and "seconds" not in runs[0]["series"]
+    every, evaluated = sorted(runs[0]["series"], key=lambda columns: -len(columns["round"]))
+    assert [run["seed"] for run in runs] == [0, 1] and evaluated["round"] == [4, 8] and "accuracy" in evaluated
+    assert every["round"] == list(range(1, 9)) and "train_loss" in every and "seconds" not in every
     assert not list(output.rglob("*.partial"))
 
     before = {path: path.read_bytes() for path in output.rglob("*.jsonl")}
@@ -136,7 +137,7 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     shown = [f"--experiments={place}", f"--results={output}"]
     assert cli.main(["report", "tiny/table", *shown]) == 0
     page = (output / "tiny/table.md").read_text()
-    last = [100 * run["series"]["accuracy"][1][-1] for run in runs]
+    last = [100 * next(c["accuracy"] for c in run["series"] if "accuracy" in c)[-1] for run in runs]
     assert row(page, "ours")[0] == f"{np.mean(last):.2f} ± {np.std(last, ddof=1):.2f}"
     gap = np.mean(last) - 50
     mark = "≈" if abs(gap) <= 2 * math.hypot(np.std(last, ddof=1), 1) else "▲" if gap > 0 else "▼"
@@ -174,7 +175,7 @@ def test_the_command_of_a_result_gives_its_numbers(whole, tmp_path, monkeypatch)
     records = [json.loads(line) for line in Path("alone/rounds.jsonl").read_text().splitlines()]
     for name in ("accuracy", "loss"):
         alone = [record[name] for record in records if name in record]
-        assert prox[1].series[name].values == pytest.approx(alone, rel=2e-5)
+        assert prox[1].series[name].values == pytest.approx(alone, rel=1e-4)  # five digits are kept
 
 
 @pytest.mark.parametrize("name", papers.names(TABLES))
