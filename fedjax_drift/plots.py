@@ -198,10 +198,7 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
         axes.set_title(panel.title, fontsize=10)
         axes.set_ylabel(ylabel if number % columns == 0 else "")
         axes.set_xlabel("Round" if number + columns >= len(panels) else "")
-        axes.grid(True, color="0.9", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-        _tidy(axes)
+        _ruled(axes)
     legend = {method: drawn[method] for method in methods if method in drawn}
     figure.legend(
         legend.values(), legend.keys(), loc="outside lower center", ncols=min(6, len(legend)), frameon=False, fontsize=9
@@ -379,10 +376,7 @@ def _picture(name: str, panels: Sequence[Panel], fix: str, path: FilePath, xlabe
         banded = any(line.low is not None for line in panel.lines.values())
         axes.set_xlabel(xlabel + " (median and quartiles)" * banded)
         axes.set(ylabel=panel.ylabel, title=panel.title)
-        axes.grid(True, color="0.9", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-        _tidy(axes)
+        _ruled(axes)
     for panel in panels:
         if panel.log:
             _log_scale(first[panel.ylabel])
@@ -436,6 +430,14 @@ def _figure(width: float, height: float) -> Figure:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1))
+
+
+def _ruled(axes: Axes) -> None:
+    """A pale grid behind, whole rounds below."""
+    axes.grid(True, color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    _tidy(axes)
 
 
 def _tidy(axes: Axes) -> None:

@@ -38,7 +38,8 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
         raise ValueError(
             f"cannot read parameters from {path}: it is no npz ({error}): write it with save_params"
         ) from error
-    shapes, drawn = _shapes(model), set[str]()
+    expected = jax.eval_shape(model.init, jax.random.key(0))
+    shapes, drawn = {_name(where): leaf.shape for where, leaf in jax.tree.leaves_with_path(expected)}, set[str]()
     if "layer1.0.conv1.weight" in arrays:
         arrays = dict(filter(None, map(_of_torch, arrays, arrays.values())))
         other_stem = _shape(arrays, STEM) != shapes.get(STEM)
@@ -55,13 +56,8 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
         )
     return jax.tree_util.tree_map_with_path(
         lambda where, leaf: leaf if _name(where) in drawn else np.asarray(arrays[_name(where)], leaf.dtype),
-        model.init(jax.random.key(0)) if drawn else jax.eval_shape(model.init, jax.random.key(0)),
+        model.init(jax.random.key(0)) if drawn else expected,
     )
-
-
-def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    expected = jax.eval_shape(model.init, jax.random.key(0))
-    return {_name(where): leaf.shape for where, leaf in jax.tree.leaves_with_path(expected)}
 
 
 def _shape(arrays: dict[str, np.ndarray], name: str) -> tuple[int, ...] | None:
@@ -69,7 +65,7 @@ def _shape(arrays: dict[str, np.ndarray], name: str) -> tuple[int, ...] | None:
 
 
 def _name(path: tuple) -> str:
-    return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _of_torch(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
