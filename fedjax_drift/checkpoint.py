@@ -584,6 +584,13 @@ def _plain(value: Any) -> Any:
 # Files and folders.
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Writes the file as a whole: a process that is killed leaves the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
 @contextlib.contextmanager
 def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
     """Locks the folder for this process by its file "lock"; ValueError where it is in use or can't be written."""

@@ -34,7 +34,7 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift import experiment, options, papers, report
-from fedjax_drift.checkpoint import lock_folder, unused
+from fedjax_drift.checkpoint import lock_folder, replace_file, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.options import HIDDEN, Parser, add, add_data, add_run, count, count0, file_name, load, spec
@@ -453,7 +453,7 @@ def _simulate(
     writes = fd.distributed.is_first()
     if writes:
         output.mkdir(parents=True, exist_ok=True)
-        _replace(output / "config.json", json.dumps(config, indent=2) + "\n")
+        replace_file(output / "config.json", json.dumps(config, indent=2) + "\n")
     print(_heading(config, output), flush=True)
     resume = f"to go on: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
     records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
@@ -578,12 +578,11 @@ def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], i
     place = papers.folder(args.experiments)
     if args.list or not args.names:
         return lambda: print(report.listing(place, [args.output, place / "results"])) or 0
-    tables = [papers.read(place, name) for name in args.names]
+    tables = papers.read_all(place, args.names)
     cells = [papers.chosen(table, args.rows, args.methods) for table in tables]
     seeds = None if args.seeds is None else range(args.seeds)
     progress = not args.no_progress and sys.stderr.isatty()
-    if args.devices is not None:
-        fd.use_cpu_devices(args.devices)
+    options.use_devices(args.devices)
 
     def work() -> int:
         for table, own in zip(tables, cells, strict=True):
@@ -604,7 +603,7 @@ def _report(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     place = papers.folder(args.experiments)
     if args.all == bool(args.names):
         raise ValueError("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
-    tables = [papers.read(place, name) for name in args.names or papers.names(place)]
+    tables = papers.read_all(place, args.names or papers.names(place))
 
     def work() -> int:
         ours = place / "results"
@@ -732,7 +731,7 @@ def _jsonl(
     def line(record: Mapping[str, Any]) -> str:
         return json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
 
-    _replace(path, "".join(map(line, before)))
+    replace_file(path, "".join(map(line, before)))
     with path.open("a") as file:
 
         def write(record: Mapping[str, Any]) -> None:
@@ -740,13 +739,6 @@ def _jsonl(
             file.flush()
 
         yield write
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes the file as a whole: a process that is killed leaves the old one or the new one."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    os.replace(new, path)
 
 
 def _rounds_to_do(done: int, rounds: int) -> str:

@@ -28,8 +28,8 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift import options
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.checkpoint import Checkpoints, lock_folder
-from fedjax_drift.papers import OPTIONS, Cell, Score, Series, Table, arguments, last_number, parsed, tunable
+from fedjax_drift.checkpoint import Checkpoints, lock_folder, replace_file
+from fedjax_drift.papers import Cell, Score, Series, Table, arguments, last_number, parsed, tunable
 from fedjax_drift.progress import Bar, Record, Stop, stop_on_interrupt
 
 CHUNK = 30.0  # seconds of rounds between two saves: the most that a kill loses
@@ -97,11 +97,9 @@ def _line(result: Result) -> dict[str, Any]:
 
 
 def _write(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    """A line each; a kill leaves the old file or the new one."""
+    """A line each."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(file.name + ".new")
-    new.write_text("".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in entries))
-    os.replace(new, file)
+    replace_file(file, "".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in entries))
 
 
 def series(history: Sequence[Record], eval_every: int, every_round: Iterable[str]) -> dict[str, Series]:
@@ -185,8 +183,10 @@ def run(
                     cell = with_tuned(cell, table, output)
                     cell = cell if rounds is None else cell._replace(options=_at_most(cell.options, rounds))
                     wanted = list(seeds if seeds is not None else range(cell.seeds))
-                    say(f"{title}: {_announced(cell, output, wanted)}")
-                    if missing := _missing(cell, output, wanted):
+                    missing = _missing(cell, output, wanted)
+                    what = f"{cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}"
+                    say(f"{title}: {what if missing else 'done before'}")
+                    if missing:
                         _run_cell(cell, missing, output, _data(cell, made), progress, stop)
                         _tell(table, cell, output, wanted, say)
             except FileNotFoundError as error:
@@ -198,13 +198,6 @@ def run(
     if cells and len(lacking) == len(cells):
         raise lacking[0]
     return True
-
-
-def _announced(cell: Cell, output: Path, wanted: Sequence[int]) -> str:
-    missing = _missing(cell, output, wanted)
-    if not missing:
-        return "done before"
-    return f"{cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}"
 
 
 def _tell(table: Table, cell: Cell, output: Path, wanted: Sequence[int], say: Callable[[str], None]) -> None:
@@ -263,8 +256,6 @@ def _data(cell: Cell, made: dict[str, fd.FederatedData]) -> fd.FederatedData:
     key = json.dumps([args.dataset, args.partition, args.clients, args.size_sigma, args.data_seed, args.redeal])
     if key not in made:
         made.clear()
-        with contextlib.suppress(RuntimeError):
-            fd.use_cpu_devices(args.devices)
         made[key] = options.load(args)
     return made[key]
 
@@ -415,24 +406,10 @@ def with_tuned(cell: Cell, table: Table, output: Path) -> Cell:
         return cell
     values = best_of(tried, tuning_score(table))
     found = options.spec("algorithm", cell.options["algorithm"], ALGORITHMS)
-    own = {key: value for key, value in values.items() if key not in OPTIONS}
-    text = ",".join(f"{key}={_text(value)}" for key, value in (found.options | own).items())
-    algorithm = f"{found.name}:{text}" if text else found.name
-    return cell._replace(
-        options=cell.options
-        | {key: value for key, value in values.items() if key in OPTIONS}
-        | {"algorithm": algorithm}
-    )
-
-
-def _text(value: Any) -> str:
-    return (
-        "+".join(map(str, value))
-        if isinstance(value, tuple)
-        else str(value).lower()
-        if value in (True, False, None)
-        else str(value)
-    )
+    local = {key: value for key, value in values.items() if key in options.LOCAL}
+    own = {key: value for key, value in values.items() if key not in local}
+    algorithm = options.written(found._replace(options=found.options | own))
+    return cell._replace(options=cell.options | local | {"algorithm": algorithm})
 
 
 def tuning_score(table: Table) -> Score:

@@ -174,6 +174,18 @@ def _value(text: str) -> bool | int | float | str | None:
     return text
 
 
+def written(found: Spec) -> str:
+    """NAME:key=value,... as `spec` reads it."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, tuple):
+            return "+".join(map(text, value))
+        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+    items = ",".join(f"{key}={text(value)}" for key, value in found.options.items())
+    return f"{found.name}:{items}" if items else found.name
+
+
 def data_seed(args: argparse.Namespace) -> int:
     """Of the data and how they are dealt."""
     return args.seed if args.data_seed is None else args.data_seed
@@ -400,6 +412,15 @@ class Asked(NamedTuple):
     config: dict[str, Any]  # all that was set, as JSON
 
 
+def use_devices(number: int | None) -> None:
+    """So many CPU devices; None: one per core, unless JAX has started, as in a notebook: its devices are kept."""
+    try:
+        fd.use_cpu_devices(number)
+    except RuntimeError as error:
+        if number is not None:
+            raise ValueError(f"--devices must be set before JAX starts, got {number}: leave it out") from error
+
+
 def specs(args: argparse.Namespace) -> list[Spec]:
     """The algorithms, each once."""
     found = [spec("algorithm", text, ALGORITHMS) for text in args.algorithm]
@@ -424,12 +445,8 @@ def asked(
     local = fd.LocalTraining(**trained, optimizer=None if args.optimizer is None else optimizer(args.optimizer))
     made = {each.text: _algorithm(each._replace(options=each.options | values)) for each in algorithms}
     measure_every = _measure_every(args)
-    try:
-        if not args.distributed:
-            fd.use_cpu_devices(args.devices)
-    except RuntimeError as error:  # JAX has started, as in a notebook: its devices are kept
-        if args.devices is not None:
-            raise ValueError(f"--devices must be set before JAX starts, got {args.devices}: leave it out") from error
+    if not args.distributed:
+        use_devices(args.devices)
     data = load(args) if data is None else data
     model_spec, model = _model(args, dataset, data)
     for name, algorithm in made.items():

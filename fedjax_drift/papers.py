@@ -189,20 +189,32 @@ def names(place: Path) -> list[str]:
     return sorted(f"{path.parent.name}/{path.stem}" for path in place.glob("*/*.toml"))
 
 
-def read(place: Path, name: str) -> Table:
-    """A table by its name. ValueError for what a table can't be."""
+def read(place: Path, name: str, others: dict[str, Table] | None = None) -> Table:
+    """A table by its name. ValueError for what a table can't be.
+
+    others: tables read before; those that this one refers to are read once, and put there.
+    """
+    others = {} if others is None else others
+    if name in others:
+        return others[name]
     known = names(place)
     if name not in known:
         raise ValueError(f"a table must be one of {', '.join(known)}, got {name!r}{checks.nearest(name, known)}")
     path = place / f"{name}.toml"
     try:
-        return _table(place, name, tomllib.loads(path.read_text()))
+        return others.setdefault(name, _table(place, name, tomllib.loads(path.read_text()), others))
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path}: {what}") from error
 
 
-def _table(place: Path, name: str, of: dict[str, Any]) -> Table:
+def read_all(place: Path, several: Iterable[str]) -> list[Table]:
+    """Tables by their names, each file read once."""
+    others: dict[str, Table] = {}
+    return [read(place, name, others) for name in several]
+
+
+def _table(place: Path, name: str, of: dict[str, Any], others: dict[str, Table]) -> Table:
     _known("a table", of, TABLE_KEYS)
     scores = {}
     for title, score in of["scores"].items():
@@ -211,7 +223,8 @@ def _table(place: Path, name: str, of: dict[str, Any]) -> Table:
         checks.choice("take", scores[title].take, TAKES)
     methods = {method: _options(spec) for method, spec in of["methods"].items()}
     settings = {
-        title: _setting(place, name, title, setting, of, methods, scores) for title, setting in of["settings"].items()
+        title: _setting(place, name, title, setting, of, methods, scores, others)
+        for title, setting in of["settings"].items()
     }
     claims = of.get("claims", [])
     for chain in claims:
@@ -236,12 +249,13 @@ def _setting(
     whole: dict[str, Any],
     methods: dict[str, dict[str, Any]],
     scores: dict[str, Score],
+    others: dict[str, Table],
 ) -> Setting:
     own = {key: of[key] for key in of if key not in ("base", "printed", "needs", "runs", "as", "methods")}
     needs = of.get("needs", whole.get("needs", ""))
     if "runs" in of:
         _known(f"{name}, which is {of['runs']}'s,", of, REFERENCE_KEYS)
-        other = read(place, of["runs"]).settings[of.get("as", name)]
+        other = read(place, of["runs"], others).settings[of.get("as", name)]
         cells, needs = {method: other.cells[method] for method in methods if method in other.cells}, other.needs
     else:
         base = whole.get("bases", {})[of["base"]] if "base" in of else {}
@@ -294,13 +308,13 @@ def _printed(number: float | str) -> Printed:
     return Printed(float(value), float(std) if spread else None, text)
 
 
-def _flags() -> dict[str, argparse.Action]:
-    parser = options.Parser(prog="run")
+def _parser(prog: str) -> options.Parser:
+    parser = options.Parser(prog=prog)
     options.add_run(parser)
-    return {action.dest: action for action in parser._actions if action.dest != "help"}
+    return parser
 
 
-OPTIONS = frozenset(_flags())
+OPTIONS = frozenset(action.dest for action in _parser("run")._actions) - {"help"}
 
 
 def arguments(cell: Cell, seed: int) -> list[str]:
@@ -316,9 +330,7 @@ def arguments(cell: Cell, seed: int) -> list[str]:
 
 
 def parsed(cell: Cell, seed: int) -> argparse.Namespace:
-    parser = options.Parser(prog=f"{cell.setting}, {cell.method}")
-    options.add_run(parser)
-    return parser.parse_args(arguments(cell, seed))
+    return _parser(f"{cell.setting}, {cell.method}").parse_args(arguments(cell, seed))
 
 
 def chosen(table: Table, rows: Sequence[str], methods: Sequence[str]) -> list[Cell]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedjax_drift import plots
 from fedjax_drift.experiment import Result, best_of, results, summary, tuned, tuning_score
-from fedjax_drift.papers import Cell, Printed, Score, Series, Setting, Table, last_number, names, read, slug
+from fedjax_drift.papers import Cell, Printed, Score, Series, Setting, Table, last_number, names, read_all, slug
 
 CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")
@@ -52,25 +52,29 @@ def where(table: Table, places: Sequence[Path]) -> Path:
     return next((place for place in places if has_results(table, place)), places[-1])
 
 
-def status(table: Table, place: Path) -> str:
+def status(table: Table, ours: Found) -> str:
     """ "complete", "12 of 30 cells", or "not run"."""
-    cells = [cell for setting in table.settings.values() for cell in setting.cells.values()]
-    done = sum(complete(cell, results(place / cell.file)) for cell in cells)
-    return "complete" if done == len(cells) else f"{done} of {len(cells)} cells" if done else "not run"
+    cells = sum(len(setting.cells) for setting in table.settings.values())
+    done = sum(
+        complete(table.settings[name].cells[method], runs)
+        for name, methods in ours.items()
+        for method, runs in methods.items()
+    )
+    return "complete" if done == cells else f"{done} of {cells} cells" if done else "not run"
 
 
 def complete(cell: Cell, runs: Mapping[int, Result]) -> bool:
-    """Whether there is a run, of all the rounds it was to have."""
-    return bool(runs) and all(run.reached or run.rounds >= cell.options["rounds"] for run in runs.values())
+    """Whether the runs have all the rounds that they were to have."""
+    return all(run.reached or run.rounds >= cell.options["rounds"] for run in runs.values())
 
 
 def listing(place: Path, outputs: Sequence[Path]) -> str:
     """One line a table."""
-    tables = [read(place, name) for name in names(place)]
+    tables = read_all(place, names(place))
     width = max(len(table.name) for table in tables)
     lines = [f"{'table':{width}}  {'results':16}  what"]
     for table in tables:
-        lines.append(f"{table.name:{width}}  {status(table, where(table, outputs)):16}  {table.title}")
+        lines.append(f"{table.name:{width}}  {status(table, found(table, where(table, outputs))):16}  {table.title}")
     return "\n".join(lines)
 
 
@@ -83,13 +87,13 @@ def write(table: Table, place: Path) -> list[Path]:
     drawn = {place / f"{table.name}.png": draw(table, ours, place / f"{table.name}.png")}
     drawn |= {path: True for path in draw_label_mixes(table, ours, place)}
     pictures = [path for path, there in drawn.items() if there]
-    where.write_text(page(table, place, pictures))
+    where.write_text(page(table, place, ours, pictures))
     return [where, *pictures]
 
 
-def page(table: Table, place: Path, pictures: Sequence[Path]) -> str:
+def page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> str:
     """The results in ``place`` as markdown, with pictures that lie beside it."""
-    return "\n".join(_page(table, place, found(table, place), pictures)) + "\n"
+    return "\n".join(_page(table, place, ours, pictures)) + "\n"
 
 
 def _page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> Iterator[str]:
@@ -108,9 +112,8 @@ def _page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> I
     if verdicts:
         yield from ("", "## The paper's order", "", *_verdict_lines(verdicts))
     yield from ("", "## How each cell was run", "", *_runs(table, place, ours))
-    missing = _not_run(table, ours)
-    if missing:
-        yield from ("", "## Not run", "", *missing)
+    if missing := _missing(table, ours):
+        yield from ("", "## Not run", "", *_not_run(missing))
     made, run = f"`fedjax-drift report {table.name}`", f"`fedjax-drift experiment {table.name}`"
     yield from ("", f"This page is made by {made} from the JSONL beside it; {run} runs it.")
 
@@ -209,7 +212,8 @@ def _runs(table: Table, place: Path, ours: Found) -> Iterator[str]:
     yield from ("```", "", "</details>")
 
 
-def _not_run(table: Table, ours: Found) -> Iterator[str] | list[str]:
+def _missing(table: Table, ours: Found) -> dict[str, list[str]]:
+    """Why something was not run -> the settings, with their methods where some were."""
     reasons: dict[str, list[str]] = {}
     for setting in table.settings.values():
         missing = [method for method in setting.cells if method not in ours.get(setting.name, {})]
@@ -217,7 +221,11 @@ def _not_run(table: Table, ours: Found) -> Iterator[str] | list[str]:
             whole = len(missing) == len(setting.cells)
             what = setting.name if whole else f"{setting.name} ({', '.join(missing)})"
             reasons.setdefault(setting.needs or "not run yet", []).append(what)
-    return [f"- {'; '.join(settings)}: {why}" for why, settings in reasons.items()]
+    return reasons
+
+
+def _not_run(missing: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"- {'; '.join(settings)}: {why}" for why, settings in missing.items()]
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -358,9 +366,14 @@ def _difference(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[float, 
     return mean, math.sqrt(variance * (1 / len(x) + 1 / len(y))), df, f"{len(x)} and {len(y)} seeds"
 
 
+def _counts(verdicts: Sequence[Verdict]) -> list[int]:
+    """How many hold, do not hold, are open."""
+    return [sum(verdict.word == word for verdict in verdicts) for word in WORDS]
+
+
 def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    counts = {word: sum(verdict.word == word for verdict in verdicts) for word in WORDS}
-    yield ", ".join(f"{word}: {number}" for word, number in counts.items()) + f" (of {len(verdicts)})."
+    counted = zip(WORDS, _counts(verdicts), strict=True)
+    yield ", ".join(f"{word}: {number}" for word, number in counted) + f" (of {len(verdicts)})."
     yield from ("", "| setting | score | claim | | better by, 95 % interval |", "|---|---|---|---|---|")
     for verdict in verdicts:
         claim = f"{verdict.a} better than {verdict.b}"
@@ -373,12 +386,13 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
 def write_index(tables: Sequence[Table], place: Path) -> list[Path]:
     """Writes README.md, the page of all tables, and orderings.md; returns their paths."""
     index, orders = place / "README.md", place / "orderings.md"
-    index.write_text("\n".join(_index(tables, place)) + "\n")
-    orders.write_text("\n".join(_orderings(tables, place)) + "\n")
+    everything = [(table, ours, list(orderings(table, ours))) for table in tables for ours in [found(table, place)]]
+    index.write_text("\n".join(_index(everything)) + "\n")
+    orders.write_text("\n".join(_orderings(everything)) + "\n")
     return [index, orders]
 
 
-def _index(tables: Sequence[Table], place: Path) -> Iterator[str]:
+def _index(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iterator[str]:
     yield from ("# All tables of the five papers", "")
     yield (
         "Made by `fedjax-drift report --all` from the JSONL in these folders: a file for each method in each setting, "
@@ -391,13 +405,11 @@ def _index(tables: Sequence[Table], place: Path) -> Iterator[str]:
         "| table | what | run | beside the paper's | orders | not run, because it needs |",
         "|---|---|---|---|---|---|",
     )
-    for table in tables:
-        ours = found(table, place)
-        missing = [s for s in table.settings.values() if any(m not in ours.get(s.name, {}) for m in s.cells)]
-        needs = "; ".join(sorted({setting.needs or "not run yet" for setting in missing}))
+    for table, ours, verdicts in everything:
         linked = f"[{table.paper}]({table.name}.md)" if ours else table.paper
-        shown = [status(table, place), _marks_of(table, ours), _words_of(list(orderings(table, ours)))]
-        yield f"| {linked} | {table.title} | " + " | ".join(shown) + f" | {needs} |"
+        orders = " / ".join(map(str, _counts(verdicts))) if verdicts else "-"
+        shown = [status(table, ours), _marks_of(table, ours), orders, "; ".join(sorted(_missing(table, ours)))]
+        yield f"| {linked} | {table.title} | " + " | ".join(shown) + " |"
     yield from ("", "Which of the papers' orderings hold in these results: [orderings.md](orderings.md).")
 
 
@@ -414,12 +426,7 @@ def _marks_of(table: Table, ours: Found) -> str:
     return ", ".join(counts) or "-"
 
 
-def _words_of(verdicts: Sequence[Verdict]) -> str:
-    counts = [sum(verdict.word == word for verdict in verdicts) for word in WORDS]
-    return " / ".join(map(str, counts)) if verdicts else "-"
-
-
-def _orderings(tables: Sequence[Table], place: Path) -> Iterator[str]:
+def _orderings(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iterator[str]:
     yield from ("# The papers' orderings in our results", "")
     yield (
         'For every claim "method a is better than b" of a paper, in every setting that was run: it holds if the 95 % '
@@ -428,9 +435,9 @@ def _orderings(tables: Sequence[Table], place: Path) -> Iterator[str]:
         "comparison each, not of all of them together."
     )
     verdicts, seen = [], set()
-    for table in tables:
+    for table, _, found_there in everything:
         own = []
-        for verdict in orderings(table, found(table, place)):
+        for verdict in found_there:
             cells = table.settings[verdict.setting].cells
             key = cells[verdict.a].file, cells[verdict.b].file, table.scores[verdict.score]._replace(name="")
             if key not in seen:  # or else the same runs, shown in another table too
@@ -439,9 +446,8 @@ def _orderings(tables: Sequence[Table], place: Path) -> Iterator[str]:
         verdicts.append((table, own))
     yield from ("", "| table | holds | does not hold | open |", "|---|---:|---:|---:|")
     for table, own in verdicts:
-        counts = [sum(v.word == word for v in own) for word in WORDS]
         if own:
-            yield f"| {table.paper} | " + " | ".join(map(str, counts)) + " |"
+            yield f"| {table.paper} | " + " | ".join(map(str, _counts(own))) + " |"
     for table, own in verdicts:
         if own:
             yield from ("", f"## {table.paper}", "", *_verdict_lines(own))

@@ -205,7 +205,9 @@ def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
         if report.has_results(table, tmp_path):
             committed = (TABLES / "results" / table.name).with_suffix(".md")
             pictures = [path] if (path := committed.with_suffix(".png")).exists() else []
-            assert report.page(table, tmp_path, pictures) == committed.read_text(), table.name
+            assert report.page(table, tmp_path, report.found(table, tmp_path), pictures) == committed.read_text(), (
+                table.name
+            )
     for path in report.write_index(tables, tmp_path):
         assert path.read_text() == (TABLES / "results" / path.name).read_text()
 
@@ -263,7 +265,8 @@ def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
     output = tmp_path / "o"
     assert do(place, output, "--methods=FedAvg", "--rounds=2") == 0
     assert {seed: run.rounds for seed, run in read(output).items()} == {0: 2, 1: 2}
-    assert report.status(papers.read(place, "tiny/table"), output) == "not run"
+    table = papers.read(place, "tiny/table")
+    assert report.status(table, report.found(table, output)) == "not run"
     assert do(place, output, "--methods=FedAvg") == 0
     first = read(output)
     assert {seed: run.rounds for seed, run in first.items()} == {0: 8, 1: 8}
@@ -296,7 +299,7 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
     assert f"--lr={best['lr']}" in run.command
     assert run.reached and run.rounds == 4 and run.series["accuracy"].rounds == [4]
     assert do(place, output, "--tune", "--methods=FedProx") == 0 and "done before" in capsys.readouterr().out
-    page = report.page(table, output, [])
+    page = report.page(table, output, report.found(table, output), [])
     assert "FedProx: lr" in page and "(best of 4 combinations after 2 rounds, another seed than those reported)" in page
 
     untuned = with_tables(tmp_path / "untuned", table=text[: text.index("[tune]")] + text[text.index("[settings") :])
