@@ -93,8 +93,9 @@ examples:
   fedjax-drift experiment fedadc/figure1 --methods FedADC,SlowMo --tune
 
 What is done is skipped: the results lie in OUTPUT/<paper>/<table>/<setting>/,
-a file for each method, a line for each seed. Ctrl-C or a kill loses at most
-half a minute, and the same command goes on. Then:
+a file for each method, a line for each seed. A kill loses about half a minute
+(or the rounds between two evaluations, or a tuning), Ctrl-C a tuning alone; the
+same command goes on. Then:
 
   fedjax-drift report feddc/table1
 """

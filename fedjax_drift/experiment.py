@@ -32,7 +32,7 @@ from fedjax_drift.checkpoint import Checkpoints, lock_folder, replace_file
 from fedjax_drift.papers import Cell, Score, Series, Table, arguments, last_number, parsed, tunable
 from fedjax_drift.progress import Bar, Record, Stop, stop_on_interrupt
 
-CHUNK = 30.0  # seconds of rounds between two saves: the most that a kill loses
+CHUNK = 30.0  # seconds of rounds between two saves, unless those between two evaluations take longer
 BOOKKEEPING = (
     "round",
     "seconds",
