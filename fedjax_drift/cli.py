@@ -93,9 +93,9 @@ examples:
   fedjax-drift experiment fedadc/figure1 --methods FedADC,SlowMo --tune
 
 What is done is skipped: the results lie in OUTPUT/<paper>/<table>/<setting>/,
-a file for each method, a line for each seed. A kill loses about half a minute
-(or the rounds between two evaluations, or a tuning), Ctrl-C a tuning alone; the
-same command goes on. Then:
+a file for each method, a line for each seed. Ctrl-C loses nothing, a kill about
+half a minute (five of tuning, or the rounds between two evaluations); the same
+command goes on. Then:
 
   fedjax-drift report feddc/table1
 """

@@ -31,8 +31,10 @@ from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checkpoint import Checkpoints, lock_folder, replace_file
 from fedjax_drift.papers import Cell, Score, Series, Table, arguments, last_number, parsed, tunable
 from fedjax_drift.progress import Bar, Record, Stop, stop_on_interrupt
+from fedjax_drift.sweep import Setting
 
 CHUNK = 30.0  # seconds of rounds between two saves, unless those between two evaluations take longer
+TUNING_CHUNK = 300.0  # likewise of a grid, whose program is compiled anew after each save
 BOOKKEEPING = (
     "round",
     "seconds",
@@ -193,7 +195,7 @@ def run(
                 say(f"{title}: not run: {error}")
                 lacking.append(error)
             if stop.asked:
-                say("interrupted: the same command goes on from here (what was being tuned is tuned anew)")
+                say("interrupted: the same command goes on from here")
                 return False
     if cells and len(lacking) == len(cells):
         raise lacking[0]
@@ -275,66 +277,80 @@ def _missing(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
     return [seed for seed in seeds if seed not in found or (found[seed].rounds < asked and not found[seed].reached)]
 
 
+class Member(NamedTuple):
+    """One of the runs that go side by side, and where it is saved."""
+
+    seed: int
+    setting: Setting
+    saved: Checkpoints
+
+
 def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData, progress: bool, stop: Stop) -> None:
-    """Runs the seeds side by side, saved every half a minute, to their end or to Ctrl-C."""
+    """Runs the seeds side by side, saved every half a minute, to their end, their target or Ctrl-C."""
     args = parsed(cell, seeds[0])
     simulations, params, _ = options.asked(args, data)
     (sim,) = simulations.values()
-    kept = {seed: Checkpoints(_partial(cell, output) / f"seed-{seed}", keep=1, best=None) for seed in seeds}
-    for t, together in _side_by_side(kept).items():
-        if t > args.rounds:
-            raise ValueError(
-                f"{cell.setting}, {cell.method} has been run for {t} rounds, and is not done, got --rounds "
-                f"{args.rounds}: ask for as many, or choose another --output"
-            )
-        if t:
-            runs = [fd.Run(seed, {}, *kept[seed].restore(sim)) for seed in together]
-        else:
-            runs = [fd.Run(seed, {}, sim.init(jax.random.key(seed), params), []) for seed in together]
-        histories = _run_together(cell, args, sim, runs, kept, progress, stop)
+    members = [Member(seed, {}, _saved(cell, output, f"seed-{seed}")) for seed in seeds]
+    for together in _side_by_side(members, args.rounds):
+        histories = _run_together(cell, args, lambda: sim, together, CHUNK, progress, stop, params, cell.until)
         if stop.asked:
             return
         found = results(output / cell.file)
-        found |= {seed: _result(cell, seed, history, len(together), args) for seed, history in histories.items()}
+        for member, history in zip(together, histories, strict=True):
+            found[member.seed] = _result(cell, member.seed, history, len(together), args)
         _write(output / cell.file, [_line(found[seed]) for seed in sorted(found)])
-    for seed in seeds:
-        shutil.rmtree(kept[seed].path, ignore_errors=True)
+    _forget(members)
 
 
 def _run_together(
     cell: Cell,
     args: argparse.Namespace,
-    sim: fd.Simulation,
-    runs: list[fd.Run],
-    kept: Mapping[int, Checkpoints],
+    build: Callable[..., fd.Simulation],
+    members: Sequence[Member],
+    chunk: float,
     progress: bool,
     stop: Stop,
-) -> dict[int, list[Record]]:
-    """Runs that are at one round, to the cell's end, its target or Ctrl-C, and saves them; seed -> whole history."""
-    t, every, seeds = int(runs[0].state.round), args.eval_every or 10, [run.seed for run in runs]
-    histories = {run.seed: list(run.history) for run in runs}
-    new = {seed: list[Record]() for seed in seeds}  # those that the checkpoints don't have
+    params: Any = None,
+    until: Score | None = None,
+) -> list[list[Record]]:
+    """Runs that are at one round, to ``args.rounds``, the target or Ctrl-C, and saves them; their whole histories."""
+    seeds, every = sorted({member.seed for member in members}), args.eval_every or 10
+    settings = [member.setting for member in members[:: len(seeds)]]  # either seeds differ or settings do
+    sims = [build(**member.setting) for member in members]
+    runs = [_start(sim, member, params) for sim, member in zip(sims, members, strict=True)]
+    t, histories = int(runs[0].state.round), [list(run.history) for run in runs]
+    new = [list[Record]() for _ in runs]  # those that the checkpoints don't have
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(Bar(args.rounds * len(runs), f"{cell.setting}, {cell.method}", progress))
-        for record in itertools.chain(*histories.values()):
+        for record in itertools.chain(*histories):
             bar.update(record)
-        savers = {run.seed: stack.enter_context(kept[run.seed].saving(sim, run.state, stop.held)) for run in runs}
+        savers = [
+            stack.enter_context(member.saved.saving(sim, run.state, stop.held))
+            for member, sim, run in zip(members, sims, runs, strict=True)
+        ]
         n = every - t % every  # to a round that is evaluated, wherever the runs were interrupted
-        while t < args.rounds and not stop.asked and not (t % every == 0 and _reached(cell, args, histories)):
+        while t < args.rounds and not stop.asked and not (t % every == 0 and _reached(until, args, histories, cell)):
             n, started = min(n, args.rounds - t), time.perf_counter()
-            runs = sim.sweep(
-                n, seeds, args.eval_every, start=runs, progress=False, measure_every=args.measure_every or 1,
-                on_round=lambda seed, setting, record: bar.update(record),
+            runs = fd.sweep(
+                build, n, seeds, settings, args.eval_every, start=runs, progress=False,
+                measure_every=args.measure_every or 1, on_round=lambda seed, setting, record: bar.update(record),
             )  # fmt: skip
             seconds = (time.perf_counter() - started) / max(len(runs[0].history), 1)  # a round
-            for run in runs:
+            for i, run in enumerate(runs):
                 made = [record | {"seconds": seconds} for record in run.history]
-                new[run.seed] += made
-                histories[run.seed] += made
-                (savers[run.seed].finish if stop.asked else savers[run.seed].save)(run.state, new[run.seed])
+                new[i] += made
+                histories[i] += made
+                (savers[i].finish if stop.asked else savers[i].save)(run.state, new[i])
             t += len(runs[0].history)
-            n = _chunk(seconds, every)
+            n = _chunk(chunk, seconds, every)
     return histories
+
+
+def _start(sim: fd.Simulation, member: Member, params: Any) -> fd.Run:
+    """From the last save, or from the first round."""
+    saved = member.saved.rounds
+    state, history = member.saved.restore(sim) if saved else (sim.init(jax.random.key(member.seed), params), [])
+    return fd.Run(member.seed, member.setting, state, history)
 
 
 def _partial(cell: Cell, output: Path) -> Path:
@@ -342,24 +358,39 @@ def _partial(cell: Cell, output: Path) -> Path:
     return (output / cell.file).with_suffix(".partial")
 
 
-def _side_by_side(kept: Mapping[int, Checkpoints]) -> dict[int, list[int]]:
-    """The round to go on from -> seeds. A kill between two saves may have left some seeds behind the others."""
-    found: dict[int, list[int]] = {}
-    for seed, checkpoints in kept.items():
-        found.setdefault(max(checkpoints.rounds, default=0), []).append(seed)
-    return found
+def _saved(cell: Cell, output: Path, name: str) -> Checkpoints:
+    return Checkpoints(_partial(cell, output) / name, keep=1, best=None)
 
 
-def _chunk(seconds: float, every: int) -> int:
+def _forget(members: Iterable[Member]) -> None:
+    """Removes what was saved of runs whose results are kept."""
+    for member in members:
+        shutil.rmtree(member.saved.path, ignore_errors=True)
+
+
+def _side_by_side(members: Iterable[Member], rounds: int) -> Iterator[list[Member]]:
+    """Those that are at one round together: a kill between two saves may have left some behind the others."""
+    found: dict[int, list[Member]] = {}
+    for member in members:
+        found.setdefault(max(member.saved.rounds, default=0), []).append(member)
+    if max(found) > rounds:
+        raise ValueError(
+            f"{max(found)} rounds are done in {found[max(found)][0].saved.path.parent}, which are not all that were "
+            f"asked for, got --rounds {rounds}: ask for as many, or choose another --output"
+        )
+    yield from found.values()
+
+
+def _chunk(chunk: float, seconds: float, every: int) -> int:
     """Rounds to the next save, a multiple of ``every``, for rounds that take so long."""
-    return every * max(1, int(CHUNK / (every * seconds)))
+    return every * max(1, int(chunk / (every * seconds)))
 
 
-def _reached(cell: Cell, args: argparse.Namespace, histories: Mapping[int, Sequence[Record]]) -> bool:
-    """Whether every seed has reached the target after which the cell need not go on."""
-    if cell.until is None:
+def _reached(until: Score | None, args: argparse.Namespace, histories: Iterable[Sequence[Record]], cell: Cell) -> bool:
+    """Whether every run has reached the target after which it need not go on."""
+    if until is None:
         return False
-    return all(math.isfinite(cell.until(series(history, args.eval_every, cell.keep))) for history in histories.values())
+    return all(math.isfinite(until(series(history, args.eval_every, cell.keep))) for history in histories)
 
 
 def _result(cell: Cell, seed: int, history: Sequence[Record], together: int, args: argparse.Namespace) -> Result:
@@ -423,17 +454,24 @@ def _grid(table: Table, cell: Cell) -> list[dict[str, float]]:
 
 
 def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progress: bool, stop: Stop) -> None:
-    """Tries the grid, all of it side by side in one program; nothing is kept if Ctrl-C ends it."""
-    rounds = min(table.tune.get("rounds", cell.options["rounds"]), cell.options["rounds"])
-    args, settings = parsed(cell, TUNING_SEED), _grid(table, cell)
+    """Tries the grid, all of it side by side in one program, saved every five minutes."""
+    args = parsed(cell, TUNING_SEED)
+    args.rounds = min(table.tune.get("rounds", args.rounds), args.rounds)
+    simulations, params, _ = options.asked(args, data)
 
     def build(**values: float) -> fd.Simulation:
         return next(iter(options.asked(args, data, values).simulations.values()))
 
-    every = args.measure_every or 1
-    runs = fd.sweep(build, rounds, (TUNING_SEED,), settings, args.eval_every, progress=progress, measure_every=every)
-    if stop.asked:
-        return
-    score = tuning_score(table)
-    found = [Tuned(run.setting, score(series(run.history, args.eval_every, ())), rounds) for run in runs]
-    _write(tuning_file(cell, output), [each._asdict() | {"score": _short(each.score)} for each in found])
+    names = {"-".join(f"{key}={value}" for key, value in each.items()): each for each in _grid(table, cell)}
+    members = [Member(TUNING_SEED, setting, _saved(cell, output, f"tuning-{name}")) for name, setting in names.items()]
+    score, found = tuning_score(table), {}
+    for together in _side_by_side(members, args.rounds):
+        histories = _run_together(cell, args, build, together, TUNING_CHUNK, progress, stop, params)
+        if stop.asked:
+            return
+        for member, history in zip(together, histories, strict=True):
+            value = score(series(history, args.eval_every, ()))
+            found[member.saved.path] = Tuned(member.setting, value, args.rounds)
+    tried = [found[member.saved.path] for member in members]
+    _write(tuning_file(cell, output), [each._asdict() | {"score": _short(each.score)} for each in tried])
+    _forget(members)

@@ -306,6 +306,28 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
     assert do(untuned, output, "--tune") == 2 and "must have a grid" in capsys.readouterr().err
 
 
+def test_tuning_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys):
+    place = with_tables(tmp_path / "tables", table=TINY.replace("[tune]\nrounds = 2", "[tune]\nrounds = 6"))
+    only = ["--tune", "--methods=FedProx"]
+    assert do(place, tmp_path / "whole", *only) == 0
+    monkeypatch.setattr(experiment, "TUNING_CHUNK", 0.0)
+    monkeypatch.setattr(sys.modules["fedjax_drift.sweep"], "CHUNK_SECONDS", 0.0)
+    update, pressed = experiment.Bar.update, []
+
+    def press(self, record):
+        update(self, record)
+        if not pressed:
+            pressed.append(signal.raise_signal(signal.SIGINT))
+
+    monkeypatch.setattr(experiment.Bar, "update", press)
+    assert do(place, tmp_path / "o", *only) == 130
+    assert "the same command goes on" in capsys.readouterr().out
+    assert {fd.Checkpoints(each).rounds[-1] for each in (tmp_path / "o").rglob("tuning-*")} < {1, 2, 3, 4}
+    assert do(place, tmp_path / "o", *only) == 0 and not list((tmp_path / "o").rglob("*.partial"))
+    tried = [next(output.rglob("*.tuning.jsonl")).read_text() for output in (tmp_path / "whole", tmp_path / "o")]
+    assert tried[0] == tried[1] and len(tried[0].splitlines()) == 4
+
+
 def test_tuning_to_a_target_that_some_never_reach():
     tried = [experiment.Tuned({"lr": lr}, score, 5) for lr, score in ((1, math.nan), (2, 9.0), (3, 4.0), (4, math.inf))]
     assert experiment.best_of(tried, Score("s", take="rounds_to")) == {"lr": 3}
