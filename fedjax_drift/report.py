@@ -246,11 +246,11 @@ def draw(table: Table, ours: Found, path: Path) -> bool:
         }
         runs = {method: [curve for curve in of if curve[0]] for method, of in curves.items()}
         settings.append(plots.Compared(name, runs, _marks(table, name, ours[name], scale)))
-    unit = " (%)" if scale == 100 else ""
-    try:
-        plots.compared(settings, table.picture.replace("_", " ").capitalize() + unit, path)
-    except ValueError:  # not a single point
+    curves_of_all = (curve for setting in settings for curves in setting.runs.values() for curve in curves)
+    if not any(math.isfinite(value) for _, values in curves_of_all for value in values):
         return False
+    unit = " (%)" if scale == 100 else ""
+    plots.compared(settings, table.picture.replace("_", " ").capitalize() + unit, path)
     return True
 
 

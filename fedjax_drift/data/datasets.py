@@ -77,8 +77,10 @@ GET = {
     "and data/test into leaf_femnist; or copy federated_emnist_{train,test}.sqlite, which fedjax.datasets.emnist "
     "downloads, or fed_emnist_{train,test}.h5, which tff.simulation.datasets.emnist downloads; or write "
     "femnist_writers.npz with numpy.savez: x uint8 [M, 28, 28], 255 = background, y and writer [M]",
+    "movielens": movielens.HOW,
+    "agnews": text.HOW,
+    "bindingdb": bindingdb.HOW,
 }  # what to download, from where, and where to put it
-HOW = {"movielens": movielens.HOW, "agnews": text.HOW, "bindingdb": bindingdb.HOW}  # likewise, whole sentences
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 VARIANTS = {"feddyn": (30, 5, 20), "fedprox": (60, 10, 30)}  # dimension, classes, usual number of clients
 MNIST_ORDER = 3121080559  # crc32 of the 60,000 training labels in their official order, as bytes
@@ -588,7 +590,7 @@ def found(name: str, data_dir: DataDir = None, **options: Any) -> str:
 def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
     how = f'fd.datasets.load("{name}")'
     if name in FILES:
-        how = HOW.get(name, f"put {' or '.join(FILES[name])} into data_dir")
+        how = f"put {' or '.join(FILES[name])} into data_dir"
         how += f": {GET[name]}" if name in GET else ""
         how += f", or, online: {_prepare(name)}" if data_dir is None and name in files.HOSTS else ""
     where = found(name, data_dir)

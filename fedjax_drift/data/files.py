@@ -6,6 +6,7 @@ Whatever is read is checked against a `Column` per array before anything is comp
 from __future__ import annotations
 
 import contextlib
+import csv
 import gzip
 import importlib.util
 import os
@@ -21,10 +22,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-# What the readers of zip, gzip and the like raise for bytes that aren't theirs.
+# What the readers of zip, gzip, csv and the like raise for bytes that aren't theirs.
 DAMAGED = (
     zipfile.BadZipFile,
     gzip.BadGzipFile,
+    csv.Error,
     EOFError,
     zlib.error,
     KeyError,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -23,17 +22,12 @@ def find(filename: str, places: Sequence[Path], how: str) -> Path:
 @contextlib.contextmanager
 def opened(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
     """The file as text. What goes wrong with it, or is found wrong while it is open, is a ValueError that names it."""
-    try:
-        with open(path, encoding=encoding, newline="") as file:
-            yield file
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"cannot read {path}: {reason}: check the file and its permissions") from error
-    except (ValueError, csv.Error) as error:
-        raise ValueError(f"cannot use {path}: {error}: download it again, or mend it") from error
+    with files.plain_errors(path), open(path, encoding=encoding, newline="") as file:
+        yield file
 
 
 def damaged(number: int, wanted: str, got: object) -> ValueError:
     """For line ``number``, from 1: raised while a file is `opened`."""
     shown = repr(got)
-    return ValueError(f"line {number} must be {wanted}, got {shown if len(shown) <= 80 else shown[:77] + '...'}")
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return ValueError(f"line {number} must be {wanted}, got {shown}: download it again, or mend it")
