@@ -201,7 +201,12 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
         _ruled(axes)
     legend = {method: drawn[method] for method in methods if method in drawn}
     figure.legend(
-        legend.values(), legend.keys(), loc="outside lower center", ncols=min(6, len(legend)), frameon=False, fontsize=9
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=min(3 * columns, 6, len(legend)),
+        frameon=False,
+        fontsize=9,
     )
     return _written(figure, path)
 
@@ -258,8 +263,9 @@ def label_mix(history: History, path: FilePath = None) -> Figure:
     share = 100 * np.array([record["label_mix"] for record in shown], float)  # [T, C]
     T, C = share.shape
     width, height = 9.5, min(max(4.0, 0.2 * C), 9.0)
-    # The largest share fills its cell of about 80 % of the figure; the floor keeps the bubbles of many labels visible.
-    diameter = max(8.0, min(0.8 * 72 * width / T, 0.8 * 72 * height / C, 30.0))
+    # The largest share fills its cell of about 80 % of the figure; of many labels it covers its neighbours' cells, too,
+    # or else there was little to see.
+    diameter = max(16.0, min(0.8 * 72 * width / T, 0.8 * 72 * height / C, 30.0))
     point = diameter**2 / share.max()  # area of 1 percent
 
     figure = _figure(width, height)

@@ -16,6 +16,7 @@ from fedjax_drift.papers import Cell, Printed, Score, Series, Setting, Table, la
 
 CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")
+INITIALS = ("auc", "cka", "kl", "lp")  # among what is drawn
 BETTER, WORSE, ALIKE = "▲", "▼", "≈"
 Found = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
 
@@ -249,8 +250,8 @@ def draw(table: Table, ours: Found, path: Path) -> bool:
     curves_of_all = (curve for setting in settings for curves in setting.runs.values() for curve in curves)
     if not any(math.isfinite(value) for _, values in curves_of_all for value in values):
         return False
-    unit = " (%)" if scale == 100 else ""
-    plots.compared(settings, table.picture.replace("_", " ").capitalize() + unit, path)
+    words = " ".join(word.upper() if word in INITIALS else word for word in table.picture.split("_"))
+    plots.compared(settings, words[0].upper() + words[1:] + (" (%)" if scale == 100 else ""), path)
     return True
 
 

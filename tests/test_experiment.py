@@ -203,11 +203,10 @@ def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
     tables = [papers.read(TABLES, name) for name in papers.names(TABLES)]
     for table in tables:
         if report.has_results(table, tmp_path):
-            committed = (TABLES / "results" / table.name).with_suffix(".md")
-            pictures = [path] if (path := committed.with_suffix(".png")).exists() else []
-            assert report.page(table, tmp_path, report.found(table, tmp_path), pictures) == committed.read_text(), (
-                table.name
-            )
+            ours, committed = report.found(table, tmp_path), TABLES / "results" / table.name
+            drawn = [f"{committed}.png", *(f"{committed}-label-mix-{papers.slug(name)}.png" for name in ours)]
+            pictures = [Path(each) for each in drawn if Path(each).exists()]
+            assert report.page(table, tmp_path, ours, pictures) == Path(f"{committed}.md").read_text(), table.name
     for path in report.write_index(tables, tmp_path):
         assert path.read_text() == (TABLES / "results" / path.name).read_text()
 
