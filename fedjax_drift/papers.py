@@ -48,7 +48,8 @@ TABLE_KEYS = {
     "title", "paper", "note", "common", "bases", "methods", "scores", "settings", "tune", "claims", "needs", "picture",
     "label_mix",
 }  # fmt: skip
-REFERENCE_KEYS = {"runs", "as", "printed"}  # of a setting that is another table's
+REFERENCE_KEYS = {"runs", "as", "printed", "marks"}  # of a setting that is another table's
+NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # of a setting
 TUNE_KEYS = {"rounds", "grid", "score"}
 
 
@@ -71,6 +72,10 @@ class Score(NamedTuple):
         if self.take == "median":
             return 0
         return -1 if self.take == "rounds_to" or self.of.endswith("loss") else 1
+
+    def within(self, rounds: int) -> int:
+        """How many rounds of a run of so many count."""
+        return min(rounds, self.round or rounds)
 
     @property
     def digits(self) -> int:
@@ -138,6 +143,7 @@ class Setting(NamedTuple):
     cells: dict[str, Cell]  # of each method
     printed: dict[str, dict[str, Printed]]  # score -> method -> the paper's number
     needs: str  # what it takes that not everybody has
+    marks: bool = True  # whether differences from the paper's numbers are marked; not where its data are another draw
 
 
 class Printed(NamedTuple):
@@ -234,7 +240,10 @@ def _table(place: Path, name: str, of: dict[str, Any], others: dict[str, Table])
     if tune:
         _known("tune", tune, TUNE_KEYS)
         _known("tune.grid", tune["grid"], set().union(*map(tunable, methods.values())))
-        checks.choice("the score to tune for", tune.get("score", next(iter(scores))), scores)
+        better = [score for score in scores if scores[score].sign]
+        checks.choice(
+            "the score to tune for, of which more or less is better,", tune.get("score", next(iter(scores))), better
+        )
     return Table(
         name, of["title"], of["paper"], of.get("note", ""), settings, list(methods), scores, claims, tune,
         of.get("picture", next(iter(scores.values())).of), of.get("label_mix", ""),
@@ -251,7 +260,7 @@ def _setting(
     scores: dict[str, Score],
     others: dict[str, Table],
 ) -> Setting:
-    own = {key: of[key] for key in of if key not in ("base", "printed", "needs", "runs", "as", "methods")}
+    own = {key: of[key] for key in of if key not in NOT_OPTIONS}
     needs = of.get("needs", whole.get("needs", ""))
     if "runs" in of:
         _known(f"{name}, which is {of['runs']}'s,", of, REFERENCE_KEYS)
@@ -281,7 +290,7 @@ def _setting(
         checks.choice("a score that is printed", score, scores)
         _known(f"{name}, printed", numbers, set(methods))
     found = {score: {m: _printed(number) for m, number in numbers.items()} for score, numbers in printed.items()}
-    return Setting(name, cells, found, needs)
+    return Setting(name, cells, found, needs, of.get("marks", True))
 
 
 def _options(spec: str | dict[str, Any]) -> dict[str, Any]:

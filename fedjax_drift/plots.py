@@ -158,13 +158,14 @@ class Compared(NamedTuple):
     title: str
     runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
     printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> (round, value); None: at the last round
+    reached: Mapping[str, Sequence[tuple[float, float]]] = {}  # likewise ours, where the paper prints the round
 
 
 def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -> Figure:
     """A table's curves, a panel for each setting with a point: the mean over seeds, from the lowest to the highest.
 
-    A hollow marker is the paper's number, where it has one for what is drawn. The axis starts at the lowest value after
-    a tenth of the rounds. path: as in `curves`. Raises ValueError without a single point.
+    A hollow marker is the paper's number, where it has one for what is drawn, a filled one ours. The axis starts at the
+    lowest value after a tenth of the rounds. path: as in `curves`. Raises ValueError without a single point.
     """
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
     panels = {}
@@ -184,14 +185,25 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     shown = [setting for setting in settings if setting.title in panels]
     for number, (setting, axes) in enumerate(zip(shown, grid, strict=False)):
         panel = panels[setting.title]
-        drawn = _draw(panel, axes) | drawn
-        late = [line.y[line.x >= line.x[-1] / 10] for line in panel.lines.values() if line.x.size]
+        here = _draw(panel, axes)
+        drawn = here | drawn
+        if len(here) > 1 and methods[0] in here:  # or else those that hardly differ from it would hide it
+            here[methods[0]].set(linestyle=(0, (3, 1.5)), zorder=3)
+        late = [
+            y[line.x >= line.x[-1] / 10]
+            for line in panel.lines.values()
+            for y in (line.y, line.low, line.high)
+            if line.x.size and y is not None
+        ]
         last = max((line.x[-1] for line in panel.lines.values() if line.x.size), default=1)
         for i, method in enumerate(methods):
+            look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "clip_on": False, "zorder": 4}
             for at, value in setting.printed.get(method, ()):
                 late.append(np.array([value]))
-                look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "markerfacecolor": "none", "clip_on": False}
-                axes.plot(last if at is None else at, value, marker="o" if at is not None else "<", zorder=4, **look)
+                marker = "o" if at is not None else "<"
+                axes.plot(last if at is None else at, value, marker=marker, markerfacecolor="none", **look)
+            for at, value in setting.reached.get(method, ()):
+                axes.plot(at, value, marker="o", markersize=4, **look)
         low, high = min(map(np.min, late)), max(map(np.max, late))
         if low < high:
             axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
@@ -222,10 +234,14 @@ def _over_seeds(runs: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Line:
         return Line(np.array([]), np.array([]))
     if len(tables) == 1:
         line = Line(x, values[0])
-        return line if x.size <= SHOWN_POINTS else _windows(line, math.ceil(x.size / (SHOWN_POINTS // 2)))
-    found = np.stack([x, values.mean(0), values.min(0), values.max(0)])
-    parts = np.array_split(found, min(x.size, SHOWN_POINTS // 2), axis=1)
-    return Line(*np.transpose([part.mean(1) for part in parts]))
+        return line if x.size <= SHOWN_POINTS else Line(*_means(np.stack([x, values[0]])))
+    return Line(*_means(np.stack([x, values.mean(0), values.min(0), values.max(0)])))
+
+
+def _means(rows: np.ndarray) -> np.ndarray:
+    """Of windows of neighbouring columns, as many as are shown."""
+    parts = np.array_split(rows, min(rows.shape[1], SHOWN_POINTS // 2), axis=1)
+    return np.transpose([part.mean(1) for part in parts])
 
 
 def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence[str], path: FilePath = None) -> Figure:
@@ -249,11 +265,14 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
     return _picture("quadratics", panels, "pass {name: [distances after each round, for each title]}", path)
 
 
-def label_mix(history: History, path: FilePath = None) -> Figure:
+def label_mix(
+    history: History, path: FilePath = None, *, title: str = "Label mix of the cohort", largest: float | None = None
+) -> Figure:
     """Labels of the cohort's rows in each round, as bubbles whose area is the label's share (FedEve, fig. 3a).
 
     history: of one run, as `Simulation.run` returns it; of more than 30 measured rounds every second, third, ... is
-    shown. path: as in `curves`. Raises ValueError where no round has a label mix.
+    shown. path: as in `curves`. largest: the share (0 to 1) of the largest bubble, for pictures to be compared; default
+    the largest there is. Raises ValueError where no round has a label mix.
     """
     known = [record for record in history if "label_mix" in record]
     if not known:
@@ -266,7 +285,7 @@ def label_mix(history: History, path: FilePath = None) -> Figure:
     # The largest share fills its cell of about 80 % of the figure; of many labels it covers its neighbours' cells, too,
     # or else there was little to see.
     diameter = max(16.0, min(0.8 * 72 * width / T, 0.8 * 72 * height / C, 30.0))
-    point = diameter**2 / share.max()  # area of 1 percent
+    point = diameter**2 / (share.max() if largest is None else 100 * largest)  # area of 1 percent
 
     figure = _figure(width, height)
     axes = figure.subplots()
@@ -275,7 +294,7 @@ def label_mix(history: History, path: FilePath = None) -> Figure:
     look: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.75}
     bubbles = axes.scatter(rounds[t], c, s=point * share[t, c], linewidth=0, **look)
     axes.set(xlabel="Round", ylabel="Label", ylim=(-0.7, C - 0.3), yticks=_label_ticks(C))
-    axes.set_title("Label mix of the cohort" + (f", one in {every} of the measured rounds" if every > 1 else ""))
+    axes.set_title(title + (f", one in {every} of the measured rounds" if every > 1 else ""))
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     _tidy(axes)
     sizes, names = bubbles.legend_elements("sizes", num=4, func=lambda s: s / point, fmt="{x:.3g} %", **look)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,10 @@ from fedjax_drift.papers import Cell, Printed, Score, Series, Setting, Table, la
 
 CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")
+PRINTED_OR_NOT = (
+    "where the paper's numbers have that order",
+    "elsewhere (settings of our own, and what its text says but its numbers do not show)",
+)
 INITIALS = ("auc", "cka", "kl", "lp")  # among what is drawn
 BETTER, WORSE, ALIKE = "▲", "▼", "≈"
 Found = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
@@ -28,8 +32,10 @@ class Verdict(NamedTuple):
     score: str
     a: str
     b: str
+    printed: str  # whether the paper's numbers have that order: "yes", "no", "equal", "-" where there are none
     word: str  # "holds", "does not hold", "open"
     text: str  # the difference and its confidence interval
+    interval: bool  # whether there is one
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------
@@ -54,28 +60,27 @@ def where(table: Table, places: Sequence[Path]) -> Path:
 
 
 def status(table: Table, ours: Found) -> str:
-    """ "complete", "12 of 30 cells", or "not run"."""
+    """ "complete", "12 of 30 cells, 3 in part", or "not run"."""
     cells = sum(len(setting.cells) for setting in table.settings.values())
-    done = sum(
-        complete(table.settings[name].cells[method], runs)
-        for name, methods in ours.items()
-        for method, runs in methods.items()
-    )
-    return "complete" if done == cells else f"{done} of {cells} cells" if done else "not run"
+    begun = [(table.settings[name].cells[m], runs) for name, methods in ours.items() for m, runs in methods.items()]
+    done = sum(complete(cell, runs) for cell, runs in begun)
+    part = f", {len(begun) - done} in part" * (done < len(begun))
+    return "complete" if done == cells else f"{done} of {cells} cells{part}" if begun else "not run"
 
 
 def complete(cell: Cell, runs: Mapping[int, Result]) -> bool:
-    """Whether the runs have all the rounds that they were to have."""
-    return all(run.reached or run.rounds >= cell.options["rounds"] for run in runs.values())
+    """Whether there are all seeds, with all the rounds that they were to have."""
+    done = [run for run in runs.values() if run.reached or run.rounds >= cell.options["rounds"]]
+    return len(done) >= max(cell.seeds, len(runs))
 
 
 def listing(place: Path, outputs: Sequence[Path]) -> str:
     """One line a table."""
     tables = read_all(place, names(place))
     width = max(len(table.name) for table in tables)
-    lines = [f"{'table':{width}}  {'results':16}  what"]
+    lines = [f"{'table':{width}}  {'results':26}  what"]
     for table in tables:
-        lines.append(f"{table.name:{width}}  {status(table, found(table, where(table, outputs))):16}  {table.title}")
+        lines.append(f"{table.name:{width}}  {status(table, found(table, where(table, outputs))):26}  {table.title}")
     return "\n".join(lines)
 
 
@@ -103,8 +108,10 @@ def _page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> I
         mixes = picture.stem.removeprefix(table.name.split("/")[-1]).replace("-", " ").strip()
         what = mixes or f"{table.picture} against rounds, for each method and setting"
         yield from ("", f"![{what}]({picture.name})")
+    if pictures:
+        yield from ("", *_caption(table, ours))
     for score in table.scores.values():
-        shown = [setting for setting in table.settings.values() if setting.name in ours and _has(setting, score)]
+        shown = [s for s in table.settings.values() if _has(s, score) and _scored(score, ours.get(s.name, {}))]
         if shown:
             yield from ("", f"## {score.name}", "")
             yield from _comparison(table, score, shown, ours)
@@ -123,6 +130,23 @@ def _has(setting: Setting, score: Score) -> bool:
     return not setting.printed or score.name in setting.printed
 
 
+def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
+    """Whether any run has the number, or was to have reached it."""
+    return any(not math.isnan(value) for runs in methods.values() for value in _values(score, runs))
+
+
+def _caption(table: Table, ours: Found) -> Iterator[str]:
+    several = any(len(runs) > 1 for methods in ours.values() for runs in methods.values())
+    band = "; the band is from the lowest to the highest seed" * several
+    yield f"Lines: means over seeds, and over neighbouring rounds where there are many{band}."
+    marks = [_marks(table, name, methods, 1.0) for name, methods in ours.items()]
+    points = [at for of in marks for each in of.values() for at, _ in each]
+    if any(at is not None for at in points):
+        yield "○: the paper's number where it has a round; ●: ours, the mean over seeds that got there."
+    if None in points:
+        yield "◁ at the right edge: the paper's number, which has no round."
+
+
 def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Found) -> Iterator[str]:
     methods = [m for m in table.methods if any(m in ours[setting.name] for setting in shown)]
     yield "| setting | | " + " | ".join(methods) + " |"
@@ -136,7 +160,9 @@ def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Foun
         rows["ours"] = [_ours(values[m], score, ours[setting.name][m]) if m in values else "-" for m in methods]
         if printed:
             rows["difference"] = [
-                difference(ours[setting.name][m], printed[m], score) if m in values and m in printed else "-"
+                _difference_text(ours[setting.name][m], printed[m], score, setting.marks)
+                if m in values and m in printed
+                else "-"
                 for m in methods
             ]
         for number, (what, cells) in enumerate(rows.items()):
@@ -149,30 +175,40 @@ def _values(score: Score, runs: Mapping[int, Result]) -> list[float]:
 
 def _ours(values: Sequence[float], score: Score, runs: Mapping[int, Result]) -> str:
     if score.take == "rounds_to" and all(map(math.isinf, values)):
-        return f">{min(run.rounds for run in runs.values())}"
+        return f">{min(score.within(run.rounds) for run in runs.values())}"
     return summary(values, score.digits)
 
 
-def difference(runs: Mapping[int, Result], printed: Printed, score: Score) -> str:
-    """Ours less the paper's; ▲ and ▼: better and worse by more than two standard deviations, ≈: by less.
+def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
+    """Ours less the paper's, and a mark: ▲ and ▼ where it is better and worse than chance makes it, ≈ where not.
 
-    Of a target: ▲ where the paper did not reach it, ▼ where no run of ours did in the paper's rounds. No mark where
-    only some of our runs have the number.
+    Chance: a 95 % t interval of the difference between our mean and the paper's number, of which we take one more run's
+    spread, or the one that is printed. It knows nothing of partitions, which are one of ours and one of theirs. No mark
+    for one seed, for seeds that do not differ, and where only some have the number. Of a target that all or none reach:
+    ▲ where the paper did not reach it, ▼ where ours did not in the paper's rounds.
     """
     values = _values(score, runs)
     known = [value for value in values if math.isfinite(value)]
+    n, marks = len(values), marks and len(values) > 1
     if not known:
-        late = all(map(math.isinf, values)) and min(run.rounds for run in runs.values()) >= printed.value
-        return f"{WORSE} not reached" if late else "-"
+        rounds = min(score.within(run.rounds) for run in runs.values())
+        late = all(map(math.isinf, values)) and rounds >= printed.value
+        return ("not reached" if late else "-"), WORSE * (late and marks)
     if not math.isfinite(printed.value):
-        return f"{BETTER} reached"
+        return "reached", BETTER * (marks and len(known) == n)
     gap = float(np.mean(known)) - printed.value
-    own = float(np.var(known, ddof=1)) if len(known) > 1 else None
-    spread = math.sqrt((own or 0.0) + (printed.std or 0.0) ** 2) if own is not None or printed.std else None
-    mark = ""
-    if spread is not None and score.sign and len(known) == len(values):
-        mark = f" {ALIKE}" if abs(gap) <= 2 * spread else f" {BETTER if gap * score.sign > 0 else WORSE}"
-    return f"{gap:+.{score.digits}f}{mark}"
+    text, own = f"{gap:+.{score.digits}f}", float(np.var(known, ddof=1)) if len(known) > 1 else 0.0
+    if not marks or not own or not score.sign or len(known) < n:
+        return text, ""
+    from scipy.stats import t
+
+    theirs = own if printed.std is None else printed.std**2
+    alike = abs(gap) <= t.ppf((1 + CONFIDENCE) / 2, n - 1) * math.sqrt(own / n + theirs)
+    return text, ALIKE if alike else BETTER if gap * score.sign > 0 else WORSE
+
+
+def _difference_text(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool) -> str:
+    return " ".join(filter(None, difference(runs, printed, score, marks)))
 
 
 def _legend(ours: Found) -> Iterator[str]:
@@ -180,8 +216,8 @@ def _legend(ours: Found) -> Iterator[str]:
     yield (
         f"Ours: mean ± standard deviation over seeds ({', '.join(map(str, seeds))} of them; one has no ±). Seeds are "
         "of cohorts and initial models, the partition is the same. Difference: ours less the paper's; "
-        f"{BETTER} better, {WORSE} worse by more than two standard deviations (ours and the paper's together, where "
-        f"there are any), {ALIKE} by less. >200: not within 200 rounds; (2 of 3): mean of the two seeds that have it."
+        f"{BETTER} better, {WORSE} worse than the spread over seeds explains (95 %; what another partition would "
+        f"change is not in it), {ALIKE} not. >200: not within 200 rounds; (2 of 3): mean of the two seeds that have it."
     )
 
 
@@ -206,6 +242,12 @@ def _runs(table: Table, place: Path, ours: Found) -> Iterator[str]:
                     f"- {name}, {method}: {best} (best of {len(tried)} combinations after {tried[0].rounds} rounds, "
                     "another seed than those reported)"
                 )
+    every = [run for methods in ours.values() for runs in methods.values() for run in runs.values()]
+    versions = dict.fromkeys(", ".join(f"{name} {number}" for name, number in run.versions.items()) for run in every)
+    early = " A run that reached its target ended there, before its command's rounds." * any(
+        run.reached for run in every
+    )
+    yield from ("", f"Versions: {'; '.join(versions)}.{early}")
     if tunings:
         yield from ("", "Tuned:", "", *tunings)
     yield from ("", "<details><summary>The command of each, for its first seed</summary>", "", "```")
@@ -217,9 +259,15 @@ def _missing(table: Table, ours: Found) -> dict[str, list[str]]:
     """Why something was not run -> the settings, with their methods where some were."""
     reasons: dict[str, list[str]] = {}
     for setting in table.settings.values():
-        missing = [method for method in setting.cells if method not in ours.get(setting.name, {})]
+        found_there = ours.get(setting.name, {})
+        missing = [method for method in setting.cells if method not in found_there]
+        missing += [
+            f"{method}: {len(found_there[method])} of {cell.seeds} seeds"
+            for method, cell in setting.cells.items()
+            if method in found_there and len(found_there[method]) < cell.seeds
+        ]
         if missing:
-            whole = len(missing) == len(setting.cells)
+            whole = not found_there
             what = setting.name if whole else f"{setting.name} ({', '.join(missing)})"
             reasons.setdefault(setting.needs or "not run yet", []).append(what)
     return reasons
@@ -246,7 +294,8 @@ def draw(table: Table, ours: Found, path: Path) -> bool:
             method: [_curve(run, table.picture, scale) for run in methods.get(method, {}).values()] for method in shown
         }
         runs = {method: [curve for curve in of if curve[0]] for method, of in curves.items()}
-        settings.append(plots.Compared(name, runs, _marks(table, name, ours[name], scale)))
+        own = {method: _reached_marks(table, name, of, scale) for method, of in methods.items()}
+        settings.append(plots.Compared(name, runs, _marks(table, name, methods, scale), own))
     curves_of_all = (curve for setting in settings for curves in setting.runs.values() for curve in curves)
     if not any(math.isfinite(value) for _, values in curves_of_all for value in values):
         return False
@@ -257,14 +306,16 @@ def draw(table: Table, ours: Found, path: Path) -> bool:
 
 def draw_label_mixes(table: Table, ours: Found, place: Path) -> list[Path]:
     """A picture of the cohorts' labels for each setting, of the first seed of the method that the table names."""
-    written = []
+    mixes = {}
     for name, methods in ours.items():
-        runs = methods.get(table.label_mix, {})
-        first = next(iter(runs.values()), None)
+        first = next(iter(methods.get(table.label_mix, {}).values()), None)
         if first is not None and "label_mix" in first.series:
-            history = [{"round": t, "label_mix": mix} for t, mix in zip(*first.series["label_mix"], strict=True)]
-            written.append(place / f"{table.name}-label-mix-{slug(name)}.png")
-            plots.label_mix(history, written[-1])
+            mixes[name] = [{"round": t, "label_mix": mix} for t, mix in zip(*first.series["label_mix"], strict=True)]
+    largest = max((max(record["label_mix"]) for history in mixes.values() for record in history), default=None)
+    written = []
+    for name, history in mixes.items():
+        written.append(place / f"{table.name}-label-mix-{slug(name)}.png")
+        plots.label_mix(history, written[-1], title=f"Labels of the cohort: {name}", largest=largest)
     return written
 
 
@@ -292,6 +343,17 @@ def _marks(
     return marks
 
 
+def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale: float) -> list[tuple[float, float]]:
+    """Where our runs reached the targets of which the paper has the rounds."""
+    marks = []
+    for score in table.scores.values():
+        if score.take == "rounds_to" and score.of == table.picture and score.name in table.settings[setting].printed:
+            known = [value for value in _values(score, runs) if math.isfinite(value)]
+            if known:
+                marks.append((float(np.mean(known)), scale * score.target))
+    return marks
+
+
 # --- orderings --------------------------------------------------------------------------------------------------------
 
 
@@ -304,43 +366,55 @@ def orderings(table: Table, ours: Found) -> Iterator[Verdict]:
                 continue
             for a, b in pairs:
                 if a in methods and b in methods:
-                    yield Verdict(name, score.name, a, b, *compare(methods[a], methods[b], score))
+                    order = _printed_order(table.settings[name].printed.get(score.name, {}), a, b, score)
+                    yield Verdict(name, score.name, a, b, order, *compare(methods[a], methods[b], score))
 
 
-def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> tuple[str, str]:
-    """Whether a is better than b: a word, and the difference with its confidence interval.
+def _printed_order(printed: Mapping[str, Printed], a: str, b: str, score: Score) -> str:
+    if a not in printed or b not in printed:
+        return "-"
+    x, y = score.sign * printed[a].value, score.sign * printed[b].value
+    return "yes" if x > y else "no" if x < y else "equal"
 
-    A t interval of the differences between runs of the same seed; where they share fewer than two, of two means with
-    one variance. Both are scored over the rounds that all of these runs have. A target that was not reached in them
+
+def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> tuple[str, str, bool]:
+    """Whether a is better than b: a word, the difference with its 95 % confidence interval, whether there is one.
+
+    A t interval of the differences between runs of the same seed; open where they share fewer than two, or where seeds
+    do not differ. Both are scored over the rounds that all of these runs have. A target that was not reached in them
     counts as reached in the round after, which is too soon: it is then open whether that method is better. A run that
     lacks the score does not count.
     """
-    most = min(run.rounds for run in (*a.values(), *b.values())) if score.take != "rounds_to" else 0
+    rounds = [run.rounds for run in (*a.values(), *b.values())]
+    most = min(rounds) if score.take in ("best", "last") and min(rounds) < max(map(score.within, rounds)) else 0
     x, y = (
         {seed: value for seed, run in runs.items() if not math.isnan(value := score(_up_to(run, most).series))}
         for runs in (a, b)
     )
     if not x or not y:
-        return "open", "not scored"
+        return "open", "not scored", False
     late = [any(map(math.isinf, values.values())) for values in (x, y)]
     if all(map(math.isinf, (*x.values(), *y.values()))):
-        return "open", "neither got there"
+        return "open", "neither got there", False
     one, other = (
-        {seed: runs[seed].rounds + 1.0 if math.isinf(value) else value for seed, value in values.items()}
+        {seed: score.within(runs[seed].rounds) + 1.0 if math.isinf(value) else value for seed, value in values.items()}
         for runs, values in ((a, x), (b, y))
     )
-    mean, error, df, how = _difference(one, other)
-    digits = max(score.digits, 1)
-    if not df:
-        return "open", f"{score.sign * mean:+.{digits}f}, one seed: no interval"
+    digits, within = max(score.digits, 1), f", of the first {most} rounds" * bool(most)
+    mean = score.sign * (np.mean(list(one.values())) - np.mean(list(other.values())))
+    gaps = np.array([score.sign * (one[seed] - other[seed]) for seed in sorted(set(one) & set(other))])
+    if len(gaps) < 2:
+        return "open", f"{mean:+.{digits}f}{within}", False
+    if not np.ptp(gaps):
+        return "open", f"{gaps[0]:+.{digits}f} for every seed{within}", False
     from scipy.stats import t
 
-    half = float(t.ppf((1 + CONFIDENCE) / 2, df)) * error
-    low, high = sorted((score.sign * (mean - half), score.sign * (mean + half)))
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1)) * gaps.std(ddof=1) / math.sqrt(len(gaps))
+    low, high = gaps.mean() - half, gaps.mean() + half
     better, worse = low > 0 and not late[0], high < 0 and not late[1]
     bound = " (a bound: not all got there)" if any(late) else ""
-    text = f"{score.sign * mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {how}{bound}"
-    return "holds" if better else "does not hold" if worse else "open", text
+    text = f"{gaps.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {len(gaps)} seeds{within}{bound}"
+    return "holds" if better else "does not hold" if worse else "open", text, True
 
 
 def _up_to(run: Result, most: int) -> Result:
@@ -355,30 +429,40 @@ def _up_to(run: Result, most: int) -> Result:
     )
 
 
-def _difference(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[float, float, int, str]:
-    """Of a and b: its mean, the mean's standard error, degrees of freedom, of how many seeds."""
-    shared = sorted(set(a) & set(b))
-    if len(shared) > 1:
-        gaps = np.array([a[seed] - b[seed] for seed in shared])
-        return gaps.mean(), gaps.std(ddof=1) / math.sqrt(len(gaps)), len(gaps) - 1, f"{len(shared)} seeds"
-    x, y = np.array(list(a.values())), np.array(list(b.values()))
-    df, mean = len(x) + len(y) - 2, x.mean() - y.mean()
-    variance = (((x - x.mean()) ** 2).sum() + ((y - y.mean()) ** 2).sum()) / max(df, 1)
-    return mean, math.sqrt(variance * (1 / len(x) + 1 / len(y))), df, f"{len(x)} and {len(y)} seeds"
-
-
-def _counts(verdicts: Sequence[Verdict]) -> list[int]:
+def _counts(verdicts: Iterable[Verdict]) -> list[int]:
     """How many hold, do not hold, are open."""
-    return [sum(verdict.word == word for verdict in verdicts) for word in WORDS]
+    words = [verdict.word for verdict in verdicts]
+    return [words.count(word) for word in WORDS]
+
+
+def _two_counts(verdicts: Sequence[Verdict]) -> list[list[int]]:
+    """Of the orders that the paper's numbers have, and of the others."""
+    return [_counts(v for v in verdicts if (v.printed == "yes") == agrees) for agrees in (True, False)]
 
 
 def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    counted = zip(WORDS, _counts(verdicts), strict=True)
-    yield ", ".join(f"{word}: {number}" for word, number in counted) + f" (of {len(verdicts)})."
-    yield from ("", "| setting | score | claim | | better by, 95 % interval |", "|---|---|---|---|---|")
-    for verdict in verdicts:
+    for what, counts in zip(PRINTED_OR_NOT, _two_counts(verdicts), strict=True):
+        if sum(counts):
+            counted = ", ".join(f"{word}: {number}" for word, number in zip(WORDS, counts, strict=True))
+            yield f"- {what}: {counted}."
+    tested = [verdict for verdict in verdicts if verdict.interval]
+    if tested:
+        yield from (
+            "",
+            "| setting | score | claim | printed so | | better by, 95 % interval |",
+            "|---|---|---|---|---|---|",
+        )
+    for verdict in tested:
         claim = f"{verdict.a} better than {verdict.b}"
-        yield f"| {verdict.setting} | {verdict.score} | {claim} | {verdict.word} | {verdict.text} |"
+        yield f"| {verdict.setting} | {verdict.score} | {claim} | {verdict.printed} | {verdict.word} | {verdict.text} |"
+    untested: dict[tuple[str, str], list[str]] = {}
+    for verdict in verdicts:
+        if not verdict.interval:
+            line = untested.setdefault((verdict.setting, verdict.score), [])
+            line.append(f"{verdict.a} than {verdict.b}: {verdict.text}")
+    if untested:
+        yield from ("", "Open, as fewer than two seeds are shared, or none differ; better by:", "")
+        yield from (f"- {setting}, {score}: {'; '.join(lines)}" for (setting, score), lines in untested.items())
 
 
 # --- all tables -------------------------------------------------------------------------------------------------------
@@ -397,27 +481,39 @@ def _index(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iterator
     yield from ("# All tables of the five papers", "")
     yield (
         "Made by `fedjax-drift report --all` from the JSONL in these folders: a file for each method in each setting, "
-        f"a line for each seed. Beside the paper's: how many are {BETTER} better, {ALIKE} alike, {WORSE} worse, "
-        "by two standard deviations; those of a single seed are not counted. Orders: how many of the paper's claims "
-        "that one method is better than another hold, do not hold, are open, in the settings that were run."
+        "a line for each seed; a table's page has their commands, times, hardware and commits. "
+        f"{_coverage(everything)} Beside the paper's: how many numbers are {BETTER} better, {ALIKE} alike, {WORSE} "
+        "worse, as the table's page explains; those of a single seed are not counted. Orders: how many claims that one "
+        "method is better than another hold / do not hold / are open, first "
+        f"{PRINTED_OR_NOT[0]}, then {PRINTED_OR_NOT[1]}."
     )
     yield from (
         "",
-        "| table | what | run | beside the paper's | orders | not run, because it needs |",
-        "|---|---|---|---|---|---|",
+        "| table | what | run | beside the paper's | orders, printed so | orders, others | not run, because it needs |",
+        "|---|---|---|---|---|---|---|",
     )
     for table, ours, verdicts in everything:
         linked = f"[{table.paper}]({table.name}.md)" if ours else table.paper
-        orders = " / ".join(map(str, _counts(verdicts))) if verdicts else "-"
-        shown = [status(table, ours), _marks_of(table, ours), orders, "; ".join(sorted(_missing(table, ours)))]
+        orders = [" / ".join(map(str, counts)) if sum(counts) else "-" for counts in _two_counts(verdicts)]
+        shown = [status(table, ours), _marks_of(table, ours), *orders, "; ".join(sorted(_missing(table, ours)))]
         yield f"| {linked} | {table.title} | " + " | ".join(shown) + " |"
     yield from ("", "Which of the papers' orderings hold in these results: [orderings.md](orderings.md).")
+
+
+def _coverage(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> str:
+    """How much of all that the tables are made of has been run, each cell counted once."""
+    done: dict[Path, bool] = {}
+    for table, ours, _ in everything:
+        for setting in table.settings.values():
+            for method, cell in setting.cells.items():
+                done[cell.file] = complete(cell, ours.get(setting.name, {}).get(method, {}))
+    return f"{sum(done.values())} of {len(done)} cells have been run (one that several tables share counts once)."
 
 
 def _marks_of(table: Table, ours: Found) -> str:
     """How many numbers are better, alike, worse."""
     marked = [
-        difference(ours[name][method], number, table.scores[score])[-1]
+        difference(ours[name][method], number, table.scores[score], table.settings[name].marks)[1]
         for name in ours
         for score, printed in table.settings[name].printed.items()
         for method, number in printed.items()
@@ -431,9 +527,10 @@ def _orderings(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iter
     yield from ("# The papers' orderings in our results", "")
     yield (
         'For every claim "method a is better than b" of a paper, in every setting that was run: it holds if the 95 % '
-        "confidence interval of the difference is above zero (a t interval over seeds, of the same seeds' differences "
-        "where both methods have them), does not hold if it is below, and is open otherwise. Intervals are of one "
-        "comparison each, not of all of them together."
+        "confidence interval of the difference is above zero (a t interval over seeds, of the differences between runs "
+        "of one seed), does not hold if it is below, and is open otherwise, as where fewer than two seeds are shared. "
+        "Intervals are of one comparison each, not of all of them together, and of one partition: another may have "
+        "another order."
     )
     verdicts, seen = [], set()
     for table, _, found_there in everything:
@@ -445,10 +542,12 @@ def _orderings(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iter
                 seen.add(key)
                 own.append(verdict)
         verdicts.append((table, own))
-    yield from ("", "| table | holds | does not hold | open |", "|---|---:|---:|---:|")
+    yield from ("", f"Printed so: {PRINTED_OR_NOT[0]}; others: {PRINTED_OR_NOT[1]}.", "")
+    columns = [f"{word}, {where}" for where in ("printed so", "others") for word in WORDS]
+    yield from (f"| table | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns))
     for table, own in verdicts:
         if own:
-            yield f"| {table.paper} | " + " | ".join(map(str, _counts(own))) + " |"
+            yield f"| {table.paper} | " + " | ".join(str(n) for counts in _two_counts(own) for n in counts) + " |"
     for table, own in verdicts:
         if own:
             yield from ("", f"## {table.paper}", "", *_verdict_lines(own))

@@ -140,9 +140,10 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     last = [100 * next(c["accuracy"] for c in run["series"] if "accuracy" in c)[-1] for run in runs]
     assert row(page, "ours")[0] == f"{np.mean(last):.2f} ± {np.std(last, ddof=1):.2f}"
     gap = np.mean(last) - 50
-    mark = "≈" if abs(gap) <= 2 * math.hypot(np.std(last, ddof=1), 1) else "▲" if gap > 0 else "▼"
-    assert row(page, "paper") == ["50±1", "99"] and row(page, "difference")[0] == f"{gap:+.2f} {mark}"
-    assert "▲ reached" in page and "- never: patience" in page
+    alike = abs(gap) <= stats.t.ppf(0.975, 1) * math.sqrt(np.var(last, ddof=1) / 2 + 1)
+    mark = "" if not np.ptp(last) else " ≈" if alike else " ▲" if gap > 0 else " ▼"
+    assert row(page, "paper") == ["50±1", "99"] and row(page, "difference")[0] == f"{gap:+.2f}{mark}"
+    assert "reached ▲" in page and "- never: patience" in page
     assert f"| {runs[0]['hardware']} | {runs[0]['commit']} | {runs[0]['date']} |" in page
     assert runs[0]["command"] in page and runs[0]["command"].endswith("--seed=0")
     with Image.open(output / "tiny/table.png") as picture:
@@ -151,17 +152,20 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     assert cli.main(["report", "--all", *shown]) == 0
     index = (output / "README.md").read_text()
     verdict = report.compare(read(output, "FedProx"), read(output), papers.read(place, "tiny/table").scores["last (%)"])
-    orders = {"holds": "1 / 0 / 1", "does not hold": "0 / 1 / 1", "open": "0 / 0 / 2"}[verdict[0]]
-    assert (
-        f"| [Nobody, table 1](tiny/table.md) | A tiny table | 2 of 4 cells | ▲ 1, ▼ 2 | {orders} | patience |" in index
-    )
-    assert "| [Nobody, figure 1](tiny/figure.md) | The same | complete | - | - |  |" in index
+    count = " / ".join(str(int(word == verdict[0])) for word in report.WORDS)
+    assert "2 of 4 cells have been run" in index
+    line = next(line for line in index.splitlines() if line.startswith("| [Nobody, table 1](tiny/table.md) |"))
+    assert line.split(" | ")[1:3] == ["A tiny table", "2 of 4 cells"] and line.endswith("| patience |")
+    assert count in line or not verdict[2]
+    assert "| [Nobody, figure 1](tiny/figure.md) | The same | complete | - | - | - |  |" in index
     prox = read(output, "FedProx")
     losses = [prox[seed].series["loss"].values[-1] for seed in prox]
     assert row((output / "tiny/figure.md").read_text(), "ours") == [
         f"{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.3f}"
     ]
-    assert f"| FedProx better than FedAvg | {' | '.join(verdict)} |" in (output / "orderings.md").read_text()
+    orders = (output / "orderings.md").read_text()
+    claim = f"| FedProx better than FedAvg | yes | {verdict[0]} | {verdict[1]} |" if verdict[2] else verdict[1]
+    assert claim in orders
     capsys.readouterr()
     assert cli.main(["experiment", "--list", f"--experiments={place}", f"--output={output}"]) == 0
     assert "2 of 4 cells" in capsys.readouterr().out
@@ -491,50 +495,69 @@ ROUNDS = Score("rounds", take="rounds_to", target=0.5)
 @pytest.mark.parametrize(
     ("ours", "printed", "score", "shown"),
     [
-        (runs(0.50, 0.52), "52.9±0.4", ACCURACY, "-1.90 ≈"),  # 2 sqrt(1.41^2 + 0.4^2) = 2.94
-        (runs(0.50, 0.52), "55", ACCURACY, "-4.00 ▼"),
-        (runs(0.50, 0.52), "47", ACCURACY, "+4.00 ▲"),
-        (runs(0.50), "47±1", ACCURACY, "+3.00 ▲"),
-        (runs(0.50), "47", ACCURACY, "+3.00"),  # nobody knows how much it varies
-        (runs(0.50, 0.50), "50", ACCURACY, "+0.00 ≈"),
+        (runs(0.50, 0.51, 0.52), "55.9", ACCURACY, "-4.90 ≈"),  # 4.303 sqrt(1/3 + 1) = 4.97
+        (runs(0.50, 0.51, 0.52), "56", ACCURACY, "-5.00 ▼"),
+        (runs(0.50, 0.51, 0.52), "46", ACCURACY, "+5.00 ▲"),
+        (runs(0.50, 0.51, 0.52), "54±0.4", ACCURACY, "-3.00 ≈"),  # 4.303 sqrt(1/3 + 0.4^2) = 3.02
+        (runs(0.50, 0.51, 0.52), "54.1±0.4", ACCURACY, "-3.10 ▼"),
+        (runs(0.50), "47±1", ACCURACY, "+3.00"),  # nobody knows how much it varies
+        (runs(0.50, 0.50), "49", ACCURACY, "+1.00"),  # nor here
         (runs(math.nan), "50", ACCURACY, "-"),
-        (runs(0.7, 0.7), "40", ROUNDS, "+10 ▼"),
-        (runs(0.7, 0.7), ">40", ROUNDS, "▲ reached"),
-        (runs(0.4, 0.4), "40", ROUNDS, "▼ not reached"),
+        (runs(0.7, 0.7), ">40", ROUNDS, "reached ▲"),
+        (runs(0.7), ">40", ROUNDS, "reached"),
+        (runs(0.7, 0.4), ">40", ROUNDS, "reached"),
+        (runs(0.4, 0.4), "40", ROUNDS, "not reached ▼"),
         (runs(0.4, 0.4), "400", ROUNDS, "-"),  # maybe later
+        (runs(0.4, 0.4), "80", ROUNDS._replace(round=60), "-"),  # likewise
         (runs(0.4, 0.4), ">400", ROUNDS, "-"),
         (runs(0.7, 0.7, 0.4), "40", ROUNDS, "+10"),  # of those that did
     ],
 )
 def test_the_difference_to_the_paper(ours, printed, score, shown):
-    assert report.difference(ours, papers._printed(printed), score) == shown
+    number = papers._printed(printed)
+    assert report._difference_text(ours, number, score, True) == shown
+    assert report._difference_text(ours, number, score, False) == shown.rstrip(" ▲▼≈")
 
 
 def test_a_claim_is_judged_by_a_t_interval():
     a, b = np.array([0.9, 0.8, 0.85]), np.array([0.7, 0.72, 0.74])
     low, high = (100 * x for x in stats.ttest_rel(a, b).confidence_interval(0.95))
     text = f"{100 * (a - b).mean():+.2f} [{low:+.2f}, {high:+.2f}], 3 seeds"
-    assert report.compare(runs(*a), runs(*b), ACCURACY) == ("holds" if low > 0 else "open", text)
-    assert report.compare(runs(*b), runs(*(b + 0.2)), ACCURACY)[0] == "does not hold"
+    assert report.compare(runs(*a), runs(*b), ACCURACY) == ("holds" if low > 0 else "open", text, True)
+    assert report.compare(runs(*b), runs(*(b + [0.2, 0.21, 0.2])), ACCURACY)[0] == "does not hold"
+    early = {seed: run._replace(series={"accuracy": Series([10 + seed], [0.9])}) for seed, run in runs(1, 1, 1).items()}
+    assert report.compare(early, runs(0.9, 0.9, 0.9), ROUNDS) == ("holds", "+39.0 [+36.5, +41.5], 3 seeds", True)
 
-    # Of other seeds: two means with one variance. Fewer rounds are better.
-    low, high = (100 * x for x in stats.ttest_ind(a, b[:2]).confidence_interval(0.95))
-    text = f"{100 * (a.mean() - b[:2].mean()):+.2f} [{low:+.2f}, {high:+.2f}], 3 and 2 seeds"
-    assert report.compare(runs(*a), runs(*b[:2], seeds=range(7, 9)), ACCURACY) == ("holds", text)
-    early = {seed: run._replace(series={"accuracy": Series([10], [0.9])}) for seed, run in runs(1, 1).items()}
-    assert report.compare(early, runs(0.9, 0.9), ROUNDS) == ("holds", "+40.0 [+40.0, +40.0], 2 seeds")
+    # No interval: of other seeds, of one, of seeds that do not differ, of what is not scored.
+    assert report.compare(runs(*a), runs(0.5, 0.6, seeds=range(7, 9)), ACCURACY) == ("open", "+30.00", False)
+    assert report.compare(runs(0.3), runs(0.1), ACCURACY) == ("open", "+20.00", False)
+    assert report.compare(runs(0.3, 0.3), runs(0.25, 0.25), ACCURACY) == ("open", "+5.00 for every seed", False)
+    assert report.compare(runs(0.3, 0.3), runs(math.nan, math.nan), ACCURACY) == ("open", "not scored", False)
+    assert report.compare(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither got there", False)
 
-    # Never reached is a bound, the round after the last; rounds that one has alone and what is not scored don't count.
-    bound = "+91.0 [+91.0, +91.0], 2 seeds (a bound: not all got there)"
-    assert report.compare(early, runs(0.1, 0.1), ROUNDS) == ("holds", bound)
-    assert report.compare(runs(0.1, 0.1), early, ROUNDS)[0] == "does not hold"
-    assert report.compare(runs(0.1, 0.1, rounds=20), runs(0.9, 0.9), ROUNDS)[0] == "open"
-    short = {seed: run._replace(rounds=10) for seed, run in early.items()}
-    assert report.compare(runs(1, 1), short, Score("best", scale=100))[1].startswith("-90.00 [")
-    assert report.compare(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither got there")
-    assert report.compare(runs(0.3), runs(0.1), ACCURACY) == ("open", "+20.00, one seed: no interval")
-    assert report.compare(runs(0.3, 0.3), runs(math.nan, math.nan), ACCURACY) == ("open", "not scored")
-    assert report.compare(runs(0.3, 0.3, 9), runs(0.2, 0.2, math.nan), ACCURACY)[1].endswith(", 2 seeds")
+    # Never reached is a bound, the round after the last that counts; rounds that one has alone don't count.
+    bound = "+90.0 [+87.5, +92.5], 3 seeds (a bound: not all got there)"
+    assert report.compare(early, runs(0.1, 0.1, 0.1), ROUNDS) == ("holds", bound, True)
+    assert report.compare(early, runs(0.1, 0.1, 0.1), ROUNDS._replace(round=60))[1].startswith("+50.0 ")
+    assert report.compare(runs(0.1, 0.1, 0.1), early, ROUNDS)[0] == "does not hold"
+    assert report.compare(runs(0.1, 0.1, 0.1, rounds=8), early, ROUNDS)[0] == "open"
+    short = {seed: run._replace(rounds=20) for seed, run in early.items()}
+    assert report.compare(runs(1, 1, 1), short, Score("best", scale=100)) == (
+        "open", "-90.00 for every seed, of the first 20 rounds", False
+    )  # fmt: skip
+    assert report.compare(runs(0.3, 0.4, 9), runs(0.2, 0.2, math.nan), ACCURACY)[1].endswith(", 2 seeds")
+
+
+def test_a_claim_that_the_papers_numbers_contradict_is_counted_apart():
+    printed = {"A": papers._printed(">300"), "B": papers._printed(133), "C": papers._printed(">300")}
+    orders = [report._printed_order(printed, a, b, ROUNDS) for a, b in ("BA", "AB", "AC", "AD")]
+    assert orders == ["yes", "no", "equal", "-"]
+    verdict = report.Verdict("s", "rounds", "A", "B", "no", "holds", "+1.0 [+0.5, +1.5], 3 seeds", True)
+    verdicts = [verdict, verdict._replace(printed="yes", word="open"), verdict._replace(printed="-", interval=False)]
+    assert report._two_counts(verdicts) == [[0, 0, 1], [2, 0, 0]]
+    lines = list(report._verdict_lines(verdicts))
+    assert sum(line.startswith("| s |") for line in lines) == 2
+    assert lines[-1] == "- s, rounds: A than B: +1.0 [+0.5, +1.5], 3 seeds"
 
 
 def test_a_setting_whose_runs_diverged_has_no_panel_and_does_not_end_the_page(tmp_path):
