@@ -292,7 +292,7 @@ def _run_cell(cell: Cell, seeds: list[int], output: Path, data: fd.FederatedData
     (sim,) = simulations.values()
     members = [Member(seed, {}, _saved(cell, output, f"seed-{seed}")) for seed in seeds]
     for together in _side_by_side(members, args.rounds):
-        histories = _run_together(cell, args, lambda: sim, together, CHUNK, progress, stop, params, cell.until)
+        histories = _run_together(cell, args, lambda: sim, params, together, CHUNK, progress, stop)
         if stop.asked:
             return
         found = results(output / cell.file)
@@ -306,15 +306,14 @@ def _run_together(
     cell: Cell,
     args: argparse.Namespace,
     build: Callable[..., fd.Simulation],
+    params: Any,
     members: Sequence[Member],
     chunk: float,
     progress: bool,
     stop: Stop,
-    params: Any = None,
-    until: Score | None = None,
 ) -> list[list[Record]]:
     """Runs that are at one round, to ``args.rounds``, the target or Ctrl-C, and saves them; their whole histories."""
-    seeds, every = sorted({member.seed for member in members}), args.eval_every or 10
+    seeds, every = list(dict.fromkeys(member.seed for member in members)), args.eval_every or 10  # in their order
     settings = [member.setting for member in members[:: len(seeds)]]  # either seeds differ or settings do
     sims = [build(**member.setting) for member in members]
     runs = [_start(sim, member, params) for sim, member in zip(sims, members, strict=True)]
@@ -329,7 +328,7 @@ def _run_together(
             for member, sim, run in zip(members, sims, runs, strict=True)
         ]
         n = every - t % every  # to a round that is evaluated, wherever the runs were interrupted
-        while t < args.rounds and not stop.asked and not (t % every == 0 and _reached(until, args, histories, cell)):
+        while t < args.rounds and not stop.asked and not (t % every == 0 and _reached(cell, args, histories)):
             n, started = min(n, args.rounds - t), time.perf_counter()
             runs = fd.sweep(
                 build, n, seeds, settings, args.eval_every, start=runs, progress=False,
@@ -386,11 +385,11 @@ def _chunk(chunk: float, seconds: float, every: int) -> int:
     return every * max(1, int(chunk / (every * seconds)))
 
 
-def _reached(until: Score | None, args: argparse.Namespace, histories: Iterable[Sequence[Record]], cell: Cell) -> bool:
+def _reached(cell: Cell, args: argparse.Namespace, histories: Iterable[Sequence[Record]]) -> bool:
     """Whether every run has reached the target after which it need not go on."""
-    if until is None:
+    if cell.until is None:
         return False
-    return all(math.isfinite(until(series(history, args.eval_every, cell.keep))) for history in histories)
+    return all(math.isfinite(cell.until(series(history, args.eval_every, cell.keep))) for history in histories)
 
 
 def _result(cell: Cell, seed: int, history: Sequence[Record], together: int, args: argparse.Namespace) -> Result:
@@ -464,9 +463,9 @@ def _tune(table: Table, cell: Cell, output: Path, data: fd.FederatedData, progre
 
     names = {"-".join(f"{key}={value}" for key, value in each.items()): each for each in _grid(table, cell)}
     members = [Member(TUNING_SEED, setting, _saved(cell, output, f"tuning-{name}")) for name, setting in names.items()]
-    score, found = tuning_score(table), {}
+    score, found, endless = tuning_score(table), {}, cell._replace(until=None)
     for together in _side_by_side(members, args.rounds):
-        histories = _run_together(cell, args, build, together, TUNING_CHUNK, progress, stop, params)
+        histories = _run_together(endless, args, build, params, together, TUNING_CHUNK, progress, stop)
         if stop.asked:
             return
         for member, history in zip(together, histories, strict=True):
