@@ -200,11 +200,16 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
     text, own = f"{gap:+.{score.digits}f}", float(np.var(known, ddof=1)) if len(known) > 1 else 0.0
     if not marks or not own or not score.sign or len(known) < n:
         return text, ""
+    theirs = own if printed.std is None else printed.std**2
+    alike = abs(gap) <= _quantile(n) * math.sqrt(own / n + theirs)
+    return text, ALIKE if alike else BETTER if gap * score.sign > 0 else WORSE
+
+
+def _quantile(n: int) -> float:
+    """Of t, for an interval from the spread of n numbers."""
     from scipy.stats import t
 
-    theirs = own if printed.std is None else printed.std**2
-    alike = abs(gap) <= t.ppf((1 + CONFIDENCE) / 2, n - 1) * math.sqrt(own / n + theirs)
-    return text, ALIKE if alike else BETTER if gap * score.sign > 0 else WORSE
+    return float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
 
 
 def _difference_text(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool) -> str:
@@ -401,15 +406,13 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
         for runs, values in ((a, x), (b, y))
     )
     digits, within = max(score.digits, 1), f", of the first {most} rounds" * bool(most)
-    mean = score.sign * (np.mean(list(one.values())) - np.mean(list(other.values())))
     gaps = np.array([score.sign * (one[seed] - other[seed]) for seed in sorted(set(one) & set(other))])
     if len(gaps) < 2:
+        mean = score.sign * (np.mean(list(one.values())) - np.mean(list(other.values())))
         return "open", f"{mean:+.{digits}f}{within}", False
     if not np.ptp(gaps):
         return "open", f"{gaps[0]:+.{digits}f} for every seed{within}", False
-    from scipy.stats import t
-
-    half = float(t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1)) * gaps.std(ddof=1) / math.sqrt(len(gaps))
+    half = _quantile(len(gaps)) * gaps.std(ddof=1) / math.sqrt(len(gaps))
     low, high = gaps.mean() - half, gaps.mean() + half
     better, worse = low > 0 and not late[0], high < 0 and not late[1]
     bound = " (a bound: not all got there)" if any(late) else ""

@@ -234,9 +234,9 @@ def test_agnews_numbers_the_frequent_words(tmp_path: Path) -> None:
 
     with pytest.raises(FileNotFoundError, match=r"ag_news_csv.train\.csv is not there: download AG's News"):
         fd.datasets.load("agnews", data_dir=tmp_path / "elsewhere")
-    for line, message in (('"5","a","b"', "line 4 must be .* got '5,a,b'"), ('"1","a', "unexpected end of data")):
+    for line, message in (('"5","a","b"', ": line 4 must be .* got '5,a,b'"), ('"1","a', " is damaged.*end of data")):
         train.write_text('"3","a","b\nc"\n"1","a","b"\n' + line + "\n")
-        with pytest.raises(ValueError, match=rf"train\.csv.*{message}"):
+        with pytest.raises(ValueError, match=rf"train\.csv{message}"):
             fd.datasets.load("agnews", data_dir=tmp_path)
 
 
