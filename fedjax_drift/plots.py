@@ -165,7 +165,8 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     """A table's curves, a panel for each setting with a point: the mean over seeds, from the lowest to the highest.
 
     A hollow marker is the paper's number, where it has one for what is drawn, a filled one ours. The axis starts at the
-    lowest value after a tenth of the rounds. path: as in `curves`. Raises ValueError without a single point.
+    lowest value after a tenth of the rounds; panels of a single method have one axis, as they are what is compared.
+    path: as in `curves`. Raises ValueError without a single point.
     """
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
     panels = {}
@@ -179,9 +180,11 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     rows = math.ceil(len(panels) / columns)
     figure = _figure(4.4 * columns + 0.6, 3.2 * rows + 0.7)
     drawn: dict[str, Line2D] = {}
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    one_scale = len(methods) == 1
+    grid = list(figure.subplots(rows, columns, squeeze=False, sharey=one_scale).flat)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
+    extents = []  # of each panel, the lowest and the highest value
     shown = [setting for setting in settings if setting.title in panels]
     for number, (setting, axes) in enumerate(zip(shown, grid, strict=False)):
         panel = panels[setting.title]
@@ -204,13 +207,15 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
                 axes.plot(last if at is None else at, value, marker=marker, markerfacecolor="none", **look)
             for at, value in setting.reached.get(method, ()):
                 axes.plot(at, value, marker="o", markersize=4, **look)
-        low, high = min(map(np.min, late)), max(map(np.max, late))
-        if low < high:
-            axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        extents.append((min(map(np.min, late)), max(map(np.max, late))))
         axes.set_title(panel.title, fontsize=10)
         axes.set_ylabel(ylabel if number % columns == 0 else "")
         axes.set_xlabel("Round" if number + columns >= len(panels) else "")
         _ruled(axes)
+    for axes, extent in zip(grid, extents, strict=False):
+        low, high = (np.min(extents), np.max(extents)) if one_scale else extent
+        if low < high:
+            axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     legend = {method: drawn[method] for method in methods if method in drawn}
     figure.legend(
         legend.values(),

@@ -576,3 +576,13 @@ def test_a_setting_whose_runs_diverged_has_no_panel_and_does_not_end_the_page(tm
     assert [axes.get_title() for axes in panels] == ["good"]
     with pytest.raises(ValueError, match="at least 1 round"):
         plots.compared(settings[:1], "y")
+
+
+def test_panels_of_one_method_share_their_axis_and_those_of_several_do_not():
+    def axes_of(methods):
+        low, high = ([1, 2], [0.1, 0.2]), ([1, 2], [0.7, 0.9])
+        settings = [plots.Compared(name, dict.fromkeys(methods, [run]), {}) for name, run in (("x", low), ("y", high))]
+        return [axes.get_ylim() for axes in plots.compared(settings, "gain").axes if axes.axison]
+
+    one, two = axes_of("A"), axes_of("AB")
+    assert one[0] == one[1] == pytest.approx((0.06, 0.94)) and two[0] != two[1]
