@@ -11,6 +11,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Nearly all of the time is compiling: unoptimised machine code is made in two thirds of it. Only for this process.
+# (--xla_cpu_use_fusion_emitters=false takes another third off the suite, but programs as users run them have these
+# emitters, and without them sweeps, and states on the host, are not bit for bit what they are elsewhere.)
 given = os.environ.get("XLA_FLAGS")
 os.environ["XLA_FLAGS"] = f"{given or ''} --xla_backend_optimization_level=0"
 jax.devices()
