@@ -10,7 +10,7 @@
 1
 """
 
-from fedjax_drift import aggregation, algorithms, distributed, drift, models, plots, ranking
+from fedjax_drift import aggregation, algorithms, distributed, drift, models, personal, plots, ranking
 from fedjax_drift.checkpoint import Checkpoints
 from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
@@ -46,6 +46,7 @@ __all__ = [
     "grid",
     "models",
     "partition",
+    "personal",
     "plots",
     "ranking",
     "sweep",

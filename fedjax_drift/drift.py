@@ -73,7 +73,8 @@ def measure(
     if set(names) - {"labels"}:
         states = gather(engine, state.clients, today.dealt.place)
         test = arrays.test if set(names) & set(TESTED) else None
-        found |= jax.tree.map(partial(undealt, today), trainings(engine, names, shared, today, states, test))
+        of_cohort = partial(undealt, len(today.cohort.id), today.order, today.ragged)
+        found |= jax.tree.map(of_cohort, trainings(engine, names, shared, today, states, test))
     return found
 
 

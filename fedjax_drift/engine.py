@@ -344,15 +344,16 @@ def round_fn(
         new_states = finish(algorithm.finish, server, made["answered"], new_states)
     clients = scatter(engine, state.clients, today.dealt.place, new_states)
 
+    of_cohort = partial(undealt, len(today.cohort.id), today.order, today.ragged)
     present = today.cohort.id < N
     steps = today.dealt.steps  # [D, G, L]
     executed = steps.max(-1).sum() * engine.lanes
     info = {
         "cohort": jnp.where(present, today.cohort.id, -1),
         "size": today.cohort.size,
-        "weight": undealt(today, made["weight"]),
+        "weight": of_cohort(made["weight"]),
         "client_steps": today.cohort.steps,
-        "bad_leaf": jnp.where(present, undealt(today, made["bad_leaf"]), -1),
+        "bad_leaf": jnp.where(present, of_cohort(made["bad_leaf"]), -1),
         "steps": steps.sum(),
         "executed_steps": executed,
         "executed_ratio": executed / jnp.maximum(steps.sum(), 1),
@@ -361,7 +362,7 @@ def round_fn(
     info["finite"] = info["bad_leaf"] < 0
     if engine.failures is not None:
         info["asked"] = jnp.where(today.asked < N, today.asked, -1)
-    named = [jax.tree.map(partial(undealt, today), metrics), {f"test_{name}": v for name, v in scores.items()}]
+    named = [jax.tree.map(of_cohort, metrics), {f"test_{name}": v for name, v in scores.items()}]
     if algorithm.report is not None:
         named.append(dict(algorithm.report(state.server, mean, round)))
     for values in named:
@@ -439,10 +440,9 @@ def scatter(engine: Engine, bank: PyTree, places: jax.Array, new: PyTree) -> PyT
     return jax.shard_map(share, mesh=engine.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)(bank, places, new)
 
 
-def undealt(plan: Plan, values: jax.Array) -> jax.Array:
-    """[D, G, L, ...] -> [K, ...], in the cohort's order."""
-    K = plan.cohort.id.size
-    places = jnp.where(plan.ragged, K, plan.order)
+def undealt(K: int, order: jax.Array, ragged: jax.Array, values: jax.Array) -> jax.Array:
+    """[D, G, L, ...] -> [K, ...], in the order of the K clients that `deal` was given; it gave order and ragged."""
+    places = jnp.where(ragged, K, order)
     return jnp.zeros((K, *values.shape[3:]), values.dtype).at[places].set(values, mode="drop")
 
 
@@ -578,11 +578,7 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
     def batch(params: Params, xy: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
         x, y = xy
         logits = engine.model.apply(params, engine.decode(x))
-        rows = {"loss": engine.model.loss(logits, y)}
-        if jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1:
-            right = (logits.argmax(-1) == y).astype(rows["loss"].dtype)
-            rows["accuracy"] = right.mean(axis=tuple(range(1, right.ndim)))
-        return rows, () if engine.model.scores is None else logits
+        return score_rows(engine.model, logits, y), () if engine.model.scores is None else logits
 
     return jax.shard_map(
         lambda params, xy: lax.map(partial(batch, params), xy),
@@ -591,6 +587,15 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
         out_specs=P(AXIS),
         check_vma=False,
     )(params, (test.x, test.y))
+
+
+def score_rows(model: Model, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """Of each row [B] its loss and, for classifiers, whether it is classified rightly (of many labels: the share)."""
+    rows = {"loss": model.loss(logits, y)}
+    if jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1:
+        right = (logits.argmax(-1) == y).astype(rows["loss"].dtype)
+        rows["accuracy"] = right.mean(axis=tuple(range(1, right.ndim)))
+    return rows
 
 
 def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import aggregation as rules
-from fedjax_drift import checks, drift, engine, failures, fit
+from fedjax_drift import checks, drift, engine, failures, fit, personal
 from fedjax_drift.bank import Bank
 from fedjax_drift.checkpoint import Checkpoints
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
@@ -157,6 +158,7 @@ class Simulation:
             )
         fit.check_requirements(algorithm, model, local, data.x_test is not None)
         self.data, self.local, self.on_nonfinite, self.mesh = data, local, on_nonfinite, mesh
+        self._eval_batch_size = eval_batch_size
         decode = _decoder(data)
         params, num_classes = fit.check_model(model, data, decode)
         redeal = _redeal(data)
@@ -211,6 +213,7 @@ class Simulation:
     def _compile(self, lanes: int) -> None:
         """The programs, which compile when they are first called."""
         self._fits = False  # until a round has run
+        self._tunings: dict[LocalTraining, Callable] = {}
         sharded, D = self.bank == "sharded", self.mesh.size
         N = self.data.num_clients
         how = self._engine._replace(lanes=lanes, sharded=sharded, bank_rows=-(-N // D) * D if sharded else N)
@@ -347,20 +350,22 @@ class Simulation:
 
     def _fetch(self, key: jax.Array, t: int, cohort: jax.Array | None = None) -> Fetched:
         """What round t needs, where rows or states are kept on the host."""
-        data, N = self.data, self.data.num_clients
         if cohort is None:
             cohort = self._draw(key, t)
         ids = np.asarray(cohort)
-        arrays, sizes = self._arrays, data.sizes_of(ids)
+        place = np.arange(len(ids)) if self._states_on_host else ids
+        return Fetched(*self._send(ids, place, self.local), ids)
+
+    def _send(self, ids: np.ndarray, place: np.ndarray, local: LocalTraining) -> tuple[engine.Arrays, engine.Client]:
+        """The data set, of streamed rows those of the clients ``ids``; and these clients, their states at ``place``."""
+        arrays, N, sizes = self._arrays, self.data.num_clients, self.data.sizes_of(ids)
         if arrays.rows is not None:
             offsets = np.asarray(arrays.rows.offsets)[np.minimum(ids, N - 1)]
         elif self._stream is not None:
             x, y, offsets = self._stream.fetch(ids)
             arrays = arrays._replace(rows=engine.Rows(x, y))
-        place = np.arange(len(ids)) if self._states_on_host else ids
-        columns = (ids, sizes, offsets, self.local.steps(sizes), np.where(ids < N, place, self._engine.bank_rows))
-        client = engine.Client(*put([a.astype(np.int32) for a in columns], self._everywhere))
-        return Fetched(arrays, client, ids)
+        columns = (ids, sizes, offsets, local.steps(sizes), np.where(ids < N, place, self._engine.bank_rows))
+        return arrays, engine.Client(*put([a.astype(np.int32) for a in columns], self._everywhere))
 
     def _advance(
         self, program: Callable, state: ServerState, fetched: Fetched, measures: Sequence[str]
@@ -493,19 +498,59 @@ class Simulation:
         scores = self._launch(self._evaluate, self._check(state).server, self._test())
         return jax.tree.map(lambda v: v if traced(v) else float(v), scores)
 
-    def evaluate_clients(self, state: ServerState) -> dict[str, np.ndarray]:
-        """Loss and accuracy on every client's own test rows, float [N]; NaN for a client without any.
+    def evaluate_clients(
+        self, state: ServerState, fine_tune: LocalTraining | int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Loss and accuracy of the global model on every client's own test rows, float [N]; NaN for one without any.
 
-        Raises ValueError unless the test set is cut into clients (natural partitions, ``test_clients=``).
+        fine_tune: also ``personal_loss`` and ``personal_accuracy``, after each client has trained its own copy of the
+        global model on its own rows: for so many epochs of this simulation's local training, or for a `LocalTraining`
+        of its own, at the round's rate. That is plain training on the model's loss, without the algorithm's terms (so
+        without LfD's temperature). `fd.personal.summary` and `fd.plots.fairness` sum up what is returned; the state
+        does not change. Raises ValueError unless the test set is cut into clients (natural partitions,
+        ``test_clients=``).
         """
         sizes = self.data.test_sizes
         if sizes is None:
             raise ValueError("the test set is not cut into clients: build the data with test_clients= or test_parts=")
+        if fine_tune is not None and not isinstance(fine_tune, LocalTraining):
+            fix = "epochs, or a fd.LocalTraining; None does not fine-tune"
+            fine_tune = replace(self.local, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
+        state = self._check(state)
         client = np.repeat(np.arange(len(sizes)), sizes)
-        rows, _ = self._launch(self._evaluate_rows, self._check(state).params, self._test())
+        rows, _ = self._launch(self._evaluate_rows, state.params, self._test())
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
+        sums = {name: np.bincount(client, values, len(sizes)) for name, values in flat.items()}
+        if fine_tune is not None:
+            sums |= {f"personal_{name}": total for name, total in self._fine_tuned(state, fine_tune).items()}
         with np.errstate(invalid="ignore"):
-            return {name: np.bincount(client, values, len(sizes)) / sizes for name, values in flat.items()}
+            return {name: total / sizes for name, total in sums.items()}
+
+    def _fine_tuned(self, state: ServerState, local: LocalTraining) -> dict[str, np.ndarray]:
+        """Sums over every client's own test rows, [N], of its own copy of the global model."""
+        fit.check_local(local, state.params, self._engine.max_size)
+        state = state._replace(clients=())
+        found = []
+        for ids, tests in personal.chunks(self.data):
+            arrays, clients = self._send(ids, ids, local)
+            tests = put(tests, self._everywhere)
+
+            def call(rows: Any = arrays.rows, clients: Any = clients, tests: Any = tests) -> dict[str, jax.Array]:
+                return self._launch(self._tuning(local), state, rows, clients, tests)
+
+            found.append(jax.device_get(self._fitting(call)))
+        return {name: np.concatenate([sums[name] for sums in found])[: self.data.num_clients] for name in found[0]}
+
+    def _tuning(self, local: LocalTraining) -> Callable:
+        """The program that fine-tunes by ``local``."""
+        if local not in self._tunings:
+            by_rank, sizes = self._engine.rows_by_rank, self.data.sizes
+            by_rank = None if by_rank is None else rows_by_rank(sizes, local.steps(sizes))
+            how = self._engine._replace(local=local, rows_by_rank=by_rank)
+            found = self._everywhere if spans_processes(self.mesh) else None
+            program = partial(personal.fine_tuned, how, self._eval_batch_size)
+            self._tunings[local] = jax.jit(program, out_shardings=found)
+        return self._tunings[local]
 
     def communication(self) -> dict[str, int]:
         """Bytes that the D devices of the mesh exchange in a round, from shapes alone; scalars and ids are left out.

@@ -1,0 +1,94 @@
+"""The global model on each client's own test rows, before and after the client has fine-tuned it."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift import personal
+
+SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # training rows of 20 ragged clients
+TESTS = [4, 0, 1, 9, 2, 3, 0, 17, 1, 1] * 2  # their test rows
+CLASSES = 4
+
+
+@pytest.fixture(scope="module")
+def data() -> fd.FederatedData:
+    rng = np.random.default_rng(0)
+
+    def rows(n: int) -> tuple[np.ndarray, np.ndarray]:
+        return rng.normal(size=(n, 6)).astype(np.float32), rng.integers(0, CLASSES, n)
+
+    return fd.FederatedData.from_clients([rows(n) for n in SIZES], test_clients=[rows(n) for n in TESTS])
+
+
+def simulate(data, devices=2, **options) -> fd.Simulation:
+    mesh = fd.clients_mesh(jax.devices()[:devices])
+    options = {"local": fd.LocalTraining(batch_size=50, lr=0.5, lr_decay=0.9), "eval_batch_size": 6} | options
+    return fd.Simulation(
+        fd.models.linear((6,), CLASSES), data, fd.algorithms.fedavg(), mesh=mesh, cohort_size=5, **options
+    )
+
+
+def scored(params, x, y) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Loss and correctness of each row, and the gradient's factor p - onehot(y)."""
+    logits = x @ params["kernel"] + params["bias"]
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    return -np.log(p[np.arange(len(y)), y]), logits.argmax(1) == y, p - np.eye(CLASSES)[y]
+
+
+def test_one_step_by_hand(data, monkeypatch) -> None:
+    monkeypatch.setattr(personal, "CHUNK", 8)  # three programs, the last with four of nobody
+    sim = simulate(data)
+    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    w = jax.tree.map(np.asarray, state.params["classifier"]["dense"])
+    expected: dict[str, list[float]] = {"loss": [], "accuracy": [], "personal_loss": [], "personal_accuracy": []}
+    ends = np.cumsum(TESTS)
+    for i, (end, n) in enumerate(zip(ends, TESTS, strict=True)):
+        x, y = data.client(i)
+        g = scored(w, x, y)[2]
+        theta = {"kernel": w["kernel"] - 0.45 * x.T @ g / len(x), "bias": w["bias"] - 0.45 * g.mean(0)}
+        own = slice(end - n, end)
+        for prefix, params in (("", w), ("personal_", theta)):
+            loss, right, _ = scored(params, data.x_test[own], data.y_test[own])
+            expected[f"{prefix}loss"].append(loss.mean() if n else np.nan)
+            expected[f"{prefix}accuracy"].append(right.mean() if n else np.nan)
+    found = sim.evaluate_clients(state, fine_tune=1)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("where", [{"devices": 1, "lanes": 3}, {"stream": True}, {"shard_data": True}])
+def test_it_does_not_matter_where(data, monkeypatch, where) -> None:
+    own = fd.LocalTraining(epochs=3, batch_size=4, lr=0.2, momentum=0.5)
+    sim = simulate(data, devices=1)
+    state = sim.init(jax.random.key(1))
+    plain = sim.evaluate_clients(state, own)
+    assert np.nanmean(plain["personal_loss"]) != pytest.approx(np.nanmean(plain["loss"]), abs=1e-3)
+    monkeypatch.setattr(personal, "CHUNK", 8)
+    elsewhere = simulate(data, **where).evaluate_clients(state, own)
+    for name in plain:
+        np.testing.assert_allclose(elsewhere[name], plain[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_summary() -> None:
+    found = fd.personal.summary([np.nan, *np.arange(21) / 20])
+    assert found == pytest.approx(
+        {"clients": 21, "mean": 0.5, "std": np.std(np.arange(21) / 20), "q05": 0.05, "q25": 0.25, "median": 0.5}
+        | {"q75": 0.75, "q95": 0.95, "lowest_10": 0.05, "highest_10": 0.95}  # three of 21
+    )
+    with pytest.raises(ValueError, match="at least 1 client, got none"):
+        fd.personal.summary([np.nan])
+
+
+def test_bad_input(data) -> None:
+    sim = simulate(data)
+    state = sim.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"fine_tune must be an integer >= 1, got 0: epochs, or a fd.LocalTraining"):
+        sim.evaluate_clients(state, 0)
+    pooled = fd.FederatedData(data.x, data.y, data.sizes, data.x_test, data.y_test)
+    with pytest.raises(ValueError, match="not cut into clients"):
+        simulate(pooled).evaluate_clients(state, 1)
