@@ -10,7 +10,7 @@
 1
 """
 
-from fedjax_drift import aggregation, algorithms, distributed, drift, models, personal, plots, ranking
+from fedjax_drift import aggregation, algorithms, distributed, drift, logs, models, personal, plots, ranking
 from fedjax_drift.checkpoint import Checkpoints
 from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
@@ -44,6 +44,7 @@ __all__ = [
     "drift",
     "drift_regimes",
     "grid",
+    "logs",
     "models",
     "partition",
     "personal",

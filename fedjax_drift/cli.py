@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import functools
 import inspect
 import json
-import math
 import os
 import re
 import shlex
@@ -25,7 +25,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from fedjax_drift.checkpoint import lock_folder, replace_file, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.options import HIDDEN, Parser, add, add_data, add_run, count, count0, file_name, load, spec
+from fedjax_drift.progress import watched
 from fedjax_drift.sharding import agree, first_does, spans_processes
 
 RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
@@ -70,10 +71,11 @@ An algorithm's options: numbers, true, false, none and words as they are;
 several of one kind with a plus, as in fedgvr:literal=step+sign.
 
 The output folder holds config.json (everything that was set, and the
-command), rounds.jsonl (a line for each round and algorithm, written as the
-round ends), curves.png, a picture of each thing that was measured, and
-checkpoints. Ctrl-C and SIGTERM stop after the round in progress. Whatever
-ended a run, it goes on with
+command), rounds.jsonl and rounds.csv (a line for each round and algorithm,
+written as the round ends), curves.png, a picture of each thing that was
+measured, and checkpoints; with --per-client also clients.csv, a line for each
+client, and fairness.png. Ctrl-C and SIGTERM stop after the round in progress.
+Whatever ended a run, it goes on with
 
   fedjax-drift run --resume OUTPUT
 
@@ -250,6 +252,11 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     parser.description = "Simulates algorithms on a data set, one after another, and compares them."
     group = add_run(parser)
     _add_output(group)
+    group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
+    group.add_argument(
+        "--per-client", action="store_true", help="at the end, score each client's own test rows, before and after it "
+        "has trained the model for another epoch",
+    )  # fmt: skip
     group = parser.add_argument_group("runs that survive")
     add(group, "--resume", "OUTPUT", "go on with the run of that folder; see below")
     add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: by the clock alone)", count)
@@ -263,7 +270,7 @@ def _fill_quickstart(parser: argparse.ArgumentParser) -> None:
     parser.description = textwrap.fill(
         "Simulates writers of 62 characters: in every round, some of them train a LeNet-5 on their own images. "
         f"Compares {', '.join(QUICKSTART)}. The first time the images are drawn, which takes another minute. "
-        "Prints a table and writes config.json, rounds.jsonl and curves.png.",
+        "Prints a table and writes config.json, rounds.jsonl, rounds.csv and curves.png.",
         78,
     )
     add(parser, "--writers", "N", "clients of the federation", count, 3400)
@@ -375,10 +382,19 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         "command": shlex.join(["fedjax-drift", *argv]),
         **config,
         "checkpoints": {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep},
+        "tensorboard": args.tensorboard,
+        "per_client": args.per_client,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    if args.tensorboard:
+        fd.logs.needs_tensorboard()
+    if args.per_client and simulations[names[0]].data.test_sizes is None:
+        raise ValueError(
+            f"--per-client needs clients with test rows of their own, got {config['dataset']['name']} dealt "
+            f"{options.dealt(args)}: take a natural partition"
+        )
     checkpoints = _checkpoints(args, config, output)
-    progress = not args.no_progress and sys.stderr.isatty()
+    progress = not args.no_progress and watched()
 
     def work() -> int:
         mesh = simulations[names[0]].mesh
@@ -396,13 +412,15 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
             def begin(sim: fd.Simulation) -> fd.ServerState:
                 return sim.init(jax.random.key(args.seed), params)
 
-            def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> None:
+            def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> dict[str, np.ndarray]:
                 sim = simulations[name]
                 state, history = before.pop(name) if name in before else (begin(sim), [])
-                sim.run(
+                state, _ = sim.run(
                     state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
                     measure_every=config["measure"]["every"], checkpoints=checkpoints.get(name),
                 )  # fmt: skip
+                ended = args.per_client and int(state.round) == args.rounds
+                return sim.evaluate_clients(state, fine_tune=1) if ended else {}
 
             histories = {name: history for name, (_, history) in before.items()}
             return _simulate(config, names, histories, start, output, progress)
@@ -442,11 +460,12 @@ def _simulate(
     config: Mapping[str, Any],
     names: Sequence[str],
     before: Mapping[str, Sequence[dict[str, Any]]],
-    start: Callable[[str, Callable[[dict[str, Any]], None]], None],
+    start: Callable[[str, Callable[[dict[str, Any]], None]], dict[str, np.ndarray]],
     output: Path,
     progress: bool,
 ) -> int:
-    """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done.
+    """Runs one algorithm after another with ``start(name, on_round)``, which returns what each client makes of its end;
+    after Ctrl-C, reports what is done.
 
     before: the histories of those that were restored. Of several processes the first alone writes files. Where the
     library itself raises ValueError or FloatingPointError (the model has diverged), the next takes its turn.
@@ -459,23 +478,25 @@ def _simulate(
     resume = f"to go on: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
     records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
     interrupted, stopped = False, []
+    per_client: dict[str, dict[str, np.ndarray]] = {}
 
     def lines() -> list[dict[str, Any]]:
         return [{"algorithm": name, **record} for name, history in records.items() for record in history]
 
-    with _jsonl(output / "rounds.jsonl" if writes else None, lines()) as write:
+    with fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]) as log:
         for name, history in records.items():
 
             def keep(record: dict[str, Any], name: str = name, history: list[dict[str, Any]] = history) -> None:
                 history.append(record)
-                write({"algorithm": name, **record})
+                log({"algorithm": name, **record})
 
-            if len(history) == config["rounds"]:
+            if len(history) == config["rounds"] and not config["per_client"]:
                 continue
             if not progress:
                 print(f"running {name}: {_rounds_to_do(len(history), config['rounds'])}", flush=True)
             try:
-                start(name, keep)
+                if scores := start(name, keep):
+                    per_client[name] = scores
                 interrupted = len(history) < config["rounds"]  # Simulation.run ends early on Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
@@ -491,12 +512,15 @@ def _simulate(
             if interrupted:
                 break
     if before:  # more rounds of one algorithm may have been written after another's
-        with _jsonl(output / "rounds.jsonl" if writes else None, lines()):
-            pass
+        fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]).close()
     records = {name: history for name, history in records.items() if history}
-    written = ["config.json", "rounds.jsonl", *(_draw_runs(records, output) if writes else ())]
+    written = ["config.json", "rounds.jsonl", "rounds.csv"]
+    if writes:
+        written += [*_draw_runs(records, output), *_write_clients(per_client, output)]
     if records:
         print("\n" + _table(records))
+    if per_client:
+        print("\n" + _clients_table(per_client))
     ended = [f"stopped: {', '.join(stopped)}"] if stopped else []
     ended.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(written)}")
     ended += [resume] * (interrupted and config["checkpoints"]["keep"] > 0)
@@ -523,6 +547,38 @@ def _draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], output: Path)
                 raise
             path.unlink(missing_ok=True)
     return written
+
+
+def _write_clients(per_client: Mapping[str, Mapping[str, np.ndarray]], output: Path) -> list[str]:
+    """Writes the scores of every client, a line for each, and their picture; returns the files' names."""
+    if not per_client:
+        return []
+    from fedjax_drift import plots
+
+    names = [*next(iter(per_client.values()))]
+    lines = [["algorithm", "client", *names]]
+    for algorithm, scores in per_client.items():
+        values = np.stack([scores[name] for name in names], axis=1)
+        lines += [[algorithm, str(i), *map(str, row)] for i, row in enumerate(values) if np.isfinite(row).any()]
+    with (output / "clients.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+    if "accuracy" not in names:
+        return ["clients.csv"]
+    plots.fairness(per_client, output / "fairness.png")
+    return ["clients.csv", "fairness.png"]
+
+
+def _clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
+    """Of each algorithm how accurate the global model is for clients, and after another epoch of their own."""
+    width = max(map(len, ["own test rows", *per_client]))
+    lines = [f"{'own test rows':{width}}  clients    mean  worst 10 %  after an epoch: mean  worst 10 %"]
+    for algorithm, scores in per_client.items():
+        if "accuracy" in scores:
+            known = [fd.personal.summary(scores[name]) for name in ("accuracy", "personal_accuracy")]
+            (mean, worst), (own, own_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
+            lines.append(f"{algorithm:{width}}  {known[0]['clients']:7.0f}  {mean:4.1f} %  {worst:8.1f} %  "
+                         f"{own:18.1f} %  {own_worst:8.1f} %")  # fmt: skip
+    return "\n".join(lines)
 
 
 def _quickstart(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
@@ -582,7 +638,7 @@ def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], i
     tables = papers.read_all(place, args.names)
     cells = [papers.chosen(table, args.rows, args.methods) for table in tables]
     seeds = None if args.seeds is None else range(args.seeds)
-    progress = not args.no_progress and sys.stderr.isatty()
+    progress = not args.no_progress and watched()
     options.use_devices(args.devices)
 
     def work() -> int:
@@ -711,35 +767,6 @@ def _wrap(text: str, first: str, later: str, width: int = 80) -> list[str]:
 
 def _wrapped_command(words: Sequence[str]) -> str:
     return " \\\n".join(_wrap(shlex.join(words), "  ", "      ", 76))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextlib.contextmanager
-def _jsonl(
-    path: Path | None, before: Sequence[Mapping[str, Any]] = ()
-) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A function that writes one record a line, at once, after those of ``before``, which replace the file's; a number
-    that is not finite becomes null, as JSON has none. Without a path, one that does nothing."""
-    if path is None:
-        yield lambda record: None
-        return
-
-    def line(record: Mapping[str, Any]) -> str:
-        return json.dumps({key: _plain(value) for key, value in record.items()}) + "\n"
-
-    replace_file(path, "".join(map(line, before)))
-    with path.open("a") as file:
-
-        def write(record: Mapping[str, Any]) -> None:
-            file.write(line(record))
-            file.flush()
-
-        yield write
 
 
 def _rounds_to_do(done: int, rounds: int) -> str:

@@ -1,31 +1,50 @@
-"""Pictures of runs: accuracy, drift and what clients hold.
+"""Pictures of runs: accuracy, drift, and what clients hold and get.
+
+`records` is whatever a run leaves: its history; the path of a log (`logs.Log`, or a folder of the command line), a line
+for each ``algorithm`` in it; what `fd.sweep` returns, a line for each setting; or a dict: name of a run -> its history,
+the histories of several seeds, or the path of a log. Of several seeds a line is the mean of the rounds that all have,
+in a band of its 95 % confidence interval (Student's t).
 
 Each returns a `matplotlib.figure.Figure` that belongs to no window and leaves the caller's backend alone; in a notebook
 the last expression of a cell shows it. matplotlib is imported when a picture is drawn. A run's colour, line style and
 marker follow from its place in `records`, so that pictures of the same records agree. Rounds that lack a measurement,
 and values that aren't finite, are skipped. Where more than 100 rounds have one, lines are medians of windows of rounds
-(500 in windows of 10), in bands between the windows' quartiles.
+(500 in windows of 10), in bands between the windows' quartiles; of several seeds means.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fedjax_drift import checks, logs
 from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.personal import summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    from fedjax_drift.sweep import Run
+
 FilePath = str | os.PathLike[str] | None
 History = Sequence[Mapping[str, Any]]
-Records = Mapping[str, History]
+Records = (
+    str
+    | os.PathLike[str]
+    | History
+    | Sequence["Run"]
+    | Mapping[str, History]
+    | Mapping[str, Sequence[History]]
+    | Mapping[str, str]
+    | Mapping[str, os.PathLike[str]]
+)
+Runs = Mapping[str, Sequence[History]]  # name of a run -> the history of each seed
 
 # Okabe and Ito's colours, which people who confuse red and green tell apart; its yellow is too pale for lines on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -37,6 +56,9 @@ SHOWN_MARKERS = 30
 SHOWN_POINTS = 100  # of a line against rounds; more are summed up in half as many windows at most
 QUARTILES = (0.25, 0.5, 0.75)
 
+QUARTILES_SHOWN = "median and quartiles"
+SEEDS_SHOWN = "mean over seeds, 95 % confidence"
+
 MEASURE = "pass measure=({!r},) to Simulation"
 
 
@@ -47,6 +69,7 @@ class Line(NamedTuple):
     y: np.ndarray  # [n]
     low: np.ndarray | None = None  # [n], lower edge of a band around y
     high: np.ndarray | None = None  # [n]
+    band: str = ""  # what the line and the band are
 
 
 class Panel(NamedTuple):
@@ -62,12 +85,13 @@ class Panel(NamedTuple):
 def curves(records: Records, path: FilePath = None) -> Figure:
     """Test accuracy (percent), if it was ever measured, and training loss against rounds, one line per run.
 
-    records: name of a run -> its history, as `Simulation.run` returns it. path: where to write the picture, if given;
-    its ending decides the format. Raises ValueError without a single round.
+    records: see above. path: where to write the picture, if given; its ending decides the format. Raises ValueError
+    without a single round.
     """
+    runs = _runs(records)
     panels = (
-        Panel("Test accuracy of the global model", "Test accuracy (%)", _by_round(records, "accuracy", 100)),
-        Panel("Training loss, mean of the cohort", "Loss (nats per row)", _by_round(records, "train_loss")),
+        Panel("Test accuracy of the global model", "Test accuracy (%)", _by_round(runs, "accuracy", 100)),
+        Panel("Training loss, mean of the cohort", "Loss (nats per row)", _by_round(runs, "train_loss")),
     )
     return _picture("curves", panels, "pass {name: history of Simulation.run}", path)
 
@@ -79,11 +103,12 @@ def drift(records: Records, path: FilePath = None) -> Figure:
     logarithmic scale; dissimilarity is FedGVRGM's eq. 4. records, path: as in `curves`. Raises ValueError where no
     round has any of them.
     """
+    runs = _runs(records)
     squared = "Squared gradient norm"
     panels = (
-        Panel("Period drift", squared, _by_round(records, "period_drift"), log=True),
-        Panel("Client drift after the last local epoch", squared, _by_round(records, "client_drift"), log=True),
-        Panel("Dissimilarity of gradients", "Dissimilarity", _by_round(records, "dissimilarity"), log=True),
+        Panel("Period drift", squared, _by_round(runs, "period_drift"), log=True),
+        Panel("Client drift after the last local epoch", squared, _by_round(runs, "client_drift"), log=True),
+        Panel("Dissimilarity of gradients", "Dissimilarity", _by_round(runs, "dissimilarity"), log=True),
     )
     return _picture("drift", panels, MEASURE.format("gradients"), path)
 
@@ -93,9 +118,10 @@ def updates(records: Records, path: FilePath = None) -> Figure:
 
     records, path: as in `curves`. Raises ValueError where no round has them.
     """
+    runs = _runs(records)
     panels = (
-        Panel("Norm of client updates", "Norm, mean of the cohort", _by_round(records, "update_norm")),
-        Panel("Cosine of client updates with their mean", "Cosine", _by_round(records, "update_cosine")),
+        Panel("Norm of client updates", "Norm, mean of the cohort", _by_round(runs, "update_norm")),
+        Panel("Cosine of client updates with their mean", "Cosine", _by_round(runs, "update_cosine")),
     )
     return _picture("updates", panels, MEASURE.format("updates"), path)
 
@@ -106,12 +132,13 @@ def agreement(records: Records, path: FilePath = None) -> Figure:
     Against local epochs, the median of the measured rounds in a band between their quartiles; against rounds where no
     run has more than one local epoch. records, path: as in `curves`. Raises ValueError where no round has them.
     """
-    measured = [*_measured(records, "cka").values(), *_measured(records, "kl").values()]
+    runs = _runs(records)
+    measured = [seed for key in ("cka", "kl") for seeds in _measured(runs, key).values() for seed in seeds]
     epochs = max((values.shape[1] for _, values in measured), default=1)
     lines, xlabel = (_by_epoch, "Local epoch") if epochs > 1 else (_by_round, "Round")
     panels = (
-        Panel("CKA of local and global predictions", "Linear CKA", lines(records, "cka")),
-        Panel("KL of local and global predictions", "KL divergence (nats)", lines(records, "kl")),
+        Panel("CKA of local and global predictions", "Linear CKA", lines(runs, "cka")),
+        Panel("KL of local and global predictions", "KL divergence (nats)", lines(runs, "kl")),
     )
     return _picture("agreement", panels, MEASURE.format("predictions"), path, xlabel)
 
@@ -122,10 +149,11 @@ def forgetting(records: Records, path: FilePath = None) -> Figure:
     Apart for classes that are present at a client and those that are absent; below the line at 1 local training
     forgets. records, path: as in `curves`. Raises ValueError where no round has it.
     """
+    runs = _runs(records)
     ratio = "LP (local / global accuracy)"
     panels = (
-        Panel("Classes present at the client", ratio, _by_round(records, "lp_present"), guide=1),
-        Panel("Classes absent from the client", ratio, _by_round(records, "lp_absent"), guide=1),
+        Panel("Classes present at the client", ratio, _by_round(runs, "lp_present"), guide=1),
+        Panel("Classes absent from the client", ratio, _by_round(runs, "lp_absent"), guide=1),
     )
     figure = _picture("forgetting", panels, MEASURE.format("forgetting"), None)
     for axes in figure.axes:  # early rounds divide by global accuracies of almost 0
@@ -140,16 +168,93 @@ def gain(records: Records, path: FilePath = None) -> Figure:
 
     records, path: as in `curves`; runs of other algorithms are left out. Raises ValueError where no round has a gain.
     """
-    renamed = {}
-    for name, (rounds, gains) in _measured(records, "gain").items():
-        line = _finite(rounds, gains[:, -1])
-        renamed[f"{name} (median gain {np.median(line.y):.2f})" if line.y.size else name] = records[name]
+    runs, renamed = _runs(records), {}
+    for name, seeds in _measured(runs, "gain").items():
+        gains = np.concatenate([_finite(rounds, of[:, -1]).y for rounds, of in seeds])
+        renamed[f"{name} (median gain {np.median(gains):.2f})".strip() if gains.size else name] = runs[name]
     panels = (
         Panel("Kalman gain", "Gain", _by_round(renamed, "gain")),
         Panel("Period variance", "Variance", _by_round(renamed, "period_variance"), log=True),
         Panel("Client variance", "Variance", _by_round(renamed, "client_variance"), log=True),
     )
     return _picture("gain", panels, "pass the history of a run of fedeve", path)
+
+
+def rounds_to_target(records: Records, target: float, path: FilePath = None, *, key: str = "accuracy") -> Figure:
+    """Rounds until a run first reaches the target, as bars: the mean over its seeds, and each seed as a dot.
+
+    A hatched bar is a bound: at least one seed did not get there in the rounds that it had. target: what ``key`` must
+    reach: at least that much, or for a key that ends in "loss" at most. records, path: see `curves`. Raises ValueError
+    for a target that is not a number, and where no round has the key.
+    """
+    checks.number("target", target, "a finite number", math.isfinite)
+    runs = {name: seeds for name, seeds in _measured(_runs(records), key).items() if any(t.size for t, _ in seeds)}
+    if not runs:
+        raise ValueError(
+            f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate, or pass another key"
+        )
+    lower = key.endswith("loss")
+    figure = _figure(7.5, 1.6 + 0.42 * len(runs))
+    axes = figure.subplots()
+    for i, seeds in enumerate(runs.values()):
+        colour = COLOURS[i % len(COLOURS)]
+        there = [t[values[:, -1] <= target if lower else values[:, -1] >= target] for t, values in seeds if t.size]
+        last = [t[-1] for t, _ in seeds if t.size]
+        took = np.array([t[0] if t.size else end for t, end in zip(there, last, strict=True)], float)
+        missed = sum(not t.size for t in there)
+        look: dict[str, Any] = (
+            {"facecolor": "white", "hatch": "///", "edgecolor": colour} if missed else {"color": colour}
+        )
+        axes.barh(i, took.mean(), height=0.62, **look)
+        text = f"{'> ' * bool(missed)}{took.mean():,.0f}"
+        if missed and len(took) > 1:
+            text += f" ({len(took) - missed} of {len(took)} seeds)"
+        axes.annotate(text, (took.max(), i), (6, 0), textcoords="offset points", va="center", fontsize=9)
+        if len(took) > 1:
+            axes.plot(took, np.full(len(took), i), "o", color="black", markersize=3.5, markerfacecolor="white")
+    axes.set_yticks(range(len(runs)), [*runs])
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
+    axes.set(xlabel="Round", title=f"Rounds to {goal}")
+    _ruled(axes)
+    axes.grid(False, axis="y")
+    return _written(figure, path)
+
+
+def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
+    """Accuracy on clients' own test rows against the share of clients that have at most that: the quantiles.
+
+    Dashed, after each client has fine-tuned its copy, where that was scored. The worst 10 % of the clients are shaded,
+    their mean is in the legend. scores: what `Simulation.evaluate_clients` returns, or name of a run -> that. path: as
+    in `curves`. Raises ValueError where no client has an accuracy.
+    """
+    named = {"": scores} if "accuracy" in scores else scores
+    lines: dict[str, Line2D] = {}
+    figure = _figure(6.5, 4.2)
+    axes = figure.subplots()
+    for i, (name, of) in enumerate(named.items()):
+        for key, style, what in (("accuracy", "-", ""), ("personal_accuracy", "--", "fine-tuned")):
+            known = np.sort(np.asarray(of.get(key, []), float))
+            known = 100 * known[np.isfinite(known)]
+            if known.size:
+                share = 100 * np.arange(known.size + 1) / known.size
+                look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": style, "linewidth": 1.6}
+                (line,) = axes.plot(share, [known[0], *known], drawstyle="steps-pre", **look)
+                full = ", ".join(part for part in (name, what) if part) or "all clients"
+                lines[f"{full}: {summary(known)['lowest_10']:.1f} %"] = line
+    if not lines:
+        raise ValueError(
+            "fairness needs the accuracy of at least 1 client, got none: pass Simulation.evaluate_clients(state)"
+        )
+    axes.axvspan(0, 10, color="0.92", zorder=0)
+    axes.set(xlabel="Clients, least accurate first (%)", ylabel="Accuracy on own test rows (%)", xlim=(0, 100))
+    axes.set_title("Accuracy of each client; below: mean of the worst 10 %", fontsize=11)
+    axes.grid(True, color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    _tidy(axes)
+    _legend(figure, lines, 6.5)
+    return _written(figure, path)
 
 
 class Compared(NamedTuple):
@@ -171,7 +276,7 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
     panels = {}
     for setting in settings:
-        lines = {method: _over_seeds(setting.runs.get(method, ())) for method in methods}
+        lines = {method: _over_seeds(setting.runs.get(method, ()), _extremes) for method in methods}
         if any(line.x.size for line in lines.values()):
             panels[setting.title] = Panel(setting.title, ylabel, lines)
     if not panels:
@@ -228,9 +333,12 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     return _written(figure, path)
 
 
-def _over_seeds(runs: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Line:
-    """The mean of the rounds that all seeds have, between the lowest and the highest."""
-    tables = [dict(zip(rounds, values, strict=True)) for rounds, values in runs]
+def _over_seeds(
+    runs: Sequence[tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]],
+    band: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+) -> Line:
+    """The mean of the rounds that all seeds have, in the band that ``band`` makes of their values [S, n]."""
+    tables = [dict(zip(map(int, rounds), values, strict=True)) for rounds, values in runs]
     rounds = sorted(set.intersection(*map(set, tables))) if tables else []
     values = np.array([[table[t] for t in rounds] for table in tables], float).reshape(len(tables), len(rounds))
     known = np.isfinite(values).all(0)
@@ -240,7 +348,20 @@ def _over_seeds(runs: Sequence[tuple[Sequence[int], Sequence[float]]]) -> Line:
     if len(tables) == 1:
         line = Line(x, values[0])
         return line if x.size <= SHOWN_POINTS else Line(*_means(np.stack([x, values[0]])))
-    return Line(*_means(np.stack([x, values.mean(0), values.min(0), values.max(0)])))
+    return Line(*_means(np.stack([x, values.mean(0), *band(values)])))
+
+
+def _extremes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return values.min(0), values.max(0)
+
+
+def _confidence(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 95 % confidence interval of the mean over the first axis."""
+    from scipy.stats import t
+
+    S = len(values)
+    half = t.ppf(0.975, S - 1) * values.std(0, ddof=1) / S**0.5
+    return values.mean(0) - half, values.mean(0) + half
 
 
 def _means(rows: np.ndarray) -> np.ndarray:
@@ -271,15 +392,21 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
 
 
 def label_mix(
-    history: History, path: FilePath = None, *, title: str = "Label mix of the cohort", largest: float | None = None
+    history: History | str | os.PathLike[str],
+    path: FilePath = None,
+    *,
+    title: str = "Label mix of the cohort",
+    largest: float | None = None,
 ) -> Figure:
     """Labels of the cohort's rows in each round, as bubbles whose area is the label's share (FedEve, fig. 3a).
 
-    history: of one run, as `Simulation.run` returns it; of more than 30 measured rounds every second, third, ... is
-    shown. path: as in `curves`. largest: the share (0 to 1) of the largest bubble, for pictures to be compared; default
-    the largest there is. Raises ValueError where no round has a label mix.
+    history: of one run, or the path of its log, of several algorithms the first's (their cohorts are the same); of more
+    than 30 measured rounds every second, third, ... is shown. path: as in `curves`. largest: the share (0 to 1) of the
+    largest bubble, for pictures to be compared; default the largest there is. Raises ValueError where no round has a
+    label mix.
     """
-    known = [record for record in history if "label_mix" in record]
+    run = next(iter(_runs(history).values()), [[]])[0]
+    known = [record for record in run if "label_mix" in record]
     if not known:
         raise ValueError(f"label_mix needs at least 1 round that has it, got none: {MEASURE.format('labels')}")
     every = -(-len(known) // SHOWN_ROUNDS)
@@ -345,14 +472,54 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     return _written(figure, path)
 
 
-def _by_round(records: Records, key: str, factor: float = 1) -> dict[str, Line]:
+def _runs(records: Records) -> dict[str, list[History]]:
+    """Name of each run -> the history of each of its seeds, whatever form they have."""
+    if isinstance(records, (str, os.PathLike)):
+        return _grouped(logs.read(records))
+    if isinstance(records, Mapping):
+        return {str(name): _seeds(name, of) for name, of in records.items()}
+    runs: dict[str, list[History]] = {}
+    for item in records:
+        if isinstance(item, Mapping):
+            return {"": [records]}  # type: ignore[list-item]
+        setting = ", ".join(f"{name} {value}" for name, value in item.setting.items())  # type: ignore[union-attr]
+        runs.setdefault(setting, []).append(item.history)  # type: ignore[union-attr]
+    return runs
+
+
+def _seeds(name: Any, of: Any) -> list[History]:
+    if isinstance(of, (str, os.PathLike)):
+        found = _grouped(logs.read(of))
+        if len(found) > 1:
+            raise ValueError(
+                f"records[{name!r}] must be the log of one algorithm, got {', '.join(found)}: pass the path alone"
+            )
+        return next(iter(found.values()), [[]])
+    of = list(of)
+    return [of] if not of or isinstance(of[0], Mapping) else of
+
+
+def _grouped(records: Sequence[Mapping[str, Any]]) -> dict[str, list[History]]:
+    """The lines of a log by algorithm and seed, if they name them."""
+    found: dict[str, dict[Any, list[Mapping[str, Any]]]] = {}
+    for record in records:
+        seeds = found.setdefault(str(record.get("algorithm", "")), {})
+        seeds.setdefault(record.get("seed"), []).append(record)
+    return {name: list(seeds.values()) for name, seeds in found.items()}
+
+
+def _by_round(runs: Runs, key: str, factor: float = 1) -> dict[str, Line]:
     """Each run's rounds that have `key`; of a list the last entry, which is after the last local epoch."""
-    lines = {name: _finite(t, factor * values[:, -1]) for name, (t, values) in _measured(records, key).items()}
-    longest = max((line.x.size for line in lines.values()), default=0)
+    lines = {}
+    for name, seeds in _measured(runs, key).items():
+        values = [(t, factor * values[:, -1]) for t, values in seeds]
+        alone = len(values) == 1
+        lines[name] = _finite(*values[0]) if alone else _over_seeds(values, _confidence)._replace(band=SEEDS_SHOWN)
+    longest = max((line.x.size for line in lines.values() if not line.band), default=0)
     if longest <= SHOWN_POINTS:
         return lines
     length = math.ceil(longest / (SHOWN_POINTS // 2))
-    return {name: _windows(line, length) for name, line in lines.items()}
+    return {name: line if line.band else _windows(line, length) for name, line in lines.items()}
 
 
 def _windows(line: Line, length: int) -> Line:
@@ -361,27 +528,30 @@ def _windows(line: Line, length: int) -> Line:
         return line
     parts = np.array_split(np.stack([line.x, line.y]), math.ceil(line.x.size / length), axis=1)
     low, median, high = np.transpose([np.quantile(y, QUARTILES) for _, y in parts])
-    return Line(np.array([x.mean() for x, _ in parts]), median, low, high)
+    return Line(np.array([x.mean() for x, _ in parts]), median, low, high, QUARTILES_SHOWN)
 
 
-def _by_epoch(records: Records, key: str) -> dict[str, Line]:
-    """Each run's quartiles over rounds of the lists under `key`, against local epochs."""
+def _by_epoch(runs: Runs, key: str) -> dict[str, Line]:
+    """Each run's quartiles, over the rounds of all its seeds, of the lists under `key`, against local epochs."""
     lines = {}
-    for name, (_, values) in _measured(records, key).items():
-        values = values[np.isfinite(values).all(axis=1)]
-        low, median, high = np.quantile(values, QUARTILES, axis=0) if len(values) else np.empty((3, 0))
-        lines[name] = Line(np.arange(1, len(median) + 1), median, low, high)
+    for name, seeds in _measured(runs, key).items():
+        known = [values[np.isfinite(values).all(axis=1)] for _, values in seeds]
+        known = [values for values in known if len(values)]
+        low, median, high = np.quantile(np.concatenate(known), QUARTILES, axis=0) if known else np.empty((3, 0))
+        lines[name] = Line(np.arange(1, len(median) + 1), median, low, high, QUARTILES_SHOWN)
     return lines
 
 
-def _measured(records: Records, key: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Name of a run -> numbers [n] of the rounds that have `key`, and their values [n, E]; None becomes NaN."""
-    measured = {}
-    for name, history in records.items():
-        known = [record for record in history if key in record]
-        values = np.array([record[key] for record in known], float)
-        rounds = np.array([record["round"] for record in known], int)
-        measured[name] = rounds, values if values.ndim == 2 else values[:, None]
+def _measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
+    """Name of a run -> of each seed the rounds [n] that have `key`, and their values [n, E]; None is NaN."""
+    measured: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for name, seeds in runs.items():
+        measured[name] = []
+        for history in seeds:
+            known = [record for record in history if key in record]
+            values = np.array([record[key] for record in known], float)
+            rounds = np.array([record["round"] for record in known], int)
+            measured[name].append((rounds, values if values.ndim == 2 else values[:, None]))
     return measured
 
 
@@ -403,19 +573,26 @@ def _picture(name: str, panels: Sequence[Panel], fix: str, path: FilePath, xlabe
         if (twin := first.setdefault(panel.ylabel, axes)) is not axes:
             axes.sharey(twin)
         drawn = _draw(panel, axes) | drawn
-        banded = any(line.low is not None for line in panel.lines.values())
-        axes.set_xlabel(xlabel + " (median and quartiles)" * banded)
+        bands = dict.fromkeys(line.band for line in panel.lines.values() if line.band and line.x.size)
+        axes.set_xlabel(f"{xlabel} ({'; '.join(bands)})" if bands else xlabel)
         axes.set(ylabel=panel.ylabel, title=panel.title)
         _ruled(axes)
     for panel in panels:
         if panel.log:
             _log_scale(first[panel.ylabel])
-    legend = {name: drawn[name] for name in panels[0].lines if name in drawn}
-    columns = max(1, min(len(legend), 5, int(11 * width) // (max(map(len, legend)) + 8)))
-    figure.set_figheight(4.2 + 0.2 * math.ceil(len(legend) / columns))
-    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 3}
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns, **look)
+    _legend(figure, {name: drawn[name] for name in panels[0].lines if name in drawn}, width)
     return _written(figure, path)
+
+
+def _legend(figure: Figure, lines: Mapping[str, Any], width: float) -> None:
+    """Below the picture; of a run without a name none."""
+    lines = {name: line for name, line in lines.items() if name}
+    if not lines:
+        return
+    columns = max(1, min(len(lines), 5, int(11 * width) // (max(map(len, lines)) + 8)))
+    figure.set_figheight(4.2 + 0.2 * math.ceil(len(lines) / columns))
+    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 3}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns, **look)
 
 
 def _draw(panel: Panel, axes: Axes) -> dict[str, Line2D]:

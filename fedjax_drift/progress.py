@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -187,21 +190,42 @@ def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
             signal.signal(which, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
-class Bar:
-    """A progress bar with the latest loss and accuracy; tqdm is imported only if it is shown."""
+def watched() -> bool:
+    """Whether somebody looks at a bar: in a notebook, or where stderr is a terminal; never in CI."""
+    return not os.environ.get("CI") and (in_notebook() or sys.stderr.isatty())
 
-    def __init__(self, rounds: int, name: str, shown: bool) -> None:
-        self.rounds, self.name, self.shown = rounds, name, shown
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+class Bar:
+    """A progress bar with rounds a second, the time left, and the latest loss and accuracy.
+
+    shown: None means where somebody looks (`watched`). tqdm is imported only if it is shown; in notebooks that have
+    ipywidgets it is drawn by them.
+    """
+
+    def __init__(self, rounds: int, name: str, shown: bool | None) -> None:
+        self.rounds, self.name, self.shown = rounds, name, watched() if shown is None else shown
         self.latest: dict[str, str] = {}
 
     def __enter__(self) -> Bar:
         if self.shown:
-            from tqdm import tqdm
+            how: dict[str, Any] = {"total": self.rounds, "desc": self.name, "unit": "round"}
+            if in_notebook() and importlib.util.find_spec("ipywidgets"):
+                from tqdm.notebook import tqdm
 
-            columns, rows = shutil.get_terminal_size()
-            # Given a size, tqdm also shows its bar on terminals that report none.
-            size = {"ncols": min(columns, 100), "nrows": max(rows, 2)}
-            self.bar = tqdm(total=self.rounds, desc=self.name, unit="round", **size)
+                self.bar = tqdm(**how)
+            else:
+                from tqdm import tqdm
+
+                columns, rows = shutil.get_terminal_size()
+                # Given a size, tqdm also shows its bar on terminals that report none.
+                how |= {"ncols": min(columns, 100), "nrows": max(rows, 2)}
+                self.bar = tqdm(**how, file=sys.stdout if in_notebook() else None)  # stderr would be on red
         return self
 
     def update(self, record: Record) -> None:

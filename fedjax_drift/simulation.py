@@ -586,7 +586,7 @@ class Simulation:
         rounds: int,
         eval_every: int = 10,
         *,
-        progress: bool = True,
+        progress: bool | None = None,
         on_round: Callable[[Record], None] | None = None,
         measure_every: int = 1,
         checkpoints: Checkpoints | str | os.PathLike | None = None,
@@ -601,7 +601,8 @@ class Simulation:
         for each. Short rounds are sent off many at a time, as many as take a tenth of a second: their records come
         together, and ``seconds`` is their mean, from record to record. Ctrl-C ends the run after the rounds in progress
         (a second one at once) and returns what is done. An error of a round (`round_fn`'s) carries the state before it
-        and the history as ``error.state`` and ``error.history``.
+        and the history as ``error.state`` and ``error.history``. ``progress``: whether to show a bar, with rounds a
+        second, the time left, loss and accuracy; None (default): in a terminal and in a notebook, and not in CI.
 
         Of several processes every one returns all of it and calls its ``on_round``, and the first shows the bar. Ctrl-C
         or SIGTERM in any ends the run of all after the same round.
@@ -629,7 +630,7 @@ class Simulation:
         with (
             stop_on_interrupt(terminate=checkpoints is not None) as stop,
             nullcontext() if checkpoints is None else checkpoints.saving(self, state, stop.held) as saver,
-            Bar(rounds, self.algorithm.name, progress and leads(self.mesh)) as bar,
+            Bar(rounds, self.algorithm.name, progress if leads(self.mesh) else False) as bar,
             self._ahead(state.key, last) as fetch,
         ):
             recorder = Recorder(bar, on_round, self._update_leaves)

@@ -62,7 +62,7 @@ def sweep(
     params: Params | None = None,
     start: Sequence[Run] | None = None,
     together: int | str = "auto",
-    progress: bool = True,
+    progress: bool | None = None,
     on_round: Callable[[int, Setting, Record], None] | None = None,
     measure_every: int = 1,
 ) -> list[Run]:
@@ -93,7 +93,7 @@ def sweep(
         returned have the new rounds alone in their history.
       together: runs trained side by side (vmap) on one device. "auto": 1 on a CPU; on an accelerator all, or if its
         memory does not suffice, half of them, and so on (a warning says so).
-      progress: show a bar.
+      progress: show a bar. Default: in a terminal or a notebook, not in CI.
       on_round: ``on_round(seed, setting, record)`` is called as the record of each round of each run is made.
       measure_every: as in `Simulation.run`, for simulations with ``measure=``.
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import signal
@@ -112,7 +111,7 @@ def test_what_is_measured_is_written_and_drawn(tmp_path, capsys):
     assert cli.main([*command, "--measure-every", "2", "--output", str(folder)]) == 0
     pictures = ["curves", "updates", "drift", "agreement", "forgetting", "gain", "label_mix"]
     printed = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(["rounds.jsonl", *(f"{name}.png" for name in pictures)]) in printed
+    assert ", ".join(["rounds.jsonl", "rounds.csv", *(f"{name}.png" for name in pictures)]) in printed
     assert {path.stem for path in folder.glob("*.png")} == set(pictures)
     assert (
         json.loads((folder / "config.json").read_text())["redeal"] == "evenly" and "rows dealt anew evenly" in printed
@@ -167,10 +166,27 @@ def test_an_algorithm_that_diverges_makes_way_for_the_next(tmp_path, capsys):
     assert [r["algorithm"] for r in done] == 2 * ["feddyn:alpha=1"] and done[-1]["train_loss"] is None
 
 
-def test_numbers_that_json_has_not_become_null(tmp_path):
-    with cli._jsonl(tmp_path / "o") as write:
-        write({"round": 1, "gain": math.nan, "cka": [0.5, math.inf]})
-    assert json.loads((tmp_path / "o").read_text()) == {"round": 1, "gain": None, "cka": [0.5, None]}
+def test_clients_are_scored_on_their_own_rows(tmp_path, capsys):
+    folder = tmp_path / "o"
+    command = ["run", "--dataset", "glyphs:num_writers=5", "--model", "linear", "--cohort", "2", "--rounds", "1"]
+    command += ["--per-client", "--no-progress", "--output", str(folder)]
+    assert cli.main([*command, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=1"]) == 0
+    printed = capsys.readouterr().out
+    header, *lines = (folder / "clients.csv").read_text().splitlines()
+    assert header == "algorithm,client,accuracy,loss,personal_accuracy,personal_loss" and len(lines) == 2 * 5
+    accuracy = np.array([float(line.split(",")[2]) for line in lines if line.startswith("fedavg")])
+    found = re.search(r"\nfedavg +5 +([\d.]+) % +([\d.]+) % +[\d.]+ % +[\d.]+ %", printed)
+    assert [float(text) for text in found.groups()] == pytest.approx(
+        [100 * accuracy.mean(), 100 * accuracy.min()], abs=0.06
+    )
+    assert (
+        "clients.csv, fairness.png" in " ".join(printed.split()) and (folder / "fairness.png").stat().st_size > 10_000
+    )
+    assert cli.main(["run", "--resume", str(folder)]) == 0  # complete: scored again
+    assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 5
+    capsys.readouterr()
+    assert cli.main([*TINY, "--algorithm", "fedavg", "--per-client", "--output", str(tmp_path / "p")]) == 2
+    assert "--per-client needs clients with test rows of their own" in capsys.readouterr().err
 
 
 def test_a_bug_is_no_bad_input(tmp_path, monkeypatch):

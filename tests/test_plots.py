@@ -6,7 +6,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from fedjax_drift import plots
+import fedjax_drift as fd
+from fedjax_drift import logs, plots
 
 
 def history(rounds=6, seed=0, epochs=3, every=2, labels=4):
@@ -87,6 +88,63 @@ def test_zeros_stay_on_a_logarithmic_axis():
     period = figure.axes[0]
     assert period.get_yscale() == "symlog" and period.get_ylim()[0] < 0 < period.get_ylim()[1]
     assert (period.lines[1].get_ydata() == 0).all() and len(period.lines[1].get_ydata()) == 6
+
+
+def test_several_seeds_are_a_mean_in_its_confidence_interval(tmp_path):
+    seeds = [[{"round": t, "train_loss": t + s} for t in range(1, 4 + s)] for s in (0, 1, 2)]  # rounds 1 to 3 in all
+    half = 4.302652730 * 1 / 3**0.5  # Student's t with 2 degrees of freedom; standard deviation 1
+    (loss,) = plots.curves({"a": seeds, "alone": seeds[0]}).axes
+    assert points(loss.lines[0]) == [[1, 2], [2, 3], [3, 4]] and points(loss.lines[1]) == [[1, 1], [2, 2], [3, 3]]
+    edges = loss.collections[0].get_paths()[0].vertices
+    np.testing.assert_allclose(sorted(set(edges[edges[:, 0] == 2, 1].round(6))), [3 - half, 3 + half], atol=1e-5)
+    assert loss.get_xlabel() == "Round (mean over seeds, 95 % confidence)"
+
+    with logs.Log(tmp_path) as log:  # the same from a log, and from a sweep
+        for seed, history in enumerate(seeds):
+            for record in history:
+                log({"algorithm": "a", "seed": seed, **record})
+    runs = [fd.Run(seed, {"lr": 0.1}, None, history) for seed, history in enumerate(seeds)]
+    for records, name in ((tmp_path, "a"), ({"b": tmp_path}, "b"), (runs, "lr 0.1")):
+        figure = plots.curves(records)
+        assert points(figure.axes[0].lines[0]) == points(loss.lines[0])
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == [name]
+    assert not plots.curves(seeds[0]).legends  # one history, which has no name
+
+
+def test_rounds_to_target_tells_what_is_a_bound():
+    def run(*accuracies):
+        return [{"round": 10 * t, "accuracy": a} for t, a in enumerate(accuracies, 1)] + [{"round": 99}]
+
+    records = {"there": run(0.1, 0.9), "seeds": [run(0.95), run(0.2, 0.3, 0.9)], "never": run(0.1, 0.2), "bare": run()}
+    (axes,) = plots.rounds_to_target(records, 0.9).axes
+    assert [bar.get_width() for bar in axes.patches] == [20, 20, 20]
+    assert [bar.get_hatch() for bar in axes.patches] == [None, None, "///"]
+    assert [text.get_text() for text in axes.texts] == ["20", "20", "> 20"] and "90 %" in axes.get_title()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["there", "seeds", "never"]
+    assert axes.lines[0].get_xdata().tolist() == [10, 30]
+    (axes,) = plots.rounds_to_target({"a": [run(0.9), run(0.1)]}, 0.5).axes
+    assert axes.texts[0].get_text() == "> 10 (1 of 2 seeds)"
+    loss = [{"round": t, "train_loss": 1 / t} for t in range(1, 6)]
+    (axes,) = plots.rounds_to_target(loss, 0.25, key="train_loss").axes
+    assert axes.patches[0].get_width() == 4
+    with pytest.raises(ValueError, match="at least 1 round with 'accuracy', got none"):
+        plots.rounds_to_target(loss, 0.5)
+    with pytest.raises(ValueError, match="target must be a finite number, got 'high'"):
+        plots.rounds_to_target(records, "high")
+
+
+def test_fairness_shows_quantiles_and_the_worst_tenth():
+    accuracy = np.array([0.2, np.nan, 1.0, 0.4, 0.6])
+    figure = plots.fairness({"FedAvg": {"accuracy": accuracy, "personal_accuracy": accuracy + 0.1}})
+    before, after = figure.axes[0].lines
+    np.testing.assert_allclose(before.get_xydata(), [[0, 20], [25, 20], [50, 40], [75, 60], [100, 100]])
+    np.testing.assert_allclose(after.get_ydata()[1:], [30, 50, 70, 110])
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["FedAvg: 20.0 %", "FedAvg, fine-tuned: 30.0 %"]
+    assert [t.get_text() for t in plots.fairness({"accuracy": accuracy}).legends[0].get_texts()] == [
+        "all clients: 20.0 %"
+    ]
+    with pytest.raises(ValueError, match="accuracy of at least 1 client"):
+        plots.fairness({"FedAvg": {"loss": accuracy}})
 
 
 def test_label_mix_has_bubbles_of_the_shares():

@@ -1,0 +1,116 @@
+"""Logs: what is written while a run goes on, and read back; and the bar, which shows only where somebody looks."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift import logs, plots, progress
+
+FIRST = {"round": 1, "train_loss": 2.5, "gain": math.nan}
+SECOND = {"round": 2, "train_loss": 1.5, "gain": 0.25, "cka": [0.5, math.inf], "accuracy": 0.75}
+
+
+def table(folder) -> list[dict[str, str]]:
+    with (folder / "rounds.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_json_and_csv_line_by_line(tmp_path) -> None:
+    with logs.Log(tmp_path / "a" / "b") as log:
+        folder = log.folder
+        log(FIRST)  # on disk at once
+        assert json.loads((folder / "rounds.jsonl").read_text()) == FIRST | {"gain": None}
+        assert table(folder) == [{"round": "1", "train_loss": "2.5", "gain": ""}]
+        log(SECOND)
+        both = table(folder)
+        assert both[0] == {"round": "1", "train_loss": "2.5", "gain": "", "cka[0]": "", "cka[1]": "", "accuracy": ""}
+        assert both[1] | {} == {
+            "round": "2", "train_loss": "1.5", "gain": "0.25", "cka[0]": "0.5", "cka[1]": "", "accuracy": "0.75"
+        }  # fmt: skip
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 3, "tra')  # killed here
+    read = logs.read(folder)
+    assert read[1]["cka"][0] == 0.5 and math.isnan(read[1]["cka"][1]) and math.isnan(read[0]["gain"]) and len(read) == 2
+
+    with pytest.raises(ValueError, match="which has one: pass before=history"):
+        logs.Log(folder)
+    with logs.Log(folder, before=[FIRST]) as log:
+        log({"round": 2, "train_loss": 0.5})
+    assert [record["train_loss"] for record in logs.read(folder / "rounds.jsonl")] == [2.5, 0.5]
+    assert [row["train_loss"] for row in table(folder)] == ["2.5", "0.5"]
+
+
+def test_tensorboard_gets_every_number(tmp_path) -> None:
+    pytest.importorskip("tensorboardX", reason="needs tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    with logs.Log(tmp_path, tensorboard=True) as log:
+        log({"algorithm": "a", **FIRST})
+        log({"algorithm": "a", **SECOND})
+        log({"algorithm": "b", **FIRST})
+    found = {}
+    for path in (tmp_path / "tensorboard").rglob("events.*"):
+        data, at = path.read_bytes(), 0
+        while at < len(data):  # length, checksum, event, checksum
+            length = int.from_bytes(data[at : at + 8], "little")
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            at += length + 16
+            found |= {(path.parent.name, v.tag, event.step): v.simple_value for v in event.summary.value}
+    assert (
+        found["a", "train_loss", 1] == 2.5 and found["a", "accuracy", 2] == 0.75 and found["b", "train_loss", 1] == 2.5
+    )
+    assert math.isinf(found["a", "cka", 2]) and ("a", "round", 1) not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1]\n", "line 1: a record must be a JSON object"), ("{}\nx\n", "line 2: a record must be one")],
+)
+def test_what_is_no_log_is_said(tmp_path, text, message) -> None:
+    with pytest.raises(ValueError, match="must be a log"):
+        logs.read(tmp_path)
+    (tmp_path / "rounds.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        logs.read(tmp_path)
+
+
+def test_a_run_is_logged_and_drawn_from_its_log(tmp_path) -> None:
+    rows = [(np.eye(3, dtype=np.float32), np.arange(3))] * 4
+    data = fd.FederatedData.from_clients(rows, test=rows[0])
+    sim = fd.Simulation(fd.models.linear((3,), 3), data, fd.algorithms.fedavg(), cohort_size=2, measure="labels")
+    with fd.logs.Log(tmp_path) as log:
+        _, history = sim.run(sim.init(jax.random.key(0)), 3, eval_every=1, on_round=log)
+    assert fd.logs.read(tmp_path) == history
+    for picture in (plots.curves, plots.label_mix):
+        drawn = [[line.get_xydata().tolist() for line in axes.lines] for axes in picture(tmp_path).axes]
+        assert drawn == [[line.get_xydata().tolist() for line in axes.lines] for axes in picture(history).axes]
+
+
+def test_the_bar_shows_where_somebody_looks(monkeypatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.delenv("CI", raising=False)
+
+    def drawn(shown: bool | None) -> str:
+        screen.seek(0)
+        screen.truncate()
+        with progress.Bar(2, "fedavg", shown) as bar:
+            for accuracy in (0.5, 0.75):
+                bar.update({"train_loss": 1.5, "accuracy": accuracy})
+        return screen.getvalue()
+
+    assert not drawn(None) and not drawn(False)
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    last = drawn(None).rstrip().rpartition("\r")[2]
+    assert last.startswith("fedavg: 100%") and "2/2" in last and "round/s" in last and "loss=1.5, acc=0.75" in last
+    monkeypatch.setenv("CI", "true")
+    assert not drawn(None) and drawn(True)
