@@ -254,8 +254,8 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     _add_output(group)
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     group.add_argument(
-        "--per-client", action="store_true", help="at the end, score each client's own test rows, before and after it "
-        "has trained the model for another epoch",
+        "--per-client", action="store_true", help="at the end, score each client on test rows of its own (of data that "
+        "were dealt: in its label mix), before and after it has trained the model for another epoch",
     )  # fmt: skip
     group = parser.add_argument_group("runs that survive")
     add(group, "--resume", "OUTPUT", "go on with the run of that folder; see below")
@@ -388,11 +388,6 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     }
     if args.tensorboard:
         fd.logs.needs_tensorboard()
-    if args.per_client and simulations[names[0]].data.test_sizes is None:
-        raise ValueError(
-            f"--per-client needs clients with test rows of their own, got {config['dataset']['name']} dealt "
-            f"{options.dealt(args)}: take a natural partition"
-        )
     checkpoints = _checkpoints(args, config, output)
     progress = not args.no_progress and watched()
 

@@ -196,6 +196,8 @@ def load(args: argparse.Namespace) -> fd.FederatedData:
     dataset = spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
     recipe = _recipe(args, dataset)
     data = fd.datasets.load(dataset.name, recipe, args.data_dir, seed=data_seed(args), **dataset.options)
+    if getattr(args, "per_client", False) and data.test_sizes is None:
+        data = data.with_client_tests(data_seed(args))
     if getattr(args, "redeal", None) is None:
         return data
     return data.redealt(None if args.redeal == "evenly" else args.redeal)

@@ -84,6 +84,21 @@ def test_summary() -> None:
         fd.personal.summary([np.nan])
 
 
+def test_test_rows_in_a_clients_label_mix() -> None:
+    y, tests = np.repeat([0, 1, 2], [40, 20, 20]), np.repeat([0, 1, 2], [20, 10, 30])
+    parts = [np.arange(0, 10), np.arange(10, 80)]  # 10 of class 0; 30 of it and all others
+    x_test = np.arange(60, dtype=np.float32)[:, None]
+    data = fd.FederatedData.from_partition(np.zeros((80, 1), np.float32), y, parts, test=(x_test, tests))
+    cut = data.with_client_tests(seed=1)
+    assert cut.test_sizes.tolist() == [5, 55] and set(cut.y_test[:5]) == {0}
+    assert sorted(cut.x_test[:, 0]) == list(range(60)) and (tests[cut.x_test[:, 0].astype(int)] == cut.y_test).all()
+    assert (cut.x_test == data.with_client_tests(seed=1).x_test).all()
+    assert (cut.x_test != data.with_client_tests(seed=2).x_test).any()
+    other = fd.FederatedData(data.x, data.y, data.sizes, x_test, tests + 1)
+    with pytest.raises(ValueError, match="the test set must hold classes that clients have, got 3: leave its rows out"):
+        other.with_client_tests()
+
+
 def test_bad_input(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))

@@ -198,6 +198,28 @@ class FederatedData:
         """
         return replace(self, redeal="evenly" if alpha is None else alpha)
 
+    def with_client_tests(self, seed: int = 0) -> FederatedData:
+        """The same data, its test set cut into clients: of each class a client gets the share that it has of the
+        class's training rows, so its test rows have its own label mix. For `Simulation.evaluate_clients`.
+
+        Small clients may get no row. `Simulation.evaluate` pools them, as before. Raises ValueError without a test set,
+        for labels that are not integers >= 0, one a row, and for test rows of a class that no client has.
+        """
+        if self.x_test is None or self.y_test is None:
+            raise ValueError("with_client_tests cuts the test set into clients: pass test=(x, y) too")
+        counts, rng = self.label_counts(), np.random.default_rng(seed)
+        _check_classes(self.y_test, "cutting the test set by labels needs")
+        owner = np.empty(len(self.y_test), np.int64)
+        for c in np.unique(self.y_test):
+            if c >= counts.shape[1] or not counts[:, c].any():
+                raise ValueError(f"the test set must hold classes that clients have, got {c}: leave its rows out")
+            rows = rng.permutation(np.flatnonzero(self.y_test == c))
+            ends = np.cumsum(counts[:, c]) * (len(rows) / counts[:, c].sum())
+            owner[rows] = np.searchsorted(np.round(ends), np.arange(len(rows)), side="right")
+        order = np.argsort(owner, kind="stable")
+        sizes = np.bincount(owner, minlength=self.num_clients)
+        return replace(self, x_test=self.x_test[order], y_test=self.y_test[order], test_sizes=sizes)
+
     def label_counts(self) -> np.ndarray:
         """int64 [N, C]: how many rows of each class each client holds (integer labels only)."""
         _check_classes(self.y, "label counts need")
