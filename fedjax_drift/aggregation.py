@@ -1,8 +1,10 @@
 """How the messages of a round become the mean that the server sees: sums only, as secure aggregation has them.
 
-private = fd.aggregation.private(clip_norm=0.5, noise_multiplier=1.0)
-sim = fd.Simulation(model, data, algorithm, cohort_size=100, sampling="bernoulli", aggregation=private)
-fd.aggregation.epsilon(sim, rounds=500, delta=1e-5)
+With differential privacy, and how much of it:
+
+    private = fd.aggregation.private(clip_norm=0.5, noise_multiplier=1.0)
+    sim = fd.Simulation(model, data, algorithm, cohort_size=100, sampling="bernoulli", aggregation=private)
+    fd.aggregation.epsilon(sim, rounds=500, delta=1e-5)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `records` is whatever a run leaves: its history; the path of a log (`logs.Log`, or a folder of the command line), a line
 for each ``algorithm`` in it; what `fd.sweep` returns, a line for each setting; or a dict: name of a run -> its history,
 the histories of several seeds, or the path of a log. Of several seeds a line is the mean of the rounds that all have,
-in a band of its 95 % confidence interval (Student's t).
+in a band of its 95 % confidence interval (Student's t); on logarithmic axes of their logarithms.
 
 Each returns a `matplotlib.figure.Figure` that belongs to no window and leaves the caller's backend alone; in a notebook
 the last expression of a cell shows it. matplotlib is imported when a picture is drawn. A run's colour, line style and
@@ -106,9 +106,9 @@ def drift(records: Records, path: FilePath = None) -> Figure:
     runs = _runs(records)
     squared = "Squared gradient norm"
     panels = (
-        Panel("Period drift", squared, _by_round(runs, "period_drift"), log=True),
-        Panel("Client drift after the last local epoch", squared, _by_round(runs, "client_drift"), log=True),
-        Panel("Dissimilarity of gradients", "Dissimilarity", _by_round(runs, "dissimilarity"), log=True),
+        Panel("Period drift", squared, _by_round(runs, "period_drift", log=True), log=True),
+        Panel("Client drift after the last local epoch", squared, _by_round(runs, "client_drift", log=True), log=True),
+        Panel("Dissimilarity of gradients", "Dissimilarity", _by_round(runs, "dissimilarity", log=True), log=True),
     )
     return _picture("drift", panels, MEASURE.format("gradients"), path)
 
@@ -174,8 +174,8 @@ def gain(records: Records, path: FilePath = None) -> Figure:
         renamed[f"{name} (median gain {np.median(gains):.2f})".strip() if gains.size else name] = runs[name]
     panels = (
         Panel("Kalman gain", "Gain", _by_round(renamed, "gain")),
-        Panel("Period variance", "Variance", _by_round(renamed, "period_variance"), log=True),
-        Panel("Client variance", "Variance", _by_round(renamed, "client_variance"), log=True),
+        Panel("Period variance", "Variance", _by_round(renamed, "period_variance", log=True), log=True),
+        Panel("Client variance", "Variance", _by_round(renamed, "client_variance", log=True), log=True),
     )
     return _picture("gain", panels, "pass the history of a run of fedeve", path)
 
@@ -351,6 +351,15 @@ def _over_seeds(
     return Line(*_means(np.stack([x, values.mean(0), *band(values)])))
 
 
+def _mean_of_seeds(values: Sequence[tuple[np.ndarray, np.ndarray]], log: bool) -> Line:
+    """With its confidence interval; of the logarithms, if asked and all values are positive."""
+    log = log and all((y[np.isfinite(y)] > 0).all() for _, y in values)
+    line = _over_seeds([(t, np.log(y) if log else y) for t, y in values], _confidence)._replace(band=SEEDS_SHOWN)
+    if not log or line.low is None or line.high is None:
+        return line
+    return line._replace(y=np.exp(line.y), low=np.exp(line.low), high=np.exp(line.high))
+
+
 def _extremes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values.min(0), values.max(0)
 
@@ -508,13 +517,13 @@ def _grouped(records: Sequence[Mapping[str, Any]]) -> dict[str, list[History]]:
     return {name: list(seeds.values()) for name, seeds in found.items()}
 
 
-def _by_round(runs: Runs, key: str, factor: float = 1) -> dict[str, Line]:
+def _by_round(runs: Runs, key: str, factor: float = 1, log: bool = False) -> dict[str, Line]:
     """Each run's rounds that have `key`; of a list the last entry, which is after the last local epoch."""
     lines = {}
     for name, seeds in _measured(runs, key).items():
         values = [(t, factor * values[:, -1]) for t, values in seeds]
         alone = len(values) == 1
-        lines[name] = _finite(*values[0]) if alone else _over_seeds(values, _confidence)._replace(band=SEEDS_SHOWN)
+        lines[name] = _finite(*values[0]) if alone else _mean_of_seeds(values, log)
     longest = max((line.x.size for line in lines.values() if not line.band), default=0)
     if longest <= SHOWN_POINTS:
         return lines

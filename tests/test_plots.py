@@ -110,6 +110,12 @@ def test_several_seeds_are_a_mean_in_its_confidence_interval(tmp_path):
         assert [text.get_text() for text in figure.legends[0].get_texts()] == [name]
     assert not plots.curves(seeds[0]).legends  # one history, which has no name
 
+    drifts = [[{"round": 1, "period_drift": 10.0**s}] for s in (0, 1, 2)]  # on a logarithmic axis: of the logarithms
+    (period,) = plots.drift({"a": drifts}).axes
+    edges = np.log10(period.collections[0].get_paths()[0].vertices[:, 1])
+    np.testing.assert_allclose(points(period.lines[0]), [[1, 10]])
+    np.testing.assert_allclose([edges.min(), edges.max()], [1 - half, 1 + half], atol=1e-6)
+
 
 def test_rounds_to_target_tells_what_is_a_bound():
     def run(*accuracies):

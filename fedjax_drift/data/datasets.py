@@ -114,23 +114,26 @@ def load(
 ) -> FederatedData:
     """A data set, dealt to clients.
 
-    name: one of `NAMES`; classes, rows, options and source of each are in the docstring of `DATASETS[name]`.
-    partition: a recipe of `fedjax_drift.partition`, or any function of labels [M] and `writer=` (ids [M] or None) that
-        returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, per user for
-        `movielens`, the generator's own clients for `synthetic`, `iid(100, seed)` for the others. The natural partition
-        of `glyphs`, `femnist`, `movielens` and `synthetic` with variant="fedprox" also cuts the test set into clients;
-        any other leaves it pooled.
-    data_dir: the folder of the files. Default: $FEDJAX_DRIFT_DATA if set, then the cache ($FEDJAX_DRIFT_CACHE or
-        ~/.cache/fedjax_drift), then tensorflow-datasets ($TFDS_DATA_DIR or ~/tensorflow_datasets). With `data_dir`,
-        nothing else is looked at.
-    standardize: let the model see images with the data set's mean and standard deviation taken out, where it has them
+    Args:
+      name: one of `NAMES`; classes, rows, options and source of each are in the docstring of ``DATASETS[name]``.
+      partition: a recipe of `fedjax_drift.partition`, or any function of labels [M] and ``writer=`` (ids [M] or None)
+        that returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, per user for
+        `movielens`, the generator's own clients for `synthetic`, ``iid(100, seed)`` for the others. The natural
+        partition of `glyphs`, `femnist`, `movielens` and `synthetic` with variant="fedprox" also cuts the test set into
+        clients; any other leaves it pooled.
+      data_dir: the folder of the files. Default: `$FEDJAX_DRIFT_DATA` if set, then the cache (`$FEDJAX_DRIFT_CACHE` or
+        ``~/.cache/fedjax_drift``), then tensorflow-datasets (`$TFDS_DATA_DIR` or ``~/tensorflow_datasets``). With
+        `data_dir`, nothing else is looked at.
+      standardize: let the model see images with the data set's mean and standard deviation taken out, where it has them
         (all real images but femnist's); otherwise it sees [0, 1].
-    seed: >= 0, of whatever is drawn: the generated data, the default partition, femnist's and bindingdb's test
+      seed: >= 0, of whatever is drawn: the generated data, the default partition, femnist's and bindingdb's test
         rows, movielens' negative rows.
+      options: of the data set, by name.
 
-    Raises ValueError for an unknown data set or option, an illegal value, and a file that is damaged, foreign or
-    unreadable; FileNotFoundError, naming the file and how to get it, when the data are not on this machine;
-    ImportError for a source that needs a package which is not installed.
+    Raises:
+      ValueError: an unknown data set or option, an illegal value, a file that is damaged, foreign or unreadable.
+      FileNotFoundError: the data are not on this machine; names the file and how to get it.
+      ImportError: a source that needs a package which is not installed.
     """
     checks.choice("name", name, NAMES)
     make = DATASETS[name]
@@ -177,20 +180,27 @@ def synthetic(
     """Linear classification with a knob for each kind of drift; `load("synthetic", ...)` with its own clients.
 
     Client k labels its rows y = argmax(x W_k + b_k), without noise. x ~ N(v_k, diag(j^-1.2)), j = 1..d, float32.
-    alpha: standard deviation of u_k ~ N(0, alpha), the mean of the entries of W_k and b_k (variance 1).
-    beta: standard deviation of B_k ~ N(0, beta), the mean of the entries of v_k (variance 1).
-    iid_sol: all clients share one W and b with standard normal entries. iid_data: v_k = 0 for all clients.
-    num_clients: N >= 1. num_rows: rows of each client, training and test together, >= 2.
 
-    variant="feddyn": d = 30, 5 classes, N = 20, 200 rows a client, all of them for training; the test set is the union
-        of the training data. `iid_sol` defaults to alpha == 0 and `iid_data` to beta == 0: inferred, their example sets
-        both for Synthetic(0, 0). (Acar et al., ICLR 2021, and Gao et al., CVPR 2022: their authors' code.)
-    variant="fedprox": d = 60, 10 classes, N = 30, sizes 50 + floor(LogNormal(4, 2)), 90 % of a client's rows for
-        training and the rest as its own test set. `iid_sol` and `iid_data` default to False, also for alpha = beta = 0;
-        both True is their Synthetic IID. (Li et al., MLSys 2020, section 5.1 and appendix C.1; its authors' code, which
-        takes alpha and beta as standard deviations where the paper writes N(0, alpha).)
+    - variant="feddyn": d = 30, 5 classes, N = 20, 200 rows a client, all of them for training; the test set is the
+      union of the training data. `iid_sol` defaults to alpha == 0 and `iid_data` to beta == 0: inferred, their example
+      sets both for Synthetic(0, 0). (Acar et al., ICLR 2021, and Gao et al., CVPR 2022: their authors' code.)
+    - variant="fedprox": d = 60, 10 classes, N = 30, sizes 50 + floor(LogNormal(4, 2)), 90 % of a client's rows for
+      training and the rest as its own test set. `iid_sol` and `iid_data` default to False, also for alpha = beta = 0;
+      both True is their Synthetic IID. (Li et al., MLSys 2020, section 5.1 and appendix C.1; its authors' code, which
+      takes alpha and beta as standard deviations where the paper writes N(0, alpha).)
 
-    Raises ValueError for a negative or non-finite alpha or beta, too few clients or rows, and an unknown variant.
+    Args:
+      alpha: standard deviation of u_k ~ N(0, alpha), the mean of the entries of W_k and b_k (variance 1).
+      beta: standard deviation of B_k ~ N(0, beta), the mean of the entries of v_k (variance 1).
+      num_clients: N >= 1.
+      num_rows: rows of each client, training and test together, >= 2.
+      variant: "feddyn" (default) or "fedprox".
+      iid_sol: all clients share one W and b with standard normal entries.
+      iid_data: v_k = 0 for all clients.
+      seed: >= 0.
+
+    Raises:
+      ValueError: a negative or non-finite alpha or beta, too few clients or rows, an unknown variant.
     """
     return load(
         "synthetic",

@@ -94,18 +94,18 @@ def dirichlet(
 ) -> Partition:
     """Uneven label mixes; small alpha: few labels per client, large alpha: the same mix for all.
 
-    prior="client": each client draws its label mix from Dir(alpha 1_C). Until all rows are dealt, a
-        random client that is not full takes a row of a class drawn from its mix, drawn again while
-        that class is used up (FedDyn's and FedDC's authors' code). Sizes as in `iid`.
-    prior="global": the same with Dir(alpha p), p the label frequencies of the data (Hsu et al.,
-        arXiv 1909.06335; FedGVRGM). With C equally frequent labels, alpha here does what alpha/C
-        does under "client".
-    prior="class": each class is split over the clients by Dir(alpha 1_N), without the clients that
-        already hold M/N rows or more, and all is drawn again until every client has min_size rows
-        (MOON's authors' code; LfD). After 100 draws the last one is repaired: one random row
-        at a time moves from the then largest client to a client that is short. Sizes vary. With
-        capped=False large clients get more all the same (FedEve's authors' library, whose clients
-        may be empty: min_size=1 comes nearest).
+    - prior="client": each client draws its label mix from Dir(alpha 1_C). Until all rows are dealt, a
+      random client that is not full takes a row of a class drawn from its mix, drawn again while
+      that class is used up (FedDyn's and FedDC's authors' code). Sizes as in `iid`.
+    - prior="global": the same with Dir(alpha p), p the label frequencies of the data (Hsu et al.,
+      arXiv 1909.06335; FedGVRGM). With C equally frequent labels, alpha here does what alpha/C
+      does under "client".
+    - prior="class": each class is split over the clients by Dir(alpha 1_N), without the clients that
+      already hold M/N rows or more, and all is drawn again until every client has min_size rows
+      (MOON's authors' code; LfD). After 100 draws the last one is repaired: one random row
+      at a time moves from the then largest client to a client that is short. Sizes vary. With
+      capped=False large clients get more all the same (FedEve's authors' library, whose clients
+      may be empty: min_size=1 comes nearest).
 
     min_size: the fewest rows of a client; None is 10 for "class" (MOON's) and 1 otherwise, where it
     matters to log-normal sizes alone: the short ones grow to it at the expense of the largest.

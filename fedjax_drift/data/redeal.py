@@ -32,14 +32,12 @@ def drift_regimes(
 ) -> dict[str, FederatedData]:
     """The same rows ``x [M, ...], y [M]`` as four federations, by which drift they have (FedEve, Fig. 3b).
 
-    ==============  ======================================  =============================================
-    key             clients                                 each round
-    ==============  ======================================  =============================================
-    "iid"           equal random cuts                       train on their own rows
-    "period drift"  each class split by Dirichlet(alpha)    the cohort's rows are pooled and dealt evenly
-    "client drift"  equal random cuts                       pooled, each class dealt by Dirichlet(alpha)
-    "both"          each class split by Dirichlet(alpha)    train on their own rows
-    ==============  ======================================  =============================================
+    | key            | clients                              | each round                                   |
+    |----------------|--------------------------------------|----------------------------------------------|
+    | "iid"          | equal random cuts                    | train on their own rows                      |
+    | "period drift" | each class split by Dirichlet(alpha) | the cohort's rows are pooled, dealt evenly   |
+    | "client drift" | equal random cuts                    | pooled, each class dealt by Dirichlet(alpha) |
+    | "both"         | each class split by Dirichlet(alpha) | train on their own rows                      |
 
     ``mean`` and ``std`` as in `FederatedData`. Raises ValueError for alpha not positive and finite, labels that are not
     integers >= 0, one a row, and fewer rows than clients.
