@@ -162,8 +162,8 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> tuple[Pa
         logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows(data.x))
     except Exception as error:
         raise ValueError(
-            f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each: "
-            f"{first_line(error)}"
+            f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each "
+            f"({first_line(error)}): make it for rows of this shape (input_shape=), or reshape them"
         ) from error
     default_loss = model.loss is cross_entropy
     for kind, y in (("training", data.y), ("test", data.y_test)):

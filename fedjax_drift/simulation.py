@@ -508,11 +508,14 @@ class Simulation:
         of its own, at the round's rate. That is plain training on the model's loss, without the algorithm's terms (so
         without LfD's temperature). `fd.personal.summary` and `fd.plots.fairness` sum up what is returned; the state
         does not change. Raises ValueError unless the test set is cut into clients (natural partitions,
-        ``test_clients=``).
+        ``test_clients=``, `FederatedData.with_client_tests`).
         """
         sizes = self.data.test_sizes
         if sizes is None:
-            raise ValueError("the test set is not cut into clients: build the data with test_clients= or test_parts=")
+            raise ValueError(
+                "the test set is not cut into clients: build the data with test_clients= or test_parts=, or deal it in "
+                "each client's label mix by data.with_client_tests()"
+            )
         if fine_tune is not None and not isinstance(fine_tune, LocalTraining):
             fix = "epochs, or a fd.LocalTraining; None does not fine-tune"
             fine_tune = replace(self.local, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))

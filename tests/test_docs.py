@@ -54,7 +54,8 @@ def test_a_pages_examples_run(page, tmp_path, monkeypatch) -> None:
 def test_an_example_with_another_package_runs(page, needs, source, tmp_path) -> None:
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"{page.name} has an example for {needs}, which is not installed")
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    alone = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "file:./runs", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), **alone}
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
 
@@ -80,6 +81,31 @@ def test_a_pages_commands_are_understood_and_its_links_lead_somewhere(page) -> N
                 assert end.code == 0, line  # --help
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / link).exists(), link
+
+
+def errors() -> list[tuple[str, str]]:
+    return re.findall(r"^\| `(.*?)` \| (.*) \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def wrong() -> dict:
+    """What the calls of the page of errors use."""
+    ((_, source),) = blocks(ROOT / "docs" / "errors.md")
+    names: dict = {}
+    exec(source, names)
+    return names
+
+
+def test_thirty_wrong_calls_are_shown() -> None:
+    assert len(errors()) >= 30
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize(("call", "says"), errors(), ids=[call[:60] for call, _ in errors()])
+def test_a_wrong_call_says(wrong, call, says) -> None:
+    with pytest.raises(ValueError) as error:
+        eval(call, wrong)
+    assert str(error.value) == says
 
 
 def test_the_algorithms_page_has_every_factory_and_what_it_keeps() -> None:
