@@ -14,6 +14,12 @@ from typing import Any
 import jax
 
 
+def shown(value: Any) -> str:
+    """In a message: a value of many lines is named by its type."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"a {type(value).__name__}"
+
+
 def positive(name: str, value: Any, fix: str = "") -> None:
     """ValueError unless value is a finite number > 0."""
     number(name, value, "a finite number > 0", lambda v: v > 0, fix)
@@ -36,14 +42,14 @@ def number(name: str, value: Any, allowed: str, ok: Callable[[Any], bool], fix: 
     if isinstance(value, jax.Array) and value.ndim == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not ok(value):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}" + (f": {fix}" if fix else ""))
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
 
 
 def integer(name: str, value: Any, low: int, high: float = math.inf, fix: str = "") -> int:
     """The value as an int; ValueError unless it is a whole number in low..high."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         allowed = f"an integer >= {low}" if high == math.inf else f"in {low}..{high}"
-        raise ValueError(f"{name} must be {allowed}, got {value!r}" + (f": {fix}" if fix else ""))
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
     return int(value)
 
 
@@ -55,7 +61,7 @@ def used(value: Any) -> bool:
 def flag(name: str, value: Any) -> None:
     """ValueError unless value is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
@@ -63,7 +69,7 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     allowed = list(allowed)
     if value not in allowed:
         listed = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, allowed)}")
+        raise ValueError(f"{name} must be one of {listed}, got {shown(value)}{nearest(value, allowed)}")
 
 
 def choices(name: str, value: Any, allowed: Iterable[str]) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +35,9 @@ from fedjax_drift.exchange import back_and_forth, exchange, longest_share, mine,
 from fedjax_drift.local import WATCHED, LocalTraining, shuffle
 from fedjax_drift.sharding import AXIS, put
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Params, PyTree, Round, ServerState, Work
+
+RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy", "client_mean_loss", "client_mean_accuracy"}
+"""What `Simulation.run` and evaluations put into records, so no metric may have these names."""
 
 
 class Rows(NamedTuple):
@@ -115,6 +117,11 @@ def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
     client = engine.algorithm.init_client(params)
     clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.bank_rows, *jnp.shape(c))), client)
     server, clients = jax.tree.map(strong, (engine.algorithm.init_server(params), clients))
+    if not hasattr(server, "params"):
+        raise ValueError(
+            f"{engine.algorithm.name}: init_server must return a pytree with an attribute params, got "
+            f"{type(server).__name__}: a NamedTuple with the global model, params, first"
+        )
     return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
 
 
@@ -266,11 +273,26 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
     """One client's update, held to the contract."""
     algorithm = engine.algorithm
     result = algorithm.client_update(shared.server, old, work)
+    if not isinstance(result, ClientResult):
+        raise ValueError(
+            f"{algorithm.name}: client_update must return a ClientResult, got {type(result).__name__}: "
+            "fd.ClientResult(message, weight, state, metrics)"
+        )
     message, metrics = jax.tree.map(jnp.asarray, (result.message, dict(result.metrics)))
     weight = jnp.asarray(result.weight, shared.lr.dtype)
-    chex.assert_rank([weight, *(value for name, value in metrics.items() if name != WATCHED)], 0)
+    one_number_each(algorithm, {"the weight": weight} | {name: v for name, v in metrics.items() if name != WATCHED})
     state = like(result.state, old, f"{algorithm.name}: a client's new state")
     return ClientResult(message, weight, state, metrics)
+
+
+def one_number_each(algorithm: Algorithm, values: dict[str, Any]) -> dict[str, Any]:
+    """The values; ValueError for one that has axes."""
+    for name, value in values.items():
+        if shape := jnp.shape(value):
+            raise ValueError(
+                f"{algorithm.name}: {name} must be one number, got {jnp.result_type(value)}{[*shape]}: take its mean"
+            )
+    return values
 
 
 def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
@@ -364,10 +386,13 @@ def round_fn(
         info["asked"] = jnp.where(today.asked < N, today.asked, -1)
     named = [jax.tree.map(of_cohort, metrics), {f"test_{name}": v for name, v in scores.items()}]
     if algorithm.report is not None:
-        named.append(dict(algorithm.report(state.server, mean, round)))
+        named.append(one_number_each(algorithm, dict(algorithm.report(state.server, mean, round))))
     for values in named:
-        if clash := info.keys() & values.keys():
-            raise ValueError(f"{algorithm.name}: a metric needs a name of its own, got {', '.join(sorted(clash))}")
+        if clash := (info.keys() | RECORDED) & values.keys():
+            taken = ", ".join(sorted(clash))
+            raise ValueError(
+                f"{algorithm.name}: a metric needs a name of its own, got {taken}: call it {min(clash)}_of_clients, say"
+            )
         info |= values
     return ServerState(state.round + 1, state.key, server, clients), info
 
@@ -658,9 +683,21 @@ def strong(a: Any) -> jax.Array:
 
 
 def like(new: PyTree, old: PyTree, what: str) -> PyTree:
-    """new in old's dtypes; ValueError unless it has old's structure and shapes, as the next round needs them."""
+    """new in old's dtypes; ValueError unless it has old's structure and shapes, as the next round needs them, and where
+    numbers with fractions would become whole."""
     fit.check_like(new, old, f"{what} must have the structure and the shapes of the one before", dtypes=False)
-    return jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), new, old)
+
+    def kept(path: Any, new: Any, old: jax.Array) -> jax.Array:
+        new = jnp.asarray(new)
+        if jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact):
+            where = jax.tree_util.keystr(path) or "it"
+            raise ValueError(
+                f"{what} must keep its dtypes, got {new.dtype} instead of {old.dtype} in {where}: begin with a float, "
+                "0.0 instead of 0, or round it"
+            )
+        return new.astype(old.dtype)
+
+    return jax.tree_util.tree_map_with_path(kept, new, old)
 
 
 def select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:

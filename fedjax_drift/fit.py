@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.aggregation import Aggregation
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
@@ -42,6 +43,7 @@ MISSING = {
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
     """The model, the local training and the data have what the algorithm cannot do without."""
     for name in algorithm.requires:
+        checks.choice("Algorithm.requires", name, (*MISSING, "classifier", "sgd", "accuracy"))
         if name in MISSING and not getattr(model, name):
             what = "whose logits are cosines" if name == "cosine" else f"with {name}"
             raise ValueError(f"{algorithm.name} needs a model {what}, got one without: {MISSING[name]}")

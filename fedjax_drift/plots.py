@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -83,16 +84,18 @@ class Panel(NamedTuple):
 
 
 def curves(records: Records, path: FilePath = None) -> Figure:
-    """Test accuracy (percent), if it was ever measured, and training loss against rounds, one line per run.
+    """Test accuracy (percent), or of what is no classifier test loss, and training loss against rounds, a line per run.
 
     records: see above. path: where to write the picture, if given; its ending decides the format. Raises ValueError
     without a single round.
     """
     runs = _runs(records)
-    panels = (
-        Panel("Test accuracy of the global model", "Test accuracy (%)", _by_round(runs, "accuracy", 100)),
-        Panel("Training loss, mean of the cohort", "Loss (nats per row)", _by_round(runs, "train_loss")),
-    )
+    accuracy, loss = _by_round(runs, "accuracy", 100), "Loss (nats per row)"
+    tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
+    if not any(line.x.size for line in accuracy.values()):
+        loss = "Loss, mean over rows"
+        tested = Panel("Test loss of the global model", loss, _by_round(runs, "loss"))
+    panels = tested, Panel("Training loss, mean of the cohort", loss, _by_round(runs, "train_loss"))
     return _picture("curves", panels, "pass {name: history of Simulation.run}", path)
 
 
@@ -188,6 +191,8 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
     for a target that is not a number, and where no round has the key.
     """
     checks.number("target", target, "a finite number", math.isfinite)
+    if key == "accuracy" and target > 1:
+        raise ValueError(f"target must be an accuracy in 0..1, got {target}: {target / 100:g} for {target:g} %")
     runs = {name: seeds for name, seeds in _measured(_runs(records), key).items() if any(t.size for t, _ in seeds)}
     if not runs:
         raise ValueError(
@@ -206,12 +211,13 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
             {"facecolor": "white", "hatch": "///", "edgecolor": colour} if missed else {"color": colour}
         )
         axes.barh(i, took.mean(), height=0.62, **look)
-        text = f"{'> ' * bool(missed)}{took.mean():,.0f}"
+        text = f"{'mean ' * (len(took) > 1)}{'> ' * bool(missed)}{took.mean():,.4g}"
         if missed and len(took) > 1:
             text += f" ({len(took) - missed} of {len(took)} seeds)"
         axes.annotate(text, (took.max(), i), (6, 0), textcoords="offset points", va="center", fontsize=9)
         if len(took) > 1:
-            axes.plot(took, np.full(len(took), i), "o", color="black", markersize=3.5, markerfacecolor="white")
+            apart = i + np.linspace(-0.2, 0.2, len(took))
+            axes.plot(took, apart, "o", color="black", markersize=3.5, markerfacecolor="white")
     axes.set_yticks(range(len(runs)), [*runs])
     axes.invert_yaxis()
     axes.margins(x=0.14)
@@ -223,33 +229,42 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
 
 
 def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
-    """Accuracy on clients' own test rows against the share of clients that have at most that: the quantiles.
+    """How good the model is for each client, the worst off first: the quantiles of accuracy on clients' own test rows,
+    or of loss where there is no accuracy.
 
     Dashed, after each client has fine-tuned its copy, where that was scored. The worst 10 % of the clients are shaded,
     their mean is in the legend. scores: what `Simulation.evaluate_clients` returns, or name of a run -> that. path: as
-    in `curves`. Raises ValueError where no client has an accuracy.
+    in `curves`. Raises ValueError for anything else, and where no client has test rows.
     """
-    named = {"": scores} if "accuracy" in scores else scores
+    alone = isinstance(scores, Mapping) and not any(isinstance(of, Mapping) for of in scores.values())
+    named = {"": scores} if alone else scores
+    if not isinstance(named, Mapping) or not all(isinstance(of, Mapping) for of in named.values()):
+        raise ValueError(
+            f"scores must be what Simulation.evaluate_clients(state) returns, or a dict of that, got "
+            f"{type(scores).__name__}"
+        )
+    key = "accuracy" if any("accuracy" in of for of in named.values()) else "loss"
+    factor, unit, worst = (100, " %", "lowest_10") if key == "accuracy" else (1, "", "highest_10")
     lines: dict[str, Line2D] = {}
     figure = _figure(6.5, 4.2)
     axes = figure.subplots()
     for i, (name, of) in enumerate(named.items()):
-        for key, style, what in (("accuracy", "-", ""), ("personal_accuracy", "--", "fine-tuned")):
-            known = np.sort(np.asarray(of.get(key, []), float))
-            known = 100 * known[np.isfinite(known)]
+        for name_of, style, what in ((key, "-", ""), (f"personal_{key}", "--", "fine-tuned")):
+            known = np.sort(np.asarray(of.get(name_of, []), float))
+            known = factor * known[np.isfinite(known)]
             if known.size:
+                by_merit = known if key == "accuracy" else known[::-1]
                 share = 100 * np.arange(known.size + 1) / known.size
                 look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": style, "linewidth": 1.6}
-                (line,) = axes.plot(share, [known[0], *known], drawstyle="steps-pre", **look)
+                (line,) = axes.plot(share, [by_merit[0], *by_merit], drawstyle="steps-pre", **look)
                 full = ", ".join(part for part in (name, what) if part) or "all clients"
-                lines[f"{full}: {summary(known)['lowest_10']:.1f} %"] = line
+                lines[f"{full}: {summary(known)[worst]:.3g}{unit}"] = line
     if not lines:
-        raise ValueError(
-            "fairness needs the accuracy of at least 1 client, got none: pass Simulation.evaluate_clients(state)"
-        )
+        raise ValueError("fairness needs the scores of at least 1 client, got none: pass evaluate_clients(state)")
     axes.axvspan(0, 10, color="0.92", zorder=0)
-    axes.set(xlabel="Clients, least accurate first (%)", ylabel="Accuracy on own test rows (%)", xlim=(0, 100))
-    axes.set_title("Accuracy of each client; below: mean of the worst 10 %", fontsize=11)
+    what = "Accuracy on own test rows (%)" if key == "accuracy" else "Loss on own test rows"
+    axes.set(xlabel="Clients, the worst off first (%)", ylabel=what, xlim=(0, 100))
+    axes.set_title(f"{key.capitalize()} of each client; below: mean of the worst 10 %", fontsize=11)
     axes.grid(True, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     _tidy(axes)
@@ -445,24 +460,19 @@ def label_mix(
 
 
 def federation(data: FederatedData, path: FilePath = None) -> Figure:
-    """Label mix per client (at most 50 of them, evenly spread over the ids) and the sizes of all clients.
-
-    path: as in `curves`. Raises ValueError unless the labels are integers, one a row.
+    """Label mix per client (at most 50 of them, evenly spread over the ids), where labels are integers, one a row, and
+    the sizes of all clients. path: as in `curves`. Raises ValueError for what is no FederatedData.
     """
-    counts = data.label_counts()
-    N, C = counts.shape
-    shown = np.arange(min(N, SHOWN_CLIENTS)) * N // min(N, SHOWN_CLIENTS)
-    share = 100 * counts[shown] / data.sizes[shown, None]
-    figure = _figure(10.0, 5.0)
-    mix, sizes = figure.subplots(1, 2, width_ratios=(3, 2))
-
-    image = mix.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=share.max(), interpolation="nearest")
-    every = max(1, round(len(shown) / 10))
-    mix.set_yticks(range(0, len(shown), every), [f"{i:,}" for i in shown[::every]])
-    mix.set_xticks(_label_ticks(C))
-    subset = f"{len(shown)} of {N:,} clients" if len(shown) < N else f"{N:,} clients" if N > 1 else "1 client"
-    mix.set(xlabel="Label", ylabel="Client", title=f"Label mix of {subset}")
-    figure.colorbar(image, ax=mix, label="Share of the client's rows (%)", fraction=0.05, pad=0.02)
+    if not isinstance(data, FederatedData):
+        raise ValueError(f"data must be of type FederatedData, got {type(data).__name__}: pass sim.data, for example")
+    N = data.num_clients
+    labelled = np.issubdtype(data.y.dtype, np.integer) and data.y.ndim == 1
+    figure = _figure(10.0 if labelled else 5.0, 5.0)
+    if labelled:
+        mix, sizes = figure.subplots(1, 2, width_ratios=(3, 2))
+        _label_mixes(data, mix, figure)
+    else:
+        sizes = figure.subplots()
 
     low, high = int(data.sizes.min()), int(data.sizes.max())
     width = max(1, -(-(high - low + 1) // min(30, math.ceil(2 * N**0.5))))
@@ -481,18 +491,46 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     return _written(figure, path)
 
 
+def _label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
+    counts = data.label_counts()
+    N, C = counts.shape
+    shown = np.arange(min(N, SHOWN_CLIENTS)) * N // min(N, SHOWN_CLIENTS)
+    share = 100 * counts[shown] / data.sizes[shown, None]
+    image = axes.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=share.max(), interpolation="nearest")
+    every = max(1, round(len(shown) / 10))
+    axes.set_yticks(range(0, len(shown), every), [f"{i:,}" for i in shown[::every]])
+    axes.set_xticks(_label_ticks(C))
+    subset = f"{len(shown)} of {N:,} clients" if len(shown) < N else f"{N:,} clients" if N > 1 else "1 client"
+    axes.set(xlabel="Label", ylabel="Client", title=f"Label mix of {subset}")
+    figure.colorbar(image, ax=axes, label="Share of the client's rows (%)", fraction=0.05, pad=0.02)
+
+
 def _runs(records: Records) -> dict[str, list[History]]:
     """Name of each run -> the history of each of its seeds, whatever form they have."""
     if isinstance(records, (str, os.PathLike)):
+        below = sorted(path.parent for path in Path(records).glob("*/rounds.jsonl"))
+        if below and not (Path(records) / "rounds.jsonl").exists():
+            return {path.name: _seeds(path.name, path) for path in below}
         return _grouped(logs.read(records))
     if isinstance(records, Mapping):
         return {str(name): _seeds(name, of) for name, of in records.items()}
+    wrong = ""
     runs: dict[str, list[History]] = {}
-    for item in records:
+    for item in records if isinstance(records, Sequence) else ():
         if isinstance(item, Mapping):
             return {"": [records]}  # type: ignore[list-item]
-        setting = ", ".join(f"{name} {value}" for name, value in item.setting.items())  # type: ignore[union-attr]
-        runs.setdefault(setting, []).append(item.history)  # type: ignore[union-attr]
+        if isinstance(item, (str, os.PathLike)):
+            runs[os.path.basename(os.path.normpath(item))] = _seeds(item, item)
+        elif hasattr(item, "history") and hasattr(item, "setting"):
+            setting = ", ".join(f"{name} {value}" for name, value in item.setting.items())
+            runs.setdefault(setting, []).append(item.history)
+        else:
+            wrong = wrong or f" of {type(item).__name__}"
+    if wrong or not isinstance(records, Sequence):
+        raise ValueError(
+            "records must be a history, a dict of histories, the path of a log or what fd.sweep returns, got a "
+            f"{type(records).__name__}{wrong}: state, history = sim.run(...)"
+        )
     return runs
 
 

@@ -53,6 +53,11 @@ class Recorder:
         """The newest state's evaluation has been dispatched."""
         self._flying[-1] = self._flying[-1]._replace(scores=scores)
 
+    def unscore(self) -> None:
+        """The newest state's evaluation is not waited for."""
+        if self._flying:
+            self.score({})
+
     @property
     def unscored(self) -> bool:
         """Whether the newest program is still on its way, and its state is not evaluated."""
@@ -81,7 +86,11 @@ class Recorder:
         if not made["clients"]:
             self._warn("nobody", lambda: f"round {done - 1}: no client answered, and there was nothing to average")
         if self.on_round is not None:
-            self.on_round(made)
+            try:
+                self.on_round(made)
+            except Exception:  # it is not called again for what is still to be recorded
+                self.on_round = None
+                raise
 
     def _warn(self, kind: str, message: Callable[[], str]) -> None:
         if kind not in self._warned:
@@ -157,7 +166,8 @@ class Stop:
         self.insists = self.asked
         if not self.asked:
             self.asked = True
-            print("\nstopping after this round; press Ctrl-C again to stop at once", flush=True)
+            said = "\nstopping after the rounds in progress; press Ctrl-C again to stop at once"
+            print(said, file=sys.stderr, flush=True)
         elif not self.holding:
             raise KeyboardInterrupt
 

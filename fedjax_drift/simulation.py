@@ -603,9 +603,10 @@ class Simulation:
         values as their mean over the cohort (lists of E where there is one per epoch). ``on_round(record)`` is called
         for each. Short rounds are sent off many at a time, as many as take a tenth of a second: their records come
         together, and ``seconds`` is their mean, from record to record. Ctrl-C ends the run after the rounds in progress
-        (a second one at once) and returns what is done. An error of a round (`round_fn`'s) carries the state before it
-        and the history as ``error.state`` and ``error.history``. ``progress``: whether to show a bar, with rounds a
-        second, the time left, loss and accuracy; None (default): in a terminal and in a notebook, and not in CI.
+        (a second one at once) and returns what is done. An error of a round (`round_fn`'s), or of ``on_round``, carries
+        the newest state and the history as ``error.state`` and ``error.history``. ``progress``: whether to show a bar,
+        with rounds a second, the time left, loss and accuracy; None (default): in a terminal and in a notebook, and not
+        in CI.
 
         Of several processes every one returns all of it and calls its ``on_round``, and the first shows the bar. Ctrl-C
         or SIGTERM in any ends the run of all after the same round.
@@ -663,14 +664,21 @@ class Simulation:
                     recorder.catch_up(1)  # one program in flight, so that no device ever waits
             except KeyboardInterrupt:
                 pass
-            except (ValueError, ArithmeticError, OSError, MemoryError) as error:
-                recorder.catch_up(0)
-                vars(error).update(state=state, history=recorder.history)
+            except jax.errors.JaxRuntimeError:  # nothing more is to be had of the devices
                 raise
-            # The last round, also of a run that was stopped, unless it is to go on.
-            if eval_every and recorder.unscored and (t == last or saver is None):
-                recorder.score(self._launch(self._evaluate, state.server, self._test()))
-            recorder.catch_up(0)
+            except Exception as error:  # of a round, or of on_round
+                recorder.catch_up(0)
+                with suppress(TypeError):  # one that holds nothing
+                    vars(error).update(state=state, history=recorder.history)
+                raise
+            try:  # the last round, also of a run that was stopped, unless it is to go on
+                if eval_every and recorder.unscored and (t == last or saver is None):
+                    recorder.score(self._launch(self._evaluate, state.server, self._test()))
+                recorder.catch_up(0)
+            except KeyboardInterrupt:  # what is done, without this evaluation
+                recorder.unscore()
+                with suppress(KeyboardInterrupt), stop.held():
+                    recorder.catch_up(0)
             if saver is not None:
                 with suppress(KeyboardInterrupt), stop.held():  # even then all is saved, and returned
                     saver.finish(state, recorder.history)
@@ -743,14 +751,18 @@ class Simulation:
     def _check(self, state: ServerState) -> ServerState:
         """The state on this simulation's devices (it may come from another's, or from a file); ValueError if it is of
         another algorithm, model or federation, or was donated."""
-        bank, expected = getattr(state, "clients", None), self._expected
+        if not isinstance(state, ServerState):
+            raise ValueError(
+                f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
+                "return a pair whose first it is"
+            )
+        bank, expected = state.clients, self._expected
         if self._states_on_host:
             if traced(state):
                 raise ValueError(
                     f"bank={self.bank!r} keeps client states outside JAX: not inside jax.jit, vmap or scan"
                 )
-            if isinstance(state, ServerState):
-                state, expected = state._replace(clients=()), expected._replace(clients=())
+            state, expected = state._replace(clients=()), expected._replace(clients=())
         fit.check_like(state, expected, "this state is of another algorithm, model or federation")
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not traced(leaf)]
         if any(array.is_deleted() for array in arrays):

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -634,11 +635,14 @@ def _run(under_way: _Sweep, t: int, last: int, eval_every: int, measure_every: i
             under_way.catch_up(len(groups), stop)  # one program of each group in flight, so that no device ever waits
     except KeyboardInterrupt:
         pass
-    except (ValueError, ArithmeticError, OSError, MemoryError) as error:  # of on_round, say
+    except jax.errors.JaxRuntimeError:  # memory may not suffice: `sweep` tries again
+        raise
+    except Exception as error:  # of on_round, say
         under_way.on_round = None
         under_way.catch_up(0, stop)
         if any(under_way.histories):
-            vars(error).update(runs=under_way.runs())
+            with suppress(TypeError):
+                vars(error).update(runs=under_way.runs())
         raise
     if eval_every:  # the last round, also of a sweep that was stopped
         under_way.score()

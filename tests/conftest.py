@@ -2,19 +2,23 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Nearly all of the time is compiling: unoptimised machine code is made in two thirds of it. Only for this process.
-# (--xla_cpu_use_fusion_emitters=false takes another third off the suite, but programs as users run them have these
-# emitters, and without them sweeps, and states on the host, are not bit for bit what they are elsewhere.)
+# Nearly all of the time is compiling: unoptimised machine code is made in two thirds of it, and without XLA's fusion
+# emitters in half of it. Only for this process; tests of bits have one with the emitters, as programs of users do.
+AS_USERS = "FEDJAX_DRIFT_TESTS_AS_USERS"
 given = os.environ.get("XLA_FLAGS")
-os.environ["XLA_FLAGS"] = f"{given or ''} --xla_backend_optimization_level=0"
+quick = "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * (AS_USERS not in os.environ)
+os.environ["XLA_FLAGS"] = f"{given or ''} {quick}"
 jax.devices()
 if given is None:
     del os.environ["XLA_FLAGS"]
@@ -31,6 +35,23 @@ if owner:
 jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def pytest_configure(config) -> None:
+    config.addinivalue_line("markers", "as_users: in a process whose programs have XLA's fusion emitters")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem) -> bool | None:
+    """A test that is to run as_users: in a process of its own, without which sweeps, and states on the host, are not
+    bit for bit what they are elsewhere."""
+    if pyfuncitem.get_closest_marker("as_users") is None or AS_USERS in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    env, root = os.environ | {AS_USERS: "1"}, pyfuncitem.config.rootpath
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    return True
 
 
 def pytest_unconfigure() -> None:

@@ -80,6 +80,7 @@ def saved(device, tmp_path) -> fd.Checkpoints:
     return checkpoints
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("bank", ["device", "sharded", "host", "files"])
 def test_goes_on_bit_for_bit(bank, uninterrupted, tmp_path, request) -> None:
     where = str(tmp_path / "bank") if bank == "files" else bank

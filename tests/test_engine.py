@@ -433,6 +433,39 @@ def test_ctrl_c_returns_what_is_done(data, how, capsys) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_second_ctrl_c_in_the_last_evaluation_returns_what_is_done(data, monkeypatch) -> None:
+    sim = simulate(data)
+    start = sim.init(jax.random.key(0))
+    sim.round_fn(start)
+    evaluate = sim._evaluate
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(sim, "_evaluate", interrupted)
+    state, history = sim.run(start, 3, eval_every=100, progress=False)
+    assert int(state.round) == 3 == len(history) and "accuracy" not in history[-1]
+
+
+def test_an_error_of_on_round_carries_what_is_done(data) -> None:
+    sim, seen = simulate(data), []
+
+    def fails(record: dict) -> None:
+        seen.append(record)
+        if record["round"] == 3:
+            raise RuntimeError("the network is down")
+
+    with pytest.raises(RuntimeError, match="the network is down") as raised:
+        sim.run(sim.init(jax.random.key(0)), 50, progress=False, on_round=fails)
+    state, history = raised.value.state, raised.value.history
+    assert int(state.round) == len(history) >= 3 == len(seen)
+    for wrong, kind in ((state.params, "dict"), ((state, history), "tuple")):
+        with pytest.raises(ValueError, match=f"state must be a ServerState, got {kind}: sim.init"):
+            sim.evaluate(wrong)
+
+
 def test_an_insistent_ctrl_c_waits_for_the_next_state(data, monkeypatch) -> None:
     """`run` donates each state to the next round: an interrupt between the two would leave neither."""
     sim = simulate(data)
@@ -492,11 +525,22 @@ def test_algorithms_of_ones_own_are_held_to_the_contract(data) -> None:
         (probing(state=lambda c: ()), "probe: a client's new state must have the structure"),
         (probing(server=lambda s: s._replace(gain=jnp.ones(2))), r"probe: the updated server .*gain"),
         (probing(metrics={"weight": jnp.ones(())}), "probe: a metric needs a name of its own, got weight"),
+        (probing(metrics={"accuracy": 0.5}), "got accuracy: call it accuracy_of_clients, say"),  # records have one
+        (probing(metrics={"seen": jnp.ones(3)}), r"probe: seen must be one number, got float32\[3\]: take its mean"),
+        (
+            probing(state=lambda c: {"visits": c["visits"] + 0.5}),
+            r"got float32 instead of int32 in \['visits'\]: begin",
+        ),
+        (probing()._replace(client_update=lambda *_: (1, 2)), "client_update must return a ClientResult, got tuple"),
+        (probing()._replace(init_server=lambda params: {}), "an attribute params, got dict: a NamedTuple with"),
+        (
+            probing()._replace(report=lambda *_: {"gain": jnp.ones(2)}),
+            r"probe: gain must be one number, got float32\[2",
+        ),
+        (probing()._replace(requires=("sgdd",)), "Algorithm.requires must be one of .*: did you mean 'sgd'"),
     ):
         with pytest.raises(ValueError, match=message):
             one_round(algorithm)
-    halves = probing(state=lambda c: {"visits": c["visits"] + 0.5})  # a promoted dtype is rounded back, not carried on
-    assert one_round(halves)[0].clients["visits"].dtype == jnp.int32
 
 
 def test_sums_are_not_rounded_to_the_messages_precision() -> None:

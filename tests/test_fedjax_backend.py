@@ -90,6 +90,7 @@ def theirs() -> list[tuple]:
     return run("jit")
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("lanes, room", [("auto", 2**26), (3, 2**26), (3, 300)])
 def test_every_client_gets_what_the_jit_backend_gives_it(lanes, room, theirs, monkeypatch) -> None:
     monkeypatch.setattr(fedjax_backend, "ROOM", room)  # bytes

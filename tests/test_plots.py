@@ -125,11 +125,11 @@ def test_rounds_to_target_tells_what_is_a_bound():
     (axes,) = plots.rounds_to_target(records, 0.9).axes
     assert [bar.get_width() for bar in axes.patches] == [20, 20, 20]
     assert [bar.get_hatch() for bar in axes.patches] == [None, None, "///"]
-    assert [text.get_text() for text in axes.texts] == ["20", "20", "> 20"] and "90 %" in axes.get_title()
+    assert [text.get_text() for text in axes.texts] == ["20", "mean 20", "> 20"] and "90 %" in axes.get_title()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["there", "seeds", "never"]
     assert axes.lines[0].get_xdata().tolist() == [10, 30]
     (axes,) = plots.rounds_to_target({"a": [run(0.9), run(0.1)]}, 0.5).axes
-    assert axes.texts[0].get_text() == "> 10 (1 of 2 seeds)"
+    assert axes.texts[0].get_text() == "mean > 10 (1 of 2 seeds)"
     loss = [{"round": t, "train_loss": 1 / t} for t in range(1, 6)]
     (axes,) = plots.rounds_to_target(loss, 0.25, key="train_loss").axes
     assert axes.patches[0].get_width() == 4
@@ -145,12 +145,41 @@ def test_fairness_shows_quantiles_and_the_worst_tenth():
     before, after = figure.axes[0].lines
     np.testing.assert_allclose(before.get_xydata(), [[0, 20], [25, 20], [50, 40], [75, 60], [100, 100]])
     np.testing.assert_allclose(after.get_ydata()[1:], [30, 50, 70, 110])
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["FedAvg: 20.0 %", "FedAvg, fine-tuned: 30.0 %"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["FedAvg: 20 %", "FedAvg, fine-tuned: 30 %"]
     assert [t.get_text() for t in plots.fairness({"accuracy": accuracy}).legends[0].get_texts()] == [
-        "all clients: 20.0 %"
+        "all clients: 20 %"
     ]
-    with pytest.raises(ValueError, match="accuracy of at least 1 client"):
-        plots.fairness({"FedAvg": {"loss": accuracy}})
+    figure = plots.fairness({"loss": np.array([0.5, 2.0, np.nan]), "personal_loss": np.array([0.1, 0.2, np.nan])})
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["all clients: 2", "fine-tuned: 0.2"]
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [2.0, 2.0, 0.5] and "Loss" in figure.axes[0].get_ylabel()
+    with pytest.raises(ValueError, match="scores of at least 1 client"):
+        plots.fairness({"FedAvg": {"loss": np.array([np.nan])}})
+    with pytest.raises(ValueError, match="scores must be what Simulation.evaluate_clients"):
+        plots.fairness([accuracy])
+
+
+def test_what_is_no_classifier_has_pictures_too():
+    run = [{"round": t, "train_loss": 2.0 / t, "loss": 3.0 / t} for t in (1, 2)]
+    test, train = plots.curves(run).axes
+    assert points(test.lines[0]) == [[1, 3], [2, 1.5]] and "Test loss" in test.get_title()
+    rows = [(np.zeros((n, 2), np.float32), np.zeros(n, np.float32)) for n in (3, 5)]
+    (sizes,) = plots.federation(fd.FederatedData.from_clients(rows)).axes
+    assert sizes.get_title() == "Sizes (8 rows in all)"
+
+
+def test_records_of_any_form(tmp_path):
+    run = history(rounds=2)
+    for name in ("a", "b"):
+        with logs.Log(tmp_path / name, before=run):
+            pass
+    for records in (tmp_path, [tmp_path / "a", f"{tmp_path}/b"], {"a": tmp_path / "a", "b": run}):
+        assert [text.get_text() for text in plots.curves(records).legends[0].get_texts()] == ["a", "b"]
+    state = fd.ServerState(0, 0, (), ())
+    for wrong, kind in (((state, run), "tuple of "), (3, "int")):
+        with pytest.raises(ValueError, match=f"records must be a history.*got a {kind}"):
+            plots.curves(wrong)
+    with pytest.raises(ValueError, match="target must be an accuracy in 0..1, got 95: 0.95 for 95 %"):
+        plots.rounds_to_target([{"round": 1, "accuracy": 0.5}], 95)
 
 
 def test_label_mix_has_bubbles_of_the_shares():

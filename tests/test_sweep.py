@@ -100,6 +100,7 @@ def test_settings_and_seeds_as_alone(data) -> None:
     assert_as_alone(build, runs + side_by_side, 5, 1e-5, eval_every=2)
 
 
+@pytest.mark.as_users
 def test_on_one_device_bit_for_bit(data) -> None:
     """Client states, observing, measures, weight decay that is 0 in one setting, given parameters."""
 
