@@ -22,7 +22,12 @@ from fedjax_drift.types import Algorithm, Model, Params, cross_entropy
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
     """Each is what its name says, and not a factory of it."""
     for name, value, kind, hint in (
-        ("model", model, Model, "fd.models.lenet5() or fd.Model(init=..., apply=...)"),
+        (
+            "model",
+            model,
+            Model,
+            "fd.models.lenet5(), fd.Model(init, apply) or fd.Model.from_linen(module, input_shape)",
+        ),
         ("data", data, FederatedData, "fd.datasets.load(...) or fd.FederatedData.from_clients(...)"),
         ("algorithm", algorithm, Algorithm, "fd.algorithms.fedavg() (with the parentheses)"),
         ("local", local, LocalTraining, "fd.LocalTraining(...)"),

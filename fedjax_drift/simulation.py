@@ -794,7 +794,8 @@ class Simulation:
         e = self._engine
         return (
             f"Simulation({e.algorithm.name}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
-            f"{e.lanes} lanes on {e.mesh.size} {self.mesh.devices.flat[0].platform} devices)"
+            f"{e.lanes} lane{'s' * (e.lanes > 1)} on {e.mesh.size} {self.mesh.devices.flat[0].platform} "
+            f"device{'s' * (e.mesh.size > 1)})"
         )
 
 

@@ -112,6 +112,7 @@ def test_the_algorithms_page_has_every_factory_and_what_it_keeps() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text()
     rows = re.findall(r"^\| \[`(\w+)`\]\(#([\w-]+)\) \|[^|]*\| ([\d,]+) \|[^|]*\| (\d) \|$", page, re.MULTILINE)
     assert [name for name, *_ in rows] == list(ALGORITHMS)
+    assert fd.algorithms.__all__ == ["ALGORITHMS", *ALGORITHMS]
     given = {"mu": 0.1, "alpha": 0.1, "beta": 0.9, "server_lr": 0.1}
 
     def size(tree) -> int:

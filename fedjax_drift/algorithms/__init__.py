@@ -45,4 +45,26 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "constrained": constrained,
 }
 
-__all__ = ["ALGORITHMS", *ALGORITHMS]
+__all__ = [  # written out: type checkers read it
+    "ALGORITHMS",
+    "fedavg",
+    "fedprox",
+    "fedavgm",
+    "fedadam",
+    "fedyogi",
+    "fedadagrad",
+    "slowmo",
+    "fedadc",
+    "scaffold",
+    "vrl_sgd",
+    "feddyn",
+    "feddc",
+    "fedeve",
+    "fedgvr",
+    "fedgm",
+    "fedgvrgm",
+    "moon",
+    "lfd",
+    "fedreg",
+    "constrained",
+]
