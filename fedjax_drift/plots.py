@@ -193,7 +193,8 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
     checks.number("target", target, "a finite number", math.isfinite)
     if key == "accuracy" and target > 1:
         raise ValueError(f"target must be an accuracy in 0..1, got {target}: {target / 100:g} for {target:g} %")
-    runs = {name: seeds for name, seeds in _measured(_runs(records), key).items() if any(t.size for t, _ in seeds)}
+    measured = enumerate(_measured(_runs(records), key).items())
+    runs = {name: (i, seeds) for i, (name, seeds) in measured if any(t.size for t, _ in seeds)}
     if not runs:
         raise ValueError(
             f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate, or pass another key"
@@ -201,8 +202,8 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
     lower = key.endswith("loss")
     figure = _figure(7.5, 1.6 + 0.42 * len(runs))
     axes = figure.subplots()
-    for i, seeds in enumerate(runs.values()):
-        colour = COLOURS[i % len(COLOURS)]
+    for i, (place, seeds) in enumerate(runs.values()):
+        colour = COLOURS[place % len(COLOURS)]
         there = [t[values[:, -1] <= target if lower else values[:, -1] >= target] for t, values in seeds if t.size]
         last = [t[-1] for t, _ in seeds if t.size]
         took = np.array([t[0] if t.size else end for t, end in zip(there, last, strict=True)], float)
