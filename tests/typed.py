@@ -14,7 +14,7 @@ def client_update(server: Any, client: Any, work: fd.Work) -> fd.ClientResult:
     return fd.ClientResult(server.params, work.size, client, {})
 
 
-def what_users_type() -> None:
+def what_users_type() -> tuple[float, fd.Algorithm]:
     data = fd.FederatedData.from_clients([(np.zeros((3, 2), np.float32), np.array([0, 1, 0]))] * 4)
     local = fd.LocalTraining(epochs=2, lr=0.1)
     model: fd.Model = fd.models.linear((2,), 2)
@@ -36,3 +36,4 @@ def what_users_type() -> None:
     fd.plots.federation(fd.datasets.load("glyphs", fd.partition.dirichlet(10, alpha=0.3)))
     worst: float = fd.personal.summary(scores["accuracy"])["lowest_10"]
     algorithm: fd.Algorithm = fd.algorithms.fedavg()._replace(client_update=client_update, name="still")
+    return worst, algorithm
