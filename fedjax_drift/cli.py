@@ -514,7 +514,7 @@ def _simulate(
         written += [*_draw_runs(records, output), *_write_clients(per_client, output)]
     if records:
         print("\n" + _table(records))
-    if per_client:
+    if any("accuracy" in scores for scores in per_client.values()):
         print("\n" + _clients_table(per_client))
     ended = [f"stopped: {', '.join(stopped)}"] if stopped else []
     ended.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(written)}")
@@ -557,8 +557,6 @@ def _write_clients(per_client: Mapping[str, Mapping[str, np.ndarray]], output: P
         lines += [[algorithm, str(i), *map(str, row)] for i, row in enumerate(values) if np.isfinite(row).any()]
     with (output / "clients.csv").open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(lines)
-    if "accuracy" not in names:
-        return ["clients.csv"]
     plots.fairness(per_client, output / "fairness.png")
     return ["clients.csv", "fairness.png"]
 
@@ -568,11 +566,10 @@ def _clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
     width = max(map(len, ["own test rows", *per_client]))
     lines = [f"{'own test rows':{width}}  clients    mean  worst 10 %  after an epoch: mean  worst 10 %"]
     for algorithm, scores in per_client.items():
-        if "accuracy" in scores:
-            known = [fd.personal.summary(scores[name]) for name in ("accuracy", "personal_accuracy")]
-            (mean, worst), (own, own_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
-            lines.append(f"{algorithm:{width}}  {known[0]['clients']:7.0f}  {mean:4.1f} %  {worst:8.1f} %  "
-                         f"{own:18.1f} %  {own_worst:8.1f} %")  # fmt: skip
+        known = [fd.personal.summary(scores[name]) for name in ("accuracy", "personal_accuracy")]
+        (mean, worst), (own, own_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
+        lines.append(f"{algorithm:{width}}  {known[0]['clients']:7.0f}  {mean:4.1f} %  {worst:8.1f} %  "
+                     f"{own:18.1f} %  {own_worst:8.1f} %")  # fmt: skip
     return "\n".join(lines)
 
 
