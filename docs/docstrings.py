@@ -26,7 +26,12 @@ class AsWritten(griffe.Extension):
         fields = []
         for field in cls.attributes.values():
             comment = re.search(r"  # (.*)", lines[field.lineno - 1])
-            if field.annotation is None or not (field.docstring or comment) or "property" in field.labels:
+            if (
+                field.name.startswith("_")
+                or field.annotation is None
+                or not (field.docstring or comment)
+                or "property" in field.labels
+            ):
                 continue
             text = field.docstring.value if field.docstring else BOUND.sub(r"\1\\>", comment[1])
             default = "" if field.value is None else f" Default `{field.value}`."

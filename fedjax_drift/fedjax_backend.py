@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
 from fedjax_drift import checks, fit
 from fedjax_drift.exchange import back_and_forth
 from fedjax_drift.sharding import AXIS, clients_mesh
-from fedjax_drift.simulation import _bytes
+from fedjax_drift.tree import nbytes
 from fedjax_drift.types import PyTree
 
 GROUPS = 8  # for each device: the host reads the clients of these, sorts and deals them, and reads on
@@ -145,7 +145,7 @@ class _ForEachClient:
             jaxpr, (after, _) = jax.make_jaxpr(client_step, return_shape=True)(state, batch)
             fit.check_like(after, state, "client_step must return a state of the shapes and dtypes that it gets, got")
             self.convolves[kind, run] = "conv_general_dilated" in str(jaxpr)
-        self.G[kind] = 1 if self._alone else min(GROUPS, max(1, ROOM // (self.L * max(1, _bytes(state)))))
+        self.G[kind] = 1 if self._alone else min(GROUPS, max(1, ROOM // (self.L * max(1, nbytes(state)))))
 
     @property
     def _alone(self) -> bool:

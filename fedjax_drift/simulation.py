@@ -39,6 +39,7 @@ from fedjax_drift.sharding import (
     wait_for_turn,
 )
 from fedjax_drift.stream import Stream
+from fedjax_drift.tree import nbytes
 from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, Params, PyTree, ServerState
 
 if TYPE_CHECKING:
@@ -572,9 +573,9 @@ class Simulation:
         update, row = self._any_update(), self._any_row()
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
-            "message sum": _bytes((update.message, update.weight)),
-            "client states": (1 + e.sharded) * (D - 1) * G * e.lanes * _bytes(update.state),
-            "rows": (D - 1) * share * _bytes(row),
+            "message sum": nbytes((update.message, update.weight)),
+            "client states": (1 + e.sharded) * (D - 1) * G * e.lanes * nbytes(update.state),
+            "rows": (D - 1) * share * nbytes(row),
         }
 
     def sweep(self, rounds: int, seeds: Iterable[int], eval_every: int = 10, **options: Any) -> list[Run]:
@@ -871,10 +872,6 @@ def _where_rows_go(shard_data: bool | str, stream: bool | str, data: FederatedDa
     return "host" if stream == "auto" else "devices"
 
 
-def _bytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
     """The ``bank=`` asked for, with "auto" decided; a path as a string."""
     if bank != "auto":
@@ -891,7 +888,7 @@ def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
                 f"bank must be one of {known}, or a folder, got {bank!r}{meant} (pathlib.Path: the folder)"
             )
         return os.fspath(bank)
-    need = N * _bytes(client)
+    need = N * nbytes(client)
     room = memory_of(mesh) / 2
     if need <= room:
         return "device"

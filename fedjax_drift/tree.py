@@ -33,6 +33,11 @@ def size(tree: PyTree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
+def nbytes(tree: PyTree) -> int:
+    """Bytes of all leaves, from their shapes and dtypes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def all_finite(tree: PyTree) -> jax.Array:
     """bool []: no NaN and no infinity in any floating leaf."""
     return first_nonfinite(tree) < 0
