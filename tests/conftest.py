@@ -15,9 +15,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Nearly all of the time is compiling: unoptimised machine code is made in two thirds of it, and without XLA's fusion
 # emitters in half of it. Only for this process; tests of bits have one with the emitters, as programs of users do.
-AS_USERS = "FEDJAX_DRIFT_TESTS_AS_USERS"
+# XLA ends a process that sets a flag which its version does not know, so each is tried in a child process first.
+AS_USERS, QUICK = "FEDJAX_DRIFT_TESTS_AS_USERS", "FEDJAX_DRIFT_TESTS_XLA_FLAGS"
+EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+
+
+def known_to_xla(flag: str) -> bool:
+    """Whether a process with this flag starts."""
+    program = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
+    env = os.environ | {"XLA_FLAGS": flag}
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True).returncode == 0
+
+
+if QUICK not in os.environ:  # asked once for all processes of pytest-xdist
+    os.environ[QUICK] = " ".join(filter(known_to_xla, ["--xla_backend_optimization_level=0", EMITTERS]))
 given = os.environ.get("XLA_FLAGS")
-quick = "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * (AS_USERS not in os.environ)
+quick = os.environ[QUICK].replace(EMITTERS, "" if AS_USERS in os.environ else EMITTERS)
 os.environ["XLA_FLAGS"] = f"{given or ''} {quick}"
 jax.devices()
 if given is None:

@@ -4,7 +4,8 @@
 
 Starting Python and importing JAX takes seconds, so this process imports all of it, leaves JAX's backend alone, and
 forks a child for every attempt. The compilation cache is in FOLDER. A child writes to a pipe what it does:
-"round t" (reported to the user), "evaluating t", "saved t" (known to be complete).
+"round t" (reported to the user), "evaluating t", "saving t", "saved t" (known to be complete). It is killed a random
+while after it has said one of these, so that a busy machine is killed at the same kinds of moments.
 """
 
 from __future__ import annotations
@@ -54,7 +55,12 @@ def child(folder: Path, rounds: int, pipe: int) -> None:
     def say(*words: object) -> None:
         os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
 
-    settle, run, score = checkpoint.Saver._settle, fd.Simulation.run, fd.simulation.Recorder.score
+    settle, write = checkpoint.Saver._settle, checkpoint.Saver._write
+    run, score = fd.Simulation.run, fd.simulation.Recorder.score
+
+    def writing(saver: checkpoint.Saver, contents: checkpoint.Contents, history: list) -> None:
+        say("saving", contents.round)
+        write(saver, contents, history)
 
     def settled(saver: checkpoint.Saver) -> None:
         started = saver.started
@@ -66,7 +72,7 @@ def child(folder: Path, rounds: int, pipe: int) -> None:
         say("evaluating", recorder._flying[-1].done)
         score(recorder, scores)
 
-    checkpoint.Saver._settle, fd.simulation.Recorder.score = settled, scoring
+    checkpoint.Saver._settle, checkpoint.Saver._write, fd.simulation.Recorder.score = settled, writing, scoring
     sim, checkpoints = simulation(), fd.Checkpoints(folder / "run", every=EVERY, seconds=None, keep=2)
     state, before = checkpoints.restore(sim) if checkpoints.rounds else (sim.init(jax.random.key(0)), [])
     say("from", int(state.round))
@@ -121,7 +127,7 @@ def main(folder: Path, moments: int) -> None:
     complete = 0  # the newest save reported complete
     for kill in range(moments + 1):
         # Most while it trains and saves, some while it compiles; the last reveals only where it goes on from.
-        after, most = (b"from", 0.5) if random.random() < 0.15 else (b"round", 0.4)
+        after, most = random.choices([(b"from", 0.5), (b"saving", 0.1), (b"round", 0.4)], weights=[1, 3, 4])[0]
         lines = attempt(folder, ROUNDS, *((b"from", 0.0) if kill == moments else (after, random.uniform(0, most))))
         start = last(lines, "from")
         assert lines, "the child has not even started"
