@@ -54,7 +54,7 @@ def clipped(norm: float) -> Aggregation:
     differs from the states' mean. One that is not finite stays so: ``on_nonfinite="drop_client"`` leaves it out.
     Raises ValueError unless norm > 0.
     """
-    checks.positive("norm", norm)
+    norm = checks.positive("norm", norm)
     return mean()._replace(
         contribute=lambda message, weight: (clip(message, norm), weight), name=f"clipped(norm={norm})"
     )
@@ -75,8 +75,8 @@ def private(clip_norm: float, noise_multiplier: float) -> Aggregation:
     Raises:
       ValueError: values out of range.
     """
-    checks.positive("clip_norm", clip_norm)
-    checks.nonnegative("noise_multiplier", noise_multiplier)
+    clip_norm = checks.positive("clip_norm", clip_norm)
+    noise_multiplier = checks.nonnegative("noise_multiplier", noise_multiplier)
 
     def contribute(message: PyTree, weight: jax.Array) -> tuple[PyTree, jax.Array]:
         finite = tree.all_finite(message)
@@ -113,7 +113,7 @@ def epsilon(sim: Simulation, rounds: int, delta: float) -> float:
     if how.noise_multiplier is None:
         raise ValueError(f"epsilon needs a simulation with aggregation=fd.aggregation.private(...), got {how.name}")
     checks.integer("rounds", rounds, 1)
-    checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, "less than 1 / the number of clients")
+    delta = checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, "less than 1 / the number of clients")
     if how.noise_multiplier == 0:
         return float("inf")
     try:

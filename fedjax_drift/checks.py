@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def shown(value: Any) -> str:
@@ -20,29 +21,30 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"a {type(value).__name__}"
 
 
-def positive(name: str, value: Any, fix: str = "") -> None:
-    """ValueError unless value is a finite number > 0."""
-    number(name, value, "a finite number > 0", lambda v: v > 0, fix)
+def positive(name: str, value: Any, fix: str = "") -> float:
+    """The value as a float; ValueError unless it is a finite number > 0."""
+    return number(name, value, "a finite number > 0", lambda v: v > 0, fix)
 
 
-def nonnegative(name: str, value: Any, fix: str = "") -> None:
-    """ValueError unless value is a finite number >= 0."""
-    number(name, value, "a finite number >= 0", lambda v: v >= 0, fix)
+def nonnegative(name: str, value: Any, fix: str = "") -> float:
+    """The value as a float; ValueError unless it is a finite number >= 0."""
+    return number(name, value, "a finite number >= 0", lambda v: v >= 0, fix)
 
 
-def fraction(name: str, value: Any, fix: str = "") -> None:
-    """ValueError unless value is in [0, 1)."""
-    number(name, value, "in [0, 1)", lambda v: 0 <= v < 1, fix)
+def fraction(name: str, value: Any, fix: str = "") -> float:
+    """The value as a float; ValueError unless it is in [0, 1)."""
+    return number(name, value, "in [0, 1)", lambda v: 0 <= v < 1, fix)
 
 
-def number(name: str, value: Any, allowed: str, ok: Callable[[Any], bool], fix: str = "") -> None:
-    """ValueError unless value is a finite real number for which ok holds."""
+def number(name: str, value: Any, allowed: str, ok: Callable[[Any], bool], fix: str = "") -> float:
+    """The value as a float; ValueError unless it is a finite real number for which ok holds. A tracer as it is."""
     if isinstance(value, jax.core.Tracer):
-        return
-    if isinstance(value, jax.Array) and value.ndim == 0:
+        return value  # type: ignore[return-value]
+    if isinstance(value, jax.Array | np.ndarray) and value.ndim == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not ok(value):
         raise ValueError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
+    return float(value)
 
 
 def integer(name: str, value: Any, low: int, high: float = math.inf, fix: str = "") -> int:
@@ -86,5 +88,8 @@ def choices(name: str, value: Any, allowed: Iterable[str]) -> tuple[str, ...]:
 
 def nearest(value: Any, known: Iterable[str]) -> str:
     """``: did you mean 'x'?`` where one of the known names is close to value, else nothing."""
-    close = difflib.get_close_matches(str(value), list(known), n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else ""
+    words = {str(name).lstrip("-"): str(name) for name in known}  # the dashes of options are alike in all
+    word = str(value).lstrip("-")
+    begin = [name for name in words if len(word) > 2 and name.startswith(word)]
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.7) or begin[:1]
+    return f": did you mean {words[close[0]]!r}?" if close else ""

@@ -45,12 +45,14 @@ def check(
     dropout: Any, stragglers: Any, deadline: Any, speed_spread: Any, over_selection: Any, K: int, N: int
 ) -> tuple[Failures, int]:
     """The options of `Simulation` checked, and how many clients a round asks."""
-    for name, value in (("dropout", dropout), ("stragglers", stragglers)):
+    dropout, stragglers = (
         checks.number(name, value, "a probability in 0..1", lambda v: 0 <= v <= 1)
+        for name, value in (("dropout", dropout), ("stragglers", stragglers))
+    )
     if deadline is not None:
-        checks.positive("deadline", deadline, "in units of what a mean client takes; None: no deadline")
-    checks.nonnegative("speed_spread", speed_spread)
-    checks.number(
+        deadline = checks.positive("deadline", deadline, "in units of what a mean client takes; None: no deadline")
+    speed_spread = checks.nonnegative("speed_spread", speed_spread)
+    over_selection = checks.number(
         "over_selection",
         over_selection,
         f"in 1..{N / K:.9g} (all clients)",

@@ -50,14 +50,18 @@ class LocalTraining:
     `Simulation` raises ValueError for one that steps downhill itself, such as ``optax.adam(lr)``."""
 
     def __post_init__(self) -> None:
-        checks.integer("epochs", self.epochs, 1)
-        checks.integer("batch_size", self.batch_size, 1)
-        checks.positive("lr", self.lr)
-        checks.positive("lr_decay", self.lr_decay, "1 keeps the rate constant")
-        checks.fraction("momentum", self.momentum)
-        checks.nonnegative("weight_decay", self.weight_decay)
+        checked = {
+            "epochs": checks.integer("epochs", self.epochs, 1),
+            "batch_size": checks.integer("batch_size", self.batch_size, 1),
+            "lr": checks.positive("lr", self.lr),
+            "lr_decay": checks.positive("lr_decay", self.lr_decay, "1 keeps the rate constant"),
+            "momentum": checks.fraction("momentum", self.momentum),
+            "weight_decay": checks.nonnegative("weight_decay", self.weight_decay),
+        }
         if self.clip_norm is not None:
-            checks.positive("clip_norm", self.clip_norm, "None means no clipping")
+            checked["clip_norm"] = checks.positive("clip_norm", self.clip_norm, "None means no clipping")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # Python's numbers: arrays of one number can't be hashed
         if self.optimizer is not None:
             if not isinstance(self.optimizer, optax.GradientTransformation):
                 raise ValueError(

@@ -74,6 +74,29 @@ def test_it_does_not_matter_where(data, monkeypatch, where) -> None:
         np.testing.assert_allclose(elsewhere[name], plain[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_numbers_of_any_kind_become_pythons(data) -> None:
+    """Arrays of one number, which can't be hashed, train and fine-tune as the number does."""
+    given = {
+        "lr": jax.numpy.float32(0.5),
+        "lr_decay": np.array(0.5),
+        "momentum": np.float64(0.25),
+        "epochs": np.int8(2),
+    }
+    local = fd.LocalTraining(**given, batch_size=np.int64(50), weight_decay=1, clip_norm=jax.numpy.asarray(2))
+    plain = fd.LocalTraining(
+        lr=0.5, lr_decay=0.5, momentum=0.25, epochs=2, batch_size=50, weight_decay=1.0, clip_norm=2.0
+    )
+    assert local == plain and hash(local) == hash(plain)
+    assert {type(getattr(local, name)) for name in ("lr", "lr_decay", "momentum", "weight_decay", "clip_norm")} == {
+        float
+    }
+    sims = [simulate(data, devices=1, local=one) for one in (local, plain)]
+    found, expected = (sim.evaluate_clients(sim.init(jax.random.key(0)), fine_tune=1) for sim in sims)
+    np.testing.assert_array_equal(found["personal_loss"], expected["personal_loss"])
+    with pytest.raises(ValueError, match="lr must be a finite number > 0, got .*0.1"):
+        fd.LocalTraining(lr=jax.numpy.array([0.1]))
+
+
 def test_summary() -> None:
     found = fd.personal.summary([np.nan, *np.arange(21) / 20])
     assert found == pytest.approx(

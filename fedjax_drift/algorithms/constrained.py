@@ -40,7 +40,7 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
     Raises:
       ValueError: a value out of range, a model without the part.
     """
-    checks.nonnegative("mu", mu)
+    mu = checks.nonnegative("mu", mu)
     checks.choice("kind", kind, ("parameter", "feature"))
     checks.choice("part", part, (*PARTS, "all"))
 

@@ -50,11 +50,11 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
     Raises:
       ValueError: a value out of range, local momentum, a local optimizer.
     """
-    checks.fraction("beta", beta)
-    checks.positive("alpha", alpha)
+    beta = checks.fraction("beta", beta)
+    alpha = checks.positive("alpha", alpha)
     checks.choice("variant", variant, ("nesterov", "heavy_ball"))
     if gamma is not None:
-        checks.nonnegative("gamma", gamma, "None means 1 / beta")
+        gamma = checks.nonnegative("gamma", gamma, "None means 1 / beta")
     gamma_beta = 1.0 if gamma is None else gamma * beta
 
     def init_server(params: Params) -> Server:

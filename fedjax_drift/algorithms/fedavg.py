@@ -35,7 +35,7 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
     Raises:
       ValueError: server_lr <= 0, or an unknown weighting.
     """
-    checks.positive("server_lr", server_lr)
+    server_lr = checks.positive("server_lr", server_lr)
     checks.choice("weighting", weighting, WEIGHTINGS)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

@@ -38,8 +38,8 @@ def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, wei
     Raises:
       ValueError: beta outside [0, 1), server_lr <= 0, an unknown weighting.
     """
-    checks.fraction("beta", beta)
-    checks.positive("server_lr", server_lr)
+    beta = checks.fraction("beta", beta)
+    server_lr = checks.positive("server_lr", server_lr)
     checks.flag("damped", damped)
     gain = 1 - beta if damped else 1.0
 

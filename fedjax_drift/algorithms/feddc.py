@@ -73,7 +73,7 @@ def feddc(
     Raises:
       ValueError: alpha <= 0, an unknown option.
     """
-    checks.positive("alpha", alpha)
+    alpha = checks.positive("alpha", alpha)
     checks.flag("scale_by_size", scale_by_size)
     checks.choice("variate_lr", variate_lr, LRS)
     checks.choice("variate_steps", variate_steps, STEPS)

@@ -51,7 +51,7 @@ def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
     Raises:
       ValueError: alpha <= 0.
     """
-    checks.positive("alpha", alpha)
+    alpha = checks.positive("alpha", alpha)
     checks.flag("scale_by_size", scale_by_size)
 
     def init_server(params: Params) -> Server:

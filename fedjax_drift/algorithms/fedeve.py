@@ -61,7 +61,7 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
     Raises:
       ValueError: server_lr <= 0, an unknown option.
     """
-    checks.positive("server_lr", server_lr)
+    server_lr = checks.positive("server_lr", server_lr)
     checks.choice("period_variance", period_variance, ("paper", "code"))
     checks.choice("centre", centre, ("weighted", "uniform"))
 

@@ -50,8 +50,8 @@ def fedgm(
     Raises:
       ValueError: a value out of range, an unknown option.
     """
-    checks.fraction("beta", beta)
-    checks.positive("server_lr", server_lr)
+    beta = checks.fraction("beta", beta)
+    server_lr = checks.positive("server_lr", server_lr)
     checks.choice("scale", scale, SCALES)
     literal = checks.choices("literal", literal, ("momentum",))
 

@@ -72,9 +72,9 @@ def fedgvr(
       ValueError: a value out of range, an unknown reading; no test set; in `round_fn`, an evaluation that is not
         finite.
     """
-    checks.nonnegative("mu", mu)
+    mu = checks.nonnegative("mu", mu)
     window = checks.integer("window", window, 1)
-    checks.positive("server_lr", server_lr)
+    server_lr = checks.positive("server_lr", server_lr)
     checks.choice("recursion", recursion, ("printed", "exact"))
     literal = checks.choices("literal", literal, LITERAL)
     percent = 1.0 if "accuracy" in literal else 100.0

@@ -53,7 +53,7 @@ def fedadam(
     Raises:
       ValueError: a value out of range.
     """
-    checks.fraction("b2", b2)
+    b2 = checks.fraction("b2", b2)
     return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting, v_0)  # (4)
 
 
@@ -66,7 +66,7 @@ def fedyogi(
     v_0: float | None = None,
 ) -> Algorithm:
     """Yogi on the server: v moves towards D^2 by steps of a size that does not depend on v. Arguments as `fedadam`."""
-    checks.fraction("b2", b2)
+    b2 = checks.fraction("b2", b2)
     return _fedopt(
         "fedyogi", lambda v, D: v - (1 - b2) * D**2 * jnp.sign(v - D**2), server_lr, b1, tau, weighting, v_0
     )  # (3)
@@ -82,7 +82,7 @@ def fedadagrad(
 ) -> Algorithm:
     """Adagrad on the server: v is the sum of all D^2, so b2 has no effect (it is here so that the three are called
     alike). b1 = 0 in the paper. Other arguments as `fedadam`."""
-    checks.fraction("b2", b2)
+    b2 = checks.fraction("b2", b2)
     return _fedopt("fedadagrad", lambda v, D: v + D**2, server_lr, b1, tau, weighting, v_0)  # (2)
 
 
@@ -95,11 +95,11 @@ def _fedopt(
     weighting: str,
     v_0: float | None,
 ) -> Algorithm:
-    checks.positive("server_lr", server_lr)
-    checks.fraction("b1", b1)
-    checks.positive("tau", tau)
+    server_lr = checks.positive("server_lr", server_lr)
+    b1 = checks.fraction("b1", b1)
+    tau = checks.positive("tau", tau)
     if v_0 is not None:
-        checks.nonnegative("v_0", v_0)
+        v_0 = checks.nonnegative("v_0", v_0)
     start = tau**2 if v_0 is None else v_0
 
     def init_server(params: Params) -> Server:

@@ -31,7 +31,7 @@ def fedprox(mu: float, server_lr: float = 1.0, weighting: str = "examples") -> A
     Raises:
       ValueError: mu < 0, and as `fedavg`.
     """
-    checks.nonnegative("mu", mu)
+    mu = checks.nonnegative("mu", mu)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

@@ -49,11 +49,11 @@ def fedreg(
     Raises:
       ValueError: a value out of range; a model with a loss of its own; inputs that are not numbers (tokens).
     """
-    checks.number("gamma", gamma, "in (0, 1]", lambda v: 0 < v <= 1)
-    checks.positive("eta_s", eta_s)
-    checks.positive("eta_p", eta_p)
+    gamma = checks.number("gamma", gamma, "in (0, 1]", lambda v: 0 < v <= 1)
+    eta_s = checks.positive("eta_s", eta_s)
+    eta_p = checks.positive("eta_p", eta_p)
     pseudo_steps = checks.integer("pseudo_steps", pseudo_steps, 1)
-    checks.fraction("beta", beta)
+    beta = checks.fraction("beta", beta)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w, apply = server.params, work.model.apply

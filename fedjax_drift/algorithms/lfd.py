@@ -45,9 +45,9 @@ def lfd(
     Raises:
       ValueError: a value out of range; a model without ``cosine=True``, or with a loss of its own.
     """
-    checks.positive("temperature", temperature)
-    checks.nonnegative("margin", margin)
-    checks.positive("label_temperature", label_temperature)
+    temperature = checks.positive("temperature", temperature)
+    margin = checks.nonnegative("margin", margin)
+    label_temperature = checks.positive("label_temperature", label_temperature)
     checks.choice("first", first, ("none", "uniform"))
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:

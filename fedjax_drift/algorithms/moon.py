@@ -46,8 +46,8 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algo
     Raises:
       ValueError: a value out of range; a model without features.
     """
-    checks.nonnegative("mu", mu)
-    checks.positive("temperature", temperature)
+    mu = checks.nonnegative("mu", mu)
+    temperature = checks.positive("temperature", temperature)
     checks.choice("first", first, ("none", "random_init"))
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:

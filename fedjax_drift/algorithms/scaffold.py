@@ -64,7 +64,7 @@ def scaffold(
     Raises:
       ValueError: server_lr <= 0, an unknown option.
     """
-    checks.positive("server_lr", server_lr)
+    server_lr = checks.positive("server_lr", server_lr)
     checks.choice("option", option, ("I", "II"))
     checks.flag("scale_by_size", scale_by_size)
     checks.choice("variate_lr", variate_lr, LRS)

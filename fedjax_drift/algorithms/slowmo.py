@@ -37,8 +37,8 @@ def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
     Raises:
       ValueError: beta outside [0, 1), alpha <= 0.
     """
-    checks.fraction("beta", beta)
-    checks.positive("alpha", alpha)
+    beta = checks.fraction("beta", beta)
+    alpha = checks.positive("alpha", alpha)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))

@@ -73,7 +73,7 @@ def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0) -> Partition:
     Raises ValueError for num_clients < 1, a negative seed or size_sigma; when called, for M < N.
     """
     num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0)
-    checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual")
+    size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual")
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         rng = np.random.default_rng(seed)
@@ -115,9 +115,9 @@ def dirichlet(
     M < N min_size.
     """
     num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0)
-    checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual")
+    size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual")
     checks.choice("prior", prior, PRIORS)
-    checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one")
+    alpha = checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one")
     if prior == "class" and size_sigma > 0:
         raise ValueError(
             f"size_sigma must be 0 with prior='class', got {size_sigma!r}: there the label mixes "
