@@ -40,7 +40,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.types import PyTree
 
-FORMAT = 1
+FORMAT = 2
 MOST_CLIENTS = 2**30  # so that slots, of which there are up to N + K, fit in int32
 INITIAL = -1  # the slot in a file of the state that clients never seen have
 CHUNK_BYTES = 16 * 2**20  # of host memory taken at a time
@@ -85,7 +85,7 @@ class Bank:
     Not for several threads at once.
     """
 
-    def __init__(self, initial: PyTree, num_clients: int, identity: Mapping[str, str | int]) -> None:
+    def __init__(self, initial: PyTree, num_clients: int, identity: Mapping[str, Any]) -> None:
         self.num_clients = checks.integer("num_clients", num_clients, 1, MOST_CLIENTS)
         leaves, structure = jax.tree.flatten(initial)
         self._structure: Any = structure
@@ -112,7 +112,7 @@ class Bank:
         initial: PyTree,
         num_clients: int,
         path: str | os.PathLike[str] | None = None,
-        identity: Mapping[str, str | int] | None = None,
+        identity: Mapping[str, Any] | None = None,
     ) -> Bank:
         """A new bank, at round 0, in which no client has been seen.
 
@@ -155,7 +155,7 @@ class Bank:
         path: str | os.PathLike[str],
         initial: PyTree,
         num_clients: int,
-        identity: Mapping[str, str | int] | None = None,
+        identity: Mapping[str, Any] | None = None,
         round: int | None = None,
     ) -> Bank:
         """The bank in the folder ``path``, as its last commit left it; the arguments are those that it was made with.

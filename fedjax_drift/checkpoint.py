@@ -24,12 +24,13 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,17 +41,17 @@ import numpy as np
 from jax import lax
 
 from fedjax_drift import checks
-from fedjax_drift.bank import Bank, Damaged, differences, few, layout, lock
+from fedjax_drift.bank import Bank, Damaged, few, layout, lock
 from fedjax_drift.fit import first_line
-from fedjax_drift.identity import crc32, identity
+from fedjax_drift.identity import crc32, differ, identity
 from fedjax_drift.progress import Record
-from fedjax_drift.sharding import first_does, spans_processes
+from fedjax_drift.sharding import first_does, launch, spans_processes
 from fedjax_drift.types import THREEFRY, PyTree, ServerState
 
 if TYPE_CHECKING:
     from fedjax_drift.simulation import Simulation
 
-FORMAT = 1
+FORMAT = 2
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax calls a checkpoint that is being written
 DELETED, DAMAGED = ".deleted", ".damaged"  # suffixes of folders
 Leaf = jax.Array | np.ndarray
@@ -88,10 +89,11 @@ class Checkpoints:
     keep: int = 3
     """>= 1: the last so many are kept, and the best."""
     best: str | None = "accuracy"
-    """The entry of a round's record by which one saved is the best: the largest, or the smallest where the name ends in
-    "loss". None: none is kept for being the best."""
+    """The entry of an evaluated round's record by which one is the best: the largest, or the smallest where the name
+    ends in "loss". The best so far is kept in host memory as soon as it is known, and written with the next save.
+    None: none is kept for being the best."""
     config: Mapping[str, Any] | None = None
-    """What else has to be the same when a run is restored; JSON."""
+    """What else has to be the same when a run goes on; JSON. Restoring with None does not ask."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, os.PathLike)):
@@ -190,7 +192,10 @@ class Checkpoints:
 
     def _restored(self, sim: Simulation, round: int) -> tuple[ServerState, list[Record]]:
         about = self.about(round)
-        _check_same(self.path, about.identity, identity(sim, self.config))
+        there = about.identity
+        if self.config is None:  # to look at a run, one need not know what it was configured with
+            there = {name: value for name, value in there.items() if not name.startswith("config.")}
+        _check_same(self.path, there, identity(sim, self.config))
         here = versions()
         if changed := [f"{name} {was}, now {here.get(name)}" for name, was in about.versions.items()
                        if here.get(name) != was]:  # fmt: skip
@@ -225,10 +230,10 @@ class Checkpoints:
         return lock_folder(self.path, "folder", create)
 
     @contextlib.contextmanager
-    def saving(self, sim: Simulation, state: ServerState, hold: Hold) -> Iterator[Saver]:
+    def saving(self, sim: Simulation, state: ServerState, hold: Hold, back: bool = False) -> Iterator[Saver]:
         """A `Saver` for a run from this state, which every process of the run asks for.
 
-        hold: in it no signal may interrupt; orbax would go on without us.
+        hold: in it no signal may interrupt; orbax would go on without us. back: delete this run's later checkpoints.
 
         ValueError: a folder that can't be written or is in use, or that holds another run's checkpoints or later ones.
         """
@@ -236,6 +241,8 @@ class Checkpoints:
         with contextlib.ExitStack() as locked:
             first_does(sim.mesh, lambda: locked.enter_context(self._locked(create=True)))
             mine = identity(sim, self.config)
+            if back:
+                self._go_back(state, mine)
             history, damaged = self._checked(sim, state, mine)
             first_does(sim.mesh, lambda: self._move_aside(damaged))
             saver = Saver(self, sim, state, mine, history, hold)
@@ -252,7 +259,7 @@ class Checkpoints:
         for number in [number for number in rounds if number >= t]:
             try:
                 about = self.about(number)
-                if number > t and about.identity == _plain(mine):
+                if number > t and not differ(about.identity, mine)[0]:
                     self._read(sim, about)
                     _check_pinned(state, number)
             except Damaged:
@@ -274,6 +281,17 @@ class Checkpoints:
             )
         return newest.history if newest is not None else [], damaged
 
+    def _go_back(self, state: ServerState, mine: dict[str, Any]) -> None:
+        """Deletes the checkpoints of rounds after the state's, unless they are another run's."""
+        for number in [number for number in self.rounds if number > int(state.round)]:
+            if (about := self._about_or_none(number)) is not None:
+                _check_same(self.path, about.identity | {"key": about.key}, mine | {"key": _key_of(state)})
+            self._delete(number)
+
+    def _delete(self, round: int) -> None:
+        place = self.place(round)
+        place.rename(place.with_name(place.name + DELETED))  # at once: what is left of one is not a checkpoint
+
     def _move_aside(self, damaged: list[int]) -> None:
         for number in damaged:
             place = self.place(number)
@@ -283,6 +301,16 @@ class Checkpoints:
         with contextlib.suppress(Damaged):
             return self.about(round)
         return None
+
+
+class Contents(NamedTuple):
+    """A state as it is written."""
+
+    round: int
+    leaves: list[Leaf]
+    listed: list[list]  # [name, dtype, shape, checksum] of each
+    records: int  # of this run's history, up to the state
+    score: float | None
 
 
 class Saver:
@@ -298,11 +326,12 @@ class Saver:
         hold: Hold,
     ) -> None:
         self.checkpoints, self.sim, self.identity, self.before = checkpoints, sim, identity, history
-        self.hold = hold
+        self.hold, self.key = hold, _key_of(state)
         self.bank = state.clients if isinstance(state.clients, Bank) and state.clients.in_files else None
         self.scores = {round: checkpoints._score(round) for round in checkpoints.rounds}
         self.started: int | None = None  # the round whose save is on its way
         self.value: float | None = None  # its score
+        self.best: Contents | None = None  # better than all that are saved, and not yet written
         self.clock = time.monotonic()
         self._tidy()
         self.orbax = _checkpointer()
@@ -316,13 +345,39 @@ class Saver:
     def save(self, state: ServerState, history: list[Record]) -> None:
         """Starts to save the state, with the history of this run; a failure is a warning, and the run goes on."""
         self._try(self._settle)
-        self._try(functools.partial(self._start, state, history))
+        self._write_best(int(state.round), history)
+        self._try(lambda: self._write(self._contents(state, history), history))
 
     def confirm(self) -> None:
         """With ``every``, waits for the save on its way: rounds after it are not reported before it is complete, so
         that never more than ``every`` that were are lost. They are trained meanwhile."""
         if self.checkpoints.every is not None:
             self._try(self._settle)
+
+    def consider(self, state: ServerState, history: list[Record]) -> None:
+        """Keeps the state if its round, the last of the history, is the best evaluated so far.
+
+        It is kept in host memory and written by the next save, as writing each would hold up short rounds; what a kill
+        loses are rounds that are done again. Over several processes it is written at once.
+        """
+        value = self._score(history)
+        known = [*self.scores.values(), self.value if self.started is not None else None]
+        known += [self.best.score if self.best is not None else None]
+        if value is None or any(other is not None and other >= value for other in known):
+            return
+        if spans_processes(self.sim.mesh):
+            self.save(state, history)
+            return
+
+        with self.hold():
+            try:
+                contents = self._contents(state, history)
+                self.best = contents._replace(leaves=[np.array(leaf) for leaf in contents.leaves])
+            except Exception as error:
+                warnings.warn(
+                    f"round {int(state.round)}, the best so far, could not be kept ({_why(error)}): the run goes on",
+                    stacklevel=4,
+                )
 
     def _try(self, step: Callable[[], None]) -> None:
         with self.hold():
@@ -338,11 +393,12 @@ class Saver:
         """
         t = int(state.round)
         self._try(self._settle)
+        self._write_best(t, history)
         if t in self.scores:
             return
         try:
             with self.hold():
-                self._start(state, history)
+                self._write(self._contents(state, history), history)
                 self._settle()
         except Exception as error:
             self._failed(error, quietly=True)
@@ -367,17 +423,35 @@ class Saver:
         self._try(self.orbax.check_for_errors)
         return self.started is not None and not self.checkpoints.place(self.started).exists()
 
-    def _start(self, state: ServerState, history: list[Record]) -> None:
-        ocp, t = _orbax(), int(state.round)
-        self.started, self.clock = t, time.monotonic()
+    def _contents(self, state: ServerState, history: list[Record]) -> Contents:
+        """What is to be written of a state; of client states in files a pin."""
         if self.bank is not None:
             self.bank.pin()
         contents = _contents(state)
-        leaves, history = jax.tree.leaves(contents), self.before + history
+        leaves = jax.tree.leaves(contents)
         listed = [[*leaf, check] for leaf, check in zip(layout(contents), checksums(self.sim, leaves), strict=True)]
-        about = About(FORMAT, versions(), self.identity, t, _key_of(state), history, listed)
-        stored = {name: leaf for name, leaf in zip(_names(leaves), leaves, strict=True) if leaf.size}
-        self.value = score(history, self.checkpoints.best)
+        return Contents(int(state.round), leaves, listed, len(history), self._score(history))
+
+    def _score(self, history: list[Record]) -> float | None:
+        return score(history or self.before, self.checkpoints.best)
+
+    def _write_best(self, t: int, history: list[Record]) -> None:
+        """Saves the best state, unless it is that of round t, which is saved anyway."""
+        if self.best is None:
+            return
+        best = self.best
+        if best.round != t:
+            self._try(lambda: self._write(best, history))
+            self._try(self._settle)
+        self.best = None
+
+    def _write(self, contents: Contents, history: list[Record]) -> None:
+        """Starts to write."""
+        ocp, t = _orbax(), contents.round
+        self.started, self.clock, self.value = t, time.monotonic(), contents.score
+        records = self.before + history[: contents.records]
+        about = About(FORMAT, versions(), self.identity, t, self.key, records, contents.listed)
+        stored = {name: leaf for name, leaf in zip(_names(contents.leaves), contents.leaves, strict=True) if leaf.size}
         text = json.dumps(about._asdict())  # now: the records are the caller's, too, who may change them
         described = {"crc32": zlib.crc32(text.encode()), "about": text}
         args = ocp.args.Composite(leaves=ocp.args.PyTreeSave(stored), about=ocp.args.JsonSave(described))
@@ -395,11 +469,10 @@ class Saver:
         self.scores = {round: score for round, score in self.scores.items() if round in kept}
         if jax.process_index() == 0:
             for round in set(self.checkpoints.rounds) - kept:
-                place = self.checkpoints.place(round)
-                place.rename(place.with_name(place.name + DELETED))  # at once: what is left of one is not a checkpoint
+                self.checkpoints._delete(round)
             self._tidy()
         if self.bank is not None:
-            for round in set(self.bank.pins) - kept:
+            for round in set(self.bank.pins) - kept - {self.best.round if self.best is not None else -1}:
                 self.bank.unpin(round)
 
     def _tidy(self) -> None:
@@ -419,6 +492,77 @@ class Saver:
                 "and the next save tries again",
                 stacklevel=5,
             )
+
+
+class SavedRuns:
+    """The checkpoints of runs that go on side by side, each in a folder of its own."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints | str | os.PathLike,
+        simulations: Sequence[Simulation],
+        names: Sequence[str],
+    ) -> None:
+        one = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"checkpoints need runs that differ in a number, got {twice} twice: leave one out")
+        self.path, self.every, self.follows_best = one.path, one.every or 0, one.best is not None
+        self.simulations, self.each = simulations, [replace(one, folder=one.path / name) for name in names]
+        self.savers: list[Saver] = []
+
+    def restore(self, rounds: int) -> tuple[list[ServerState] | None, list[list[Record]]]:
+        """The state and the history of every run, at the newest round that is intact of all; None: from round 0.
+
+        ValueError for checkpoints of other simulations, and of more than ``rounds`` rounds.
+        """
+        common = set.intersection(*(set(one.rounds) for one in self.each))
+        if max(common, default=0) > rounds:
+            raise ValueError(
+                f"rounds must be at least the {max(common)} that are done in {self.path}, got {rounds}: ask for as "
+                "many, or choose another folder"
+            )
+        for number in sorted(common, reverse=True):
+            try:
+                pairs = [one._restored(sim, number) for one, sim in zip(self.each, self.simulations, strict=True)]
+            except Damaged as error:
+                warnings.warn(f"a checkpoint of round {number} in {self.path} is damaged ({error})", stacklevel=3)
+                continue
+            return [state for state, _ in pairs], [history for _, history in pairs]
+        return None, [[] for _ in self.each]
+
+    @contextlib.contextmanager
+    def open(self, states: Sequence[ServerState], hold: Hold) -> Iterator[None]:
+        """In it the runs, which begin with these states, are saved."""
+        with contextlib.ExitStack() as stack:
+            runs = zip(self.each, self.simulations, states, strict=True)
+            self.savers = [stack.enter_context(one.saving(sim, state, hold, back=True)) for one, sim, state in runs]
+            yield
+
+    def due(self, t: int) -> bool:
+        """Whether to save after round t."""
+        return self.savers[0].due(t)
+
+    def save(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
+        """Starts to save every run, with its records since it was opened."""
+        for saver, state, history in zip(self.savers, states, histories, strict=True):
+            saver.save(state, history)
+
+    def consider(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
+        """Keeps those that are the best of their run so far, see `Saver.consider`."""
+        for saver, state, history in zip(self.savers, states, histories, strict=True):
+            saver.consider(state, history)
+
+    def finish(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
+        """Saves the end of every run; OSError, once all have been tried, if one could not be saved."""
+        failed: list[OSError] = []
+        for saver, state, history in zip(self.savers, states, histories, strict=True):
+            try:
+                saver.finish(state, history)
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
 
 def due(every: int | None, seconds: float | None, t: int, waited: float, busy: bool) -> bool:
@@ -452,15 +596,20 @@ def versions() -> dict[str, str]:
 
 
 def _check_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """ValueError with the differences unless the identities are the same."""
-
-    def described(identity: Mapping[str, Any]) -> dict[str, str]:
-        return {name: json.dumps(value) for name, value in identity.items()}
-
-    if differ := differences(described(there), described(here), "in the checkpoint, not"):
+    """ValueError with the differences unless the identities are the same; a warning for functions whose code alone has
+    changed, as that may mean nothing."""
+    wrong, changed = differ(there, here)
+    if wrong:
+        listed = [f"{name}: {was} in the checkpoint, not {now}" for name, (was, now) in wrong.items()]
         raise ValueError(
-            f"the checkpoints in {path} belong to another simulation: {few(differ, 12)}: restore them with what they "
+            f"the checkpoints in {path} belong to another simulation: {few(listed, 12)}: restore them with what they "
             "were made with, or choose another folder"
+        )
+    if changed:
+        warnings.warn(
+            f"since the checkpoints in {path} were written the code of {few(changed)} has changed: the run goes on, "
+            "with the code as it is now",
+            stacklevel=2,
         )
 
 
@@ -546,7 +695,7 @@ def checksums(sim: Simulation, leaves: list[Leaf]) -> list[int]:
     N = sim.data.num_clients
     on_devices = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     rows = tuple(N if i >= first_client else None for i in on_devices)
-    found = sim._launch(functools.partial(_sums, rows), list(on_devices.values()))
+    found = launch(sim.mesh, functools.partial(_sums, rows), list(on_devices.values()))
     known = dict(zip(on_devices, np.asarray(found).tolist(), strict=True))
     return [known[i] if i in known else crc32(np.asarray(leaf)) for i, leaf in enumerate(leaves)]
 
@@ -574,11 +723,6 @@ def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
 def _names(leaves: list) -> list[str]:
     """What the arrays are called where they are stored."""
     return [f"{i:05d}" for i in range(len(leaves))]
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return json.loads(json.dumps(value))
 
 
 # Files and folders.
@@ -640,7 +784,17 @@ def _orbax() -> Any:
 
     for logger in ("absl", "asyncio"):
         logging.getLogger(logger).addFilter(_not_of_orbax)
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda left: None if _left_by_orbax(left) else hook(left)
     return ocp
+
+
+def _left_by_orbax(left: Any) -> bool:
+    """Whether this is of reads or writes that orbax had begun when another of them failed. It raises that one's error
+    and closes its event loop; the others' end would be shown whenever they are collected, and tells nobody anything."""
+    code = getattr(left.object, "cr_code", None)
+    of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
+    return of_orbax or isinstance(left.exc_value, RuntimeError) and str(left.exc_value) == "Event loop is closed"
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:

@@ -5,9 +5,12 @@ Hyper-parameters live in closures, so that is where `settings` looks for them.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
+import json
+import linecache
 import zlib
 from collections.abc import Mapping
 from types import CodeType, ModuleType
@@ -24,6 +27,7 @@ from fedjax_drift.failures import NONE
 if TYPE_CHECKING:
     from fedjax_drift.simulation import Simulation
 
+CODE = "<code>"  # the last part of the name of an entry that tells what a function does
 MOST_BYTES = 10**9  # of an array that `fingerprint` reads as a whole
 VERSIONED = ("fedjax_drift", "jax", "flax", "optax", "chex", "numpy")  # packages whose code their version stands for
 
@@ -58,8 +62,8 @@ def identity(sim: Simulation, config: Mapping[str, Any] | None = None) -> dict[s
 def settings(value: Any, name: str) -> dict[str, Any]:
     """The plain values in a tree of NamedTuples, dataclasses, containers and the closures of functions, by dotted name.
 
-    Arrays count by their contents, and functions that are not of a library by their code and defaults, too. What a
-    function looks up in its module is not seen.
+    Arrays count by their contents, and functions that are not of a library by what their source does, too (entries
+    that end in "<code>"). What a function looks up in its module is not seen.
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
@@ -126,7 +130,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 def _parts_of_function(function: Any) -> list[tuple[str, Any]]:
     parameters = inspect.signature(function).parameters.items()
     defaults = {name: p.default for name, p in parameters if p.default is not p.empty}
-    own = [] if _versioned(function) else [("code", f"crc32 {_code(function.__code__):08x}")]
+    own = [] if _versioned(function) else [(CODE, _body(function.__code__))]
     return [("", function.__qualname__), *own, *defaults.items(), *inspect.getclosurevars(function).nonlocals.items()]
 
 
@@ -134,14 +138,57 @@ def _versioned(value: Any) -> bool:
     return (getattr(value, "__module__", None) or "").partition(".")[0] in (*VERSIONED, "builtins")
 
 
-def _code(code: CodeType, crc: int = 0) -> int:
-    """CRC-32 of what the code does, wherever it is written."""
-    crc = zlib.crc32(code.co_code + " ".join((*code.co_names, *code.co_varnames)).encode(), crc)
-    for constant in code.co_consts:
-        if isinstance(constant, frozenset):  # whose order changes from process to process
-            constant = sorted(constant, key=repr)
-        crc = _code(constant, crc) if isinstance(constant, CodeType) else zlib.crc32(repr(constant).encode(), crc)
-    return crc
+def _body(code: CodeType) -> str | None:
+    """What a function does, from its source: comments, docstrings, annotations, layout and the version of Python don't
+    count. None where the source is not known."""
+    lines = "".join(linecache.getlines(code.co_filename))
+    found = [node for node in _functions(lines) if _is_of(node, code)]
+    if not found:
+        return None
+    return f"crc32 {zlib.crc32(repr([_plain(node) for node in found]).encode()):08x}"
+
+
+@functools.lru_cache(64)
+def _functions(source: str) -> tuple[ast.AST, ...]:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
+
+
+def _is_of(node: Any, code: CodeType) -> bool:
+    """Whether the code is of this function."""
+    if isinstance(node, ast.Lambda):  # of several in a line the one around the code's own places
+        inside = [(line, column) for line, _, column, end in code.co_positions() if line and column is not None and end]
+        begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        here = node.lineno == code.co_firstlineno and all(begin <= place <= end for place in inside)
+        return code.co_name == "<lambda>" and here
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return code.co_name == node.name and first == code.co_firstlineno
+
+
+def _plain(node: Any) -> Any:
+    """A syntax tree as lists, alike in all versions of Python."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    left_out = ("annotation", "returns", "type_comment", "type_params", "kind", "ctx")
+    named = [(name, value) for name, value in ast.iter_fields(node) if name not in left_out]
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+        named = [(name, value[1:] if name == "body" else value) for name, value in named]
+    return [type(node).__name__, *([name, _plain(value)] for name, value in named if value not in (None, []))]
+
+
+def differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """In which entries two identities differ, with both values as JSON; and the functions whose code has changed."""
+    texts = [{name: json.dumps(value) for name, value in side.items()} for side in (there, here)]
+    pairs = {name: (texts[0].get(name, "nothing"), texts[1].get(name, "nothing")) for name in {**texts[1], **texts[0]}}
+    pairs = {name: (was, now) for name, (was, now) in pairs.items() if was != now}
+    changed = [name for name in pairs if name.endswith("." + CODE)]
+    seen = [name.removesuffix("." + CODE) for name in changed if "null" not in pairs[name]]  # null: source not known
+    return {name: pair for name, pair in pairs.items() if name not in changed}, seen
 
 
 _fingerprints: WeakKeyDictionary[FederatedData, dict[str, Any]] = WeakKeyDictionary()
