@@ -27,6 +27,7 @@ from fedjax_drift.engine import (
     gather,
     look_up,
     over_clients,
+    partitionable,
     plan,
     state_of,
     undealt,
@@ -59,6 +60,7 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool) -
     return names
 
 
+@partitionable
 def measure(
     engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> dict[str, jax.Array]:

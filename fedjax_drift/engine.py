@@ -16,7 +16,7 @@ its own rows only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -38,6 +38,18 @@ from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Params, Py
 
 RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy", "client_mean_loss", "client_mean_accuracy"}
 """What `Simulation.run` and evaluations put into records, so no metric may have these names."""
+
+
+def partitionable(function: Callable) -> Callable:
+    """The function, traced with the form of threefry in which word i does not depend on how many words are drawn, as
+    `local.shuffle` needs it. It is JAX's default, and a user may have changed that."""
+
+    @wraps(function)
+    def traced_so(*arguments: Any) -> Any:
+        with jax.threefry_partitionable(True):
+            return function(*arguments)
+
+    return traced_so
 
 
 class Rows(NamedTuple):
@@ -102,14 +114,17 @@ class Engine(NamedTuple):
     bank_rows: int  # client states in ServerState.clients: N or, sharded over the devices, a multiple of their number
     sharded: bool  # each device keeps a part of the client states, instead of all
     rows_by_rank: np.ndarray | None  # where rows are cut over the devices: `exchange.rows_by_rank`
-    decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees
+    decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees; `data.federated.decode`
     num_classes: int | None  # C, of classifiers with one integer label a row
     test_size: int  # M_test, 0 without a test set
+    row_scores: tuple[str, ...]  # what `Model.scores` gives of each row
+    set_scores: tuple[str, ...]  # and of the whole test set
     redeal: Redeal | None  # the cohort's rows are dealt anew every round
     failures: failures.Failures | None  # None: everybody asked answers
     aggregation: Aggregation
 
 
+@partitionable
 def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
     """The state before round 0, from ``params`` or else the model's own."""
     init_key, round_key = jax.random.split(key)
@@ -186,6 +201,7 @@ def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     return cohort_key, clients_key
 
 
+@partitionable
 def draw(engine: Engine, key: jax.Array, t: jax.Array) -> jax.Array:
     """int32 [capacity]: the ids that round t draws by itself from the state's key; N where there is nobody."""
     return sample(engine, round_keys(key, t)[0])
@@ -242,19 +258,27 @@ def over_clients(
         added, _ = jax.eval_shape(update, shared, *first, clients.size[0, 0])
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), added)
         total, kept = lax.scan(group, zeros, (clients, states))
-        return lax.psum(total, AXIS), jax.tree.map(lambda a: a[None], kept)
+        return added_up(engine, total), jax.tree.map(lambda a: a[None], kept)
 
     whole: Any = P()
     part: Any = P(AXIS)
     rows: Any = Rows(part, part, whole, whole, whole) if cut else whole
     where = Shared(*[whole] * len(Shared._fields))._replace(rows=rows)
-    return jax.shard_map(
-        share,
-        mesh=engine.mesh,
-        in_specs=(where, part, part, whole),
-        out_specs=(whole, part),
-        check_vma=False,
-    )(shared, dealt, states, dealt if cut else ())
+    on_devices = each_device(engine, share, (where, part, part, whole), (whole, part))
+    return on_devices(shared, dealt, states, dealt if cut else ())
+
+
+def each_device(engine: Engine, share: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """``share``, called on every device of the mesh with its part of the arguments; on a single one with all of them,
+    so that a program for one device can be a part of another, as in a sweep."""
+    if engine.mesh.size == 1:
+        return share
+    return jax.shard_map(share, mesh=engine.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def added_up(engine: Engine, values: PyTree) -> PyTree:
+    """The sum over the devices, within `each_device`."""
+    return values if engine.mesh.size == 1 else lax.psum(values, AXIS)
 
 
 def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Shared, Client]:
@@ -295,6 +319,7 @@ def one_number_each(algorithm: Algorithm, values: dict[str, Any]) -> dict[str, A
     return values
 
 
+@partitionable
 def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
     """One client's update, for its shapes; rows: as many as one client has at least."""
     zero = jnp.zeros((), jnp.int32)
@@ -318,6 +343,7 @@ def uploaded(result: ClientResult) -> PyTree:
     return {"message": result.message, "state": result.state, "weight": result.weight}
 
 
+@partitionable
 def round_fn(
     engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> tuple[ServerState, dict]:
@@ -597,43 +623,45 @@ def mean_steps(engine: Engine) -> int:
 
 
 def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
-    """Of every test row its loss and, for classifiers, whether it is classified rightly: [T, B] each; and its logits
-    [T, B, ...] for `Model.scores`, or () where there is none."""
+    """Of every test row its scores [T, B] (`score_rows`); and its logits [T, B, ...], or () where no score is of the
+    whole test set."""
 
     def batch(params: Params, xy: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
         x, y = xy
         logits = engine.model.apply(params, engine.decode(x))
-        return score_rows(engine.model, logits, y), () if engine.model.scores is None else logits
+        return score_rows(engine, logits, y), logits if engine.set_scores else ()
 
-    return jax.shard_map(
-        lambda params, xy: lax.map(partial(batch, params), xy),
-        mesh=engine.mesh,
-        in_specs=(P(), P(AXIS)),
-        out_specs=P(AXIS),
-        check_vma=False,
-    )(params, (test.x, test.y))
+    on_devices = each_device(engine, lambda params, xy: lax.map(partial(batch, params), xy), (P(), P(AXIS)), P(AXIS))
+    return on_devices(params, (test.x, test.y))
 
 
-def score_rows(model: Model, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-    """Of each row [B] its loss and, for classifiers, whether it is classified rightly (of many labels: the share)."""
+def score_rows(engine: Engine, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """Of each row [B] its loss, what `Model.scores` gives of a row and, for classifiers, whether it is classified
+    rightly (of many labels: the share), unless accuracy is one of those scores."""
+    model = engine.model
     rows = {"loss": model.loss(logits, y)}
-    if jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1:
+    classifies = jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1
+    if classifies and "accuracy" not in engine.set_scores:
         right = (logits.argmax(-1) == y).astype(rows["loss"].dtype)
         rows["accuracy"] = right.mean(axis=tuple(range(1, right.ndim)))
+    if model.scores is not None and engine.row_scores:
+        made = model.scores(logits, y)
+        rows |= {name: jnp.asarray(made[name], rows["loss"].dtype) for name in engine.row_scores}
     return rows
 
 
 def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
-    """Of the test set, scalars: {"loss", "accuracy"}, means over its rows, and what `Model.scores` makes of all."""
+    """Of the test set, scalars: means over its rows, {"loss", "accuracy", ...}, and the scores of all rows together."""
     rows, logits = evaluate_rows(engine, params, test)
     means = {}
     for name, values in rows.items():
         values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
         means[name] = jnp.where(test.mask, values, 0).sum() / test.mask.sum()
-    if engine.model.scores is None:
+    if engine.model.scores is None or not engine.set_scores:
         return means
     whole = on_all(engine, (logits, test.y))
-    return means | engine.model.scores(*(a.reshape(-1, *a.shape[2:])[: engine.test_size] for a in whole))
+    made = engine.model.scores(*(a.reshape(-1, *a.shape[2:])[: engine.test_size] for a in whole))
+    return means | {name: made[name] for name in engine.set_scores}
 
 
 def evaluate_server(engine: Engine, server: Any, test: TestRows) -> dict[str, jax.Array]:
@@ -664,16 +692,25 @@ def place(data: FederatedData, mesh: Mesh, eval_batch_size: int, streamed: bool,
     return Arrays(None if streamed else placed[rows], placed[test])
 
 
-def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> TestRows | None:
+def place_whole_test(data: FederatedData, mesh: Mesh, eval_batch_size: int) -> TestRows | None:
+    """The test set, whole on each device."""
+    placed = _PLACED.setdefault(data, {})
+    key = (mesh, jax.dtypes.canonicalize_dtype(np.float64), eval_batch_size, "whole")
+    if key not in placed:
+        placed[key] = _place_test(data, mesh, eval_batch_size, whole=True)
+    return placed[key]
+
+
+def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int, whole: bool = False) -> TestRows | None:
     if data.x_test is None or data.y_test is None:
         return None
-    M, D = len(data.x_test), mesh.size
+    M, D = len(data.x_test), 1 if whole else mesh.size
     B = min(eval_batch_size, -(-M // D))
     T = -(-M // (B * D)) * D
     index = np.arange(T * B).reshape(T, B)
     padded = np.minimum(index, M - 1)
     arrays = (data.x_test[padded], integers_as_int32(data.y_test)[padded], index < M)
-    return TestRows(*put(arrays, NamedSharding(mesh, P(AXIS))))
+    return TestRows(*put(arrays, NamedSharding(mesh, P() if whole else P(AXIS))))
 
 
 def strong(a: Any) -> jax.Array:

@@ -6,7 +6,7 @@ Each function raises a ValueError that says what, allowed, got and fix.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
         ("local", local, LocalTraining, "fd.LocalTraining(...)"),
     ):
         if not isinstance(value, kind):
+            if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
+                hint = "an Equinox module's arrays and function, see the page on models: fd.Model(init, apply)"
             raise ValueError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
 
 
@@ -151,35 +153,55 @@ def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
         )
 
 
-def check_model(model: Model, data: FederatedData, decode: Callable) -> tuple[Params, int | None]:
-    """The model accepts the data's rows, its loss gives one number a row, and integer labels are classes it knows;
-    returns the shapes of its parameters, and the number of classes of a classifier with one label a row."""
+class Shapes(NamedTuple):
+    """What a model makes of a federation's rows."""
+
+    params: Params  # the shapes of its parameters
+    num_classes: int | None  # C, of a classifier with one label a row
+    row_scores: tuple[str, ...]  # what `Model.scores` gives of each row
+    set_scores: tuple[str, ...]  # and of the whole test set
+
+
+def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
+    """The model accepts the data's rows, its loss gives one number a row, and integer labels are classes it knows."""
     B = 7  # a number of rows that is unlikely to be a size of something else
 
     def rows(array: np.ndarray) -> jax.ShapeDtypeStruct:
         _check_range(array)
         return jax.ShapeDtypeStruct((B, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))
 
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    try:
+        params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    except TypeError as error:  # a leaf that is no array
+        raise ValueError(
+            f"Model.init must return a pytree of arrays alone ({first_line(error)}): keep functions and settings "
+            "outside; of an Equinox module eqx.partition(module, eqx.is_inexact_array)[0] are the arrays, and apply "
+            "puts both together with eqx.combine"
+        ) from error
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path)
-            raise ValueError(f"parameters must be floating, got {leaf.dtype} at {name}: keep constants outside params")
+            fix = "keep constants outside params"
+            if "rngs" in name:
+                fix = "of an nnx module take the parameters alone: fd.Model.from_nnx(lambda rngs: Net(rngs))"
+            raise ValueError(f"parameters must be floating, got {leaf.dtype} at {name}: {fix}")
     try:
         logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows(data.x))
     except Exception as error:
+        fix = "make it for rows of this shape (input_shape=), or reshape them"
+        if type(error).__name__ == "TraceContextError":
+            fix = "it changes a state of its own, as nnx.Dropout counts its keys: use fd.Model.from_nnx, which keeps it"
         raise ValueError(
             f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each "
-            f"({first_line(error)}): make it for rows of this shape (input_shape=), or reshape them"
+            f"({first_line(error)}): {fix}"
         ) from error
     default_loss = model.loss is cross_entropy
     for kind, y in (("training", data.y), ("test", data.y_test)):
         if y is None or not default_loss:
             continue
         if not np.issubdtype(y.dtype, np.integer):
-            raise ValueError(
-                f"{kind} labels must be integers for the default loss, got {y.dtype}: pass Model(loss=...)"
-            )
+            fix = "y.astype(int)" if y.dtype == bool else "y.astype(int) if they are class numbers, or Model(loss=...)"
+            raise ValueError(f"{kind} labels must be integers for the default loss, got {y.dtype}: pass {fix}")
         if logits.shape[:-1] != (B, *y.shape[1:]):
             raise ValueError(
                 f"{kind} labels must be one integer for each row of logits, which are {[*logits.shape[1:]]} a row, got "
@@ -187,9 +209,11 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> tuple[Pa
             )
         C = logits.shape[-1]
         if y.min() < 0 or y.max() >= C:
+            fix = "use a model with more classes, or relabel"
+            if y.min() < 0:
+                fix = "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
             raise ValueError(
-                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {y.min()}..{y.max()}: "
-                "use a model with more classes, or relabel"
+                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {y.min()}..{y.max()}: {fix}"
             )
     try:
         loss = jax.eval_shape(model.loss, logits, rows(data.y)).shape
@@ -203,27 +227,54 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> tuple[Pa
             f"the loss must return one number a row, [{B}] for {B} rows, got {[*loss]} for logits {[*logits.shape]} "
             f"and labels {[B, *data.y.shape[1:]]}: don't average over rows, and give both the same shape"
         )
+    scored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if model.scores is not None and data.y_test is not None:
-        M_test, y_test = len(data.y_test), rows(data.y_test)
-        _check_scores(model.scores, *(jax.ShapeDtypeStruct((M_test, *a.shape[1:]), a.dtype) for a in (logits, y_test)))
+        y_test = rows(data.y_test)
+        by_size = [
+            [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in (logits, y_test)]
+            for size in (len(data.y_test), B)
+        ]
+        scored = _check_scores(model.scores, *by_size)
     one_label = default_loss and data.y.ndim == 1 and logits.ndim == 2
-    return params, logits.shape[-1] if one_label else None
+    return Shapes(params, logits.shape[-1] if one_label else None, *scored)
 
 
-def _check_scores(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> None:
-    """`Model.scores` makes named scalars of the whole test set."""
+def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of what `Model.scores` gives of each row, and of the whole test set."""
+    made = _scores_of(scores, *whole)
+    by_row = tuple(name for name, value in made.items() if value.shape == whole[0].shape[:1])
+    if wrong := [name for name, value in made.items() if value.shape and name not in by_row]:
+        raise ValueError(
+            f"Model.scores must return numbers, or one a row, [{whole[0].shape[0]}] for the test set, got "
+            f"{[*made[wrong[0]].shape]} for {wrong[0]!r}"
+        )
+    if "loss" in made:
+        raise ValueError(
+            "Model.scores needs names of its own, got loss, which is the mean of Model.loss: choose another"
+        )
+    if by_row:  # also of a batch, and of one client's rows
+        few = _scores_of(scores, *some)
+        if any(few[name].shape != some[0].shape[:1] for name in by_row if name in few) or few.keys() != made.keys():
+            raise ValueError(
+                f"Model.scores must give one number a row for any number of rows, got something else for "
+                f"{some[0].shape[0]} rows: {', '.join(f'{name} {[*value.shape]}' for name, value in few.items())}"
+            )
+    return by_row, tuple(name for name in made if name not in by_row)
+
+
+def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    """The shapes of named scores."""
     try:
         made = jax.eval_shape(scores, logits, y)
     except Exception as error:
         raise ValueError(
-            f"Model.scores does not accept the test set's logits {[*logits.shape]} with labels {[*y.shape]}: "
-            f"{first_line(error)}"
+            f"Model.scores does not accept {logits.shape[0]} rows of logits {[*logits.shape[1:]]} with labels "
+            f"{[*y.shape[1:]]}: {first_line(error)}"
         ) from error
-    if not isinstance(made, dict) or any(getattr(value, "shape", None) != () for value in made.values()):
-        got = {name: [*a.shape] for name, a in made.items()} if isinstance(made, dict) else type(made).__name__
-        raise ValueError(f'Model.scores must return a dict of scalars such as {{"auc": ...}}, got {got}')
-    if taken := {"loss", "accuracy"} & made.keys():
-        raise ValueError(f"Model.scores needs names of its own, got {', '.join(sorted(taken))}: choose others")
+    if not isinstance(made, dict) or not all(hasattr(value, "shape") for value in made.values()):
+        kind = type(made).__name__
+        raise ValueError(f'Model.scores must return a dict of numbers such as {{"auc": ...}}, got a {kind}')
+    return made
 
 
 def _check_range(array: np.ndarray) -> None:

@@ -73,6 +73,7 @@ def chunks(data: FederatedData) -> Iterator[tuple[np.ndarray, OwnTests]]:
         yield ids.astype(np.int32), OwnTests(x, y, offset.astype(np.int32), size.astype(np.int32))
 
 
+@engine.partitionable
 def fine_tuned(
     how: engine.Engine,
     eval_batch_size: int,
@@ -97,7 +98,7 @@ def fine_tuned(
         (x, y), (offset, size) = shared.given, own
 
         def score(row: jax.Array) -> dict[str, jax.Array]:
-            return engine.score_rows(how.model, how.model.apply(theta, how.decode(x[row])), y[row])
+            return engine.score_rows(how, how.model.apply(theta, how.decode(x[row])), y[row])
 
         def batch(k: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
             at = k * B + jnp.arange(B)

@@ -7,7 +7,9 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -122,8 +124,10 @@ def wait_for_turn(mesh: Mesh) -> None:
     """
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         for array in _launched:
-            if not array.is_deleted():
-                array.block_until_ready()
+            with suppress(jax.errors.JaxRuntimeError):  # of a program that failed: whoever reads its outputs sees that
+                if not array.is_deleted():
+                    array.block_until_ready()
+        _launched.clear()
 
 
 def launch(mesh: Mesh, program: Callable, *arguments: Any) -> Any:
@@ -196,7 +200,31 @@ def _local_memory(mesh: Mesh) -> float:
         return (device.memory_stats() or {}).get("bytes_limit", math.inf)
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return math.inf
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(mesh.local_devices)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, container_memory()) / len(mesh.local_devices)
+
+
+def container_memory(root: Path = Path("/")) -> float:
+    """Bytes that this process's control groups allow it (Linux: a container, a job of SLURM); inf without a limit."""
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return math.inf
+    limit = math.inf
+    for _, controllers, path in groups:
+        if controllers == "":  # version 2: one tree
+            tree, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):  # version 1: a tree for each controller
+            tree, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = tree / path.lstrip("/")
+        for folder in (own, *own.parents[: len(own.parts) - len(tree.parts)]):  # a limit above counts, too
+            try:
+                limit = min(limit, int((folder / file).read_text()))
+            except (OSError, ValueError):  # none, or "max"
+                continue
+    return limit
 
 
 def _processor() -> str:

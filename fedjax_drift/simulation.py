@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -19,11 +18,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import aggregation as rules
-from fedjax_drift import checks, drift, engine, failures, fit, personal
+from fedjax_drift import checks, drift, engine, failures, fit, personal, programs
 from fedjax_drift.bank import Bank
 from fedjax_drift.checkpoint import Checkpoints
-from fedjax_drift.data.federated import FederatedData, integers_as_int32
+from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
 from fedjax_drift.exchange import longest_share, rows_by_rank
+from fedjax_drift.identity import CODE, identity
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.progress import Bar, Record, Recorder, nonfinite_message, stop_on_interrupt
 from fedjax_drift.sharding import (
@@ -45,7 +45,6 @@ from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, Params,
 if TYPE_CHECKING:
     from fedjax_drift.sweep import Run
 
-MOST_ROUNDS = 64  # in one program of `run`
 CHUNK_SECONDS = 0.1  # how long such a program should take, and so how long Ctrl-C waits
 
 
@@ -160,8 +159,8 @@ class Simulation:
         fit.check_requirements(algorithm, model, local, data.x_test is not None)
         self.data, self.local, self.on_nonfinite, self.mesh = data, local, on_nonfinite, mesh
         self._eval_batch_size = eval_batch_size
-        decode = _decoder(data)
-        params, num_classes = fit.check_model(model, data, decode)
+        decoded = partial(decode, mean=data.mean, std=data.std)
+        shapes = fit.check_model(model, data, decoded)
         redeal = _redeal(data)
         max_size = int(data.sizes.max())
         if redeal is not None and redeal.alpha is not None:
@@ -182,25 +181,30 @@ class Simulation:
             max_size=max_size,
             capacity=capacity,
             bank_rows=N,
-            sharded=False,
+            sharded=False,  # until it is known where the states fit
             rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
-            decode=decode,
-            num_classes=num_classes,
+            decode=decoded,
+            num_classes=shapes.num_classes,
             test_size=0 if data.x_test is None else len(data.x_test),
+            row_scores=shapes.row_scores,
+            set_scores=shapes.set_scores,
             redeal=redeal,
             failures=what if what.any else None,
             aggregation=aggregation,
         )
-        fit.check_local(local, params, self._engine.max_size)
+        fit.check_local(local, shapes.params, self._engine.max_size)
         self._everywhere = NamedSharding(mesh, P())
         self._stream = Stream(data, self._everywhere) if rows_at == "host" else None
         self._measures = self._check_measures(measure)
         self._arrays = engine.place(data, mesh, eval_batch_size, rows_at == "host", cut=rows_at == "parts")
         if "accuracy" in algorithm.requires:
-            scores = jax.eval_shape(partial(engine.evaluate, self._engine), params, self._arrays.test)
+            scores = jax.eval_shape(partial(engine.evaluate, self._engine), shapes.params, self._arrays.test)
             if "accuracy" not in scores:
-                raise ValueError(f"{algorithm.name} follows the test accuracy: use a classifier and integer labels")
-        self.bank = _where_states_fit(bank, jax.eval_shape(algorithm.init_client, params), N, mesh)
+                raise ValueError(
+                    f"{algorithm.name} follows the test accuracy: use a classifier and integer labels, or a model "
+                    "whose scores have an accuracy"
+                )
+        self.bank = _where_states_fit(bank, jax.eval_shape(algorithm.init_client, shapes.params), N, mesh)
         self._states_on_host = self.bank not in ("device", "sharded")
         if self._states_on_host and self.bank != "host" and spans_processes(mesh):
             raise ValueError(
@@ -208,36 +212,64 @@ class Simulation:
                 "files are for one process"
             )
         self._needs_host = self._states_on_host or self._stream is not None
-        self._donate, self._launch = donate, partial(launch, mesh)
-        self._compile(self._engine.lanes)
+        self._donate = donate
+        if self.bank == "sharded" and mesh.size > 1:
+            self._engine = self._engine._replace(sharded=True, bank_rows=-(-N // mesh.size) * mesh.size)
+        self._placement = programs.placement(self._engine)
+        one = self._engine._replace(bank_rows=1) if self._states_on_host else self._engine
+        self._expected = jax.eval_shape(partial(engine.init, one), jax.random.key(0, impl=THREEFRY), None)
+        self._constant = False  # whether hyper-parameters are constants of the programs
+        self._use_lanes(self._engine.lanes)
 
-    def _compile(self, lanes: int) -> None:
-        """The programs, which compile when they are first called."""
+    def _use_lanes(self, lanes: int) -> None:
+        self._engine = self._engine._replace(lanes=lanes)
+        self._programs_made: tuple[programs.Programs, programs.Numbers] | None = None
         self._fits = False  # until a round has run
-        self._tunings: dict[LocalTraining, Callable] = {}
-        sharded, D = self.bank == "sharded", self.mesh.size
-        N = self.data.num_clients
-        how = self._engine._replace(lanes=lanes, sharded=sharded, bank_rows=-(-N // D) * D if sharded else N)
-        # A state always leaves a round placed as it came in, so that the next round finds the program compiled.
-        every = self._everywhere
-        clients = NamedSharding(self.mesh, P(engine.AXIS)) if sharded else every
-        self._engine, self._placement = how, _state_of((every, every, every, clients))
-        here = how._replace(bank_rows=1) if self._states_on_host else how  # a Bank keeps the others
-        init = partial(engine.init, here)
-        self._init = jax.jit(init, out_shardings=self._placement)
-        self._expected = jax.eval_shape(lambda: init(jax.random.key(0, impl=THREEFRY), None))
-        # What the host looks at is whole on every process.
-        found = every if spans_processes(self.mesh) else None
-        round_fn, placed = partial(engine.round_fn, how), (self._placement, found)
-        self._donating_round = jax.jit(round_fn, donate_argnums=0, out_shardings=placed)
-        donate = self._donate and not self._states_on_host
-        self._round = self._donating_round if donate else jax.jit(round_fn, out_shardings=placed)
-        rounds = partial(engine.rounds, how, MOST_ROUNDS)
-        self._rounds = jax.jit(rounds, donate_argnums=0, out_shardings=placed)
-        self._measure = jax.jit(partial(drift.measure, how), static_argnums=0, out_shardings=found)
-        self._evaluate = jax.jit(partial(engine.evaluate_server, how), out_shardings=found)
-        self._evaluate_rows = jax.jit(partial(engine.evaluate_rows, how), out_shardings=found)
-        self._draw = jax.jit(partial(engine.draw, how))
+
+    @property
+    def _programs(self) -> programs.Programs:
+        """Compiled when they are first called, or by another simulation."""
+        return self._programs_and_numbers[0]
+
+    @property
+    def _numbers(self) -> programs.Numbers:
+        """The hyper-parameters, as the programs take them."""
+        return self._programs_and_numbers[1]
+
+    @property
+    def _programs_and_numbers(self) -> tuple[programs.Programs, programs.Numbers]:
+        if self._programs_made is None:
+            form, numbers = programs.split(self._engine, self._constant)
+            self._programs_made = programs.programs(form, self._states_on_host), self._placed(numbers, form.traced)
+        return self._programs_made
+
+    def _placed(self, numbers: programs.Numbers, traced: bool = False) -> programs.Numbers:
+        """The numbers on the devices, once and for all; over several processes, or traced, as they are."""
+        if traced or spans_processes(self.mesh):
+            return numbers
+        with jax.ensure_compile_time_eval():  # inside jax.jit, too, they are arrays that may be kept
+            return jax.device_put(numbers, self._everywhere)
+
+    def _launch(self, program: str, *arguments: Any) -> Any:
+        """The program of this name with the hyper-parameters, in its turn."""
+        try:
+            return launch(self.mesh, getattr(self._programs, program), self._numbers, *arguments)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            if self._constant:
+                raise
+        # An algorithm uses a number where a program can't have an argument, as in an `if`: compiled as constants then.
+        self._constant, self._programs_made = True, None
+        return self._launch(program, *arguments)
+
+    def _scores(self, server: Any) -> dict[str, jax.Array]:
+        """The evaluation of the global model and, as client_mean_..., of the mean of the cohort's models, where it is
+        kept."""
+        test = self._test()
+        scores = launch(self.mesh, self._programs.evaluate, server.params, test)
+        if (mean := getattr(server, "client_mean", None)) is not None:
+            of_mean = launch(self.mesh, self._programs.evaluate, mean, test)
+            scores |= {f"client_mean_{name}": value for name, value in of_mean.items()}
+        return scores
 
     @property
     def algorithm(self) -> Algorithm:
@@ -271,7 +303,7 @@ class Simulation:
         if params is not None:
             fit.check_like(params, self._expected.params, "params must be shaped like model.init's")
         key, params = _moved((key, params), self._everywhere)
-        state = self._init(key, params)
+        state = self._launch("init", key, params)
         if not self._states_on_host:
             return state
         if traced(state):
@@ -291,24 +323,18 @@ class Simulation:
             raise ValueError(f"reopen needs client states that are kept in files, got bank={self.bank!r}: pass a path")
         what = "this state is of another algorithm, model or federation"
         fit.check_like(state._replace(clients=()), self._expected._replace(clients=()), what)
-        first = self._init(*_moved((state.key, state.params), self._everywhere))
+        first = self._launch("init", *_moved((state.key, state.params), self._everywhere))
         initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(first.clients))
         bank = Bank.open(self.bank, initial, self.data.num_clients, self._identity(state), round)
         return self._check(state._replace(clients=bank))
 
-    def _identity(self, state: ServerState) -> Mapping[str, str | int]:
-        """What a folder of client states must agree on beside their shapes."""
-        data = self.data
-        return {
-            "algorithm": self.algorithm.name,
-            "data": data.name,
-            "rows": len(data.x),
-            "sizes (crc32)": zlib.crc32(data.sizes.tobytes()),
-            "key": str(np.asarray(jax.random.key_data(state.key)).tolist()),
-        }
+    def _identity(self, state: ServerState) -> dict[str, Any]:
+        """What a folder of client states must agree on beside their shapes: what checkpoints ask for, and the key."""
+        key = np.asarray(jax.random.key_data(state.key)).tolist()
+        return {"key": str(key)} | {name: value for name, value in identity(self).items() if not name.endswith(CODE)}
 
     def round_fn(
-        self, state: ServerState, cohort: Sequence[int] | np.ndarray | jax.Array | None = None
+        self, state: ServerState, cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None
     ) -> tuple[ServerState, dict[str, jax.Array]]:
         """One round. Pure: the same state gives the same result, bit for bit, and stays valid (unless donated).
 
@@ -317,7 +343,7 @@ class Simulation:
 
         Args:
           state: from `init` or an earlier round.
-          cohort: client ids, distinct and in 0..N-1; default: drawn from the state's own key.
+          cohort: client ids, distinct and in 0..N-1, or names; default: drawn from the state's own key.
 
         Returns:
           The next state, and info: ``cohort`` int32 [K], the clients that count (-1 where a Bernoulli cohort is not
@@ -335,7 +361,8 @@ class Simulation:
             (FedGVR, FedGVRGM), one that is not finite.
           FloatingPointError: with ``on_nonfinite="raise"``, an update that is not finite.
           OSError: a data file that has changed, or no room for client states; the state that went in is still valid.
-          MemoryError: not even one lane fits in a device's memory (more are halved, with a warning, until they do).
+          MemoryError: not even one lane fits in a device's memory (more are halved, with a warning, until they do). The
+            state is still valid, unless it was donated.
         """
         state, cohort = self._check(state), self._check_cohort(cohort)
         if self._needs_host:
@@ -347,12 +374,12 @@ class Simulation:
             fetched = self._fetch(_on_host(state.key), int(state.round), cohort)
         else:
             fetched = Fetched(self._arrays, cohort)
-        return self._fitting(lambda: self._advance(self._round, state, fetched, self._measures))
+        return self._fitting(lambda: self._advance(self._one_round, state, fetched, self._measures), state)
 
     def _fetch(self, key: jax.Array, t: int, cohort: jax.Array | None = None) -> Fetched:
         """What round t needs, where rows or states are kept on the host."""
         if cohort is None:
-            cohort = self._draw(key, t)
+            cohort = self._programs.draw(key, t)
         ids = np.asarray(cohort)
         place = np.arange(len(ids)) if self._states_on_host else ids
         return Fetched(*self._send(ids, place, self.local), ids)
@@ -369,13 +396,13 @@ class Simulation:
         return arrays, engine.Client(*put([a.astype(np.int32) for a in columns], self._everywhere))
 
     def _advance(
-        self, program: Callable, state: ServerState, fetched: Fetched, measures: Sequence[str]
+        self, program: str, state: ServerState, fetched: Fetched, measures: Sequence[str]
     ) -> tuple[ServerState, dict]:
         """One round by ``program``, with what is to be measured of it."""
         bank = state.clients
         state = self._with_states(state, fetched)
         arrays, cohort = fetched.arrays, fetched.cohort
-        measured = self._launch(self._measure, tuple(measures), state, arrays, cohort) if measures else {}
+        measured = self._launch("measure", tuple(measures), state, arrays, cohort) if measures else {}
         new, info = self._launch(program, state, arrays, cohort)
         info = self._with_measured(info, measured)
         if traced((new, info)):
@@ -405,8 +432,9 @@ class Simulation:
             raise ValueError(f"{self.algorithm.name}: a metric needs a name that measure= leaves free, got {names}")
         return info | measured
 
-    def _fitting(self, call: Callable[[], Any]) -> Any:
-        """``call()``, again with half the lanes whenever a device's memory does not suffice."""
+    def _fitting(self, call: Callable[[], Any], state: ServerState) -> Any:
+        """``call()``, which is given the state; again with half the lanes whenever a device's memory does not suffice,
+        unless the state has been donated to the program that failed."""
         while True:
             try:
                 found = call()
@@ -418,10 +446,18 @@ class Simulation:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 lanes = self.lanes
+                leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+                lost = any(leaf.is_deleted() for leaf in leaves)
                 if lanes == 1:
+                    kept = "the state was donated to it, and is lost" if lost else "the state is still valid"
                     raise MemoryError(
                         f"a round of {self!r} does not fit in a device's memory even with 1 lane: take a smaller "
-                        'model, batch_size or cohort_size, or stream=True, or bank="host"; the state is still valid'
+                        f'model, batch_size or cohort_size, or stream=True, or bank="host"; {kept}'
+                    ) from error
+                if lost:
+                    raise MemoryError(
+                        f"{lanes} lanes do not fit in a device's memory, and the state was donated to the round that "
+                        f"failed: go on from an earlier one with lanes={lanes // 2}"
                     ) from error
                 if spans_processes(self.mesh):  # the others may have found room, and wait for this one
                     raise MemoryError(
@@ -431,7 +467,7 @@ class Simulation:
                 warnings.warn(
                     f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}", stacklevel=4
                 )
-                self._compile(lanes // 2)
+                self._use_lanes(lanes // 2)
 
     def _any_update(self) -> ClientResult:
         """The shapes of one client's update."""
@@ -451,7 +487,7 @@ class Simulation:
         self,
         state: ServerState,
         names: str | Sequence[str] = tuple(drift.MEASURES),
-        cohort: Sequence[int] | np.ndarray | jax.Array | None = None,
+        cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None,
     ) -> dict[str, jax.Array]:
         """What the round that follows from this state (``round_fn(state, cohort)``) shows of drift; changes nothing.
 
@@ -481,7 +517,7 @@ class Simulation:
         fetched = Fetched(self._arrays, cohort)
         if self._needs_host:
             fetched = self._fetch(_on_host(state.key), int(state.round), cohort)
-        return self._launch(self._measure, checked, self._with_states(state, fetched), fetched.arrays, fetched.cohort)
+        return self._launch("measure", checked, self._with_states(state, fetched), fetched.arrays, fetched.cohort)
 
     def _check_measures(self, names: str | Sequence[str]) -> tuple[str, ...]:
         checked = drift.check_measures(names, self._engine, self.data.x_test is not None)
@@ -496,7 +532,7 @@ class Simulation:
         FedDyn and FedDC also keep the mean of the cohort's models: ``"client_mean_loss"``, ``"client_mean_accuracy"``
         and so on. Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
         """
-        scores = self._launch(self._evaluate, self._check(state).server, self._test())
+        scores = self._scores(self._check(state).server)
         return jax.tree.map(lambda v: v if traced(v) else float(v), scores)
 
     def evaluate_clients(
@@ -522,7 +558,7 @@ class Simulation:
             fine_tune = replace(self.local, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
         state = self._check(state)
         client = np.repeat(np.arange(len(sizes)), sizes)
-        rows, _ = self._launch(self._evaluate_rows, state.params, self._test())
+        rows, _ = launch(self.mesh, self._programs.evaluate_rows, state.params, self._test())
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         sums = {name: np.bincount(client, values, len(sizes)) for name, values in flat.items()}
         if fine_tune is not None:
@@ -540,21 +576,19 @@ class Simulation:
             tests = put(tests, self._everywhere)
 
             def call(rows: Any = arrays.rows, clients: Any = clients, tests: Any = tests) -> dict[str, jax.Array]:
-                return self._launch(self._tuning(local), state, rows, clients, tests)
+                return launch(self.mesh, *self._tuning(local), state, rows, clients, tests)
 
-            found.append(jax.device_get(self._fitting(call)))
+            found.append(jax.device_get(self._fitting(call, state)))
         return {name: np.concatenate([sums[name] for sums in found])[: self.data.num_clients] for name in found[0]}
 
-    def _tuning(self, local: LocalTraining) -> Callable:
-        """The program that fine-tunes by ``local``."""
-        if local not in self._tunings:
-            by_rank, sizes = self._engine.rows_by_rank, self.data.sizes
-            by_rank = None if by_rank is None else rows_by_rank(sizes, local.steps(sizes))
-            how = self._engine._replace(local=local, rows_by_rank=by_rank)
-            found = self._everywhere if spans_processes(self.mesh) else None
-            program = partial(personal.fine_tuned, how, self._eval_batch_size)
-            self._tunings[local] = jax.jit(program, out_shardings=found)
-        return self._tunings[local]
+    def _tuning(self, local: LocalTraining) -> tuple[Callable, programs.Numbers]:
+        """The program that fine-tunes by ``local``, and its numbers."""
+        by_rank, sizes = self._engine.rows_by_rank, self.data.sizes
+        by_rank = None if by_rank is None else rows_by_rank(sizes, local.steps(sizes))
+        how = self._engine._replace(local=local, rows_by_rank=by_rank)
+        how = how._replace(algorithm=None, failures=None, aggregation=rules.mean())  # type: ignore[arg-type]
+        form, numbers = programs.split(how)
+        return programs.fine_tuning(form, self._eval_batch_size), self._placed(numbers)
 
     def communication(self) -> dict[str, int]:
         """Bytes that the D devices of the mesh exchange in a round, from shapes alone; scalars and ids are left out.
@@ -658,10 +692,13 @@ class Simulation:
                         state, infos = self._rounds_from(state, n, needed, measures, fresh)
                         t, fresh = t + n, False
                         recorder.add(t, n, infos, stacked=not self._alone)
-                    if eval_every and t % eval_every == 0:
-                        recorder.score(self._launch(self._evaluate, state.server, self._test()))
+                    if scored := bool(eval_every) and t % eval_every == 0:
+                        recorder.score(self._scores(state.server))
                     if saver is not None:
                         saver.confirm()
+                    if scored and saver is not None and saver.checkpoints.best is not None:
+                        recorder.catch_up(0)
+                        saver.consider(state, recorder.history)
                     recorder.catch_up(1)  # one program in flight, so that no device ever waits
             except KeyboardInterrupt:
                 pass
@@ -674,7 +711,7 @@ class Simulation:
                 raise
             try:  # the last round, also of a run that was stopped, unless it is to go on
                 if eval_every and recorder.unscored and (t == last or saver is None):
-                    recorder.score(self._launch(self._evaluate, state.server, self._test()))
+                    recorder.score(self._scores(state.server))
                 recorder.catch_up(0)
             except KeyboardInterrupt:  # what is done, without this evaluation
                 recorder.unscore()
@@ -688,6 +725,11 @@ class Simulation:
         return state, recorder.history
 
     @property
+    def _one_round(self) -> str:
+        """The program of `round_fn`."""
+        return "donating_round" if self._donate and not self._states_on_host else "round"
+
+    @property
     def _fallible(self) -> bool:
         """Whether a round may be refused after it has been computed, and the state before it is still needed then."""
         return self.on_nonfinite == "raise" or self.algorithm.observe is not None or self._states_on_host  # a full disk
@@ -699,7 +741,7 @@ class Simulation:
 
     def _rounds_at_once(self, seconds: float) -> int:
         """Rounds in one program, for rounds that take so long."""
-        return 1 if self._alone else max(1, min(MOST_ROUNDS, int(CHUNK_SECONDS / seconds)))
+        return 1 if self._alone else max(1, min(programs.MOST_ROUNDS, int(CHUNK_SECONDS / seconds)))
 
     def _rounds_from(
         self, state: ServerState, n: int, needed: Fetched, measures: Sequence[str], fresh: bool
@@ -708,16 +750,16 @@ class Simulation:
 
         def call() -> tuple[ServerState, dict]:
             if self._fallible:
-                return self._advance(self._round, state, needed, measures)
+                return self._advance("round", state, needed, measures)
             own = not fresh or self._donate
             start = state if own else copied(state, self._placement_of(state))
             if self._needs_host:
-                return self._advance(self._donating_round, start, needed, measures)
-            measured = self._launch(self._measure, measures, start, self._arrays, None) if measures else {}
-            new, infos = self._launch(self._rounds, start, self._arrays, np.int32(n))
+                return self._advance("donating_round", start, needed, measures)
+            measured = self._launch("measure", measures, start, self._arrays, None) if measures else {}
+            new, infos = self._launch("rounds", start, self._arrays, np.int32(n))
             return new, self._with_measured(infos, jax.tree.map(lambda a: a[None], measured))
 
-        return self._fitting(call)
+        return self._fitting(call, state)
 
     @contextmanager
     def _ahead(self, key: jax.Array, last: int) -> Iterator[Callable[[int], Fetched]]:
@@ -741,6 +783,8 @@ class Simulation:
     def _check_cohort(self, cohort: Any) -> jax.Array | None:
         if cohort is None or traced(cohort):
             return cohort
+        if isinstance(cohort, Sequence) and any(isinstance(client, str) for client in cohort):
+            cohort = [self.data.id_of(client) if isinstance(client, str) else client for client in cohort]
         ids, redeal = fit.check_cohort(cohort, self.data.num_clients), self._engine.redeal
         if redeal is not None and redeal.alpha is not None and len(ids) > self._engine.capacity:
             raise ValueError(
@@ -826,10 +870,6 @@ def _typed(key: Any) -> jax.Array:
     return key
 
 
-def _state_of(parts: Any) -> ServerState:
-    return ServerState(*parts)
-
-
 def _moved(tree: PyTree, placement: PyTree) -> PyTree:
     """The tree's arrays where they belong."""
     if traced(tree):
@@ -843,9 +883,14 @@ def _moved(tree: PyTree, placement: PyTree) -> PyTree:
 
 
 def _on_host(key: jax.Array) -> jax.Array:
-    """A copy of the key on a CPU, which draws cohorts while an accelerator is busy with the round before."""
+    """A copy of the key on a CPU, which draws cohorts while an accelerator is busy with the round before; where JAX has
+    no CPU (JAX_PLATFORMS=cuda), on the first device."""
     words = np.array(jax.random.key_data(key))
-    return jax.random.wrap_key_data(jax.device_put(words, jax.local_devices(backend="cpu")[0]), impl=THREEFRY)
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = jax.local_devices()[0]
+    return jax.random.wrap_key_data(jax.device_put(words, device), impl=THREEFRY)
 
 
 def _where_rows_go(shard_data: bool | str, stream: bool | str, data: FederatedData, mesh: Mesh) -> str:
@@ -861,7 +906,7 @@ def _where_rows_go(shard_data: bool | str, stream: bool | str, data: FederatedDa
     if shard_data is True and not in_parts:
         raise ValueError(f"shard_data=True takes up to 2**31 rows, got {len(data.x)}: stream=True")
     if stream is True or shard_data is True:
-        return "host" if stream is True else "parts"
+        return "host" if stream is True else "parts" if D > 1 else "devices"
     if not (stream == "auto" or shard_data == "auto"):
         return "devices"
     room = memory_of(mesh) / 2
@@ -897,21 +942,6 @@ def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
         f"{N} client states take {need / 1e9:.1f} GB, more than half of a device's memory: bank={found!r}", stacklevel=4
     )
     return found
-
-
-def _decoder(data: FederatedData) -> Callable[[jax.Array], jax.Array]:
-    """Stored rows -> what the model sees: uint8 images as float32 in [0, 1], or standardised."""
-    mean, std = data.mean, data.std
-
-    def decode(x: jax.Array) -> jax.Array:
-        if x.dtype == jnp.uint8:
-            x = x.astype(jnp.float32) / 255
-        if mean is not None and std is not None:
-            shape = (1,) * (x.ndim - mean.ndim) + mean.shape
-            x = (x - mean.reshape(shape)) / std.reshape(shape)
-        return x
-
-    return decode
 
 
 def _lanes(lanes: int | str | None, capacity: int, mesh: Mesh) -> int:

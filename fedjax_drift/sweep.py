@@ -1,38 +1,34 @@
-"""Many runs at once: seeds, and settings that differ in continuous hyper-parameters, through one traced program.
+"""Many runs at once: seeds, and settings that differ in continuous hyper-parameters, through one compiled program.
 
-The values of a setting are arguments of the program, not constants of it, so it is traced once for all runs. On an
-accelerator runs go side by side (vmap); on a CPU, where that is slower than one after another, each core has a run of
-its own and no client's training waits for another core.
+The values of a setting are arguments of the program, not constants of it. With at least as many runs as devices, each
+device has runs of its own, and one program, compiled once, runs on all of them. On an accelerator a device's runs go
+side by side (vmap); on a CPU, where that is slower, one after another, and no client's training waits for another core.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import sys
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import checks, drift, engine, fit
-from fedjax_drift.progress import Bar, Record, Stop, nonfinite_message, record, stop_on_interrupt
-from fedjax_drift.sharding import clients_mesh, copied, launch, memory_of, spans_processes, wait_for_turn
-from fedjax_drift.simulation import CHUNK_SECONDS, MOST_ROUNDS, Simulation
-from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
-
-Setting = dict[str, Any]
+from fedjax_drift import checks, fit, programs
+from fedjax_drift.checkpoint import Checkpoints, SavedRuns
+from fedjax_drift.engine import Engine
+from fedjax_drift.progress import Bar, Record, Stop, stop_on_interrupt
+from fedjax_drift.sharding import memory_of, spans_processes, wait_for_turn
+from fedjax_drift.simulation import CHUNK_SECONDS, Simulation
+from fedjax_drift.turns import Layout, Planned, Setting, TurnPrograms, UnderWay, compiled, of_form
+from fedjax_drift.types import Params, PyTree, ServerState
 
 
 class Run(NamedTuple):
@@ -42,6 +38,7 @@ class Run(NamedTuple):
     setting: Setting  # what ``build`` was given
     state: ServerState
     history: list[Record]
+    algorithm: str = ""  # its name
 
 
 def grid(**values: Iterable[Any]) -> list[Setting]:
@@ -66,6 +63,7 @@ def sweep(
     progress: bool | None = None,
     on_round: Callable[[int, Setting, Record], None] | None = None,
     measure_every: int = 1,
+    checkpoints: Checkpoints | str | os.PathLike | None = None,
 ) -> list[Run]:
     """Runs every setting with every seed, ``rounds`` rounds each.
 
@@ -97,6 +95,11 @@ def sweep(
       progress: show a bar. Default: in a terminal or a notebook, not in CI.
       on_round: ``on_round(seed, setting, record)`` is called as the record of each round of each run is made.
       measure_every: as in `Simulation.run`, for simulations with ``measure=``.
+      checkpoints: `fd.Checkpoints`, or just a folder, in which every run is saved while the sweep goes on, in a folder
+        of its own (``seed-0``, or ``lr=0.1-seed-0`` where lr differs between settings). A sweep with the same folder
+        goes on from what is there, so the same call again finishes what was stopped or killed: ``rounds`` is then what
+        each run has in all, and the histories returned are whole. SIGTERM ends it like Ctrl-C, and then raises
+        SystemExit(143).
 
     Returns:
       The runs, for each setting all seeds. ``history`` as `Simulation.run` makes it, except that ``seconds`` is what a
@@ -107,61 +110,81 @@ def sweep(
     Raises:
       ValueError: arguments out of range; settings that can't share a program, as they differ in something static
         (epochs, batch_size, cohort_size, the model, ...); simulations that need the host in every round (streamed data,
-        ``bank=`` other than "device", ``on_nonfinite="raise"``); client states beyond the devices' memory.
+        ``bank=`` other than "device", ``on_nonfinite="raise"``); client states beyond the devices' memory; checkpoints
+        of another sweep, or of more rounds.
       MemoryError: not even one run fits in a device's memory.
     """
     checks.integer("rounds", rounds, 0)
     checks.integer("eval_every", eval_every, 0, fix="0 means never")
     checks.integer("measure_every", measure_every, 1)
     if together != "auto":
-        checks.integer("together", together, 1, fix='or pass "auto"')
+        together = checks.integer("together", together, 1, fix='or pass "auto"')
     all_seeds, all_settings = _check_seeds(seeds), _check_settings(build, settings)
-    sim = _build_all(build, all_settings)
+    simulations = _build_all(build, all_settings)
+    sim = simulations[0]
     if params is not None:
         fit.check_like(params, sim._expected.params, "params must be shaped like model.init's")
     varied = _varied(all_settings)
-    planned = [(seed, setting) for setting in all_settings for seed in all_seeds]
+    planned = [
+        Planned(seed, setting, {name: float(setting[name]) for name in varied})
+        for setting in all_settings
+        for seed in all_seeds
+    ]
     _check_memory(sim, len(planned))
+    if start is not None and checkpoints is not None:
+        raise ValueError("checkpoints have the runs to go on from: leave start out")
     states = None if start is None else _check_start(sim, start, planned, params)
-    first = 0 if states is None else int(states[0].round)
-
-    meshes = _meshes(sim.mesh, len(planned))
-    at_once = -(-len(planned) // len(meshes))  # on one device
-    if together != "auto":
-        at_once = min(int(together), at_once)
-    elif sim.mesh.devices.flat[0].platform == "cpu":
-        at_once = 1
-    at_once = _evenly(len(planned), at_once)
     if sim.data.x_test is None:
         eval_every = 0
-    name = f"{sim.algorithm.name}, {len(planned)} runs"
-    while True:
-        programs = _programs(build, all_settings[0], varied, sim, meshes, at_once)
-        groups = _groups(sim, planned, varied, meshes, at_once)
-        with stop_on_interrupt() as stop, Bar(rounds * len(planned), name, progress) as bar:
-            under_way = _Sweep(sim, programs, groups, planned, bar, on_round)
-            try:
-                under_way.start(params, states)
-                _run(under_way, first, first + rounds, eval_every, measure_every, stop)
-                return under_way.runs()
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error) or any(under_way.histories):
-                    raise
-                if at_once == 1:
-                    raise MemoryError(
-                        f"a run of {sim!r} must fit in a device's memory: lower lanes, or sweep fewer runs"
-                    ) from error
-        fewer = _evenly(len(planned), at_once // 2)
-        warnings.warn(
-            f"{at_once} runs side by side do not fit in a device's memory, going on with {fewer}",
-            stacklevel=_stacklevel(),
-        )
-        at_once = fewer
+    saved, before = None, None
+    if checkpoints is not None:
+        of_runs = [one for one in simulations for _ in all_seeds]
+        saved = SavedRuns(checkpoints, of_runs, [_name_of_run(plan, varied) for plan in planned])
+        states, before = saved.restore(rounds)
+    first = 0 if states is None else int(states[0].round)
+    last = rounds if checkpoints is not None else first + rounds
+
+    most = together if isinstance(together, int) else 1 if sim.mesh.devices.flat[0].platform == "cpu" else len(planned)
+    layout = _layout(sim, len(planned), most)
+    with stop_on_interrupt(terminate=saved is not None) as stop:
+        while True:
+            made, numbers = _made(build, all_settings[0], varied, sim, layout)
+            given = planned if varied else [plan._replace(values=numbers) for plan in planned]
+            with Bar(last * len(planned), f"{sim.algorithm.name}, {len(planned)} runs", progress) as bar:
+                for record in itertools.chain(*(before or [])):
+                    bar.update(record)
+                under_way = UnderWay(sim, made, layout, given, bar, on_round, _stacklevel)
+                try:
+                    under_way.start(params, states)
+                    with nullcontext() if saved is None else saved.open(under_way.states_of_runs(), stop.held):
+                        _run(under_way, first, last, eval_every, measure_every, stop, saved)
+                    break
+                except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                    if varied or sim._constant:
+                        raise
+                    sim._constant = True  # a number is used where a program can't have an argument
+                    continue
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error) or any(under_way.histories):
+                        raise
+                    if layout.at_once == 1:
+                        raise MemoryError(
+                            f"a run of {sim!r} must fit in a device's memory: lower lanes, or sweep fewer runs"
+                        ) from error
+            fewer = _layout(sim, len(planned), layout.at_once // 2)
+            warnings.warn(
+                f"{layout.at_once} runs side by side do not fit in a device's memory, going on with {fewer.at_once}",
+                stacklevel=_stacklevel(),
+            )
+            layout = fewer
+    if stop.terminated:
+        raise SystemExit(143)
+    return _runs(under_way, before)
 
 
-def _evenly(runs: int, at_once: int) -> int:
-    """At most at_once, so that as many groups of runs are about equally large."""
-    return -(-runs // -(-runs // at_once))
+def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:
+    """The folder of its checkpoints."""
+    return "-".join([*(f"{name}={plan.setting[name]}" for name in varied), f"seed-{plan.seed}"])
 
 
 # --- what is swept, and whether it can be -----------------------------------------------------------------------------
@@ -208,9 +231,9 @@ def _as_number(value: Any) -> Any:
     return value.item() if isinstance(value, (jax.Array, np.ndarray, np.generic)) and value.ndim == 0 else value
 
 
-def _build_all(build: Callable[..., Simulation], settings: Sequence[Setting]) -> Simulation:
-    """The first setting's simulation, once all of them were built and found alike in what is static."""
-    first: Simulation | None = None
+def _build_all(build: Callable[..., Simulation], settings: Sequence[Setting]) -> list[Simulation]:
+    """Each setting's simulation; ValueError unless they are alike in what is static."""
+    simulations: list[Simulation] = []
     for i, setting in enumerate(settings):
         try:
             sim = build(**setting)
@@ -218,19 +241,18 @@ def _build_all(build: Callable[..., Simulation], settings: Sequence[Setting]) ->
             raise ValueError(f"setting {i}, {setting}: {error}") from error
         if not isinstance(sim, Simulation):
             raise ValueError(f"build must return a Simulation, got {type(sim).__name__}")
-        if first is None:
-            first = sim
-            _check_sweepable(sim)
-        for name, one, other in _static_differences(first, sim):
+        if not simulations:
+            check_sweepable(sim)
+        simulations.append(sim)
+        for name, one, other in _static_differences(simulations[0], sim):
             raise ValueError(
                 f"settings must be alike in all but continuous hyper-parameters, got {name} {one} in setting 0 and "
                 f"{other} in setting {i}, {setting}: sweep each by itself"
             )
-    assert first is not None
-    return first
+    return simulations
 
 
-def _check_sweepable(sim: Simulation) -> None:
+def check_sweepable(sim: Simulation) -> None:
     if spans_processes(sim.mesh):
         raise ValueError(
             "a sweep runs on one process's devices, got a mesh of several processes: "
@@ -261,13 +283,13 @@ def _check_memory(sim: Simulation, runs: int) -> None:
 
 
 def _check_start(
-    sim: Simulation, start: Sequence[Run], planned: Sequence[tuple[int, Setting]], params: Params | None
+    sim: Simulation, start: Sequence[Run], planned: Sequence[Planned], params: Params | None
 ) -> list[ServerState]:
     """The states to go on from, in the order planned."""
     if params is not None:
         raise ValueError("start goes on from states, which have their parameters: leave params out")
     found = []
-    for seed, setting in planned:
+    for seed, setting, _ in planned:
         runs = [run for run in start if run.seed == seed and dict(run.setting) == setting]
         if len(runs) != 1:
             raise ValueError(f"start must hold one run of every seed and setting, got {len(runs)} of {seed}, {setting}")
@@ -339,48 +361,33 @@ def _alike(one: Any, other: Any) -> bool:
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
-class _Programs(NamedTuple):
-    """Compiled when first called on a device. All take a group's ``values`` first; with several runs in a group
-    these, keys and states have an axis of them."""
-
-    init: Callable[..., ServerState]  # (values, key, params)
-    rounds: Callable[..., tuple[ServerState, dict]]  # (values, state, arrays, n); leaves of the info [MOST_ROUNDS, ...]
-    measure: Callable[..., dict]  # (values, state, arrays)
-    evaluate: Callable[..., dict]  # (values, server, test)
+def _layout(sim: Simulation, runs: int, most: int) -> Layout:
+    """Which runs are trained at once: on a device at most so many, and about as many in every turn."""
+    apart = 1 < sim.mesh.size <= runs
+    on_device = -(-runs // sim.mesh.size) if apart else runs
+    turns = -(-on_device // min(most, on_device))
+    return Layout(sim.mesh, apart, at_once=-(-on_device // turns))
 
 
-_SEEDS_ALONE: WeakKeyDictionary[Simulation, dict[tuple, _Programs]] = WeakKeyDictionary()
-
-
-def _programs(
+def _made(
     build: Callable[..., Simulation],
     setting: Setting,
     varied: Sequence[str],
     sim: Simulation,
-    meshes: Sequence[Mesh],
-    at_once: int,
-) -> _Programs:
-    """The programs for groups of ``at_once`` runs; those of a simulation whose seeds alone are swept are kept."""
-    mesh: Any = sim.mesh if len(meshes) == 1 else _any_device()
-    static = sim._engine._replace(mesh=mesh)
+    layout: Layout,
+) -> tuple[TurnPrograms, tuple[float, ...]]:
+    """The programs, and the numbers of the engine, which they take where no setting is varied."""
+    static = layout.inside(sim._engine)
     if varied:
         fixed = {name: value for name, value in setting.items() if name not in varied}
-        return _compiled(partial(_traced_engine, build, fixed, sim, static), sim._measures, meshes, at_once)
-    kept = _SEEDS_ALONE.setdefault(sim, {})
-    key = (static.lanes, len(meshes), at_once)
-    if key not in kept:
-        kept[key] = _compiled(lambda values: static, sim._measures, meshes, at_once)
-    return kept[key]
-
-
-def _any_device() -> AbstractMesh:
-    """One device, whichever the arguments are on: what is traced once serves all."""
-    return AbstractMesh((1,), (engine.AXIS,), axis_types=(AxisType.Auto,))
+        return compiled(partial(_traced_engine, build, fixed, sim, static), sim._measures, layout), ()
+    form, numbers = programs.split(static, sim._constant)
+    return of_form(form, sim._measures, layout), numbers
 
 
 def _traced_engine(
-    build: Callable[..., Simulation], fixed: Setting, sim: Simulation, static: engine.Engine, values: Setting
-) -> engine.Engine:
+    build: Callable[..., Simulation], fixed: Setting, sim: Simulation, static: Engine, values: Setting
+) -> Engine:
     """The engine with tracers for values; what cannot be traced is the first setting's."""
     try:
         traced = build(**fixed, **values)
@@ -391,248 +398,43 @@ def _traced_engine(
         ) from error
     if traced.data is not sim.data:
         raise ValueError("build must use one data set in all calls: make it once, outside build")
-    own = {name: getattr(traced._engine, name) for name in ("model", "algorithm", "local", "failures", "aggregation")}
+    own = {name: getattr(traced._engine, name) for name in ("model", *programs.CONTINUOUS)}
     return static._replace(**own)
-
-
-def _compiled(
-    how: Callable[[Setting], engine.Engine], measures: tuple[str, ...], meshes: Sequence[Mesh], at_once: int
-) -> _Programs:
-    """The programs of ``how(values)``; they hold no simulation, so that one whose programs are kept can end."""
-
-    def init(values: Setting, key: jax.Array, params: Params | None) -> ServerState:
-        return engine.init(how(values), key, params)
-
-    def rounds(values: Setting, state: ServerState, arrays: engine.Arrays, n: jax.Array) -> tuple[ServerState, dict]:
-        return engine.rounds(how(values), MOST_ROUNDS, state, arrays, n)
-
-    def measure(values: Setting, state: ServerState, arrays: engine.Arrays) -> dict:
-        return drift.measure(how(values), measures, state, arrays, None)
-
-    def evaluate(values: Setting, server: Any, test: engine.TestRows) -> dict:
-        return engine.evaluate_server(how(values), server, test)
-
-    # Over a mesh, a state must leave a program placed as it came in; on one device there is but one place.
-    placed: Any = {"out_shardings": NamedSharding(meshes[0], P())} if len(meshes) == 1 else {}
-
-    def compiled(program: Callable, others: tuple, **options: Any) -> Callable:
-        many = program if at_once == 1 else jax.vmap(program, in_axes=(0, 0, *others))
-        return jax.jit(many, **options, **placed)
-
-    return _Programs(
-        init=compiled(init, (None,)),
-        rounds=compiled(rounds, (None, None), donate_argnums=1),
-        measure=compiled(measure, (None,)),
-        evaluate=compiled(evaluate, (None,)),
-    )
-
-
-# --- who runs where ---------------------------------------------------------------------------------------------------
-
-
-class _Group(NamedTuple):
-    """Runs that train side by side on one device; or on all, if there are fewer runs than devices."""
-
-    runs: tuple[int, ...]  # their places in the list of runs; the last group may repeat its last run to be as long
-    mesh: Mesh
-    arrays: engine.Arrays  # the data set, on the group's devices
-    values: dict[str, Any]  # the numbers of its settings: floats, or [at_once] for more than one run
-    key: jax.Array  # [] or [at_once]
-
-
-def _meshes(mesh: Mesh, runs: int) -> list[Mesh]:
-    """One for each device, unless there are more of them than runs."""
-    devices = list(mesh.devices.flat)
-    return [clients_mesh([device]) for device in devices] if 1 < len(devices) <= runs else [mesh]
-
-
-def _groups(
-    sim: Simulation,
-    planned: Sequence[tuple[int, Setting]],
-    varied: Sequence[str],
-    meshes: Sequence[Mesh],
-    at_once: int,
-) -> list[_Group]:
-    groups, arrays = [], [_arrays_on(sim, mesh) for mesh in meshes]
-    for number, start in enumerate(range(0, len(planned), at_once)):
-        runs = tuple(min(start + j, len(planned) - 1) for j in range(at_once))
-        values: dict[str, Any] = {name: [float(planned[i][1][name]) for i in runs] for name in varied}
-        key = jnp.stack([jax.random.key(planned[i][0], impl=THREEFRY) for i in runs])
-        if at_once == 1:  # as a Python number is in the run alone: its type gives way to the parameters'
-            values, key = {name: one for name, (one,) in values.items()}, key[0]
-        else:
-            values = {name: np.asarray(several, jnp.result_type(float)) for name, several in values.items()}
-        where = number % len(meshes)
-        everywhere = NamedSharding(meshes[where], P())
-        groups.append(_Group(runs, meshes[where], arrays[where], values, jax.device_put(key, everywhere)))
-    return groups
-
-
-def _arrays_on(sim: Simulation, mesh: Mesh) -> engine.Arrays:
-    """The simulation's data set on some of its devices; rows, of which each device has a copy, stay where they are."""
-    if mesh == sim.mesh:
-        return sim._arrays
-    devices = set(mesh.devices.flat)
-
-    def there(array: jax.Array) -> jax.Array:
-        copies = [shard.data for shard in array.addressable_shards if shard.device in devices]
-        return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(mesh, P()), copies)
-
-    test = sim._arrays.test
-    if test is not None:
-        test = engine.place(sim.data, mesh, test.x.shape[1], streamed=True).test
-    return engine.Arrays(jax.tree.map(there, sim._arrays.rows), test)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-class _Flight(NamedTuple):
-    """n rounds of a group on their way, the last of which is round ``done``."""
-
-    g: int
-    done: int
-    n: int
-    infos: dict[str, jax.Array]  # leaves [at_once, MOST_ROUNDS, ...], without the first axis if at_once is 1
-    scores: dict[str, jax.Array]  # of the last round
-
-
-class _Sweep:
-    """A sweep under way: the groups' states, what is in flight, and the records made so far."""
-
-    def __init__(
-        self,
-        sim: Simulation,
-        programs: _Programs,
-        groups: Sequence[_Group],
-        planned: Sequence[tuple[int, Setting]],
-        bar: Bar,
-        on_round: Callable[[int, Setting, Record], None] | None,
-    ) -> None:
-        self.sim, self.programs, self.groups, self.planned = sim, programs, groups, planned
-        self.bar, self.on_round = bar, on_round
-        self.states: list[ServerState] = []  # one for each group
-        self.histories: list[list[Record]] = [[] for _ in planned]
-        self.seconds = float("inf")  # that a round of all runs took lately
-        self._flying: deque[_Flight] = deque()
-        self._landed: deque[tuple] = deque()  # rounds fetched and not yet recorded
-        self._clock, self._warned = time.perf_counter(), set[int]()
-
-    def start(self, params: Params | None, states: Sequence[ServerState] | None) -> None:
-        """From each run's state, or round 0. Rounds overwrite what they start from, so it is copied."""
-        for group in self.groups:
-            everywhere = NamedSharding(group.mesh, P())
-            if states is None:
-                own = _own(params, everywhere)
-                self.states.append(launch(group.mesh, self.programs.init, group.values, group.key, own))
-                continue
-            several = [states[run] for run in group.runs]
-            state = several[0] if len(several) == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
-            self.states.append(_own(state, everywhere))
-
-    def advance(self, g: int, t: int, n: int, measured: bool) -> None:
-        """Sends off n rounds of a group, from round t."""
-        group, programs = self.groups[g], self.programs
-        given = group.values, self.states[g], group.arrays
-        found = launch(group.mesh, programs.measure, *given) if measured else {}
-        self.states[g], infos = launch(group.mesh, programs.rounds, *given, np.int32(n))
-        axis = int(len(group.runs) > 1)
-        infos = self.sim._with_measured(infos, jax.tree.map(lambda a: jnp.expand_dims(a, axis), found))
-        self._flying.append(_Flight(g, t + n, n, infos, {}))
-
-    def score(self) -> None:
-        """Sends off the evaluation of what is newest of each group, unless its records are made already."""
-        newest = {flight.g: at for at, flight in enumerate(self._flying)}
-        for g, at in newest.items():
-            group, flight = self.groups[g], self._flying[at]
-            if not flight.scores:
-                scores = launch(
-                    group.mesh, self.programs.evaluate, group.values, self.states[g].server, group.arrays.test
-                )
-                self._flying[at] = flight._replace(scores=scores)
-
-    def catch_up(self, behind: int, stop: Stop) -> None:
-        """Waits until only ``behind`` programs are on their way, and records the rounds of the others."""
-        while len(self._flying) > behind:
-            first = self._flying[0]
-            infos, scores = jax.device_get((first.infos, first.scores))  # here Ctrl-C may interrupt
-            with stop.held():
-                self._flying.popleft()
-                if first.g == len(self.groups) - 1:
-                    self.seconds = (time.perf_counter() - self._clock) / first.n
-                    self._clock = time.perf_counter()
-                self._landed.extend(self._rounds_of(first, infos, scores))
-                self._record_landed()
-        self._record_landed()  # what an error of on_round has left
-
-    def _rounds_of(self, flight: _Flight, infos: dict[str, np.ndarray], scores: dict[str, np.ndarray]) -> list[tuple]:
-        """For each round of each run: the run, rounds done, the round's info, the scores after it."""
-        runs, found = self.groups[flight.g].runs, []
-        for lane, run in enumerate(runs):
-            if run in runs[:lane]:  # repeated, to fill the group up
-                continue
-            alone = len(runs) == 1
-            own, scored = (infos, scores) if alone else jax.tree.map(lambda a, lane=lane: a[lane], (infos, scores))
-            for j in range(flight.n):
-                info = {name: values[j] for name, values in own.items()}
-                found.append((run, flight.done - flight.n + 1 + j, info, scored if j == flight.n - 1 else {}))
-        return found
-
-    def _record_landed(self) -> None:
-        while self._landed:
-            run, done, info, scores = self._landed.popleft()
-            seed, setting = self.planned[run]
-            made = record(done, info) | {"seconds": self.seconds} | {name: float(v) for name, v in scores.items()}
-            self.histories[run].append(made)
-            self.bar.update(made)
-            wrong = self._wrong(done - 1, info)
-            if wrong and run not in self._warned:
-                self._warned.add(run)
-                warnings.warn(f"seed {seed}, {setting}, {wrong}", RuntimeWarning, stacklevel=_stacklevel())
-            if self.on_round is not None:
-                self.on_round(seed, setting, made)
-
-    def _wrong(self, t: int, info: dict[str, np.ndarray]) -> str:
-        """What is not finite in a round, in words."""
-        if not info["finite"].all():
-            return nonfinite_message(t, info, self.sim._update_leaves)
-        if self.sim.algorithm.observe is not None:
-            scores = {name: value for name, value in info.items() if name.startswith("test_")}
-            try:
-                fit.check_scores(self.sim.algorithm, t, scores)
-            except ValueError as error:
-                return str(error)
-        return ""
-
-    def runs(self) -> list[Run]:
-        """Each run with its state, which stays where it was trained."""
-        states: dict[int, ServerState] = {}
-        for group, state in zip(self.groups, self.states, strict=True):
-            for lane, run in enumerate(group.runs):
-                states[run] = state if len(group.runs) == 1 else jax.tree.map(lambda a, lane=lane: a[lane], state)
-        return [Run(*run, states[i], self.histories[i]) for i, run in enumerate(self.planned)]
-
-
-def _own(tree: PyTree, placement: NamedSharding) -> PyTree:
-    """Copies of the arrays there. In two steps: JAX takes one device's part of an array that is on several as it is,
-    even where it may not alias."""
-    return copied(jax.device_put(tree, placement), placement)
-
-
-def _run(under_way: _Sweep, t: int, last: int, eval_every: int, measure_every: int, stop: Stop) -> None:
+def _run(
+    under_way: UnderWay,
+    t: int,
+    last: int,
+    eval_every: int,
+    measure_every: int,
+    stop: Stop,
+    saved: SavedRuns | None,
+) -> None:
     """From round t to the last."""
-    groups, measured = range(len(under_way.groups)), bool(under_way.sim._measures)
+    turns, measured = range(len(under_way.turns)), bool(under_way.sim._measures)
+    measure_every, save_every = measure_every if measured else 0, 0 if saved is None else saved.every
+    fresh = True
     try:
         while t < last and not stop.asked:
-            n, measures = _step(t, last, eval_every, measure_every if measured else 0, under_way.seconds)
-            for g in groups:
-                wait_for_turn(under_way.groups[g].mesh)  # here Ctrl-C may interrupt
+            if saved is not None and not fresh and saved.due(t):
+                under_way.catch_up(0, stop)
+                saved.save(under_way.states_of_runs(), under_way.histories)
+            n, measures = _step(t, last, eval_every, measure_every, save_every, under_way.seconds)
+            for number in turns:
+                wait_for_turn(under_way.layout.mesh)  # here Ctrl-C may interrupt
                 with stop.held():  # between donating a state and having the next one
-                    under_way.advance(g, t, n, measures)
-            t += n
-            if eval_every and t % eval_every == 0:
+                    under_way.advance(number, t, n, measures)
+            t, fresh = t + n, False
+            if scored := bool(eval_every) and t % eval_every == 0:
                 under_way.score()
-            under_way.catch_up(len(groups), stop)  # one program of each group in flight, so that no device ever waits
+            if saved is not None and scored and saved.follows_best:
+                under_way.catch_up(0, stop)
+                saved.consider(under_way.states_of_runs(), under_way.histories)
+            under_way.catch_up(len(turns), stop)  # one program of each turn in flight, so that no device ever waits
     except KeyboardInterrupt:
         pass
     except jax.errors.JaxRuntimeError:  # memory may not suffice: `sweep` tries again
@@ -642,20 +444,32 @@ def _run(under_way: _Sweep, t: int, last: int, eval_every: int, measure_every: i
         under_way.catch_up(0, stop)
         if any(under_way.histories):
             with suppress(TypeError):
-                vars(error).update(runs=under_way.runs())
+                vars(error).update(runs=_runs(under_way))
         raise
-    if eval_every:  # the last round, also of a sweep that was stopped
+    if eval_every and (saved is None or t == last):  # the last round, also of a sweep that was stopped for good
         under_way.score()
     under_way.catch_up(0, stop)
+    if saved is not None:
+        with stop.held():
+            saved.finish(under_way.states_of_runs(), under_way.histories)
 
 
-def _step(t: int, last: int, eval_every: int, measure_every: int, seconds: float) -> tuple[int, bool]:
+def _runs(under_way: UnderWay, before: Sequence[list[Record]] | None = None) -> list[Run]:
+    """The runs, with the records that they had before."""
+    before = before or [[] for _ in under_way.planned]
+    name = under_way.sim.algorithm.name
+    parts = zip(under_way.planned, under_way.states_of_runs(), before, under_way.histories, strict=True)
+    return [Run(plan.seed, plan.setting, state, old + new, name) for plan, state, old, new in parts]
+
+
+def _step(t: int, last: int, eval_every: int, measure_every: int, save_every: int, seconds: float) -> tuple[int, bool]:
     """Rounds in the programs that follow round t, and whether they are measured; 0 for ``every``: never."""
 
     def rounds_to(every: int) -> int:
         return every - t % every if every else last - t
 
-    n = min(max(1, int(CHUNK_SECONDS / seconds)), MOST_ROUNDS, last - t, rounds_to(eval_every))
+    most = min(max(1, int(CHUNK_SECONDS / seconds)), programs.MOST_ROUNDS)
+    n = min(most, last - t, rounds_to(eval_every), rounds_to(save_every))
     if not measure_every:
         return n, False
     now = rounds_to(measure_every) == 1

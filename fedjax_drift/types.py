@@ -63,8 +63,12 @@ class Model(NamedTuple):
     cosine: bool = False
     """A promise that `apply` returns cosines in [-1, 1] (LfD needs it)."""
     scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None
-    """``scores(logits [M_test, ...], y [M_test, ...]) -> {name: scalar}`` of all test rows together, in their order:
-    for what is no mean over rows (`fd.ranking.scores()`). Evaluations report it beside loss and accuracy."""
+    """``scores(logits [M, ...], y [M, ...]) -> {name: number, or one a row [M]}``, reported beside loss and accuracy.
+
+    One number is a score of all test rows together, in their order: for what is no mean over rows
+    (`fd.ranking.scores()`). One a row is averaged over the test rows and, in `Simulation.evaluate_clients`, over each
+    client's; it is asked for any number of rows. An entry "accuracy" replaces the default's, which classifiers with
+    several logits have: ``scores=lambda z, y: {"accuracy": (z > 0) == y}`` for one logit and labels 0 and 1."""
 
     def computing_in(self, dtype: Any) -> Model:
         """The same model, computing in ``dtype`` (``jnp.bfloat16``); parameters, logits and updates stay as they are.

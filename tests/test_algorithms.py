@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
+from fedjax_drift import hyper, programs
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.types import ClientResult
 
@@ -162,12 +163,27 @@ def check_client_update(simulation: fd.Simulation) -> None:
 
     algorithm = simulation.algorithm._replace(client_update=spy)
     sim = fd.Simulation(simulation.model, simulation.data, algorithm, cohort_size=3, lanes=1)
-    sim.round_fn(sim.init(jax.random.key(0)))
+    jax.eval_shape(sim.round_fn, sim.init(jax.random.key(0)))
+    assert seen
     for result in seen:
         assert result.weight.shape == () and all(value.shape == () for value in result.metrics.values())
 
 
-CONTRACT = (check_rounds, check_zero_gradient, check_client_update)
+def check_hyper_parameters(simulation: fd.Simulation) -> None:
+    """They are arguments of the compiled round: others compile nothing, and count."""
+    form, numbers = programs.split(simulation._engine)
+    engine = hyper.join(form, [0.9 * number for number in numbers])
+    failing = {"dropout": engine.failures.dropout, "stragglers": engine.failures.stragglers}
+    parts = (simulation.model, simulation.data, engine.algorithm)
+    other = fd.Simulation(*parts, local=engine.local, cohort_size=3, lanes=2, **failing)
+    assert other._programs is simulation._programs and not simulation._constant
+    assert [float(number) for number in other._numbers] == pytest.approx([0.9 * number for number in numbers])
+    state = simulation.init(jax.random.key(SEED))
+    ours, theirs = (jax.tree.leaves(sim.round_fn(state)[0].params) for sim in (simulation, other))
+    assert not all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+CONTRACT = (check_rounds, check_zero_gradient, check_client_update, check_hyper_parameters)
 
 
 def check_contract(algorithm: fd.Algorithm) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import fedjax_drift as fd
 
@@ -29,6 +30,28 @@ def simulation(**options) -> fd.Simulation:
 
 def clients(*pairs) -> fd.FederatedData:
     return fd.FederatedData.from_clients(pairs)
+
+
+def clients_of(pairs, **options) -> fd.FederatedData:
+    return fd.FederatedData.from_clients(pairs, **options)
+
+
+def two_classes(y) -> fd.FederatedData:
+    return fd.FederatedData.from_clients([(X, y)])
+
+
+def dropped() -> fd.Model:
+    """An nnx module with dropout, split by hand."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.drop, self.dense = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(3, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(self.drop(x))
+
+    graph, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+    return fd.Model(lambda key: params, lambda params, x: nnx.merge(graph, params, rest)(x))
 
 
 def regression(loss) -> fd.Model:
@@ -69,6 +92,16 @@ DATA = [
     (lambda: fd.models.lenet5(num_classes=0), "num_classes must be an integer >= 1, got 0"),
     (lambda: fd.models.lenet5(input_shape=(5,)), r"CNN does not accept rows of shape \(5,\)"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0, 1], []]), "client 1 is empty"),
+    (lambda: clients_of({"a": (X, Y), "b": (X[:0], Y[:0])}), "client b is empty|client 1 is empty"),
+    (lambda: clients_of({"a": (X, Y)}, test_clients=[(X, Y)]), "test_clients must be a dict of the clients' names"),
+    (lambda: clients_of({"anna": (X, Y)}, test_clients={"ana": (X, Y)}), "got 'ana', .*: did you mean 'anna'"),
+    (
+        lambda: clients_of([(X, Y)], test_clients={"a": (X, Y)}),
+        "test_clients must be a list, as clients is, got a dict",
+    ),
+    (lambda: clients_of({1: (X, Y), "1": (X, Y)}), "2 different names, one a client, got 2, of which 1 differ"),
+    (lambda: clients_of({"anna": (X, Y)}).client("ana"), "no client is called 'ana' .*: did you mean 'anna'"),
+    (lambda: federation().client("anna"), "no client is called 'anna' .clients have numbers only"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0, 4]]), r"row numbers in 0..3, got 0..4"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0.5]]), r"one axis of row numbers, got float64\[1\]"),
     (lambda: fd.FederatedData(X, Y, np.array([1, 2])), "sum to the 4 rows of x, got 3"),
@@ -106,7 +139,7 @@ SIMULATION = [
     ({"data": clients((X, Y - 1)), "cohort_size": 1}, "got -1..1"),
     (
         {"data": clients((X, Y.astype(np.float32))), "cohort_size": 1},
-        r"integers for the default loss, got float32: pass Model\(loss=...\)",
+        r"integers for the default loss, got float32: pass y.astype\(int\) if .*, or Model\(loss=...\)",
     ),
     ({"model": fd.models.lenet5(3)}, r"does not accept the data's rows, float32\[3\]"),
     ({"local": fd.LocalTraining(optimizer=optax.adam(0.1))}, "pass optax.scale_by_adam"),
@@ -120,10 +153,19 @@ SIMULATION = [
     ({"model": regression(lambda z, y: z @ y[:3])}, "the loss does not accept logits"),
     ({"data": clients((X.astype(int) + 2**40, Y)), "cohort_size": 1}, "data must fit in int32"),
     ({"donate": 1}, "donate must be True or False, got 1"),
+    ({"data": two_classes(2 * (Y > 0) - 1), "cohort_size": 1}, r"got -1..1: number the classes from 0, as np.unique"),
+    ({"data": two_classes(Y > 0), "cohort_size": 1}, r"must be integers for the default loss, got bool: pass y.astype"),
+    ({"model": dropped()}, "it changes a state of its own, as nnx.Dropout .*: use fd.Model.from_nnx"),
+    ({"model": fd.Model(lambda key: {"f": jnp.tanh}, lambda w, x: x)}, "a pytree of arrays alone .*eqx.partition"),
+    (
+        {"model": fd.Model(lambda key: {"rngs": {"count": jnp.uint32(0)}}, lambda w, x: x)},
+        "got uint32 at .*rngs.*: of an nnx module take the parameters alone: fd.Model.from_nnx",
+    ),
     ({"donate": True, "on_nonfinite": "raise"}, "donate=True needs"),
     ({"mesh": jax.make_mesh((1,), ("x",))}, 'with the one axis "clients"'),
 ]
 COHORTS = [
+    (["a"], "no client is called 'a' .clients have numbers only"),
     ([], "at least 1 client id"),
     ([0, 2], r"client ids in 0..1, got 2"),
     ([-1], r"client ids in 0..1, got -1"),
@@ -171,7 +213,7 @@ def test_rounds() -> None:
             sim.run(state, rounds)
     with pytest.raises(ValueError, match="evaluating needs a test set"):
         simulation(data=federation(test=None)).evaluate(state)
-    assert sim._round._cache_size() == 0  # nothing was compiled
+    assert sim._programs.round._cache_size() == 0  # nothing was compiled
 
 
 def test_cpu_devices_must_come_first() -> None:

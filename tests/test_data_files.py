@@ -439,6 +439,7 @@ def test_columns_of_any_numbers(tmp_path: Path, source: str) -> None:
     order = ["a", "b"] if source == "tff" else ["b", "a"]  # HDF5 lists its groups by name
     assert data.sizes.tolist() == [len(train[name][1]) for name in order] and data.x.dtype == np.float32
     np.testing.assert_array_equal(data.x, np.concatenate([train[name][0] for name in order]))
+    assert [name.rpartition(":")[2] for name in data.client_names] == order  # FedJAX's have a hash before a colon
     assert data.test_sizes is not None and data.test_sizes.tolist() == [int(name == "a") for name in order]
     np.testing.assert_array_equal(data.y_test, [5])
 

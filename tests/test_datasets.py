@@ -77,6 +77,7 @@ def test_a_missing_file_is_named_with_the_command_that_makes_it(tmp_path: Path) 
     ) as error:
         load("cifar10")
     assert "fd.datasets.load('cifar10')" in str(error.value)
+    assert "set FEDJAX_DRIFT_DATA to the folder that has it, or pass data_dir" in str(error.value)
     with pytest.raises(FileNotFoundError, match=r"femnist_writers\.npz"):
         load("femnist")
 

@@ -181,7 +181,9 @@ def test_communication_is_what_the_program_says() -> None:
     assert bytes["client states"] == 2 * 5 * 4 * (6 * 4 + 4)  # five of nine clients on a device, there and back
     S = exchange.longest_share(sim._engine.rows_by_rank, 2, 5, 1)
     assert bytes["rows"] == S * (6 + 4)
-    program = sim._round.lower(sim.init(jax.random.key(0)), sim._arrays, None).compile().as_text()
+    program = (
+        sim._programs.round.lower(sim._numbers, sim.init(jax.random.key(0)), sim._arrays, None).compile().as_text()
+    )
     assert program.count(" all-reduce(") == 1
     half = bytes["client states"] // 2  # the new states alone
     assert simulate(rows()).communication() == bytes | {"client states": half, "rows": 0}

@@ -238,7 +238,7 @@ def test_every_algorithm_is_measured(data, name):
 def test_measuring_leaves_rounds_alone(data, measured):
     plain = simulate(data)
     state = plain.init(jax.random.key(0))
-    text = [sim._round.lower(state, sim._arrays, None).as_text() for sim in (plain, measured)]
+    text = [sim._programs.round.lower(sim._numbers, state, sim._arrays, None).as_text() for sim in (plain, measured)]
     assert text[0] == text[1]
     a, b = state, measured.init(jax.random.key(0))
     for _ in range(2):

@@ -488,13 +488,13 @@ def test_hyper_parameters_may_be_traced_and_wider_than_the_parameters() -> None:
         sim = fd.Simulation(model, data, make(value), local=local, cohort_size=3, **options)
         return sim.round_fn(sim.init(jax.random.key(0)), cohort)[0].params
 
-    for make, options in (
-        (lambda value: fd.algorithms.feddc(value), {"measure": "updates"}),
-        (lambda value: fd.algorithms.fedgvr(value), {"on_nonfinite": "raise"}),
-        (lambda value: fd.algorithms.fedreg(beta=value), {}),
+    for make, models, options in (
+        (lambda value: fd.algorithms.feddc(value), (MODEL, half), {"measure": "updates"}),
+        (lambda value: fd.algorithms.fedgvr(value), (MODEL,), {"on_nonfinite": "raise"}),
+        (lambda value: fd.algorithms.fedreg(beta=value), (MODEL,), {}),
     ):
         one = params(make, MODEL, 0.5, **options)
-        for model, tolerance in ((MODEL, 1e-5), (half, 3e-2)):
+        for model, tolerance in zip(models, (1e-5, 3e-2), strict=False):
             many = jax.vmap(lambda value: params(make, model, value, **options))(jnp.array([0.1, 0.5]))  # noqa: B023
             assert many["out"].dtype == model.init(jax.random.key(0))["out"].dtype
             assert_same(jax.tree.map(lambda a: a[1].astype(float), many), one, tolerance)

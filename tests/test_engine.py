@@ -77,15 +77,18 @@ def client_model(state: fd.ServerState, i):
 
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_client_does_not_depend_on_its_companions_or_devices(data, lanes) -> None:
-    results = []
+    results, losses = [], []
     for devices in (1, 2):
         sim = simulate(data, lanes=lanes, devices=devices)
         start = sim.init(jax.random.key(1))
         for cohort in ([3, 1, 4, 5, 9, 2], [29, 28, 27, 26, 25, 3], [3, 4, 14, 24, 8, 18]):
-            results.append(client_model(sim.round_fn(start, cohort=cohort)[0], 3))
+            state, info = sim.round_fn(start, cohort=cohort)
+            results.append(client_model(state, 3))
+            losses.append(float(info["loss"][list(cohort).index(3)]))
     assert not np.array_equal(results[0]["a"], client_model(start, 3)["a"])
     for result in results[1:]:
         assert_equal(result, results[0])
+    assert len(set(losses)) == 1
 
 
 def test_a_client_does_not_depend_on_the_longest_client(data) -> None:
@@ -109,6 +112,22 @@ def test_lanes_and_devices_agree(data) -> None:
     reference = after_three_rounds(None, 1)
     for lanes, devices in [(1, 2), (5, 1), (5, 2), (25, 1), (25, 2)]:
         assert_close(after_three_rounds(lanes, devices), reference)
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 6])
+def test_a_users_choice_of_random_bits_changes_nothing(data, lanes) -> None:
+    """With the other form of threefry a client's shuffle would depend on the largest client beside it."""
+    sim = simulate(data, lanes=lanes)
+    state = sim.init(jax.random.key(1))
+    expected, info = sim.round_fn(state, cohort=[3, 1, 4, 5, 9, 2])
+    with jax.threefry_partitionable(False):
+        other = simulate(data, lanes=lanes)
+        assert_equal(other.init(jax.random.key(1)).params, state.params)
+        found, loss = other.round_fn(state, cohort=[3, 1, 4, 5, 9, 2])
+        scanned, _ = jax.lax.scan(lambda s, _: other.round_fn(s, cohort=jnp.array([3, 1, 4, 5, 9, 2])), state, None, 1)
+    assert_equal(loss["loss"], info["loss"])
+    assert_equal(found.clients, expected.clients)
+    assert_close(scanned.clients, expected.clients)
 
 
 def test_ten_rounds_compile_once(data) -> None:
@@ -207,7 +226,7 @@ def test_states_may_come_from_other_devices_or_from_numpy(data) -> None:
 def test_the_data_set_is_an_argument_not_a_constant(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))
-    text = sim._round.lower(state, sim._arrays, None).as_text()
+    text = sim._programs.round.lower(sim._numbers, state, sim._arrays, None).as_text()
     assert f"tensor<{sum(SIZES)}x{FEATURES}xf32>" in text  # as an argument
     assert not [line for line in text.splitlines() if "constant" in line and len(line) > 2000]
 
@@ -219,7 +238,7 @@ def test_memory_does_not_grow_with_the_cohort() -> None:
     def scratch(cohort_size: int) -> int:
         model = fd.models.linear((500,), 10)
         sim = simulate(many, fd.algorithms.fedavg(), model=model, cohort_size=cohort_size, lanes=2)
-        compiled = sim._round.lower(sim.init(jax.random.key(0)), sim._arrays, None).compile()
+        compiled = sim._programs.round.lower(sim._numbers, sim.init(jax.random.key(0)), sim._arrays, None).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     one_message = 4 * 5010
@@ -244,7 +263,7 @@ def test_every_epoch_visits_every_row_once() -> None:
 def test_devices_meet_once_to_add_up(data) -> None:
     sim = simulate(data, fd.algorithms.feddc(0.1), devices=2)  # which has three messages and two states
     state = sim.init(jax.random.key(0))
-    program = sim._round.lower(state, sim._arrays, None).compile().as_text()
+    program = sim._programs.round.lower(sim._numbers, state, sim._arrays, None).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", program)) == 1
     gathered = re.findall(r" = (\S+) all-gather(?:-start)?\(", program)
     whole = [shape for shape in gathered if not re.match(r"\w+\[2,5,1\]", shape)]  # what is there for each client aside
@@ -384,6 +403,31 @@ def test_uint8_images_reach_the_model_scaled() -> None:
     assert sim.evaluate(sim.init(jax.random.key(0)))["loss"] == pytest.approx((-0.4 + 0 + 1.6) / 3)
 
 
+def test_clients_have_names_and_rows_are_decoded_as_the_model_sees_them() -> None:
+    rng = np.random.default_rng(0)
+    rows = {
+        name: (rng.integers(0, 256, (n, 2, 3), np.uint8), rng.integers(0, 2, n)) for n, name in ((3, "b"), (5, "a"))
+    }
+    tests = {"a": (rows["a"][0][:2], rows["a"][1][:2])}
+    data = fd.FederatedData.from_clients(rows, test_clients=tests, mean=[0.1, 0.2, 0.3], std=0.5)
+    assert data.client_names == ("b", "a") and data.test_sizes.tolist() == [0, 2] and data.id_of("a") == 1
+    for name, (x, y) in rows.items():
+        assert_equal(data.client(name), (x, y))
+    seen = (data.x_test / np.float32(255) - np.array([0.1, 0.2, 0.3], "f4")) / np.float32(0.5)
+    np.testing.assert_allclose(data.decode(data.x_test), seen, rtol=1e-6)
+    model = fd.models.linear((2, 3), 2)
+    sim = simulate(data, fd.algorithms.fedavg(), model=model, cohort_size=1)
+    state = sim.init(jax.random.key(0))
+    right = np.argmax(model.apply(state.params, data.decode(data.x_test)), 1) == data.y_test
+    assert sim.evaluate(state)["accuracy"] == pytest.approx(right.mean())
+    by_name, by_id = (sim.round_fn(state, cohort=cohort)[0].params for cohort in (["a", "b"], [1, 0]))
+    assert_equal(by_name, by_id)
+    assert data.redealt().client_names == ("b", "a")
+    plain = fd.FederatedData.from_clients(list(rows.values()))
+    np.testing.assert_allclose(plain.decode(plain.x), plain.x / np.float32(255), rtol=1e-6)
+    assert plain.decode(np.arange(3)).dtype == jnp.int32 and plain.client_names is None
+
+
 def test_dropout_draws_anew_in_training_and_not_in_evaluation() -> None:
     x, y = np.ones((8, 28, 28, 1), np.float32), np.zeros(8, int)
     images = fd.FederatedData.from_clients([(x, y)], test=(x, y))
@@ -428,7 +472,8 @@ def test_ctrl_c_returns_what_is_done(data, how, capsys) -> None:
     state, history = sim.run(start, 50, eval_every=7, progress=False, on_round=interrupt)
     assert history[-1]["accuracy"] == sim.evaluate(state)["accuracy"]
     assert [record["round"] for record in history] == [*range(1, len(history) + 1)]
-    assert 3 <= len(history) < 10 and int(state.round) == len(history)
+    # Programs end with an evaluation at the latest: that with round 3, and the one that was on its way.
+    assert 3 <= len(history) <= 14 and int(state.round) == len(history)
     assert_equal(state.params, sim.run(start, len(history), eval_every=0, progress=False)[0].params)
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -437,14 +482,14 @@ def test_a_second_ctrl_c_in_the_last_evaluation_returns_what_is_done(data, monke
     sim = simulate(data)
     start = sim.init(jax.random.key(0))
     sim.round_fn(start)
-    evaluate = sim._evaluate
+    evaluate = sim._scores
 
     def interrupted(*arguments):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(sim, "_evaluate", interrupted)
+    monkeypatch.setattr(sim, "_scores", interrupted)
     state, history = sim.run(start, 3, eval_every=100, progress=False)
     assert int(state.round) == 3 == len(history) and "accuracy" not in history[-1]
 

@@ -259,3 +259,48 @@ def test_any_nnx_module() -> None:
     outputs = {float(fixed.train_apply(fixed.init(jax.random.key(0)), x, jax.random.key(k)).sum()) for k in range(6)}
     assert len(outputs) > 3  # a module's own random streams are seeded anew for every step
     np.testing.assert_array_equal(fixed.init(jax.random.key(5))["dense"]["kernel"], instance.dense.kernel[...])
+
+    class Tokens(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed, self.dense = nnx.Embed(9, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(self.embed(x).mean(1))
+
+    model = fd.Model.from_nnx(Tokens, (5,), input_dtype=jnp.int32)
+    assert model.apply(model.init(jax.random.key(0)), jnp.ones((2, 5), jnp.int32)).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"Tokens does not accept rows of shape \(5,\): .*input_dtype=jnp.int32"):
+        fd.Model.from_nnx(Tokens, (5,))
+
+
+class Equinox:
+    """Stands for an Equinox module, which is known by where its class comes from."""
+
+    __module__ = "equinox._module"
+
+
+class Linen(nn.Module):
+    def __call__(self, x):
+        return x
+
+
+class Nnx(nnx.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: fd.Model.from_linen(Linen, (3,)), "got the class Linen: pass Net"),
+        (lambda: fd.Model.from_linen(Nnx(), (3,)), "got a Nnx: use Model.from_nnx"),
+        (lambda: fd.Model.from_linen(lambda x: x, (3,)), "got a function: use fd.Model"),
+        (lambda: fd.Model.from_linen(Equinox(), (3,)), "got a Equinox: of an Equinox module fd.Model.*eqx.partition"),
+        (lambda: fd.Model.from_nnx(Linen()), "got a Linen: use Model.from_linen"),
+        (lambda: fd.Model.from_nnx(Equinox()), "eqx.partition.*eqx.combine"),
+        (lambda: fd.Model.from_nnx(nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))), "got a tuple: .* before nnx.split"),
+        (lambda: fd.Model.from_nnx(lambda rngs: 3), "module must make an nnx.Module of nnx.Rngs, got a int"),
+    ],
+)
+def test_modules_of_another_kind_are_told_where_to_go(make, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()

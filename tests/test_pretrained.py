@@ -37,6 +37,13 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
         ValueError, match=r"got shape \[4, 2\] for .*kernel, which is shape \[5, 2\] in the model .1 arrays"
     ):
         load_params(large, tmp_path / "small.npz")
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(
+        ValueError, match="it is a safetensors file, not an npz: .*safetensors.numpy.load_file"
+    ) as error:
+        load_params(small, tmp_path / "a.safetensors")
+    assert "pickle" not in str(error.value)
     np.savez(tmp_path / "fewer.npz", np.zeros(3))
     with pytest.raises(ValueError, match="got nothing for classifier/dense/bias, which is"):
         load_params(small, tmp_path / "fewer.npz")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift import engine
+from fedjax_drift import engine, sharding
 from fedjax_drift.bank import Bank
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 ragged clients
@@ -109,7 +109,7 @@ def test_a_part_of_the_states_is_on_each_device(data) -> None:
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
     leaf = jax.tree.leaves(state.clients)[0]
     assert leaf.shape[0] == 10 and {shard.data.shape[0] for shard in leaf.addressable_shards} == {5}
-    compiled = sim._donating_round.lower(state, sim._arrays, None).compile()
+    compiled = sim._programs.donating_round.lower(sim._numbers, state, sim._arrays, None).compile()
     assert "all-gather" not in "".join(
         line for line in compiled.as_text().splitlines() if "f32[10," in line
     )  # nobody ever holds the whole bank
@@ -160,6 +160,23 @@ def test_a_folder_of_states_is_reopened_only_by_its_own_run(data, tmp_path) -> N
             simulate(others, algorithm, bank=tmp_path / "bank").reopen(saved)
     with pytest.raises(ValueError, match="key"):
         build().reopen(saved._replace(key=jax.random.key(1)))
+    for other, message in (
+        (build(local=fd.LocalTraining(epochs=2, batch_size=4, lr=0.3)), "local.lr.: 0.2 in the bank, not 0.3"),
+        (build(cohort_size=8), "cohort_size.: 7 in the bank, not 8"),
+        (build(dropout=0.5), "failures.dropout"),
+    ):  # one identity for folders of states and for checkpoints
+        with pytest.raises(ValueError, match=f"belongs to another simulation: .*{message}"):
+            other.reopen(saved)
+
+
+def test_a_folder_of_states_knows_its_hyper_parameters(data, tmp_path) -> None:
+    build = lambda alpha: simulate(data, fd.algorithms.feddc(alpha), bank=tmp_path / "bank")  # noqa: E731
+    state = build(0.1).init(jax.random.key(0))
+    saved = jax.device_get(state._replace(clients=()))
+    state.clients.close()
+    with pytest.raises(ValueError, match="alpha'?: 0.1 in the bank, not 0.01"):
+        build(0.01).reopen(saved)
+    assert int(build(0.1).reopen(saved).round) == 0
 
 
 def test_a_round_that_is_refused_leaves_the_states(data) -> None:
@@ -247,7 +264,7 @@ def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
     launch = sim._launch
 
     def small(program, *arguments):
-        if sim.lanes > 1 and program in (sim._round, sim._rounds):
+        if sim.lanes > 1 and program in ("round", "rounds"):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
         return launch(program, *arguments)
 
@@ -262,6 +279,95 @@ def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")))  # fmt: skip
     with pytest.raises(MemoryError, match="even with 1 lane"):
         sim.round_fn(start)
+
+
+def needing_memory() -> fd.Model:
+    """A linear model that takes 2^50 bytes, which no machine has, as soon as clients train side by side."""
+
+    @jax.custom_batching.custom_vmap
+    def taking(x: jax.Array) -> jax.Array:
+        return x
+
+    @taking.def_vmap
+    def _(size, batched, x):
+        large = jnp.ones((2**24, 2**24)) * x.sum()
+        large = jax.lax.fori_loop(0, 2 + (x.sum() > 1e30).astype(int), lambda i, a: jnp.roll(a, 1) * 1.1, large)
+        return x + 0 * large.sum(), True
+
+    taken = jax.custom_vjp(taking)
+    taken.defvjp(lambda x: (taking(x), None), lambda _, g: (g,))
+    return fd.Model(
+        lambda key: jnp.zeros((6, 4)), lambda w, x: x @ w, train_apply=lambda w, x, key: taken(x) @ w
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("method", ["round_fn", "run"])
+def test_a_program_that_fails_leaves_the_state_unless_it_was_donated(data, method, devices) -> None:
+    """XLA itself runs out of memory here, once the state has been given to the program."""
+
+    def simulation(**options) -> fd.Simulation:
+        mesh = fd.clients_mesh(jax.devices()[:devices])
+        return fd.Simulation(
+            needing_memory(), data, fd.algorithms.scaffold(), cohort_size=4, mesh=mesh, **options
+        )  # fmt: skip
+
+    def one(sim: fd.Simulation, state: fd.ServerState) -> fd.ServerState:
+        return sim.round_fn(state)[0] if method == "round_fn" else sim.run(state, 1, progress=False)[0]
+
+    alone = simulation(lanes=1)
+    state = alone.init(jax.random.key(0))
+    expected = one(alone, state)
+    sim = simulation(lanes=2)
+    with pytest.warns(UserWarning, match="2 lanes do not fit in a device's memory, going on with 1"):
+        found = one(sim, state)  # from the very state that the failed program was given
+    assert sim.lanes == 1
+    assert_close(found.server, expected.server)
+    donating = simulation(lanes=2, donate=True)
+    own = donating.init(jax.random.key(0))
+    with pytest.raises(MemoryError, match="the state was donated to the round that failed: .* with lanes=1"):
+        one(donating, own)
+    assert own.params.is_deleted()
+    assert_close(one(alone, state).server, expected.server)  # a failure is over: no later call raises it again
+
+
+def test_without_a_cpu_backend_the_accelerator_draws(data, monkeypatch) -> None:
+    """JAX_PLATFORMS=cuda registers no CPU."""
+    sim = simulate(data, bank="host", stream=True)
+    expected, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
+    local_devices = jax.local_devices
+
+    def without(*arguments, backend=None, **options):
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend cpu")
+        return local_devices(*arguments, backend=backend, **options)
+
+    monkeypatch.setattr(jax, "local_devices", without)
+    again = simulate(data, bank="host", stream=True)
+    assert_close(again.run(again.init(jax.random.key(0)), 2, progress=False)[0].server, expected.server, 0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "16000", "memory.max": "90000"}, 16000),
+        ("0::/\n", {"memory.max": "max"}, np.inf),
+        ("9:cpu:/x\n5:memory,hugetlb:/docker/a\n", {"memory/docker/a/memory.limit_in_bytes": "7000"}, 7000),
+        ("0::/gone\n", {}, np.inf),
+        (None, {}, np.inf),
+    ],
+)
+def test_a_containers_memory_counts(groups, limits, expected, tmp_path, monkeypatch) -> None:
+    for name, text in limits.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    assert sharding.container_memory(tmp_path) == expected
+    monkeypatch.setattr(sharding, "container_memory", lambda: 1000.0)
+    assert sharding.memory_of(fd.clients_mesh(jax.devices()[:2])) == 500.0
 
 
 def test_cohorts_of_huge_federations_are_uniform() -> None:
@@ -281,7 +387,8 @@ def test_many_rounds_are_one_program(data, caplog) -> None:
     start = sim.init(jax.random.key(0))
     with jax.log_compiles(), caplog.at_level("WARNING"):
         state, history = sim.run(start, 150, eval_every=70, progress=False)
-    assert len([r for r in caplog.records if r.message.startswith("Compiling jit(rounds)")]) == 1
+    # None, if a simulation of the same form was run before.
+    assert len([r for r in caplog.records if r.message.startswith("Compiling jit(rounds)")]) <= 1
     assert [r["round"] for r in history] == list(range(1, 151))
     assert [r["round"] for r in history if "loss" in r] == [70, 140, 150]
     by_hand = start

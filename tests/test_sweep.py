@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 
@@ -17,7 +19,7 @@ import fedjax_drift as fd
 from fedjax_drift.sweep import Run, grid, sweep
 
 FEATURES, CLASSES = 6, 4
-MODULE = import_module("fedjax_drift.sweep")
+MODULE, TURNS = import_module("fedjax_drift.sweep"), import_module("fedjax_drift.turns")
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,31 @@ def test_one_trace_however_many_runs_rounds_and_devices(data) -> None:
     assert traces(1, 2, 1) == traces(3, 7, 2)
 
 
+def test_a_sweep_over_two_devices_compiles_once(data, caplog) -> None:
+    def build(lr):
+        return simulate(data, fd.algorithms.slowmo(0.4), local=local(lr=lr), model=mlp())
+
+    sim = build(0.1)
+    for sweeping in (lambda: quietly(build, 2, settings=grid(lr=[0.1, 0.3, 0.2])), lambda: sim.sweep(2, range(3))):
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            runs = sweeping()
+        for name in ("init", "rounds", "evaluate"):
+            assert len([r for r in caplog.records if r.message.startswith(f"Compiling jit({name})")]) <= 1, name
+        assert {run.state.params["a"].devices().pop() for run in runs} == set(jax.devices()[:2])
+
+
+def test_another_rate_compiles_nothing_in_a_sweep_of_seeds(data) -> None:
+    model = mlp()
+    first, second = (simulate(data, model=model, local=local(lr=lr)) for lr in (0.1, 0.3))
+    runs = first.sweep(2, range(3), progress=False)
+    traces = model.apply.traces
+    others = second.sweep(2, range(3), progress=False)
+    assert model.apply.traces == traces
+    assert runs[0].history[1]["train_loss"] != others[0].history[1]["train_loss"]
+    assert_as_alone(lambda: second, others, 2, 1e-5)
+
+
 def test_seeds_alone_compile_once_for_all_sweeps_of_a_simulation(sim) -> None:
     first = quietly(lambda: sim, 2, seeds=range(2))
     traces = MLP.apply.traces
@@ -213,17 +240,17 @@ def test_an_error_of_on_round_keeps_what_is_done(sim) -> None:
 
 
 def test_fewer_runs_side_by_side_when_memory_does_not_suffice(data, monkeypatch) -> None:
-    launch = MODULE.launch
+    launch = TURNS.launch
 
     def small(mesh, program, values, *rest):
-        if np.ndim(values["lr"]) and len(values["lr"]) > 2:
+        if len(values["lr"]) > 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return launch(mesh, program, values, *rest)
 
     def build(lr):
         return simulate(data, devices=1, local=local(lr=lr))
 
-    monkeypatch.setattr(MODULE, "launch", small)
+    monkeypatch.setattr(TURNS, "launch", small)
     with pytest.warns(UserWarning, match="5 runs side by side do not fit in a device's memory, going on with 2"):
         runs = quietly(build, 1, settings=grid(lr=[0.1, 0.2, 0.3, 0.4, 0.5]), eval_every=0, together=5)
     assert_as_alone(build, runs[3:4], 1, 1e-5, eval_every=0)
@@ -283,6 +310,70 @@ def test_client_states_of_all_runs_must_fit(data, monkeypatch) -> None:
         ValueError, match=r"client states of 7 runs must fit in the devices' memory, got 0.0 GB on each"
     ):
         quietly(lambda: sim, 0, seeds=range(7))
+
+
+def saving(data, lr=0.1, **options) -> fd.Simulation:
+    return simulate(data, fd.algorithms.scaffold(), local=local(lr=lr), **options)
+
+
+def told(runs: list[Run]) -> list:
+    return [[{k: v for k, v in record.items() if k != "seconds"} for record in run.history] for run in runs]
+
+
+@pytest.mark.as_users
+@pytest.mark.parametrize("ends", ["ctrl-c", "killed", "sigterm", "error"])
+def test_a_sweep_that_was_stopped_goes_on_bit_for_bit(data, ends, tmp_path) -> None:
+    """Three runs on two devices; whatever ended the sweep, the same call finishes it, and a third returns at once."""
+    build, how = partial(saving, data), {"settings": grid(lr=[0.1, 0.2, 0.3]), "seeds": [5], "eval_every": 4}
+    whole = quietly(build, 9, **how)
+    saved = fd.Checkpoints(tmp_path, every=2, keep=2)
+
+    class Killed(BaseException):
+        pass
+
+    def end(seed: int, setting: dict, record: dict) -> None:
+        if record["round"] == 5 and setting["lr"] == 0.2:
+            if ends == "killed":
+                raise Killed
+            if ends == "error":
+                raise OSError("no network")
+            signal.raise_signal(signal.SIGINT if ends == "ctrl-c" else signal.SIGTERM)
+
+    outcome = {"killed": Killed, "error": OSError, "sigterm": SystemExit}.get(ends)
+    with pytest.raises(outcome) if outcome else nullcontext():
+        quietly(build, 9, checkpoints=saved, on_round=end, **how)
+    assert {folder.name for folder in tmp_path.iterdir()} == {f"lr={lr}-seed-5" for lr in (0.1, 0.2, 0.3)}
+    seen: list[tuple] = []
+    runs = quietly(build, 9, checkpoints=saved, on_round=lambda *each: seen.append(each), **how)
+    assert len(seen) < 3 * 9 and min(record["round"] for _, _, record in seen) > 2
+    for found, expected in zip(runs, whole, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found.state._replace(key=0), expected.state._replace(key=0))
+    assert told(runs) == told(whole)
+    again = quietly(build, 9, checkpoints=saved, on_round=lambda *each: pytest.fail("done already"), **how)
+    assert told(again) == told(whole)
+    state, history = fd.Checkpoints(tmp_path / "lr=0.2-seed-5").restore(build(0.2))  # each is a run's own
+    assert int(state.round) == 9 and told(whole)[1] == [{k: v for k, v in r.items() if k != "seconds"} for r in history]
+
+
+def test_runs_of_which_some_are_behind_go_on_together(data, tmp_path) -> None:
+    """A kill between the saves of two runs: what one has more is done again. More rounds go on from the end."""
+    sim = saving(data)
+    whole = quietly(lambda: sim, 8, seeds=range(3), eval_every=3)
+    saved = fd.Checkpoints(tmp_path, every=2)
+    quietly(lambda: sim, 6, seeds=range(3), eval_every=3, checkpoints=saved)
+    shutil.rmtree(tmp_path / "seed-1" / "00000006")
+    runs = quietly(lambda: sim, 8, seeds=range(3), eval_every=3, checkpoints=saved)
+    for found, expected in zip(runs, whole, strict=True):
+        jax.tree.map_with_path(close(1e-6), found.state._replace(key=0), expected.state._replace(key=0))
+        assert [r["round"] for r in found.history] == list(range(1, 9))
+    with pytest.raises(ValueError, match="rounds must be at least the 8 that are done in .*, got 4"):
+        quietly(lambda: sim, 4, seeds=range(3), checkpoints=saved)
+    with pytest.raises(ValueError, match="another simulation: local.lr: 0.1 in the checkpoint, not 0.5"):
+        quietly(lambda: saving(data, 0.5), 9, seeds=range(3), checkpoints=saved)
+    with pytest.raises(ValueError, match="leave start out"):
+        quietly(lambda: sim, 9, seeds=range(3), checkpoints=saved, start=runs)
+    with pytest.raises(ValueError, match="differ in a number, got lr=0.1-seed-0 twice"):
+        quietly(partial(saving, data), 1, settings=grid(lr=[0.1, 0.1, 0.2]), checkpoints=tmp_path / "twice")
 
 
 @pytest.mark.parametrize("together", [1, 2])

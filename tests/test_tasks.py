@@ -78,16 +78,49 @@ def test_scores_see_every_test_row_in_its_place() -> None:
 @pytest.mark.parametrize(
     "scores, message",
     [
-        (lambda z, y: z.mean(), "must return a dict of scalars .* got ShapeDtypeStruct"),
-        (lambda z, y: {"auc": z.mean(0)}, r"must return a dict of scalars .* got \{'auc': \[3\]\}"),
+        (lambda z, y: z.mean(), "must return a dict of numbers .* got a ShapeDtypeStruct"),
+        (lambda z, y: {"auc": z.mean(0)}, r"must return numbers, or one a row, \[11\] .* got \[3\] for 'auc'"),
         (lambda z, y: {"loss": z.mean()}, "needs names of its own, got loss"),
-        (lambda z, y: {"auc": float(z.mean())}, r"does not accept the test set's logits \[11, 3\] with labels \[11\]"),
+        (lambda z, y: {"right": z[:, 0], "n": z[:5, 0]}, r"numbers, or one a row, \[11\] .* got \[5\] for 'n'"),
+        (lambda z, y: {"right": jnp.resize(z, 11)}, r"one a row .* for 7 rows: right \[11\]|any number of rows"),
+        (lambda z, y: {"auc": float(z.mean())}, r"does not accept 11 rows of logits \[3\] with labels \[\]"),
         (fd.ranking.scores(), "a ranking needs one logit a row"),
     ],
 )
 def test_scores_are_tried_before_anything_compiles(scores: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scored(scores)
+
+
+def test_a_score_a_row_is_averaged_for_all_and_for_each_client() -> None:
+    """A binary classifier with one logit has the accuracy that its scores give it, everywhere."""
+    rng = np.random.default_rng(0)
+    sizes, tests = [5, 9, 3, 12], [4, 0, 3, 6]
+    clients = [(rng.normal(size=(n, 3)).astype("f4"), rng.integers(0, 2, n)) for n in sizes]
+    own = [(rng.normal(size=(n, 3)).astype("f4"), rng.integers(0, 2, n)) for n in tests]
+    data = fd.FederatedData.from_clients(clients, test_clients=own)
+    model = fd.Model(
+        init=lambda key: jax.random.normal(key, (3,)),
+        apply=lambda w, x: x @ w,
+        loss=fd.models.binary_cross_entropy,
+        scores=lambda z, y: {"accuracy": (z > 0) == (y == 1), "auc": fd.ranking.auc(z, y)},
+    )
+    sim = fd.Simulation(model, data, fd.algorithms.fedgvr(), cohort_size=2, eval_batch_size=4)  # which needs accuracy
+    state, history = sim.run(sim.init(jax.random.key(0)), 2, eval_every=1, progress=False)
+    z = data.x_test @ np.asarray(state.params)
+    right, ends = (z > 0) == data.y_test, np.cumsum(tests)
+    scores, each = sim.evaluate(state), sim.evaluate_clients(state, fine_tune=1)
+    assert scores["accuracy"] == history[-1]["accuracy"] == pytest.approx(right.mean())
+    assert scores["auc"] == pytest.approx(float(fd.ranking.auc(z, data.y_test)))
+    assert set(each) == {"loss", "accuracy", "personal_loss", "personal_accuracy"}  # auc is of all rows
+    for i, (n, end) in enumerate(zip(tests, ends, strict=True)):
+        assert each["accuracy"][i] == pytest.approx(right[end - n : end].mean()) if n else np.isnan(each["accuracy"][i])
+    assert sim.sweep(2, [0], progress=False)[0].history[-1]["accuracy"] == pytest.approx(right.mean())
+    # A scalar of that name replaces a classifier's own, of which there is then none a client.
+    top = fd.models.linear((3,), 2)._replace(scores=lambda z, y: {"accuracy": jnp.asarray(0.25)})
+    replaced = fd.Simulation(top, data, fd.algorithms.fedavg(), cohort_size=2)
+    start = replaced.init(jax.random.key(0))
+    assert replaced.evaluate(start)["accuracy"] == 0.25 and "accuracy" not in replaced.evaluate_clients(start)
 
 
 # ---------------------------------------------------------------- MovieLens and DIN

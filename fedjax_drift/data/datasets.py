@@ -690,8 +690,8 @@ def _arrays_of_tfds(
     try:
         return files.cached(f"{_flat(name)}_tfds.npz", spec, lambda: ours(files.from_tfds(name)))
     except FileNotFoundError as error:
-        online = f"pass its folder as data_dir, or, on a machine with a network, {_prepare(name)}"
-        fix = f"tensorflow-datasets has none either: {error}. Either {by_hand}, and {online}"
+        online = f"on a machine with a network, {_prepare(name)}"
+        fix = f"{by_hand}, or, {online} (tensorflow-datasets has none here: {error})"
         raise _absent(name, filenames, data_dir, fix) from error
 
 
@@ -716,7 +716,10 @@ def _folder(name: str, data_dir: DataDir) -> Path:
 
 def _absent(name: str, filenames: tuple[str, ...], data_dir: DataDir, fix: str) -> FileNotFoundError:
     places = " or ".join(str(folder / file) for folder in files.folders(data_dir) for file in filenames)
-    return FileNotFoundError(f"{name} is read from {places}, which is not there: {fix}")
+    there = "put it there"
+    if data_dir is None:
+        there = "set FEDJAX_DRIFT_DATA to the folder that has it, or pass data_dir"
+    return FileNotFoundError(f"{name} is read from {places}, which is not there: {there}. To get it, {fix}")
 
 
 def _incomplete(name: str, path: Path, error: FileNotFoundError) -> FileNotFoundError:

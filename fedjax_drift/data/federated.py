@@ -6,11 +6,13 @@ integers and a minibatch is a gather by row number. Nothing is padded, nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import checks
@@ -45,6 +47,8 @@ class FederatedData:
     redeal: float | str | None = None
     """What `redealt` sets. "evenly": every round the cohort's rows are pooled and dealt evenly. A number alpha > 0:
     pooled, and each class dealt by Dirichlet(alpha). None: clients train on their own rows."""
+    client_names: tuple[str, ...] | None = None
+    """[N] a name of each client, all different; None where clients have numbers only."""
 
     def __post_init__(self) -> None:
         _check_pair(self.x, self.y, "training data")
@@ -104,6 +108,14 @@ class FederatedData:
             checks.positive("alpha", self.redeal, "0.01 deals very unevenly, 100 almost alike; None deals evenly")
             _check_classes(self.y, "dealing by Dirichlet(alpha) needs")
             object.__setattr__(self, "redeal", float(self.redeal))
+        if self.client_names is not None:
+            names = tuple(map(str, self.client_names))
+            if len(names) != len(sizes) or len(set(names)) < len(names):
+                raise ValueError(
+                    f"client_names must be {len(sizes)} different names, one a client, got {len(names)}, of which "
+                    f"{len(set(names))} differ"
+                )
+            object.__setattr__(self, "client_names", names)
 
     @property
     def num_clients(self) -> int:
@@ -123,20 +135,33 @@ class FederatedData:
     @classmethod
     def from_clients(
         cls,
-        clients: Sequence[Pair],
+        clients: Sequence[Pair] | Mapping[Any, Pair],
         test: Pair | None = None,
         *,
-        test_clients: Sequence[Pair] | None = None,
+        test_clients: Sequence[Pair] | Mapping[Any, Pair] | None = None,
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
         name: str = "data",
     ) -> FederatedData:
         """A federation from one ``(x_i, y_i)`` pair of arrays per client, of any sizes >= 1.
 
+        A dict name -> pair gives the clients names, which the federation keeps (`client_names`); its order is theirs.
         ``test=(x, y)`` is a pooled test set; ``test_clients`` instead gives each client's own test rows (a client may
-        have none), and `Simulation.evaluate` pools them. Raises ValueError for an empty client, lengths that don't
-        match, mixed dtypes or row shapes, and non-finite inputs.
+        have none; of named clients those without may be left out), and `Simulation.evaluate` pools them. Raises
+        ValueError for an empty client, lengths that don't match, mixed dtypes or row shapes, and non-finite inputs.
+
+        >>> x, y = np.ones((2, 3), np.float32), np.array([0, 1])
+        >>> data = FederatedData.from_clients({"ann": (x, y), "bob": (x[:1], y[:1])})
+        >>> data.client_names, data.id_of("bob")
+        (('ann', 'bob'), 1)
         """
+        client_names = None
+        if isinstance(clients, Mapping):
+            client_names = tuple(map(str, clients))
+            test_clients = _in_order(test_clients, clients)
+            clients = list(clients.values())
+        elif isinstance(test_clients, Mapping):
+            raise ValueError("test_clients must be a list, as clients is, got a dict: give the clients names, too")
         x, y, sizes = _concatenate(clients, "client", allow_empty=False)
         test_sizes = None
         if test_clients is not None:
@@ -149,7 +174,7 @@ class FederatedData:
             *pooled, test_sizes = _concatenate(test_clients, "test client", allow_empty=True)
             test = (pooled[0], pooled[1])
         x_test, y_test = _optional_pair(test)
-        return cls(x, y, sizes, x_test, y_test, test_sizes, mean, std, name)
+        return cls(x, y, sizes, x_test, y_test, test_sizes, mean, std, name, client_names=client_names)
 
     @classmethod
     def from_partition(
@@ -181,12 +206,32 @@ class FederatedData:
             x_test, y_test = x_test[test_rows], y_test[test_rows]
         return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
 
-    def client(self, i: int) -> Pair:
-        """Client i's training rows ``(x [n_i, ...], y [n_i, ...])``, as stored."""
+    def client(self, i: int | str) -> Pair:
+        """Client i's training rows ``(x [n_i, ...], y [n_i, ...])``, as stored; i: its id, or its name."""
+        i = self.id_of(i) if isinstance(i, str) else i
         if not 0 <= i < self.num_clients:
             raise ValueError(f"a client id must be in 0..{self.num_clients - 1}, got {i}")
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return self.x[rows], self.y[rows]
+
+    def id_of(self, name: str) -> int:
+        """The id, in 0..N-1, of the client of this name. ValueError for a name that no client has."""
+        if (found := self._ids.get(name)) is None:
+            known = "clients have numbers only" if self.client_names is None else f"{self.num_clients} have names"
+            raise ValueError(f"no client is called {name!r} ({known}){checks.nearest(name, self._ids)}")
+        return found
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.client_names or ())}
+
+    def decode(self, x: Any) -> jax.Array:
+        """Rows as the model sees them: uint8 images as float32 in [0, 1], or standardised by ``mean`` and ``std``.
+
+        A round and an evaluation do this themselves; ``model.apply(params, data.decode(data.x_test))`` needs it.
+        x: [..., *row shape], as stored.
+        """
+        return decode(jnp.asarray(x), self.mean, self.std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
         """The same data (no copy), but every round the cohort's rows are pooled and dealt anew among its clients.
@@ -236,6 +281,31 @@ class FederatedData:
             f"FederatedData({self.name!r}: {self.num_clients:,} clients, {len(self.x):,} rows of "
             f"{self.x.dtype}{list(self.x.shape[1:])}, {self.sizes.min()} to {self.sizes.max()} a client, {test})"
         )
+
+
+def decode(x: jax.Array, mean: np.ndarray | None, std: np.ndarray | None) -> jax.Array:
+    """What the model sees of stored rows, see `FederatedData.decode`."""
+    if x.dtype == jnp.uint8:
+        x = x.astype(jnp.float32) / 255
+    if mean is not None and std is not None:
+        mean, std = (value.reshape((1,) * (x.ndim - value.ndim) + value.shape) for value in (mean, std))
+        x = (x - mean) / std
+    return x
+
+
+def _in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] | None:
+    """The test rows of named clients, in the clients' order; no rows for those that are left out."""
+    if test_clients is None:
+        return None
+    if not isinstance(test_clients, Mapping):
+        raise ValueError(
+            f"test_clients must be a dict of the clients' names, as clients is, got a {type(test_clients).__name__}"
+        )
+    if unknown := [name for name in test_clients if name not in clients]:
+        near = checks.nearest(unknown[0], map(str, clients))
+        raise ValueError(f"test_clients must name clients, got {unknown[0]!r}, which is none of them{near}")
+    empty = next(((np.asarray(x)[:0], np.asarray(y)[:0]) for x, y in test_clients.values()), None)
+    return [test_clients.get(name, empty) for name in clients]
 
 
 def _pair(pair: Pair, what: str) -> Pair:

@@ -81,14 +81,12 @@ def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y
 def _federation(train: Iterator[Rows], test: Iterator[Rows] | None, name: str) -> FederatedData:
     clients = _by_client(train)
     if test is None:
-        return FederatedData.from_clients(list(clients.values()), name=name)
+        return FederatedData.from_clients(clients, name=name)
     tests = _by_client(test)
     if tests.keys() <= clients.keys():
-        none = {client: (x[:0], y[:0]) for client, (x, y) in clients.items()}
-        own = list((none | tests).values())
-        return FederatedData.from_clients(list(clients.values()), test_clients=own, name=name)
-    pooled = FederatedData.from_clients(list(tests.values()))
-    return FederatedData.from_clients(list(clients.values()), (pooled.x, pooled.y), name=name)
+        return FederatedData.from_clients(clients, test_clients=tests, name=name)
+    pooled = FederatedData.from_clients(tests)
+    return FederatedData.from_clients(clients, (pooled.x, pooled.y), name=name)
 
 
 def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:

@@ -13,6 +13,7 @@ from fedjax_drift.types import Model, Params
 
 def from_linen(module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     """See `Model.from_linen`."""
+    _check_linen(module)
     example = jax.ShapeDtypeStruct((1, *input_shape), options.pop("input_dtype", jnp.float32))
     takes = inspect.signature(type(module).__call__).parameters
     # Networks that draw random numbers say so by one of flax's two customs.
@@ -68,8 +69,17 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
     """See `Model.from_nnx`."""
     from flax import nnx
 
+    input_dtype = options.pop("input_dtype", jnp.float32)
+    if not isinstance(module, nnx.Module) and (not callable(module) or _instead(module, "nnx")):
+        fix = _instead(module, "nnx") or "pass the module itself, before nnx.split, or lambda rngs: Net(rngs)"
+        what = "an nnx.Module, or a function nnx.Rngs -> nnx.Module"
+        raise ValueError(f"module must be {what}, got {_kind(module)}: {fix}")
+
     def create(key: jax.Array) -> Any:
-        return module if isinstance(module, nnx.Module) else module(nnx.Rngs(key))
+        instance = module if isinstance(module, nnx.Module) else module(nnx.Rngs(key))
+        if not isinstance(instance, nnx.Module):
+            raise ValueError(f"module must make an nnx.Module of nnx.Rngs, got {_kind(instance)}: return the module")
+        return instance
 
     def split(instance: Any) -> tuple[Any, Any, Any]:
         graph, params, rest = nnx.split(instance, nnx.Param, ...)  # type: ignore[misc]
@@ -97,6 +107,16 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
             return None
         return lambda params, x: getattr(merge(params, train=False), name)(x)
 
+    if input_shape is not None:
+        rows = jax.ShapeDtypeStruct((1, *input_shape), input_dtype)
+        try:
+            jax.eval_shape(lambda x: merge(split(example)[1], train=False)(x), rows)
+        except Exception as error:
+            raise ValueError(
+                f"{type(example).__name__} does not accept rows of shape {tuple(input_shape)}: pass the input_shape it "
+                f"expects, and input_dtype=jnp.int32 where rows are tokens ({str(error).splitlines()[0]})"
+            ) from error
+
     fields = {
         "init": lambda key: split(create(key))[1],
         "apply": lambda params, x: merge(params, train=False)(x),
@@ -106,3 +126,35 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
         "extractor": method("extractor"),
     }
     return Model(**(fields | options))
+
+
+def _check_linen(module: Any) -> None:
+    from flax import linen
+
+    if not isinstance(module, linen.Module):
+        raise ValueError(
+            f"module must be an instance of a flax.linen.Module, got {_kind(module)}: {_instead(module, 'linen')}"
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _instead(module: Any, wanted: str) -> str:
+    """What to do with a module of another kind, or with a class; nothing where that is not known."""
+    from flax import linen, nnx
+
+    kinds = module.__mro__ if isinstance(module, type) else type(module).__mro__
+    if any(kind.__module__.partition(".")[0] == "equinox" for kind in kinds):
+        return (
+            "of an Equinox module fd.Model(init=lambda key: eqx.partition(Net(key), eqx.is_inexact_array)[0], "
+            "apply=lambda params, x: jax.vmap(eqx.combine(params, static))(x))"
+        )
+    if wanted == "linen" and issubclass(kinds[0], nnx.Module):
+        return "use Model.from_nnx"
+    if wanted == "nnx" and issubclass(kinds[0], linen.Module):
+        return "use Model.from_linen(module, input_shape)"
+    if wanted == "linen":
+        return "pass Net(), an instance" if isinstance(module, type) else "use fd.Model(init, apply)"
+    return ""

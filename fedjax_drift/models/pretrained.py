@@ -35,9 +35,11 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
         with np.load(path, allow_pickle=False) as npz:
             arrays = {name: npz[name] for name in npz.files}
     except (zipfile.BadZipFile, ValueError, EOFError, TypeError) as error:  # TypeError: one array, of numpy.save
-        raise ValueError(
-            f"cannot read parameters from {path}: it is no npz ({error}): write it with save_params"
-        ) from error
+        what, fix = f"it is no npz ({error})", "write it with save_params"
+        if _is_safetensors(path):
+            what = "it is a safetensors file, not an npz"
+            fix = 'numpy.savez("params.npz", **safetensors.numpy.load_file(path)), named as by save_params'
+        raise ValueError(f"cannot read parameters from {path}: {what}: {fix}") from error
     expected = jax.eval_shape(model.init, jax.random.key(0))
     shapes, drawn = {_name(where): leaf.shape for where, leaf in jax.tree.leaves_with_path(expected)}, set[str]()
     if "layer1.0.conv1.weight" in arrays:
@@ -58,6 +60,13 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
         lambda where, leaf: leaf if _name(where) in drawn else np.asarray(arrays[_name(where)], leaf.dtype),
         model.init(jax.random.key(0)) if drawn else expected,
     )
+
+
+def _is_safetensors(path: str | os.PathLike[str]) -> bool:
+    """Whether it begins as one: the length of a header, 8 bytes, and the header, a JSON object."""
+    with open(path, "rb") as file:
+        length, brace = int.from_bytes(file.read(8), "little"), file.read(1)
+    return brace == b"{" and length < os.path.getsize(path)
 
 
 def _shape(arrays: dict[str, np.ndarray], name: str) -> tuple[int, ...] | None:
