@@ -16,6 +16,8 @@ from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
 from fedjax_drift.local import LocalTraining
+from fedjax_drift.records import rounds_to_target
+from fedjax_drift.run_folder import load_run
 from fedjax_drift.sharding import clients_mesh, use_compilation_cache, use_cpu_devices
 from fedjax_drift.simulation import Simulation
 from fedjax_drift.sweep import Run, grid, sweep
@@ -44,12 +46,14 @@ __all__ = [
     "drift",
     "drift_regimes",
     "grid",
+    "load_run",
     "logs",
     "models",
     "partition",
     "personal",
     "plots",
     "ranking",
+    "rounds_to_target",
     "sweep",
     "use_compilation_cache",
     "use_cpu_devices",

@@ -27,30 +27,24 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift import experiment, options, papers, report
-from fedjax_drift.checkpoint import lock_folder, replace_file, unused
+from fedjax_drift.checkpoint import SavedRuns, lock_folder, replace_file, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
-from fedjax_drift.options import HIDDEN, Parser, add, add_data, add_run, count, count0, file_name, load, spec
+from fedjax_drift.options import HIDDEN, Parser, add, add_data, add_run, count, count0, load, spec
 from fedjax_drift.progress import watched
+from fedjax_drift.records import by_seed
+from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
 from fedjax_drift.sharding import agree, first_does, spans_processes
+from fedjax_drift.sweep import check_sweepable
 
 RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
-CONFIGURED = (
-    "dataset",
-    "partition",
-    "model",
-    "bfloat16",
-    "seed",
-    "eval_every",
-    "measure",
-)  # may not: see `Checkpoints`
 NAME_WIDTH = 22  # of an algorithm in the table, which then has 80 columns
 QUICKSTART = ("fedavg", "fedprox:mu=0.1", "fedavgm:beta=0.7")
 
@@ -66,14 +60,18 @@ examples:
       --algorithm fedavg --algorithm fedeve --measure gradients,labels
   fedjax-drift run --dataset mnist --partition shards:2 --cosine \\
       --algorithm lfd:temperature=0.05 --measure forgetting --epochs 5
+  fedjax-drift run --dataset mnist --partition dirichlet:0.3 --seeds 3 \\
+      --target 0.9 --algorithm fedavg --algorithm feddc:alpha=0.1
 
 An algorithm's options: numbers, true, false, none and words as they are;
 several of one kind with a plus, as in fedgvr:literal=step+sign.
 
 The output folder holds config.json (everything that was set, and the
-command), rounds.jsonl and rounds.csv (a line for each round and algorithm,
-written as the round ends), curves.png, a picture of each thing that was
-measured, and checkpoints; with --per-client also clients.csv, a line for each
+command), rounds.jsonl and rounds.csv (a line for each round, algorithm and
+seed, written as the round ends), curves.png, a picture of each thing that was
+measured, checkpoints, and for each algorithm a folder with the model that it
+trained, model.npz (fd.load_run reads all of it); with --target also
+rounds_to_target.png; with --per-client also clients.csv, a line for each
 client, and fairness.png. Ctrl-C and SIGTERM stop after the round in progress.
 Whatever ended a run, it goes on with
 
@@ -232,7 +230,7 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
             f"--resume goes on as before: only {', '.join(RESUMED)} and --distributed may be added, got {unknown[0]!r}"
         )
     try:
-        config = json.loads((args.resume / "config.json").read_text())
+        config = json.loads((args.resume / CONFIG).read_text())
         alone = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
         command, rounds = shlex.split(alone)[1:], config["rounds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -252,10 +250,17 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     parser.description = "Simulates algorithms on a data set, one after another, and compares them."
     group = add_run(parser)
     _add_output(group)
+    add(
+        group, "--seeds", "N", "runs of each algorithm, with the seeds SEED to SEED + N - 1: other cohorts and another "
+        "initial model on the same clients. Side by side in one program; tables and pictures show the mean and how far "
+        "seeds are apart", count, 1,
+    )  # fmt: skip
+    add(group, "--target", "ACCURACY", "in 0..1: say, and draw, in which round it is first met", _target)
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     group.add_argument(
         "--per-client", action="store_true", help="at the end, score each client on test rows of its own (of data that "
-        "were dealt: in its label mix), before and after it has trained the model for another epoch",
+        "were dealt: in its label mix), before and after it has trained the model for another epoch; of several seeds "
+        "the mean",
     )  # fmt: skip
     group = parser.add_argument_group("runs that survive")
     add(group, "--resume", "OUTPUT", "go on with the run of that folder; see below")
@@ -372,15 +377,46 @@ def _output(args: argparse.Namespace, what: str) -> Path:
     return path
 
 
+def _target(text: str) -> float:
+    try:
+        accuracy = float(text)
+    except ValueError:
+        accuracy = -1.0
+    if not 0 < accuracy <= 1:
+        hint = f": {accuracy / 100:g} for {accuracy:g} %" if 1 < accuracy <= 100 else ""
+        raise argparse.ArgumentTypeError(f"must be an accuracy in 0..1, got {text!r}{hint}")
+    return accuracy
+
+
+class Ended(NamedTuple):
+    """What an algorithm leaves."""
+
+    states: dict[int, fd.ServerState]  # of each seed
+    scores: dict[str, np.ndarray]  # of each client, with --per-client
+
+
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     """Checks and reads everything; what it returns does the work."""
     specs = options.specs(args)
     output = _output(args, "-".join([args.dataset.partition(":")[0], *dict.fromkeys(s.name for s in specs)])[:80])
+    seeds = [args.seed + i for i in range(args.seeds)]
+    if args.seeds > 1 and args.distributed:
+        raise ValueError(f"--seeds takes one process, got {args.seeds} with --distributed: leave one of them out")
+    if args.target is not None and not args.eval_every:
+        raise ValueError(f"--target needs evaluations, got {args.target} with --eval-every 0: leave that out")
     simulations, params, config = options.asked(args)
+    if args.seeds > 1:
+        for sim in simulations.values():
+            try:
+                check_sweepable(sim)
+            except ValueError as error:
+                raise ValueError(f"--seeds {args.seeds}: {error}") from error
     names = list(simulations)
     config = {
         "command": shlex.join(["fedjax-drift", *argv]),
         **config,
+        "seeds": seeds,
+        "target": args.target,
         "checkpoints": {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep},
         "tensorboard": args.tensorboard,
         "per_client": args.per_client,
@@ -393,29 +429,39 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
     def work() -> int:
         mesh = simulations[names[0]].mesh
-        before: dict[str, tuple[fd.ServerState, list[dict[str, Any]]]] = {}
+        before: dict[str, tuple[fd.ServerState | None, list[dict[str, Any]]]] = {}
         with contextlib.ExitStack() as locked:  # nobody else writes there meanwhile
             first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
             if args.resumed:
-                config["started"] = json.loads((output / "config.json").read_text())["started"]
-                before = _restored(simulations, checkpoints)
+                config["started"] = json.loads((output / CONFIG).read_text())["started"]
+                before = _restored(simulations, checkpoints, seeds, args.rounds)
                 if not before:
                     warnings.warn(f"{output} has no checkpoint yet: the run starts again at round 0", stacklevel=2)
             else:
-                first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()]))  # what --force replaces
+                first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()], output, names))
 
-            def begin(sim: fd.Simulation) -> fd.ServerState:
-                return sim.init(jax.random.key(args.seed), params)
-
-            def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> dict[str, np.ndarray]:
-                sim = simulations[name]
-                state, history = before.pop(name) if name in before else (begin(sim), [])
-                state, _ = sim.run(
-                    state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
-                    measure_every=config["measure"]["every"], checkpoints=checkpoints.get(name),
-                )  # fmt: skip
-                ended = args.per_client and int(state.round) == args.rounds
-                return sim.evaluate_clients(state, fine_tune=1) if ended else {}
+            def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> Ended:
+                sim, kept = simulations[name], checkpoints.get(name)
+                if len(seeds) > 1:
+                    runs = sim.sweep(
+                        args.rounds, seeds, args.eval_every, params=params, progress=progress, checkpoints=kept,
+                        on_round=lambda seed, _, record: on_round({"seed": seed, **record}),
+                        measure_every=config["measure"]["every"],
+                    )  # fmt: skip
+                    states = {run.seed: run.state for run in runs}
+                else:
+                    state, history = before.pop(name, (None, []))
+                    state = sim.init(jax.random.key(args.seed), params) if state is None else state
+                    state, _ = sim.run(
+                        state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
+                        measure_every=config["measure"]["every"], checkpoints=kept,
+                    )  # fmt: skip
+                    states = {args.seed: state}
+                ended = [state for state in states.values() if int(state.round) == args.rounds]
+                if not args.per_client or len(ended) < len(seeds):
+                    return Ended(states, {})
+                scores = [sim.evaluate_clients(state, fine_tune=1) for state in ended]
+                return Ended(states, {key: np.mean([each[key] for each in scores], axis=0) for key in scores[0]})
 
             histories = {name: history for name, (_, history) in before.items()}
             return _simulate(config, names, histories, start, output, progress)
@@ -424,20 +470,36 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
 
 def _restored(
-    simulations: Mapping[str, fd.Simulation], checkpoints: Mapping[str, fd.Checkpoints]
-) -> dict[str, tuple[fd.ServerState, list[dict[str, Any]]]]:
-    """Of each algorithm that has come to its first checkpoint the newest state, and the history."""
+    simulations: Mapping[str, fd.Simulation],
+    checkpoints: Mapping[str, fd.Checkpoints],
+    seeds: Sequence[int],
+    rounds: int,
+) -> dict[str, tuple[fd.ServerState | None, list[dict[str, Any]]]]:
+    """Of each algorithm that has come to its first checkpoint the newest state, and the history. Several seeds have
+    their states restored by the sweep."""
+    if len(seeds) > 1:
+        found = {}
+        for name, kept in checkpoints.items():
+            runs = SavedRuns(kept, [simulations[name]] * len(seeds), [f"seed-{seed}" for seed in seeds])
+            _, histories = runs.restore(rounds)
+            records = [{"seed": seed, **r} for seed, history in zip(seeds, histories, strict=True) for r in history]
+            found[name] = (None, records)
+        return {name: pair for name, pair in found.items() if pair[1]}
     restored = {name: kept.restore(simulations[name]) for name, kept in checkpoints.items() if kept.rounds}
     for name in simulations.keys() - restored.keys():
         bank = Path(simulations[name].bank)  # if it is a folder, it is for one process
         if bank.is_dir() and not spans_processes(simulations[name].mesh):
             bank.rename(unused(bank.with_name(bank.name + ".left")))
-    return restored
+    return dict(restored)
 
 
-def _delete(folders: Sequence[Path]) -> None:
+def _delete(folders: Sequence[Path], output: Path, names: Sequence[str]) -> None:
+    """What --force replaces: checkpoints and models."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+    for name in names:
+        for file in (output / file_name(name)).glob(f"**/{MODEL}"):
+            file.unlink()
 
 
 def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Path) -> dict[str, fd.Checkpoints]:
@@ -446,8 +508,8 @@ def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Pa
         raise ValueError(f"--resume needs checkpoints, got {output}, a run with --keep 0: start it anew")
     if not args.keep:
         return {}
-    how = {**config["checkpoints"], "config": {name: config[name] for name in CONFIGURED}}
     folders = {name: f"{i}-{file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
+    how = config["checkpoints"]
     return {name: fd.Checkpoints(output / "checkpoints" / folder, **how) for name, folder in folders.items()}
 
 
@@ -455,12 +517,11 @@ def _simulate(
     config: Mapping[str, Any],
     names: Sequence[str],
     before: Mapping[str, Sequence[dict[str, Any]]],
-    start: Callable[[str, Callable[[dict[str, Any]], None]], dict[str, np.ndarray]],
+    start: Callable[[str, Callable[[dict[str, Any]], None]], Ended],
     output: Path,
     progress: bool,
 ) -> int:
-    """Runs one algorithm after another with ``start(name, on_round)``, which returns what each client makes of its end;
-    after Ctrl-C, reports what is done.
+    """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done.
 
     before: the histories of those that were restored. Of several processes the first alone writes files. Where the
     library itself raises ValueError or FloatingPointError (the model has diverged), the next takes its turn.
@@ -472,7 +533,7 @@ def _simulate(
     print(_heading(config, output), flush=True)
     resume = f"to go on: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
     records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
-    interrupted, stopped = False, []
+    interrupted, stopped, several = False, [], len(config["seeds"]) > 1
     per_client: dict[str, dict[str, np.ndarray]] = {}
 
     def lines() -> list[dict[str, Any]]:
@@ -485,23 +546,30 @@ def _simulate(
                 history.append(record)
                 log({"algorithm": name, **record})
 
-            if len(history) == config["rounds"] and not config["per_client"]:
+            files = [model_file(output, name, seed if several else None) for seed in config["seeds"]]
+            complete = config["rounds"] * len(files)
+            if len(history) == complete and all(file.exists() for file in files) and not config["per_client"]:
                 continue
             if not progress:
-                print(f"running {name}: {_rounds_to_do(len(history), config['rounds'])}", flush=True)
+                print(f"running {name}: {_rounds_to_do(len(history) // len(files), config['rounds'])}", flush=True)
             try:
-                if scores := start(name, keep):
-                    per_client[name] = scores
-                interrupted = len(history) < config["rounds"]  # Simulation.run ends early on Ctrl-C
+                end = start(name, keep)
+                per_client |= {name: end.scores} if end.scores else {}
+                if writes:
+                    for file, seed in zip(files, config["seeds"], strict=True):
+                        file.parent.mkdir(parents=True, exist_ok=True)
+                        fd.models.save_params(end.states[seed].params, file)
+                interrupted = len(history) < complete  # Simulation.run ends early on Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
             except SystemExit as ending:  # SIGTERM: whoever sent it will not wait for pictures
-                print(f"\nfedjax-drift: stopped {name} after {len(history)} rounds; {resume}", file=sys.stderr)
+                done = len(history) // len(files)
+                print(f"\nfedjax-drift: stopped {name} after {done} rounds; {resume}", file=sys.stderr)
                 return int(ending.code or 0)
             except (ValueError, FloatingPointError, OSError, MemoryError) as error:
                 if not _is_ours(error):
                     raise
-                stopped.append(f"{name} after {len(history)} of {config['rounds']} rounds")
+                stopped.append(f"{name} after {len(history) // len(files)} of {config['rounds']} rounds")
                 if writes:
                     _show_error(f"stopped {stopped[-1]}: {error}")
             if interrupted:
@@ -511,9 +579,11 @@ def _simulate(
     records = {name: history for name, history in records.items() if history}
     written = ["config.json", "rounds.jsonl", "rounds.csv"]
     if writes:
-        written += [*_draw_runs(records, output), *_write_clients(per_client, output)]
+        written += [*_draw_runs(records, config["target"], output), *_write_clients(per_client, output)]
+        folders = [file_name(name) for name in names if any((output / file_name(name)).glob(f"**/{MODEL}"))]
+        written += [f"{folder}/{'seed-*/' * several}{MODEL}" for folder in folders]
     if records:
-        print("\n" + _table(records))
+        print("\n" + _table(records, config["target"]))
     if any("accuracy" in scores for scores in per_client.values()):
         print("\n" + _clients_table(per_client))
     ended = [f"stopped: {', '.join(stopped)}"] if stopped else []
@@ -523,14 +593,17 @@ def _simulate(
     return 130 if interrupted else 1 if stopped else 0
 
 
-def _draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> list[str]:
+def _draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, output: Path) -> list[str]:
     """Writes the pictures that the records have numbers for; returns their names."""
     from fedjax_drift import plots
 
-    first = next(iter(records.values()), ())  # the cohorts, and so their labels, are the same for all
+    runs = {name: by_seed(history) for name, history in records.items()}
+    first = next(iter(runs.values()), [()])[0]  # of a seed, the cohorts, and so their labels, are the same for all
     compared = (plots.curves, plots.updates, plots.drift, plots.agreement, plots.forgetting, plots.gain)
-    pictures = {draw.__name__: functools.partial(draw, records) for draw in compared}
+    pictures = {draw.__name__: functools.partial(draw, runs) for draw in compared}
     pictures["label_mix"] = functools.partial(plots.label_mix, first)
+    if target is not None:
+        pictures["rounds_to_target"] = functools.partial(plots.rounds_to_target, runs, target)
     written = []
     for name, draw in pictures.items():
         path = output / f"{name}.png"
@@ -701,30 +774,59 @@ def _heading(config: Mapping[str, Any], output: Path) -> str:
     })  # fmt: skip
 
 
-def _table(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """One line an algorithm; seconds a round: the median, which leaves out the compilation in the first.
+def _table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None = None) -> str:
+    """One line an algorithm; seconds a round: the median, which leaves out the compilation in the first. Of several
+    seeds means, and their standard deviation.
 
     A second line where the algorithm also keeps the mean of its clients' models.
     """
     width = min(NAME_WIDTH, max(map(len, ["algorithm", *records])))
-    lines = [f"{'algorithm':{width}}  rounds  accuracy     best  at round  train loss  s/round"]
-    for name, history in records.items():
+    runs = {name: by_seed(history) for name, history in records.items()}
+    met = {} if target is None else _met(runs, target)
+    last = "s/round" if target is None else f"to {100 * target:g} %"
+    lines = [f"{'algorithm':{width}}  rounds  accuracy     best  at round  train loss  {last:>8}"]
+    for name, seeds in runs.items():
         if len(name) > width:  # on a line of its own: what tells two of them apart may be at the end
             lines.append(name)
-        seconds = float(np.median([record["seconds"] for record in history]))
-        row = f"{name if len(name) <= width else '':{width}}  {len(history):6}  {_accuracies(history, 'accuracy')}"
-        lines.append(f"{row}  {history[-1]['train_loss']:#10.5g}  {seconds:7.3g}")
-        if any("client_mean_accuracy" in record for record in history):
-            lines.append("  cohort's mean".ljust(width + 8) + "  " + _accuracies(history, "client_mean_accuracy"))
+        every = [record for history in seeds for record in history]
+        rounds, loss = min(map(len, seeds)), float(np.mean([history[-1]["train_loss"] for history in seeds]))
+        end = f"{np.median([record['seconds'] for record in every]):8.3g}" if target is None else f"{met[name]:>8}"
+        row = f"{name if len(name) <= width else '':{width}}  {rounds:6}  {_accuracies(seeds, 'accuracy')}"
+        lines.append(f"{row}  {loss:#10.5g}  {end}")
+        if any("client_mean_accuracy" in record for record in every):
+            lines.append("  cohort's mean".ljust(width + 8) + "  " + _accuracies(seeds, "client_mean_accuracy"))
+        finals = [value for value, _ in _ends(seeds, "accuracy")]
+        if len(seeds) > 1 and finals:
+            spread = f"± {100 * np.std(finals, ddof=1):.1f} %"
+            lines.append(f"  {len(seeds)} seeds".ljust(width + 8) + f"{spread:>10}")
     return "\n".join(lines)
 
 
-def _accuracies(history: Sequence[Mapping[str, Any]], key: str) -> str:
-    known = [(record[key], record["round"]) for record in history if key in record]
-    if not known:
+def _met(runs: Mapping[str, Sequence[Any]], target: float) -> dict[str, str]:
+    """Of each algorithm the mean round of its seeds in which the target is first met; > where one never meets it."""
+    try:
+        reached = fd.rounds_to_target(runs, target)
+    except ValueError:  # nothing was evaluated
+        return dict.fromkeys(runs, "-")
+    said = dict.fromkeys(runs, "-")
+    for name, seeds in reached.items():
+        mean = np.mean([seed.after if seed.round is None else seed.round for seed in seeds])
+        said[name] = ">" * any(seed.round is None for seed in seeds) + f"{mean:.4g}"
+    return said
+
+
+def _ends(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list[tuple[float, tuple[float, int]]]:
+    """Of each seed the last value, and the best with its round."""
+    known = [[(record[key], record["round"]) for record in history if key in record] for history in seeds]
+    return [(pairs[-1][0], max(pairs, key=lambda pair: pair[0])) for pairs in known if pairs]
+
+
+def _accuracies(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> str:
+    ends = _ends(seeds, key)
+    if not ends:
         return f"{'-':>8} {'-':>8}  {'-':>8}"
-    best, at = max(known, key=lambda pair: pair[0])
-    return f"{100 * known[-1][0]:6.1f} % {100 * best:6.1f} %  {at:8}"
+    last, best, at = np.mean([(value, *pair) for value, pair in ends], axis=0)
+    return f"{100 * last:6.1f} % {100 * best:6.1f} %  {at:8.4g}"
 
 
 def _listing(data_dir: str | None) -> str:

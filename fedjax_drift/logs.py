@@ -33,7 +33,7 @@ class Log:
     A number that is not finite is null in JSON, which has none, and an empty field of the CSV file. There, a list of n
     values has n columns, ``name[0]`` to ``name[n-1]``, and a column that first shows later is added to all rows.
     TensorBoard gets every number (of a list the last, the one after the last local epoch) against the rounds done, in
-    ``tensorboard/`` of the folder, one run for each value of the records' ``algorithm``, if they have one.
+    ``tensorboard/`` of the folder, one run for each ``algorithm`` and ``seed`` that the records name.
 
     Of several processes the first writes, and the others' logs do nothing.
 
@@ -108,6 +108,7 @@ class Log:
         from tensorboardX import SummaryWriter
 
         name = str(record.get("algorithm", ".")).replace("/", "_")
+        name += f"-seed-{record['seed']}" if "seed" in record else ""
         if name not in self._writers:
             self._writers[name] = SummaryWriter(str(self.folder / "tensorboard" / name), flush_secs=10)
         for key, value in record.items():

@@ -29,6 +29,7 @@ from fedjax_drift.data import movielens
 from fedjax_drift.data.datasets import DATASETS, num_classes
 from fedjax_drift.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
+from fedjax_drift.run_folder import file_name
 
 PARTITIONS: dict[str, Callable[..., fd.partition.Partition]] = {
     "iid": fd.partition.iid,
@@ -285,10 +286,6 @@ def _bank(args: argparse.Namespace, algorithm: str) -> str:
     if not args.resumed and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--bank must be a new or empty folder, got {where}, which holds {folder}: choose another")
     return str(folder)
-
-
-def file_name(algorithm: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in algorithm)
 
 
 def summary(data: fd.FederatedData) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Pictures of runs: accuracy, drift, and what clients hold and get.
 
-`records` is whatever a run leaves: its history; the path of a log (`logs.Log`, or a folder of the command line), a line
-for each ``algorithm`` in it; what `fd.sweep` returns, a line for each setting; or a dict: name of a run -> its history,
-the histories of several seeds, or the path of a log. Of several seeds a line is the mean of the rounds that all have,
-in a band of its 95 % confidence interval (Student's t); on logarithmic axes of their logarithms.
+`records` is whatever a run leaves (`fedjax_drift.records`): its history; the path of a log (`logs.Log`, or a folder of
+the command line), a line for each ``algorithm`` in it; what `fd.sweep` returns, a line for each setting and algorithm;
+or a dict: name of a run -> its history, the histories of several seeds, what a sweep returned, or the paths of logs.
+Of several seeds a line is the mean of the rounds that all have, in a band of its 95 % confidence interval (Student's
+t); on logarithmic axes of their logarithms. A band ends where the quantity's range does.
 
 Each returns a `matplotlib.figure.Figure` that belongs to no window and leaves the caller's backend alone; in a notebook
 the last expression of a cell shows it. matplotlib is imported when a picture is drawn. A run's colour, line style and
@@ -17,35 +18,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks, logs
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.personal import summary
+from fedjax_drift.records import History, Records, Runs, by_run, measured
+from fedjax_drift.records import rounds_to_target as reached_rounds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    from fedjax_drift.sweep import Run
-
 FilePath = str | os.PathLike[str] | None
-History = Sequence[Mapping[str, Any]]
-Records = (
-    str
-    | os.PathLike[str]
-    | History
-    | Sequence["Run"]
-    | Mapping[str, History]
-    | Mapping[str, Sequence[History]]
-    | Mapping[str, str]
-    | Mapping[str, os.PathLike[str]]
-)
-Runs = Mapping[str, Sequence[History]]  # name of a run -> the history of each seed
 
 # Okabe and Ito's colours, which people who confuse red and green tell apart; its yellow is too pale for lines on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -57,6 +44,9 @@ SHOWN_MARKERS = 30
 SHOWN_POINTS = 100  # of a line against rounds; more are summed up in half as many windows at most
 QUARTILES = (0.25, 0.5, 0.75)
 
+RANGES = {  # of what a record has
+    "accuracy": (0, 1), "client_mean_accuracy": (0, 1), "cka": (0, 1), "gain": (0, 1), "update_cosine": (-1, 1),
+}  # fmt: skip
 QUARTILES_SHOWN = "median and quartiles"
 SEEDS_SHOWN = "mean over seeds, 95 % confidence"
 
@@ -89,7 +79,7 @@ def curves(records: Records, path: FilePath = None) -> Figure:
     records: see above. path: where to write the picture, if given; its ending decides the format. Raises ValueError
     without a single round.
     """
-    runs = _runs(records)
+    runs = by_run(records)
     accuracy, loss = _by_round(runs, "accuracy", 100), "Loss (nats per row)"
     tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
     if not any(line.x.size for line in accuracy.values()):
@@ -106,7 +96,7 @@ def drift(records: Records, path: FilePath = None) -> Figure:
     logarithmic scale; dissimilarity is FedGVRGM's eq. 4. records, path: as in `curves`. Raises ValueError where no
     round has any of them.
     """
-    runs = _runs(records)
+    runs = by_run(records)
     squared = "Squared gradient norm"
     panels = (
         Panel("Period drift", squared, _by_round(runs, "period_drift", log=True), log=True),
@@ -121,7 +111,7 @@ def updates(records: Records, path: FilePath = None) -> Figure:
 
     records, path: as in `curves`. Raises ValueError where no round has them.
     """
-    runs = _runs(records)
+    runs = by_run(records)
     panels = (
         Panel("Norm of client updates", "Norm, mean of the cohort", _by_round(runs, "update_norm")),
         Panel("Cosine of client updates with their mean", "Cosine", _by_round(runs, "update_cosine")),
@@ -135,9 +125,9 @@ def agreement(records: Records, path: FilePath = None) -> Figure:
     Against local epochs, the median of the measured rounds in a band between their quartiles; against rounds where no
     run has more than one local epoch. records, path: as in `curves`. Raises ValueError where no round has them.
     """
-    runs = _runs(records)
-    measured = [seed for key in ("cka", "kl") for seeds in _measured(runs, key).values() for seed in seeds]
-    epochs = max((values.shape[1] for _, values in measured), default=1)
+    runs = by_run(records)
+    known = [seed for key in ("cka", "kl") for seeds in measured(runs, key).values() for seed in seeds]
+    epochs = max((values.shape[1] for _, values in known), default=1)
     lines, xlabel = (_by_epoch, "Local epoch") if epochs > 1 else (_by_round, "Round")
     panels = (
         Panel("CKA of local and global predictions", "Linear CKA", lines(runs, "cka")),
@@ -152,7 +142,7 @@ def forgetting(records: Records, path: FilePath = None) -> Figure:
     Apart for classes that are present at a client and those that are absent; below the line at 1 local training
     forgets. records, path: as in `curves`. Raises ValueError where no round has it.
     """
-    runs = _runs(records)
+    runs = by_run(records)
     ratio = "LP (local / global accuracy)"
     panels = (
         Panel("Classes present at the client", ratio, _by_round(runs, "lp_present"), guide=1),
@@ -171,8 +161,8 @@ def gain(records: Records, path: FilePath = None) -> Figure:
 
     records, path: as in `curves`; runs of other algorithms are left out. Raises ValueError where no round has a gain.
     """
-    runs, renamed = _runs(records), {}
-    for name, seeds in _measured(runs, "gain").items():
+    runs, renamed = by_run(records), {}
+    for name, seeds in measured(runs, "gain").items():
         gains = np.concatenate([_finite(rounds, of[:, -1]).y for rounds, of in seeds])
         renamed[f"{name} (median gain {np.median(gains):.2f})".strip() if gains.size else name] = runs[name]
     panels = (
@@ -184,30 +174,22 @@ def gain(records: Records, path: FilePath = None) -> Figure:
 
 
 def rounds_to_target(records: Records, target: float, path: FilePath = None, *, key: str = "accuracy") -> Figure:
-    """Rounds until a run first reaches the target, as bars: the mean over its seeds, and each seed as a dot.
+    """Rounds until a run first meets the target, as bars: the mean over its seeds, and each seed as a dot.
 
-    A hatched bar is a bound: at least one seed did not get there in the rounds that it had. target: what ``key`` must
-    reach: at least that much, or for a key that ends in "loss" at most. records, path: see `curves`. Raises ValueError
-    for a target that is not a number, and where no round has the key.
+    A run that is evaluated every few rounds meets the target after the evaluation before the first that does: a thin
+    line leads there from each dot. A hatched bar is a bound: at least one seed did not get there in the rounds that it
+    had. `fd.rounds_to_target` gives the numbers. target: what ``key`` must be: at least that much, or for a key that
+    ends in "loss" at most. records, path: see `curves`. Raises ValueError for a target that is not a number, and where
+    no round has the key.
     """
-    checks.number("target", target, "a finite number", math.isfinite)
-    if key == "accuracy" and target > 1:
-        raise ValueError(f"target must be an accuracy in 0..1, got {target}: {target / 100:g} for {target:g} %")
-    measured = enumerate(_measured(_runs(records), key).items())
-    runs = {name: (i, seeds) for i, (name, seeds) in measured if any(t.size for t, _ in seeds)}
-    if not runs:
-        raise ValueError(
-            f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate, or pass another key"
-        )
-    lower = key.endswith("loss")
+    runs = reached_rounds(records, target, key)
+    places = [*by_run(records)]  # a run has the colour that it has in other pictures
     figure = _figure(7.5, 1.6 + 0.42 * len(runs))
     axes = figure.subplots()
-    for i, (place, seeds) in enumerate(runs.values()):
-        colour = COLOURS[place % len(COLOURS)]
-        there = [t[values[:, -1] <= target if lower else values[:, -1] >= target] for t, values in seeds if t.size]
-        last = [t[-1] for t, _ in seeds if t.size]
-        took = np.array([t[0] if t.size else end for t, end in zip(there, last, strict=True)], float)
-        missed = sum(not t.size for t in there)
+    for i, (name, seeds) in enumerate(runs.items()):
+        colour = COLOURS[places.index(name) % len(COLOURS)]
+        took = np.array([seed.after if seed.round is None else seed.round for seed in seeds], float)
+        missed = sum(seed.round is None for seed in seeds)
         look: dict[str, Any] = (
             {"facecolor": "white", "hatch": "///", "edgecolor": colour} if missed else {"color": colour}
         )
@@ -216,14 +198,19 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
         if missed and len(took) > 1:
             text += f" ({len(took) - missed} of {len(took)} seeds)"
         axes.annotate(text, (took.max(), i), (6, 0), textcoords="offset points", va="center", fontsize=9)
+        apart = i + np.linspace(-0.2, 0.2, len(took)) if len(took) > 1 else np.array([float(i)])
+        for seed, y in zip(seeds, apart, strict=True):
+            if seed.round is not None and seed.round - seed.after > 1:
+                axes.plot([seed.after, seed.round], [y, y], color="black", linewidth=1)
         if len(took) > 1:
-            apart = i + np.linspace(-0.2, 0.2, len(took))
             axes.plot(took, apart, "o", color="black", markersize=3.5, markerfacecolor="white")
     axes.set_yticks(range(len(runs)), [*runs])
     axes.invert_yaxis()
     axes.margins(x=0.14)
     goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
-    axes.set(xlabel="Round", title=f"Rounds to {goal}")
+    coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in runs.values() for seed in seeds)
+    since = " of the first evaluation at the target (line: since the evaluation before)" if coarse else ""
+    axes.set(xlabel=f"Round{since}", title=f"Rounds to {goal}")
     _ruled(axes)
     axes.grid(False, axis="y")
     return _written(figure, path)
@@ -376,6 +363,14 @@ def _mean_of_seeds(values: Sequence[tuple[np.ndarray, np.ndarray]], log: bool) -
     return line._replace(y=np.exp(line.y), low=np.exp(line.low), high=np.exp(line.high))
 
 
+def _within(line: Line, values: Sequence[tuple[np.ndarray, np.ndarray]], key: str, factor: float) -> Line:
+    """The line in a band that does not leave the range of the quantity; what is never negative is taken not to be."""
+    if line.low is None or line.high is None:
+        return line
+    low, high = RANGES.get(key, (0 if all((y[np.isfinite(y)] >= 0).all() for _, y in values) else -np.inf, np.inf))
+    return line._replace(low=line.low.clip(min=factor * low), high=line.high.clip(max=factor * high))
+
+
 def _extremes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values.min(0), values.max(0)
 
@@ -430,7 +425,7 @@ def label_mix(
     largest bubble, for pictures to be compared; default the largest there is. Raises ValueError where no round has a
     label mix.
     """
-    run = next(iter(_runs(history).values()), [[]])[0]
+    run = next(iter(by_run(history).values()), [[]])[0]
     known = [record for record in run if "label_mix" in record]
     if not known:
         raise ValueError(f"label_mix needs at least 1 round that has it, got none: {MEASURE.format('labels')}")
@@ -506,63 +501,13 @@ def _label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
     figure.colorbar(image, ax=axes, label="Share of the client's rows (%)", fraction=0.05, pad=0.02)
 
 
-def _runs(records: Records) -> dict[str, list[History]]:
-    """Name of each run -> the history of each of its seeds, whatever form they have."""
-    if isinstance(records, (str, os.PathLike)):
-        below = sorted(path.parent for path in Path(records).glob("*/rounds.jsonl"))
-        if below and not (Path(records) / "rounds.jsonl").exists():
-            return {path.name: _seeds(path.name, path) for path in below}
-        return _grouped(logs.read(records))
-    if isinstance(records, Mapping):
-        return {str(name): _seeds(name, of) for name, of in records.items()}
-    wrong = ""
-    runs: dict[str, list[History]] = {}
-    for item in records if isinstance(records, Sequence) else ():
-        if isinstance(item, Mapping):
-            return {"": [records]}  # type: ignore[list-item]
-        if isinstance(item, (str, os.PathLike)):
-            runs[os.path.basename(os.path.normpath(item))] = _seeds(item, item)
-        elif hasattr(item, "history") and hasattr(item, "setting"):
-            setting = ", ".join(f"{name} {value}" for name, value in item.setting.items())
-            runs.setdefault(setting, []).append(item.history)
-        else:
-            wrong = wrong or f" of {type(item).__name__}"
-    if wrong or not isinstance(records, Sequence):
-        raise ValueError(
-            "records must be a history, a dict of histories, the path of a log or what fd.sweep returns, got a "
-            f"{type(records).__name__}{wrong}: state, history = sim.run(...)"
-        )
-    return runs
-
-
-def _seeds(name: Any, of: Any) -> list[History]:
-    if isinstance(of, (str, os.PathLike)):
-        found = _grouped(logs.read(of))
-        if len(found) > 1:
-            raise ValueError(
-                f"records[{name!r}] must be the log of one algorithm, got {', '.join(found)}: pass the path alone"
-            )
-        return next(iter(found.values()), [[]])
-    of = list(of)
-    return [of] if not of or isinstance(of[0], Mapping) else of
-
-
-def _grouped(records: Sequence[Mapping[str, Any]]) -> dict[str, list[History]]:
-    """The lines of a log by algorithm and seed, if they name them."""
-    found: dict[str, dict[Any, list[Mapping[str, Any]]]] = {}
-    for record in records:
-        seeds = found.setdefault(str(record.get("algorithm", "")), {})
-        seeds.setdefault(record.get("seed"), []).append(record)
-    return {name: list(seeds.values()) for name, seeds in found.items()}
-
-
 def _by_round(runs: Runs, key: str, factor: float = 1, log: bool = False) -> dict[str, Line]:
     """Each run's rounds that have `key`; of a list the last entry, which is after the last local epoch."""
     lines = {}
-    for name, seeds in _measured(runs, key).items():
+    for name, seeds in measured(runs, key).items():
         values = [(t, factor * values[:, -1]) for t, values in seeds]
         alone = len(values) == 1
-        lines[name] = _finite(*values[0]) if alone else _mean_of_seeds(values, log)
+        lines[name] = _finite(*values[0]) if alone else _within(_mean_of_seeds(values, log), values, key, factor)
     longest = max((line.x.size for line in lines.values() if not line.band), default=0)
     if longest <= SHOWN_POINTS:
         return lines
@@ -582,25 +527,12 @@ def _windows(line: Line, length: int) -> Line:
 def _by_epoch(runs: Runs, key: str) -> dict[str, Line]:
     """Each run's quartiles, over the rounds of all its seeds, of the lists under `key`, against local epochs."""
     lines = {}
-    for name, seeds in _measured(runs, key).items():
+    for name, seeds in measured(runs, key).items():
         known = [values[np.isfinite(values).all(axis=1)] for _, values in seeds]
         known = [values for values in known if len(values)]
         low, median, high = np.quantile(np.concatenate(known), QUARTILES, axis=0) if known else np.empty((3, 0))
         lines[name] = Line(np.arange(1, len(median) + 1), median, low, high, QUARTILES_SHOWN)
     return lines
-
-
-def _measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
-    """Name of a run -> of each seed the rounds [n] that have `key`, and their values [n, E]; None is NaN."""
-    measured: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for name, seeds in runs.items():
-        measured[name] = []
-        for history in seeds:
-            known = [record for record in history if key in record]
-            values = np.array([record[key] for record in known], float)
-            rounds = np.array([record["round"] for record in known], int)
-            measured[name].append((rounds, values if values.ndim == 2 else values[:, None]))
-    return measured
 
 
 def _finite(x: Sequence[int] | np.ndarray, y: Sequence[float] | np.ndarray) -> Line:

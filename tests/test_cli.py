@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import matplotlib
 import numpy as np
 import pytest
@@ -51,7 +52,8 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
 
     (folder / "drift.png").touch()  # of an earlier run that measured
     assert cli.main([*shlex.split(config["command"])[1:], "--force"]) == 0
-    assert {path.name for path in folder.iterdir()} == {*written, "checkpoints"}
+    models = {"fedavg", "fedprox_mu_0_5"}
+    assert {path.name for path in folder.iterdir()} == {*written, "checkpoints", *models}
     assert [r | {"seconds": 0} for r in records(folder)] == [r | {"seconds": 0} for r in done]
     repeated = json.loads((folder / "config.json").read_text())
     assert repeated | {"command": "", "started": ""} == config | {"command": "", "started": ""}
@@ -101,6 +103,95 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, said, tmp_path, mon
     output, error = capsys.readouterr()
     assert error.startswith("fedjax-drift: error: ") and error.count("\n") == 1 and said in error
     assert not output and not Path("runs").exists()
+
+
+def test_what_was_trained_can_be_taken_out(tmp_path):
+    """By `fd.load_run`; and from its checkpoints, by whoever builds the same simulation."""
+    folder = tmp_path / "o"
+    command = [*TINY, "--algorithm", "fedavg", "--algorithm", "scaffold", "--lr", "0.3", "--seed", "4"]
+    assert cli.main([*command, "--output", str(folder)]) == 0
+    run = fd.load_run(folder, "scaffold")
+    done = [record for record in records(folder) if record["algorithm"] == "scaffold"]
+    assert run.history == done and (run.algorithm, run.seed) == ("scaffold", 4) and run.settings["local"]["lr"] == 0.3
+    data = fd.datasets.load("synthetic", num_clients=6, num_rows=20, seed=4)
+    logits = run.model.apply(run.params, data.decode(data.x_test))
+    assert np.mean(np.argmax(logits, 1) == data.y_test) == pytest.approx(done[-1]["accuracy"])
+    local = fd.LocalTraining(lr=0.3)
+    sim = fd.Simulation(run.model, data, fd.algorithms.scaffold(), local=local, cohort_size=3)
+    state, history = fd.Checkpoints(folder / "checkpoints" / "2-scaffold").restore(sim)
+    jax.tree.map(np.testing.assert_array_equal, state.params, run.params)
+    assert history == [{k: v for k, v in record.items() if k != "algorithm"} for record in done]
+    for arguments, said in (
+        ((folder,), "algorithm must be one of those that .* has, fedavg, scaffold, got None"),
+        ((folder, "fedavg", 0), "seed must be one of those that .* has, 4, got 0"),
+        ((tmp_path,), "must be the output folder of fedjax-drift run, got .*config.json can't be read"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fd.load_run(*arguments)
+    (folder / "fedavg" / "model.npz").unlink()
+    with pytest.raises(ValueError, match="has not come to its end there: fedjax-drift run --resume"):
+        fd.load_run(folder, "fedavg")
+    assert cli.main(["run", "--resume", str(folder)]) == 0  # which makes it again
+    assert (folder / "fedavg" / "model.npz").exists()
+
+
+def test_seeds_and_a_target(tmp_path, capsys, monkeypatch):
+    """Each seed is the run with that seed alone; tables, pictures and files tell them apart; stopped, they go on."""
+    folder, alone = tmp_path / "o", tmp_path / "alone"
+    command = [*TINY, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=0.5", "--lr", "0.3", "--data-seed", "1"]
+    assert cli.main([*command, "--rounds", "4", "--seed", "3", "--output", str(alone)]) == 0
+    sweep = fd.Simulation.sweep
+
+    def stopped(self, rounds, seeds, eval_every, *, on_round, **options):
+        def press(seed, setting, record):
+            on_round(seed, setting, record)
+            if record["round"] == 2:
+                signal.raise_signal(signal.SIGINT)
+
+        return sweep(self, rounds, seeds, eval_every, on_round=press, **options)
+
+    several = [*command, "--rounds", "40", "--seed", "2", "--seeds", "3", "--target", "0.5", "--per-client"]
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(fd.Simulation, "sweep", stopped)
+        assert cli.main([*several, "--output", str(folder)]) == 130
+    assert 6 <= len(records(folder)) < 120 and "to go on: fedjax-drift run --resume" in capsys.readouterr().out
+    assert cli.main(["run", "--resume", str(folder)]) == 0
+    table = capsys.readouterr().out
+    assert max(map(len, table.replace(str(tmp_path), "").splitlines())) <= 80
+    done = records(folder)
+    seen = sorted((r["algorithm"], r["seed"], r["round"]) for r in done)
+    assert seen == [(a, s, t) for a in ("fedavg", "fedprox:mu=0.5") for s in (2, 3, 4) for t in range(1, 41)]
+    third = [r for r in done if r["seed"] == 3 and r["round"] <= 4]
+    for ours, theirs in zip(third, records(alone), strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5) and ours["algorithm"]
+    reached = fd.rounds_to_target(folder, 0.5)
+    mean = np.mean([seed.round for seed in reached["fedavg"]])
+    final = [r["accuracy"] for r in done if r["algorithm"] == "fedavg" and r["round"] == 40]
+    assert re.search(rf"\nfedavg +40 +{100 * np.mean(final):.1f} % .* {mean:.4g}\n", table)
+    assert re.search(rf"\n  3 seeds +± {100 * np.std(final, ddof=1):.1f} %\n", table)
+    for name in ("curves.png", "rounds_to_target.png", "fairness.png"):
+        assert (folder / name).stat().st_size > 10_000
+    run = fd.load_run(folder, "fedprox:mu=0.5", 4)
+    assert [record["seed"] for record in run.history] == [4] * 40
+    assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 6  # the mean over seeds
+    for wrong, said in (
+        (["--seeds", "2", "--stream", "yes"], "--seeds 2: a sweep needs its rows on the devices"),
+        (["--target", "97"], "must be an accuracy in 0..1, got '97': 0.97 for 97 %"),
+        (["--target", "0.5", "--eval-every", "0"], "--target needs evaluations, got 0.5 with --eval-every 0"),
+    ):
+        assert cli.main([*TINY, "--algorithm", "fedavg", *wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("--goal", None), ("--trgets", "--target"), ("--eval", "--eval-every"), ("--clint", "--clients"), ("--zz", None)],
+)
+def test_only_a_near_option_is_suggested(typed, meant, capsys):
+    assert cli.main([*TINY, "--algorithm", "fedavg", typed, "1"]) == 2
+    said = capsys.readouterr().err
+    assert f"unknown argument '{typed}'" + (f": did you mean {meant!r}?" if meant else " (see") in said
 
 
 def test_what_is_measured_is_written_and_drawn(tmp_path, capsys):

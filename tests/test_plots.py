@@ -127,16 +127,87 @@ def test_rounds_to_target_tells_what_is_a_bound():
     assert [bar.get_hatch() for bar in axes.patches] == [None, None, "///"]
     assert [text.get_text() for text in axes.texts] == ["20", "mean 20", "> 20"] and "90 %" in axes.get_title()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["there", "seeds", "never"]
-    assert axes.lines[0].get_xdata().tolist() == [10, 30]
+    # From the evaluation before the first that meets the target; and the seeds.
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[10, 20], [0, 10], [20, 30], [10, 30]]
+    assert "line: since the evaluation before" in axes.get_xlabel()
     (axes,) = plots.rounds_to_target({"a": [run(0.9), run(0.1)]}, 0.5).axes
     assert axes.texts[0].get_text() == "mean > 10 (1 of 2 seeds)"
     loss = [{"round": t, "train_loss": 1 / t} for t in range(1, 6)]
     (axes,) = plots.rounds_to_target(loss, 0.25, key="train_loss").axes
-    assert axes.patches[0].get_width() == 4
+    assert axes.patches[0].get_width() == 4 and not axes.lines and axes.get_xlabel() == "Round"
     with pytest.raises(ValueError, match="at least 1 round with 'accuracy', got none"):
         plots.rounds_to_target(loss, 0.5)
     with pytest.raises(ValueError, match="target must be a finite number, got 'high'"):
         plots.rounds_to_target(records, "high")
+
+
+def test_rounds_to_target_as_numbers():
+    def run(*values, every=10):
+        return [{"round": every * t, "accuracy": a, "loss": 1 - a} for t, a in enumerate(values, 1)] + [{"round": 99}]
+
+    records = {"there": run(0.1, 0.9, 0.2), "seeds": [run(0.95), run(0.2, 0.3)], "bare": [{"round": 1}]}
+    expected = {"there": [(20, 10)], "seeds": [(10, 0), (None, 20)]}
+    assert fd.rounds_to_target(records, 0.9) == fd.rounds_to_target(records, 0.1000001, key="loss") == expected
+    assert fd.rounds_to_target(run(0.1, 0.6, every=1), 0.5) == {"": [(2, 1)]}
+    for target, message in ((95, r"0.95 for 95 %"), ("high", "a finite number, got 'high'"), (None, "got None")):
+        with pytest.raises(ValueError, match=f"target must be .*{message}"):
+            fd.rounds_to_target(records, target)
+    with pytest.raises(ValueError, match="at least 1 round with 'cka', got none"):
+        fd.rounds_to_target(records, 0.5, key="cka")
+
+
+def swept(algorithm, seeds=(0, 1), settings=({},), value=0.5):
+    return [
+        fd.Run(seed, setting, None, [{"round": t, "accuracy": value + 0.1 * seed} for t in (1, 2)], algorithm)
+        for setting in settings
+        for seed in seeds
+    ]
+
+
+def test_runs_of_several_algorithms_and_settings_are_told_apart(tmp_path):
+    def names(records):
+        figure = plots.curves(records)
+        return [text.get_text() for text in figure.legends[0].get_texts()] if figure.legends else []
+
+    both = swept("fedavg") + swept("feddc", value=0.7)
+    assert names(both) == ["fedavg", "feddc"] and names(both[:2]) == []
+    assert plots.curves(both).axes[0].lines[1].get_ydata().tolist() == pytest.approx([75, 75])
+    settings = [{"lr": 0.1}, {"lr": 0.2}]
+    assert names(swept("fedavg", settings=settings)) == ["lr 0.1", "lr 0.2"]
+    assert names(swept("fedavg", settings=settings) + swept("feddc")) == ["fedavg, lr 0.1", "fedavg, lr 0.2", "feddc"]
+    # In a dict: what a sweep returned, one run, its settings; the folders of several seeds' logs.
+    assert names({"A": swept("fedavg"), "B": swept("feddc")[0]}) == ["A", "B"]
+    assert names({"A": swept("fedavg", settings=settings)}) == ["A, lr 0.1", "A, lr 0.2"]
+    for seed in range(2):
+        with logs.Log(tmp_path / f"seed{seed}") as log:
+            for record in both[seed].history:
+                log(record)
+    folders = [tmp_path / f"seed{seed}" for seed in range(2)]
+    (line,) = plots.curves({"A": folders}).axes[0].lines
+    assert line.get_ydata().tolist() == pytest.approx([55, 55])
+    lines = [{"algorithm": a, "seed": s, "round": 1, "accuracy": 0.1} for a in "xy" for s in (1, 2)]
+    assert names(lines) == ["x", "y"]  # as `logs.read` gives them
+    for wrong, message in (
+        (swept("fedavg") + swept("fedavg"), "two of fedavg with seed 0: pass a dict, name -> what each sweep returned"),
+        ({"A": 3}, r"records\['A'\] must be a history, .*, got a int"),
+        ([both[0], {"round": 1}], "records must be a history, .* got a list of Run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plots.curves(wrong)
+
+
+def test_bands_stay_where_the_quantity_is():
+    """Few seeds far apart have intervals of Student's t that reach below what is possible."""
+
+    def seed(lp, accuracy, loss):
+        return [{"round": t, "lp_absent": lp, "accuracy": accuracy, "train_loss": loss} for t in (1, 2)]
+
+    records = {"a": [seed(0.1, 0.05, -1.0), seed(30.0, 0.99, 4.0)]}
+    bands = [axes.collections[0].get_paths()[0].vertices[:, 1] for axes in plots.forgetting(records).axes]
+    assert bands[0].min() == 0 and bands[0].max() > 30
+    accuracy, loss = (axes.collections[0].get_paths()[0].vertices[:, 1] for axes in plots.curves(records).axes)
+    assert (accuracy.min(), accuracy.max()) == (0, 100)
+    assert loss.min() < -1  # a loss that was negative may be
 
 
 def test_fairness_shows_quantiles_and_the_worst_tenth():
