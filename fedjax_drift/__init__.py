@@ -23,7 +23,7 @@ from fedjax_drift.simulation import Simulation
 from fedjax_drift.sweep import Run, grid, sweep
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Round, ServerState, Work
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Algorithm",

@@ -31,6 +31,7 @@ import numpy as np
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "numpy", "scipy", "builtins", "functools", "math", "operator")
 LARGE = 2**24  # bytes of an array whose contents are not looked at
+LONG = 20_000  # entries of a key: a function that holds on to a program's worth of objects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Form:
     key: tuple[Any, ...]
     value: Any = dataclasses.field(compare=False, repr=False)
     fixed: tuple[str, ...] = ()
-    traced: bool = False  # the value holds tracers: what is compiled for it must not be kept
+    private: bool = False  # what is compiled for it must not be kept: it holds tracers, or more than can be compared
 
 
 def split(value: Any, fixed: Sequence[str] = ()) -> tuple[Form, tuple[float, ...]]:
@@ -53,7 +54,7 @@ def split(value: Any, fixed: Sequence[str] = ()) -> tuple[Form, tuple[float, ...
     if walk.recursive:  # a function that calls itself is left as it is, and so is everything else
         walk = _Walk(frozen=1)
         walk.fields(value, fixed)
-    form = Form(tuple(walk.key), value, tuple(fixed), walk.traced)
+    form = Form(tuple(walk.key), value, tuple(fixed), walk.traced or len(walk.key) > LONG)
     return form, tuple(walk.numbers)
 
 
@@ -116,6 +117,8 @@ class _Walk:
                 return value
             self.key.append((type(value), len(value)))
             parts = [self.of(part) for part in value]
+            if all(new is old for new, old in zip(parts, value, strict=True)):
+                return value
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         elif isinstance(value, functools.partial):
             self.key.append((functools.partial, len(value.args), *value.keywords))
@@ -126,10 +129,11 @@ class _Walk:
             return MethodType(self.of(value.__func__), self.of(value.__self__))
         elif isinstance(value, FunctionType):
             return self.function(value, _of_a_library(value))
-        elif dataclasses.is_dataclass(value) and type(value).__module__.startswith("fedjax_drift."):
+        elif _of_this_package(type(value)) and dataclasses.is_dataclass(value) and _comparable(value):
             self.key.append(type(value))
             named = {field.name: self.of(getattr(value, field.name)) for field in dataclasses.fields(value)}
-            return value if self.others is None else dataclasses.replace(value, **named)  # type: ignore[type-var]
+            same = all(new is getattr(value, name) for name, new in named.items())
+            return value if same else dataclasses.replace(value, **named)  # type: ignore[type-var]
         else:
             self.contents(value)
         return value
@@ -192,6 +196,8 @@ class _Walk:
     def contents(self, value: Any) -> None:
         """Notes what tells an object from others that take its place."""
         self.traced |= isinstance(value, jax.core.Tracer)
+        if len(self.key) > LONG:
+            return
         if isinstance(value, np.ndarray) and value.nbytes <= LARGE:
             array = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             self.key.append((value.dtype.str, value.shape, zlib.crc32(array.data)))

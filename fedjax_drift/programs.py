@@ -58,7 +58,7 @@ def placement(how: Engine) -> ServerState:
 
 def programs(form: hyper.Form, one_state: bool) -> Programs:
     """The programs of engines of this form; one_state: `init` makes one client's state, a `Bank` keeps the others."""
-    if form.traced:  # a simulation made inside jax.jit, whose tracers must not be kept
+    if form.private:
         return _compiled.__wrapped__(form, one_state)
     return _compiled(form, one_state)
 

@@ -240,12 +240,12 @@ class Simulation:
     def _programs_and_numbers(self) -> tuple[programs.Programs, programs.Numbers]:
         if self._programs_made is None:
             form, numbers = programs.split(self._engine, self._constant)
-            self._programs_made = programs.programs(form, self._states_on_host), self._placed(numbers, form.traced)
+            self._programs_made = programs.programs(form, self._states_on_host), self._placed(numbers, form.private)
         return self._programs_made
 
-    def _placed(self, numbers: programs.Numbers, traced: bool = False) -> programs.Numbers:
-        """The numbers on the devices, once and for all; over several processes, or traced, as they are."""
-        if traced or spans_processes(self.mesh):
+    def _placed(self, numbers: programs.Numbers, private: bool = False) -> programs.Numbers:
+        """The numbers on the devices, once and for all; over several processes, or beside tracers, as they are."""
+        if private or spans_processes(self.mesh):
             return numbers
         with jax.ensure_compile_time_eval():  # inside jax.jit, too, they are arrays that may be kept
             return jax.device_put(numbers, self._everywhere)
