@@ -27,7 +27,6 @@ import shutil
 import sys
 import tempfile
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -162,7 +161,7 @@ class Checkpoints:
                     if round is not None:
                         raise ValueError(f"{damaged}: choose another of the rounds {self.rounds}") from error
                     before = "going back to the one before" if number > wanted[-1] else "and there is none before"
-                    warnings.warn(f"{damaged}: {before}", stacklevel=2)
+                    checks.warn(f"{damaged}: {before}")
         raise ValueError(
             f"a checkpoint must be intact to go on from, got {len(wanted)} damaged ones in {self.path}: nothing was "
             "changed; restore the folder from a copy, or start anew in another folder"
@@ -199,10 +198,9 @@ class Checkpoints:
         here = versions()
         if changed := [f"{name} {was}, now {here.get(name)}" for name, was in about.versions.items()
                        if here.get(name) != was]:  # fmt: skip
-            warnings.warn(
+            checks.warn(
                 f"the checkpoint of round {round} was written with {', '.join(changed)}: the run goes on, but "
-                "maybe not to the last bit as it would have",
-                stacklevel=3,
+                "maybe not to the last bit as it would have"
             )
         return _state(sim, round, self._read(sim, about)), about.history
 
@@ -274,10 +272,9 @@ class Checkpoints:
                 "from there with checkpoints.restore(sim), or choose another folder, whose history starts with this run"
             )
         if newest is not None and newest.round < t:
-            warnings.warn(
+            checks.warn(
                 f"rounds {newest.round + 1} to {t} were done without checkpoints: the history in {self.path} leaves "
-                "them out",
-                stacklevel=5,
+                "them out"
             )
         return newest.history if newest is not None else [], damaged
 
@@ -374,9 +371,8 @@ class Saver:
                 contents = self._contents(state, history)
                 self.best = contents._replace(leaves=[np.array(leaf) for leaf in contents.leaves])
             except Exception as error:
-                warnings.warn(
-                    f"round {int(state.round)}, the best so far, could not be kept ({_why(error)}): the run goes on",
-                    stacklevel=4,
+                checks.warn(
+                    f"round {int(state.round)}, the best so far, could not be kept ({_why(error)}): the run goes on"
                 )
 
     def _try(self, step: Callable[[], None]) -> None:
@@ -487,10 +483,9 @@ class Saver:
         self.orbax = _checkpointer()
         self._tidy()
         if jax.process_index() == 0 and not quietly:
-            warnings.warn(
+            checks.warn(
                 f"round {round} could not be saved in {self.checkpoints.path} ({_why(error)}): the run goes on, "
-                "and the next save tries again",
-                stacklevel=5,
+                "and the next save tries again"
             )
 
 
@@ -526,7 +521,7 @@ class SavedRuns:
             try:
                 pairs = [one._restored(sim, number) for one, sim in zip(self.each, self.simulations, strict=True)]
             except Damaged as error:
-                warnings.warn(f"a checkpoint of round {number} in {self.path} is damaged ({error})", stacklevel=3)
+                checks.warn(f"a checkpoint of round {number} in {self.path} is damaged ({error})")
                 continue
             return [state for state, _ in pairs], [history for _, history in pairs]
         return None, [[] for _ in self.each]
@@ -606,10 +601,9 @@ def _check_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -
             "were made with, or choose another folder"
         )
     if changed:
-        warnings.warn(
+        checks.warn(
             f"since the checkpoints in {path} were written the code of {few(changed)} has changed: the run goes on, "
-            "with the code as it is now",
-            stacklevel=2,
+            "with the code as it is now"
         )
 
 

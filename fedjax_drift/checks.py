@@ -1,4 +1,4 @@
-"""What a value may be, said before anything compiles: what, the allowed range, the value, the fix.
+"""What a value may be, said before anything compiles: what, the allowed range, the value, the fix. And warnings.
 
 A traced value (an axis of a sweep) passes every check of a number's range.
 """
@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
 
 import jax
 import numpy as np
+
+WITHIN = ("fedjax_drift", "contextlib", "jax")  # packages whose frames a warning does not name
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """A warning that names the line outside the library from which it was called, however deep the library is in."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in WITHIN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def shown(value: Any) -> str:

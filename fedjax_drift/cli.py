@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift import experiment, options, papers, report
+from fedjax_drift import checks, experiment, options, papers, report
 from fedjax_drift.checkpoint import SavedRuns, lock_folder, replace_file, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
@@ -436,7 +436,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
                 config["started"] = json.loads((output / CONFIG).read_text())["started"]
                 before = _restored(simulations, checkpoints, seeds, args.rounds)
                 if not before:
-                    warnings.warn(f"{output} has no checkpoint yet: the run starts again at round 0", stacklevel=2)
+                    checks.warn(f"{output} has no checkpoint yet: the run starts again at round 0")
             else:
                 first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()], output, names))
 

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from fedjax_drift import checks
 
 Record = dict[str, Any]
 
@@ -95,7 +96,7 @@ class Recorder:
     def _warn(self, kind: str, message: Callable[[], str]) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message(), RuntimeWarning, stacklevel=5)
+            checks.warn(message(), RuntimeWarning)
 
 
 STANDARD = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -464,9 +463,7 @@ class Simulation:
                         f"{lanes} lanes do not fit in a device's memory: lower lanes= (over several processes they are "
                         "not halved by themselves); the state is still valid"
                     ) from error
-                warnings.warn(
-                    f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}", stacklevel=4
-                )
+                checks.warn(f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}")
                 self._use_lanes(lanes // 2)
 
     def _any_update(self) -> ClientResult:
@@ -938,9 +935,7 @@ def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
     if need <= room:
         return "device"
     found = "sharded" if need <= room * mesh.size else "host"
-    warnings.warn(
-        f"{N} client states take {need / 1e9:.1f} GB, more than half of a device's memory: bank={found!r}", stacklevel=4
-    )
+    checks.warn(f"{N} client states take {need / 1e9:.1f} GB, more than half of a device's memory: bank={found!r}")
     return found
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -153,7 +151,7 @@ def sweep(
             with Bar(last * len(planned), f"{sim.algorithm.name}, {len(planned)} runs", progress) as bar:
                 for record in itertools.chain(*(before or [])):
                     bar.update(record)
-                under_way = UnderWay(sim, made, layout, given, bar, on_round, _stacklevel)
+                under_way = UnderWay(sim, made, layout, given, bar, on_round)
                 try:
                     under_way.start(params, states)
                     with nullcontext() if saved is None else saved.open(under_way.states_of_runs(), stop.held):
@@ -172,9 +170,8 @@ def sweep(
                             f"a run of {sim!r} must fit in a device's memory: lower lanes, or sweep fewer runs"
                         ) from error
             fewer = _layout(sim, len(planned), layout.at_once // 2)
-            warnings.warn(
-                f"{layout.at_once} runs side by side do not fit in a device's memory, going on with {fewer.at_once}",
-                stacklevel=_stacklevel(),
+            checks.warn(
+                f"{layout.at_once} runs side by side do not fit in a device's memory, going on with {fewer.at_once}"
             )
             layout = fewer
     if stop.terminated:
@@ -474,11 +471,3 @@ def _step(t: int, last: int, eval_every: int, measure_every: int, save_every: in
         return n, False
     now = rounds_to(measure_every) == 1
     return (1 if now else min(n, rounds_to(measure_every) - 1)), now
-
-
-def _stacklevel() -> int:
-    """Of the first caller outside the library, for a warning."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("fedjax_drift."):
-        frame, level = frame.f_back, level + 1
-    return level

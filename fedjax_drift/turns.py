@@ -7,7 +7,6 @@ one run after another, as they do in `Simulation.run`. On each device a turn has
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import drift, engine, fit, hyper, programs
+from fedjax_drift import checks, drift, engine, fit, hyper, programs
 from fedjax_drift.engine import AXIS, Engine
 from fedjax_drift.progress import Bar, Record, Stop, nonfinite_message, record
 from fedjax_drift.sharding import copied, launch
@@ -199,11 +198,10 @@ class UnderWay:
         planned: Sequence[Planned],
         bar: Bar,
         on_round: Callable[[int, Setting, Record], None] | None,
-        stacklevel: Callable[[], int],
     ) -> None:
         self.sim, self.programs, self.layout, self.planned = sim, made, layout, planned
         self.turns, self.arrays = turns(planned, layout), arrays_for(sim, layout)
-        self.bar, self.on_round, self.stacklevel = bar, on_round, stacklevel
+        self.bar, self.on_round = bar, on_round
         self.states: list[ServerState] = []  # one for each turn
         self.histories: list[list[Record]] = [[] for _ in planned]
         self.seconds = float("inf")  # that a round of all runs took lately
@@ -284,7 +282,7 @@ class UnderWay:
             if wrong and run not in self._warned:
                 self._warned.add(run)
                 said = f"seed {plan.seed}, {plan.setting}, {wrong}"
-                warnings.warn(said, RuntimeWarning, stacklevel=self.stacklevel())
+                checks.warn(said, RuntimeWarning)
             if self.on_round is not None:
                 self.on_round(plan.seed, plan.setting, made)
 

@@ -13,11 +13,12 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Nearly all of the time is compiling: unoptimised machine code is made in two thirds of it, and without XLA's fusion
-# emitters in half of it. Only for this process; tests of bits have one with the emitters, as programs of users do.
-# XLA ends a process that sets a flag which its version does not know, so each is tried in a child process first.
+# Nearly all of the time is compiling: unoptimised machine code is made in two thirds of it, here and in processes that
+# tests start, and without XLA's fusion emitters in half of it. That is for this process alone: tests of bits have one
+# with the emitters, as programs of users do. XLA ends a process that sets a flag which its version does not know, so
+# each is tried in a child process first.
 AS_USERS, QUICK = "FEDJAX_DRIFT_TESTS_AS_USERS", "FEDJAX_DRIFT_TESTS_XLA_FLAGS"
-EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+UNOPTIMISED, EMITTERS = "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"
 
 
 def known_to_xla(flag: str) -> bool:
@@ -28,15 +29,13 @@ def known_to_xla(flag: str) -> bool:
 
 
 if QUICK not in os.environ:  # asked once for all processes of pytest-xdist
-    os.environ[QUICK] = " ".join(filter(known_to_xla, ["--xla_backend_optimization_level=0", EMITTERS]))
-given = os.environ.get("XLA_FLAGS")
-quick = os.environ[QUICK].replace(EMITTERS, "" if AS_USERS in os.environ else EMITTERS)
-os.environ["XLA_FLAGS"] = f"{given or ''} {quick}"
+    os.environ[QUICK] = " ".join(filter(known_to_xla, [UNOPTIMISED, EMITTERS]))
+known = os.environ[QUICK].split()
+for_children = " ".join([os.environ.get("XLA_FLAGS", ""), *(flag for flag in known if flag != EMITTERS)])
+here = [EMITTERS] if EMITTERS in known and AS_USERS not in os.environ else []
+os.environ["XLA_FLAGS"] = " ".join([for_children, *here])
 jax.devices()
-if given is None:
-    del os.environ["XLA_FLAGS"]
-else:
-    os.environ["XLA_FLAGS"] = given
+os.environ["XLA_FLAGS"] = for_children
 
 # What one test has compiled the others need not, in this run of the tests alone, also in processes that tests start.
 CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -58,7 +57,7 @@ def pytest_configure(config) -> None:
 def pytest_pyfunc_call(pyfuncitem) -> bool | None:
     """A test that is to run as_users: in a process of its own, without which sweeps, and states on the host, are not
     bit for bit what they are elsewhere. Where XLA has emitters whatever one says, this process will do."""
-    has_emitters = AS_USERS in os.environ or EMITTERS not in os.environ[QUICK]
+    has_emitters = AS_USERS in os.environ or EMITTERS not in known
     if pyfuncitem.get_closest_marker("as_users") is None or has_emitters:
         return None
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", pyfuncitem.nodeid]

@@ -25,7 +25,8 @@ def quadratics(targets, sizes) -> tuple[fd.FederatedData, fd.Model]:
 def simulate(algorithm, lr=0.5, **options) -> fd.Simulation:
     data, model = quadratics([2.0, 8.0], [1, 3])
     local = fd.LocalTraining(epochs=2, batch_size=10, lr=lr, **options)  # two steps for each client
-    return fd.Simulation(model, data, algorithm, local=local, cohort_size=2)
+    one_device = fd.clients_mesh(jax.devices()[:1])  # which compiles sooner
+    return fd.Simulation(model, data, algorithm, local=local, cohort_size=2, mesh=one_device)
 
 
 def models_after(algorithm, rounds=2, start=0.0, **options) -> list[float]:
@@ -148,8 +149,11 @@ def check_zero_gradient(simulation: fd.Simulation) -> None:
     """Where every client's gradient vanishes from the start, the model stays."""
     flat = lambda w, x: jnp.ones((len(x), 3))  # noqa: E731
     model = fd.Model(lambda key: jnp.ones(3), flat, features=flat, cosine=True)
-    still = fd.Simulation(model, simulation.data, simulation.algorithm, cohort_size=3)
-    state, _ = still.run(still.init(jax.random.key(0)), 3, eval_every=0, progress=False)
+    one_device = fd.clients_mesh(jax.devices()[:1])
+    still = fd.Simulation(model, simulation.data, simulation.algorithm, cohort_size=3, mesh=one_device)
+    state = still.init(jax.random.key(0))
+    for cohort in ([0, 1, 2], [3, 4, 5], [1, 3, 5]):
+        state, _ = still.round_fn(state, cohort)
     np.testing.assert_allclose(state.params, 1.0, atol=1e-7)
 
 

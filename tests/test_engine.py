@@ -110,7 +110,7 @@ def test_lanes_and_devices_agree(data) -> None:
         return state._replace(key=0), info["loss"]
 
     reference = after_three_rounds(None, 1)
-    for lanes, devices in [(1, 2), (5, 1), (5, 2), (25, 1), (25, 2)]:
+    for lanes, devices in [(1, 2), (5, 1), (25, 2)]:
         assert_close(after_three_rounds(lanes, devices), reference)
 
 
@@ -432,9 +432,8 @@ def test_dropout_draws_anew_in_training_and_not_in_evaluation() -> None:
     x, y = np.ones((8, 28, 28, 1), np.float32), np.zeros(8, int)
     images = fd.FederatedData.from_clients([(x, y)], test=(x, y))
     sim = simulate(images, model=fd.models.simple_fl_lenet(), cohort_size=1)
-    losses = {float(sim.round_fn(sim.init(jax.random.key(k), params=sim.model.init(jax.random.key(0))))[1]["loss"][0])
-              for k in range(3)}  # fmt: skip
     state = sim.init(jax.random.key(0))
+    losses = {float(sim.round_fn(sim.init(jax.random.key(k), params=state.params))[1]["loss"][0]) for k in range(3)}
     assert len(losses) == 3 and sim.evaluate(state) == sim.evaluate(state)
 
 

@@ -18,7 +18,8 @@ LOCAL = fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)
 def simulate(data, algorithm=None, **options) -> fd.Simulation:  # noqa: F811
     model = fd.models.linear((FEATURES,), CLASSES)
     algorithm = fd.algorithms.scaffold() if algorithm is None else algorithm
-    return fd.Simulation(model, data, algorithm, **{"local": LOCAL, "cohort_size": 10} | options)
+    options = {"local": LOCAL, "cohort_size": 10, "mesh": fd.clients_mesh(jax.devices()[:1])} | options
+    return fd.Simulation(model, data, algorithm, **options)
 
 
 def steps_of(sizes) -> np.ndarray:
@@ -127,7 +128,7 @@ def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "options", [{"bank": "host"}, {"stream": True}, {"bank": "sharded", "shard_data": True}, {"lanes": 3}]
+    "options", [{"bank": "host"}, {"stream": True}, {"bank": "sharded", "shard_data": True, "mesh": None}, {"lanes": 3}]
 )
 def test_failures_are_the_same_wherever_things_are_kept(data, options) -> None:  # noqa: F811
     failing = {"dropout": 0.4, "stragglers": 0.4, "over_selection": 1.4, "deadline": 2.0, "speed_spread": 0.5}

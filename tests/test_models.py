@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -72,7 +74,7 @@ def test_conv_is_lax_conv(size, window, stride, padding) -> None:
             each = jax.vmap(lambda k: conv(x, k, stride, padding))(kernels)  # every client has its own filters
             return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
 
-        return jax.grad(summed, argnums=(0, 1), has_aux=True)(x, kernels)
+        return jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True))(x, kernels)
 
     for ours, theirs in zip(
         jax.tree.leaves(value_and_grads(own_conv)), jax.tree.leaves(value_and_grads(reference_conv)), strict=True
@@ -105,7 +107,7 @@ def test_every_form_of_conv_is_lax_conv_and_flax_pooling(channels, filters, size
             each = jax.vmap(conv, (None, 0))(x, kernels)
             return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
 
-        return jax.grad(summed, argnums=(0, 1), has_aux=True)(x, kernels)
+        return jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True))(x, kernels)
 
     for ours, theirs in zip(
         jax.tree.leaves(value_and_grads(own)), jax.tree.leaves(value_and_grads(reference)), strict=True
@@ -130,7 +132,8 @@ def test_conv_has_second_derivatives() -> None:
         twice = jax.grad(lambda kernel: (slope(kernel) * jnp.cos(kernel)).sum())(kernel)
         return twice, jax.jvp(slope, (kernel,), (kernel,))[1]
 
-    for ours, theirs in zip(products(own_conv), products(reference_conv), strict=True):
+    both = (jax.jit(partial(products, conv))() for conv in (own_conv, reference_conv))
+    for ours, theirs in zip(*both, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
@@ -146,9 +149,13 @@ def test_pooling_is_flax_pooling(size, window, stride, padding) -> None:
         def reference(x, theirs=theirs):
             return theirs(x, (window, window), (stride, stride), padding)
 
-        np.testing.assert_allclose(own(x), reference(x), rtol=1e-6)
-        a, b = (jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (own, reference))
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+        def squares(x, f):
+            pooled = f(x)
+            return (pooled**2).sum(), pooled
+
+        a, b = (jax.jit(jax.grad(partial(squares, f=f), has_aux=True))(x) for f in (own, reference))
+        np.testing.assert_allclose(a[1], b[1], rtol=1e-6)
+        np.testing.assert_allclose(a[0], b[0], rtol=1e-5)
 
 
 def test_group_norm_is_flax_group_norm() -> None:
@@ -176,9 +183,13 @@ def test_lenet_is_the_same_network_in_flax() -> None:
         dense = p["classifier"]["dense"]
         return x @ dense["kernel"] + dense["bias"][None]
 
-    np.testing.assert_allclose(model.apply(params, x), reference(params, x), rtol=1e-4, atol=1e-5)
-    ours, theirs = (jax.grad(lambda p, f=f: (f(p, x) ** 2).sum())(params) for f in (model.apply, reference))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), ours, theirs)
+    def squares(p, f):
+        logits = f(p, x)
+        return (logits**2).sum(), logits
+
+    ours, theirs = (jax.jit(jax.grad(partial(squares, f=f), has_aux=True))(params) for f in (model.apply, reference))
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), ours[0], theirs[0])
 
 
 @pytest.mark.parametrize("name", ["linear", "lenet5", "simple_fl_lenet", "simple_cnn"])
@@ -187,13 +198,13 @@ def test_head_of_features_is_apply_and_cosines_are_cosines(name) -> None:
     x = jax.random.normal(jax.random.key(1), (5, *shape))
     for cosine in (False, True):
         model = MODELS[name](cosine=cosine)
-        params = model.init(jax.random.key(0))
-        features = model.features(params, x)
-        np.testing.assert_allclose(model.head(params, features), model.apply(params, x), rtol=1e-5)
+        params = jax.jit(model.init)(jax.random.key(0))
+        features, logits = jax.jit(lambda p, m=model: (m.features(p, x), m.apply(p, x)))(params)
+        np.testing.assert_allclose(model.head(params, features), logits, rtol=1e-5)
         assert model.cosine is cosine
     kernel = jax.tree.leaves(params["classifier"])[0]
     expected = (features @ kernel) / np.outer(np.linalg.norm(features, axis=1), np.linalg.norm(kernel, axis=0))
-    np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-6)
     zero = jax.grad(lambda f: fd.models.cosine_logits(f, kernel).sum())(jnp.zeros((1, kernel.shape[0])))
     assert np.isfinite(zero).all()
 

@@ -68,8 +68,7 @@ def expected(data) -> tuple[fd.ServerState, list]:
     return state, infos
 
 
-@pytest.mark.parametrize("where", ["sharded", "host", "files"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("where", "stream"), [("sharded", False), ("host", False), ("sharded", True), ("files", True)])
 def test_rows_and_states_may_live_anywhere(data, mapped, expected, where, stream, tmp_path) -> None:
     bank = str(tmp_path / "bank") if where == "files" else where
     sim = simulate(mapped if stream else data, stream=stream, bank=bank, measure="updates")
@@ -99,7 +98,7 @@ def test_any_state_may_live_anywhere(data, name) -> None:
         return state.server, client_states(state)
 
     wanted = after("device")
-    for bank in ("sharded", "host"):
+    for bank in ("sharded", "host") if name == "vrl_sgd" else ("host",):
         assert_close(after(bank), wanted)
 
 
@@ -272,7 +271,9 @@ def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
     start = sim.init(jax.random.key(0))
     with pytest.warns(UserWarning, match="lanes do not fit in a device's memory, going on with") as said:
         state = sim.round_fn(start)[0] if method == "round_fn" else sim.run(start, 1, progress=False)[0]
-    lanes = [w.message.args[0].split()[0] for w in said if w.category is UserWarning]  # others: what is collected here
+    said = [w for w in said if w.category is UserWarning]  # others: what is collected here
+    lanes = [w.message.args[0].split()[0] for w in said]
+    assert {w.filename for w in said} == {__file__}  # the caller's line, not one of the library
     assert lanes == ["4", "2"] and sim.lanes == 1
     assert_close(state.server, simulate(data, devices=1, sampling="uniform").round_fn(start)[0].server)
     monkeypatch.setattr(sim, "_launch", lambda *_: (_ for _ in ()).throw(
@@ -301,8 +302,7 @@ def needing_memory() -> fd.Model:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("method", ["round_fn", "run"])
+@pytest.mark.parametrize(("method", "devices"), [("round_fn", 1), ("run", 2)])
 def test_a_program_that_fails_leaves_the_state_unless_it_was_donated(data, method, devices) -> None:
     """XLA itself runs out of memory here, once the state has been given to the program."""
 

@@ -10,6 +10,7 @@ out, and said, where there is none. Run it on an idle machine.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shlex
@@ -63,11 +64,17 @@ def accelerated() -> bool:
     return measure.run([sys.executable, "-c", "import jax; print(jax.default_backend())"]).strip() != "cpu"
 
 
+@functools.cache
+def unoptimised() -> str:
+    """A flag for quick runs, nearly all of which is compiling; "" where this XLA does not know it and would exit."""
+    flag, program = "--xla_backend_optimization_level=0", "import jax; jax.devices('cpu')"
+    known = subprocess.run([sys.executable, "-c", program], env=os.environ | {"XLA_FLAGS": flag}, capture_output=True)
+    return flag if known.returncode == 0 else ""
+
+
 def run(command: str, extra: list[str], quick: bool) -> str | None:
     """Runs one; its output, when it failed."""
-    # Nearly all of a quick run is compiling.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0" if quick else None
-    environment = os.environ | ({"XLA_FLAGS": flags} if flags else {})
+    environment = os.environ | ({"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {unoptimised()}"} if quick else {})
     script, *options = shlex.split(command)
     start = time.perf_counter()
     done = subprocess.run(

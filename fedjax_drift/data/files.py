@@ -12,7 +12,6 @@ import importlib.util
 import os
 import socket
 import urllib.request
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+
+from fedjax_drift import checks
 
 Arrays = dict[str, np.ndarray]
 # What the readers of zip, gzip, csv and the like raise for bytes that aren't theirs.
@@ -195,15 +196,14 @@ def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
     except FileNotFoundError:
         pass
     except ValueError as error:
-        warnings.warn(f"making the cached data again: {error}", stacklevel=2)
+        checks.warn(f"making the cached data again: {error}")
     arrays = check(make(), spec, filename)
     try:
         write_npz(path, arrays)
     except OSError as error:
-        warnings.warn(
+        checks.warn(
             f"cannot keep {path} ({error.strerror or error}), it will be made again next time: "
-            "set FEDJAX_DRIFT_CACHE to a folder that can be written",
-            stacklevel=2,
+            "set FEDJAX_DRIFT_CACHE to a folder that can be written"
         )
     return arrays
 
