@@ -38,6 +38,13 @@ class Run(NamedTuple):
     history: list[Record]
     algorithm: str = ""  # its name
 
+    def __repr__(self) -> str:
+        """Without the arrays of the state: in a notebook a sweep is often the last line of a cell."""
+        last = self.history[-1] if self.history else {}
+        scores = [f"{name} {last[name]:.3g}" for name in ("loss", "accuracy") if name in last]
+        end = ", ".join([f"round {last.get('round', 0)}", *scores])
+        return f"Run({self.algorithm}, seed {self.seed}, {self.setting}: {end})"
+
 
 def grid(**values: Iterable[Any]) -> list[Setting]:
     """All combinations, the last name's values fastest.
