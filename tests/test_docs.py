@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -150,6 +151,12 @@ LESS = {  # of what a notebook does several times, which takes longest
     '("period drift", "client drift", "iid")': '("client drift",)',
     "widths, measured = (1, 4, 16), {}": "widths, measured = (4,), {}",
 }
+
+
+def test_what_notebooks_do_less_of_is_there() -> None:
+    notebooks = [json.loads(path.read_text()) for path in (ROOT / "notebooks").glob("*.ipynb")]
+    sources = ["".join(cell["source"]) for notebook in notebooks for cell in notebook["cells"]]
+    assert [sum(source.count(text) for source in sources) for text in LESS] == [1] * len(LESS)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
