@@ -13,6 +13,8 @@ over; after --seconds nothing more is begun, and what was left out is said.
 from __future__ import annotations
 
 import argparse
+import functools
+import operator
 import os
 import re
 import time
@@ -30,8 +32,10 @@ from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
 
 import fedjax_drift as fd
 from fedjax_drift.models import layers
+from fedjax_drift.models.networks import CNN
+from fedjax_drift.types import Params
 
-Form = Callable[[jax.Array, jax.Array, int, int], jax.Array]  # x [C, H, W, B], padded; kernel; stride; pooling window
+Form = Callable[..., jax.Array]  # of x [C, H, W, B], padded; kernel; stride; pool, the pooling's window
 STEPS = 20  # local steps in one program
 START = time.perf_counter()
 
@@ -66,13 +70,17 @@ def columns(x: jax.Array, w: int, stride: int) -> jax.Array:
     return jnp.concatenate([layers._every(x, 2, j, W, stride) for j in range(w)])
 
 
+def total(terms: list[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, terms)
+
+
 def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
     """One product for all rows of the window, of which each is shifted and added: patches of a row only."""
     h, w, C, F = kernel.shape
     H = (x.shape[1] - h) // stride + 1
     x = columns(x, w, stride)
     products = jnp.einsum("ikf,khwb->ifhwb", kernel.reshape(h, w * C, F), x)
-    return layers.max_pool(sum(layers._every(products[i], 1, i, H, stride) for i in range(h)), pool)
+    return layers.max_pool(total([layers._every(products[i], 1, i, H, stride) for i in range(h)]), pool)
 
 
 def shifted_rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
@@ -81,7 +89,7 @@ def shifted_rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax
     H = (x.shape[1] - h) // stride + 1
     x = columns(x, w, stride)
     terms = [jnp.einsum("kf,khwb->fhwb", kernel[i].reshape(-1, F), layers._every(x, 1, i, H, stride)) for i in range(h)]
-    return layers.max_pool(sum(terms), pool)
+    return layers.max_pool(total(terms), pool)
 
 
 def shifted(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
@@ -90,7 +98,7 @@ def shifted(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arra
     H, W = layers._positions(x, (h, w), stride)
     slices = (layers._every(layers._every(x, 1, i, H, stride), 2, j, W, stride) for i in range(h) for j in range(w))
     terms = [jnp.einsum("cf,chwb->fhwb", kernel[n // w, n % w], s) for n, s in enumerate(slices)]
-    return layers.max_pool(sum(terms), pool)
+    return layers.max_pool(total(terms), pool)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -101,7 +109,7 @@ def _gathered(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
 def _gathered_gradients(stride: int, kept: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = kept
     weights = jax.vjp(lambda kernel: ours(lax.optimization_barrier(x), kernel, stride, 1), kernel)[1](g)[0]
-    return patchless.image_gradient(ours, g, kernel, stride, x.shape[1:3]), weights
+    return patchless.image_gradient(partial(ours, stride=1, pool=1), g, kernel, stride, x.shape[1:3]), weights
 
 
 _gathered.defvjp(lambda x, kernel, stride: (_gathered(x, kernel, stride), (x, kernel)), _gathered_gradients)
@@ -161,27 +169,35 @@ def unrolled(f: Callable) -> Callable:
     return call
 
 
-def on_the_fly(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """A kernel of our own that takes the patches from the image as it multiplies: none are stored."""
-    return layers.max_pool(patchless.conv(x, kernel, stride), pool)
+def on_the_fly(**tiles: int) -> Form:
+    """Kernels of our own that take the patches from the image as they multiply: none are stored."""
+
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+        return layers.max_pool(patchless.conv(x, kernel, stride, patchless.Tiles(**tiles)), pool)
+
+    return convolve
 
 
 NHWC, NCHW = lax_conv("NHWC", "HWIO"), lax_conv("NCHW", "OIHW")
 FORMS: dict[str, Form] = {
     "ours": ours,
-    "on the fly": on_the_fly,
-    "rows": rows,
+    "on the fly": on_the_fly(),
+    "on the fly, 64 positions": on_the_fly(positions=64),
+    "on the fly, 256 positions": on_the_fly(positions=256, warps=8),
+    "on the fly, depth 64": on_the_fly(depth=64),
+    "on the fly, depth 16": on_the_fly(depth=16),
     "bfloat16": in_bfloat16(ours),
+    "on the fly, bfloat16": in_bfloat16(on_the_fly()),
+    "grouped NHWC": NHWC,
+    "rows": rows,
     "rows, bfloat16": in_bfloat16(rows),
+    "unrolled NHWC": one_by_one(NHWC, unrolled),
     "blocks pooled": pooled(ours, layers._pool_blocks),
     "recomputed": recomputed,
     "gathered": gathered,
     "window pooled": pooled(ours, window_pool),
-    "unrolled NHWC": one_by_one(NHWC, unrolled),
     "shifted rows": shifted_rows,
-    "on the fly, bfloat16": in_bfloat16(on_the_fly),
     "one by one NHWC": one_by_one(NHWC, sequential_vmap),
-    "grouped NHWC": NHWC,
     "grouped NCHW": NCHW,
     "one by one NCHW": one_by_one(NCHW, sequential_vmap),
     "unrolled NCHW": one_by_one(NCHW, unrolled),
@@ -193,7 +209,7 @@ FORMS: dict[str, Form] = {
 def convolving(form: Form) -> Iterator[None]:
     """The package's layers convolve in this form."""
     before = layers._product, layers._on_cpu
-    layers._product = layers._on_cpu = form
+    layers._product = layers._on_cpu = form  # type: ignore[assignment]
     jax.clear_caches()  # traced functions hold the form of their time
     try:
         yield
@@ -208,27 +224,31 @@ def steps(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     for network in arguments.networks:
         for lanes in arguments.lanes or ((128, 25) if network in ("lenet5", "emnist_cnn") else (15,)):
             program, inputs = local_steps(network, lanes, arguments.quick)
-            with convolving(ours), jax.default_matmul_precision("highest"):
-                exact = jax.jit(program)(*inputs)
+            exact = functools.cache(partial(exactly, program, inputs))
             for form in arguments.forms:
                 what = f"{network}, {lanes} lanes, {form}"
                 yield from attempt(what, arguments, partial(steps_of, what, form, program, inputs, exact, arguments))
 
 
+def exactly(program: Callable, inputs: tuple) -> Params:
+    with convolving(ours), jax.default_matmul_precision("highest"):
+        return jax.jit(program)(*inputs)
+
+
 def steps_of(
-    what: str, form: str, program: Callable, inputs: tuple, exact: fd.Params, arguments: argparse.Namespace
+    what: str, form: str, program: Callable, inputs: tuple, exact: Callable, arguments: argparse.Namespace
 ) -> measure.Row:
     with convolving(FORMS[form]):
         compiled = jax.jit(program).lower(*inputs).compile()
         times = measure.seconds(partial(compiled, *inputs), 1 if arguments.quick else 5)
-        apart, size = norm(jax.tree.map(jnp.subtract, compiled(*inputs), exact)), norm(exact)
+    apart, size = norm(jax.tree.map(jnp.subtract, compiled(*inputs), exact())), norm(exact())
     x = inputs[1]
     each = [1e6 * t / (x.shape[0] * x.shape[1]) for t in times]
-    note = f"{kernels(compiled.as_text())} kernels; error {apart / size:.1e}"
+    note = f"{kernels(compiled.as_text() or '')} kernels; error {apart / size:.1e}"
     return measure.row(what, each, "us a client's step", note=note)
 
 
-def norm(tree: fd.Params) -> float:
+def norm(tree: Params) -> float:
     return float(sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(tree))) ** 0.5
 
 
@@ -247,20 +267,22 @@ def attempt(what: str, arguments: argparse.Namespace, trial: Callable[[], measur
 
 def local_steps(network: str, lanes: int, quick: bool) -> tuple[Callable, tuple]:
     """A program of local steps that returns the sum of their gradients, and its arguments."""
-    model = measure.model(network)
     workload = next(w for w in WORKLOADS.values() if w.network == network)
-    batch = 2 if quick else workload.batch
+    batch, image, model = workload.batch, workload.image, measure.model(network)
+    if quick:
+        batch, image = 2, (10, 10, 2)
+        model = fd.Model.from_linen(CNN(((3, 3, "SAME", 1), (5, 3, "VALID", 2)), (), workload.classes), image)
     keys = jax.random.split(jax.random.key(0), lanes)
     params = jax.jit(jax.vmap(model.init))(keys)
     shape = (2 if quick else STEPS, lanes, batch)
-    x = jax.random.bits(keys[0], (*shape, *workload.image), jnp.uint8)
+    x = jax.random.bits(keys[0], (*shape, *image), jnp.uint8)
     y = jax.random.randint(keys[0], shape, 0, workload.classes)
 
-    def step(params: fd.Params, x: jax.Array, y: jax.Array) -> fd.Params:
+    def step(params: Params, x: jax.Array, y: jax.Array) -> Params:
         gradient = jax.grad(lambda p: model.loss(model.apply(p, x.astype(jnp.float32) / 255), y).mean())(params)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradient)
 
-    def program(params: fd.Params, x: jax.Array, y: jax.Array) -> fd.Params:
+    def program(params: Params, x: jax.Array, y: jax.Array) -> Params:
         after, _ = lax.scan(lambda p, batch: (jax.vmap(step)(p, *batch), None), params, (x, y))
         return jax.tree.map(jnp.subtract, params, after)
 
@@ -286,7 +308,7 @@ def rounds(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     for name in arguments.rounds:
         for lanes in arguments.lanes or ("auto",):
             for form in arguments.forms:
-                what = f"{name}, {lanes} lanes, {form}"
+                what = f"{name}, lanes: {lanes}, {form}"
                 yield from attempt(what, arguments, partial(round_of, what, name, lanes, form, arguments.quick))
 
 
@@ -314,6 +336,7 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     if arguments.quick:
         arguments.lanes = [2]
+        arguments.forms = [form for form in arguments.forms if not re.search("positions|depth", form)]  # other tiles
         arguments.networks, arguments.rounds = arguments.networks[:1], arguments.rounds and arguments.rounds[:1]
     fd.use_cpu_devices()
     name = ("forms_rounds" if arguments.rounds else "forms") + ("_without_graphs" if arguments.no_graphs else "")

@@ -20,11 +20,20 @@ from jax.experimental.pallas import triton as gpu
 interpret: bool | None = None  # None: on a CPU
 
 
+class Tiles(NamedTuple):
+    """What one program holds at once, at most, and by how many warps."""
+
+    filters: int = 64
+    positions: int = 128
+    depth: int = 32  # numbers of a patch in a product; positions in the weight gradient's
+    warps: int = 4
+
+
 class Patches(NamedTuple):
     """The [K, N] patches of an image, K = h * w * C and N = H' * W' * B, and where they lie in it."""
 
-    image: tuple[int, int, int, int]
-    window: tuple[int, int]
+    image: tuple[int, ...]
+    window: tuple[int, ...]
     stride: int
 
     @property
@@ -32,7 +41,7 @@ class Patches(NamedTuple):
         return self.window[0] * self.window[1] * self.image[0]
 
     @property
-    def out(self) -> tuple[int, int]:
+    def out(self) -> tuple[int, ...]:
         return tuple((n - k) // self.stride + 1 for n, k in zip(self.image[1:3], self.window, strict=True))
 
     @property
@@ -75,11 +84,11 @@ def tile(size: int, most: int) -> int:
     return min(most, max(16, pl.next_power_of_2(size)))
 
 
-def forward(x: jax.Array, kernel: jax.Array, stride: int, pool: int = 1) -> jax.Array:
+def forward(x: jax.Array, kernel: jax.Array, stride: int, tiles: Tiles) -> jax.Array:
     """[F, H', W', B]; each program makes some filters of some positions."""
     h, w, _, F = kernel.shape
     p = Patches(x.shape, (h, w), stride)
-    filters, positions, depth = tile(F, 64), tile(p.N, 128), tile(p.K, 32)
+    filters, positions, depth = tile(F, tiles.filters), tile(p.N, tiles.positions), tile(p.K, tiles.depth)
 
     def program(image: Any, weights: Any, out: Any) -> None:
         q, f = span(pl.program_id(0), positions), span(pl.program_id(1), filters)
@@ -95,18 +104,19 @@ def forward(x: jax.Array, kernel: jax.Array, stride: int, pool: int = 1) -> jax.
         program,
         jax.ShapeDtypeStruct((F * p.N,), x.dtype),
         grid=(pl.cdiv(p.N, positions), pl.cdiv(F, filters)),
-        compiler_params=gpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=gpu.CompilerParams(num_warps=tiles.warps, num_stages=3),
         interpret=interpreted(),
     )(x.reshape(-1), kernel.reshape(-1))
     return out.reshape(F, *p.out, -1)
 
 
-def weight_gradient(x: jax.Array, g: jax.Array, window: tuple[int, int], stride: int) -> jax.Array:
+def weight_gradient(x: jax.Array, g: jax.Array, window: tuple[int, ...], stride: int, tiles: Tiles) -> jax.Array:
     """[h, w, C, F]; each program sums some weights' gradients over a part of the positions."""
     F, C = len(g), len(x)
     p = Patches(x.shape, window, stride)
-    weights, filters, positions = tile(p.K, 64), tile(F, 64), 64
-    parts = min(8, pl.cdiv(p.N, 8 * positions))
+    weights, filters, positions = tile(p.K, 64), tile(F, tiles.filters), tiles.depth
+    tasks = pl.cdiv(p.K, weights) * pl.cdiv(F, filters)
+    parts = min(8, pl.cdiv(p.N, 8 * positions), pl.cdiv(256, tasks))  # many small tasks keep the device busy
     blocks = pl.cdiv(p.N, parts * positions)
 
     def program(image: Any, g: Any, out: Any) -> None:
@@ -123,30 +133,30 @@ def weight_gradient(x: jax.Array, g: jax.Array, window: tuple[int, int], stride:
         program,
         jax.ShapeDtypeStruct((parts * p.K * F,), jnp.float32),
         grid=(pl.cdiv(p.K, weights), pl.cdiv(F, filters), parts),
-        compiler_params=gpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=gpu.CompilerParams(num_warps=tiles.warps, num_stages=3),
         interpret=interpreted(),
     )(x.reshape(-1), g.reshape(-1))
     return out.reshape(parts, *window, C, F).sum(0).astype(x.dtype)
 
 
-def image_gradient(forward: Callable, g: jax.Array, kernel: jax.Array, stride: int, size: tuple[int, int]) -> jax.Array:
+def image_gradient(forward: Callable, g: jax.Array, kernel: jax.Array, stride: int, size: tuple[int, ...]) -> jax.Array:
     """As a convolution of the output's gradient with the turned weights: it gathers where ours adds in place."""
     h, w, _, _ = kernel.shape
     (H, W), (y, x) = size, ((n - 1) * stride + 1 for n in g.shape[1:3])
     edges = [(0, 0, 0), (h - 1, H - y, stride - 1), (w - 1, W - x, stride - 1), (0, 0, 0)]
-    return forward(lax.pad(g, jnp.zeros((), g.dtype), edges), kernel[::-1, ::-1].transpose(0, 1, 3, 2), 1, 1)
+    return forward(lax.pad(g, jnp.zeros((), g.dtype), edges), kernel[::-1, ::-1].transpose(0, 1, 3, 2))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def conv(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def conv(x: jax.Array, kernel: jax.Array, stride: int, tiles: Tiles) -> jax.Array:
     """x [C, H, W, B], padded, kernel [h, w, C, F] -> [F, H', W', B]."""
-    return forward(x, kernel, stride)
+    return forward(x, kernel, stride, tiles)
 
 
 conv.defvjp(
-    lambda x, kernel, stride: (forward(x, kernel, stride), (x, kernel)),
-    lambda stride, kept, g: (
-        image_gradient(forward, g, kept[1], stride, kept[0].shape[1:3]),
-        weight_gradient(kept[0], g, kept[1].shape[:2], stride),
+    lambda x, kernel, stride, tiles: (forward(x, kernel, stride, tiles), (x, kernel)),
+    lambda stride, tiles, kept, g: (
+        image_gradient(partial(forward, stride=1, tiles=tiles), g, kept[1], stride, kept[0].shape[1:3]),
+        weight_gradient(kept[0], g, kept[1].shape[:2], stride, tiles),
     ),
 )
