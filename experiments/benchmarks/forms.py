@@ -1,0 +1,347 @@
+"""Forms of the convolution on an accelerator: which takes the shortest local step, and which the shortest round.
+
+    python experiments/benchmarks/forms.py [--networks lenet5 emnist_cnn] [--lanes 128 25] [--forms ours rows ...]
+    python experiments/benchmarks/forms.py --rounds "emnist_cnn 3400" ... [--forms ours rows] [--lanes 64 128]
+    python experiments/benchmarks/forms.py --no-graphs ...     the same without CUDA graphs
+
+A step is value, gradient and SGD of one minibatch, for all lanes side by side, in a loop as in the engine. Its figure
+is microseconds for each client's step, so that numbers of lanes compare. The error is that of the sum of all gradients,
+relative to our form's in full float32. Kernels are those of the compiled loop. A form that fails is said and passed
+over; after --seconds nothing more is begun, and what was left out is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import operator
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import measure
+import patchless
+from jax import lax
+from jax.custom_batching import custom_vmap, sequential_vmap
+from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
+
+import fedjax_drift as fd
+from fedjax_drift.models import layers
+from fedjax_drift.models.networks import CNN
+from fedjax_drift.types import Params
+
+Form = Callable[..., jax.Array]  # of x [C, H, W, B], padded; kernel; stride; pool, the pooling's window
+STEPS = 20  # local steps in one program
+START = time.perf_counter()
+
+# --- the forms --------------------------------------------------------------------------------------------------------
+
+ours = layers._product
+
+
+def pooled(form: Form, maximum: Callable[[jax.Array, int], jax.Array]) -> Form:
+    """The form without its pooling, then ``maximum``."""
+
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+        out = form(x, kernel, stride, 1)
+        return maximum(out, pool) if pool > 1 else out
+
+    return convolve
+
+
+def window_pool(x: jax.Array, window: int) -> jax.Array:
+    size = (1, window, window, 1)
+    return lax.reduce_window(x, -jnp.inf, lax.max, size, size, "VALID")
+
+
+def recomputed(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+    """The backward pass makes the patches again."""
+    return jax.checkpoint(lambda x, kernel: ours(x, kernel, stride, pool))(x, kernel)
+
+
+def columns(x: jax.Array, w: int, stride: int) -> jax.Array:
+    """[C, H, W, B] -> [w * C, H, W', B]: the patches of one row of the window, for all rows of the image."""
+    W = (x.shape[2] - w) // stride + 1
+    return jnp.concatenate([layers._every(x, 2, j, W, stride) for j in range(w)])
+
+
+def total(terms: list[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, terms)
+
+
+def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+    """One product for all rows of the window, of which each is shifted and added: patches of a row only."""
+    h, w, C, F = kernel.shape
+    H = (x.shape[1] - h) // stride + 1
+    x = columns(x, w, stride)
+    products = jnp.einsum("ikf,khwb->ifhwb", kernel.reshape(h, w * C, F), x)
+    return layers.max_pool(total([layers._every(products[i], 1, i, H, stride) for i in range(h)]), pool)
+
+
+def shifted_rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+    """A product for each row of the window, with the shifted patches of a row."""
+    h, w, C, F = kernel.shape
+    H = (x.shape[1] - h) // stride + 1
+    x = columns(x, w, stride)
+    terms = [jnp.einsum("kf,khwb->fhwb", kernel[i].reshape(-1, F), layers._every(x, 1, i, H, stride)) for i in range(h)]
+    return layers.max_pool(total(terms), pool)
+
+
+def shifted(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+    """A product for each weight of the window, with the shifted image: no patches."""
+    h, w, _, _ = kernel.shape
+    H, W = layers._positions(x, (h, w), stride)
+    slices = (layers._every(layers._every(x, 1, i, H, stride), 2, j, W, stride) for i in range(h) for j in range(w))
+    terms = [jnp.einsum("cf,chwb->fhwb", kernel[n // w, n % w], s) for n, s in enumerate(slices)]
+    return layers.max_pool(total(terms), pool)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gathered(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    return ours(x, kernel, stride, 1)
+
+
+def _gathered_gradients(stride: int, kept: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = kept
+    weights = jax.vjp(lambda kernel: ours(lax.optimization_barrier(x), kernel, stride, 1), kernel)[1](g)[0]
+    return patchless.image_gradient(partial(ours, stride=1, pool=1), g, kernel, stride, x.shape[1:3]), weights
+
+
+_gathered.defvjp(lambda x, kernel, stride: (_gathered(x, kernel, stride), (x, kernel)), _gathered_gradients)
+
+
+def gathered(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+    """Keeps the image only; the weight gradient makes the patches again, the image gradient is a convolution."""
+    return layers.max_pool(_gathered(x, kernel, stride), pool)
+
+
+def in_bfloat16(form: Form) -> Form:
+    """Patches, weights, outputs and their gradients in bfloat16; sums within a product in float32."""
+
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+        return form(x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), stride, pool).astype(x.dtype)
+
+    return convolve
+
+
+def lax_conv(images: str, weights: str) -> Form:
+    """XLA's own convolution in a layout; side by side it becomes a grouped one."""
+    order = [images.index(letter) for letter in "CHWN"]
+
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+        x = x.transpose(["CHWN".index(letter) for letter in images])
+        kernel = kernel.transpose(["HWIO".index(letter) for letter in weights])
+        out = lax.conv_general_dilated(
+            x, kernel, (stride, stride), "VALID", dimension_numbers=(images, weights, images)
+        )
+        return layers.max_pool(out.transpose(order), pool)
+
+    return convolve
+
+
+def one_by_one(form: Form, vmap: Callable[[Callable], Callable]) -> Form:
+    """The form for one client after another, its gradients as well; ``vmap`` says how the clients follow."""
+
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+        alone = partial(form, stride=stride, pool=1)
+        call = jax.custom_vjp(vmap(alone))
+        gradients = vmap(lambda x, kernel, g: jax.vjp(alone, x, kernel)[1](g))
+        call.defvjp(lambda x, kernel: (call(x, kernel), (x, kernel)), lambda kept, g: gradients(*kept, g))
+        return layers.max_pool(call(x, kernel), pool)
+
+    return convolve
+
+
+def unrolled(f: Callable) -> Callable:
+    """f, of which `jax.vmap` makes as many copies as there are clients: a loop, without a loop's cost."""
+    call = custom_vmap(f)
+
+    @call.def_vmap
+    def copies(size: int, batched: Sequence[bool], *arguments: jax.Array) -> tuple:
+        each = [f(*(a[i] if b else a for a, b in zip(arguments, batched, strict=True))) for i in range(size)]
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *each), jax.tree.map(lambda _: True, each[0])
+
+    return call
+
+
+def on_the_fly(**tiles: int) -> Form:
+    """Kernels of our own that take the patches from the image as they multiply: none are stored."""
+
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+        return layers.max_pool(patchless.conv(x, kernel, stride, patchless.Tiles(**tiles)), pool)
+
+    return convolve
+
+
+NHWC, NCHW = lax_conv("NHWC", "HWIO"), lax_conv("NCHW", "OIHW")
+FORMS: dict[str, Form] = {
+    "ours": ours,
+    "on the fly": on_the_fly(),
+    "on the fly, 64 positions": on_the_fly(positions=64),
+    "on the fly, 256 positions": on_the_fly(positions=256, warps=8),
+    "on the fly, depth 64": on_the_fly(depth=64),
+    "on the fly, depth 16": on_the_fly(depth=16),
+    "bfloat16": in_bfloat16(ours),
+    "on the fly, bfloat16": in_bfloat16(on_the_fly()),
+    "grouped NHWC": NHWC,
+    "rows": rows,
+    "rows, bfloat16": in_bfloat16(rows),
+    "unrolled NHWC": one_by_one(NHWC, unrolled),
+    "blocks pooled": pooled(ours, layers._pool_blocks),
+    "recomputed": recomputed,
+    "gathered": gathered,
+    "window pooled": pooled(ours, window_pool),
+    "shifted rows": shifted_rows,
+    "one by one NHWC": one_by_one(NHWC, sequential_vmap),
+    "grouped NCHW": NCHW,
+    "one by one NCHW": one_by_one(NCHW, sequential_vmap),
+    "unrolled NCHW": one_by_one(NCHW, unrolled),
+    "shifted": shifted,
+}  # the most promising first
+
+
+@contextmanager
+def convolving(form: Form) -> Iterator[None]:
+    """The package's layers convolve in this form."""
+    before = layers._product, layers._on_cpu
+    layers._product = layers._on_cpu = form  # type: ignore[assignment]
+    jax.clear_caches()  # traced functions hold the form of their time
+    try:
+        yield
+    finally:
+        layers._product, layers._on_cpu = before
+
+
+# --- local steps ------------------------------------------------------------------------------------------------------
+
+
+def steps(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    for network in arguments.networks:
+        for lanes in arguments.lanes or ((128, 25) if network in ("lenet5", "emnist_cnn") else (15,)):
+            program, inputs = local_steps(network, lanes, arguments.quick)
+            exact = functools.cache(partial(exactly, program, inputs))
+            for form in arguments.forms:
+                what = f"{network}, {lanes} lanes, {form}"
+                yield from attempt(what, arguments, partial(steps_of, what, form, program, inputs, exact, arguments))
+
+
+def exactly(program: Callable, inputs: tuple) -> Params:
+    with convolving(ours), jax.default_matmul_precision("highest"):
+        return jax.jit(program)(*inputs)
+
+
+def steps_of(
+    what: str, form: str, program: Callable, inputs: tuple, exact: Callable, arguments: argparse.Namespace
+) -> measure.Row:
+    with convolving(FORMS[form]):
+        compiled = jax.jit(program).lower(*inputs).compile()
+        times = measure.seconds(partial(compiled, *inputs), 1 if arguments.quick else 5)
+    apart, size = norm(jax.tree.map(jnp.subtract, compiled(*inputs), exact())), norm(exact())
+    x = inputs[1]
+    each = [1e6 * t / (x.shape[0] * x.shape[1]) for t in times]
+    note = f"{kernels(compiled.as_text() or '')} kernels; error {apart / size:.1e}"
+    return measure.row(what, each, "us a client's step", note=note)
+
+
+def norm(tree: Params) -> float:
+    return float(sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(tree))) ** 0.5
+
+
+def attempt(what: str, arguments: argparse.Namespace, trial: Callable[[], measure.Row]) -> Iterator[measure.Row]:
+    """The trial's row; none, and a line that says why, where it fails or the time is over."""
+    if time.perf_counter() - START > arguments.seconds:
+        print(f"left out: {what}", flush=True)
+        return
+    try:
+        yield trial()
+    except Exception as error:  # whatever a compiler says: the other forms are still wanted
+        print(f"failed: {what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        if arguments.quick:
+            raise
+
+
+def local_steps(network: str, lanes: int, quick: bool) -> tuple[Callable, tuple]:
+    """A program of local steps that returns the sum of their gradients, and its arguments."""
+    workload = next(w for w in WORKLOADS.values() if w.network == network)
+    batch, image, model = workload.batch, workload.image, measure.model(network)
+    if quick:
+        batch, image = 2, (10, 10, 2)
+        model = fd.Model.from_linen(CNN(((3, 3, "SAME", 1), (5, 3, "VALID", 2)), (), workload.classes), image)
+    keys = jax.random.split(jax.random.key(0), lanes)
+    params = jax.jit(jax.vmap(model.init))(keys)
+    shape = (2 if quick else STEPS, lanes, batch)
+    x = jax.random.bits(keys[0], (*shape, *image), jnp.uint8)
+    y = jax.random.randint(keys[0], shape, 0, workload.classes)
+
+    def step(params: Params, x: jax.Array, y: jax.Array) -> Params:
+        gradient = jax.grad(lambda p: model.loss(model.apply(p, x.astype(jnp.float32) / 255), y).mean())(params)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradient)
+
+    def program(params: Params, x: jax.Array, y: jax.Array) -> Params:
+        after, _ = lax.scan(lambda p, batch: (jax.vmap(step)(p, *batch), None), params, (x, y))
+        return jax.tree.map(jnp.subtract, params, after)
+
+    return program, (params, x, y)
+
+
+def kernels(text: str) -> int:
+    """Operations of a compiled program that start a kernel: those outside of fusions."""
+    fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", re.sub(r"(?m)^.* call\(.*$", "", text)))
+    count = 0
+    for block in text.split("\n\n"):
+        name = re.match(r"\s*(?:ENTRY )?%?([\w.-]+) ", block)
+        if name and name[1] not in fused:
+            operation = r" (?:fusion|custom-call|copy|sort|reduce|scatter|transpose|concatenate|dynamic-update-slice)\("
+            count += len(re.findall(operation, block))
+    return count
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def rounds(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    for name in arguments.rounds:
+        for lanes in arguments.lanes or ("auto",):
+            for form in arguments.forms:
+                what = f"{name}, lanes: {lanes}, {form}"
+                yield from attempt(what, arguments, partial(round_of, what, name, lanes, form, arguments.quick))
+
+
+def round_of(what: str, name: str, lanes: int | str, form: str, quick: bool) -> measure.Row:
+    network, cohort = name.rsplit(maxsplit=1) if " " in name else (name, "")
+    workload = Workload(network, WRITERS, int(cohort)) if cohort else WORKLOADS[name]
+    workload = tiny(workload, "lenet5") if quick else workload
+    with convolving(FORMS[form]):
+        sim = measure.simulation(workload, lanes=lanes)
+        long = workload.cohort >= 1000 or network.endswith(RESNET)
+        times = measure.round_seconds(sim, 1 if quick else 3, each=1 if quick or long else 5)
+    return measure.row(what, times, "s a round", note=f"lanes: {sim.lanes}")
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, RESNET], default=["lenet5", "emnist_cnn"])
+    parser.add_argument("--rounds", nargs="+", metavar="WORKLOAD", help='as in workloads.py, or "lenet5 500"')
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS), metavar="FORM")
+    parser.add_argument("--lanes", nargs="+", type=int)
+    parser.add_argument("--no-graphs", action="store_true", help="every kernel is launched alone")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after them")
+    arguments = parser.parse_args()
+    if arguments.no_graphs:  # read when JAX first looks for devices
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+    if arguments.quick:
+        arguments.lanes = [2]
+        arguments.forms = [form for form in arguments.forms if not re.search("positions|depth", form)]  # other tiles
+        arguments.networks, arguments.rounds = arguments.networks[:1], arguments.rounds and arguments.rounds[:1]
+    fd.use_cpu_devices()
+    name = ("forms_rounds" if arguments.rounds else "forms") + ("_without_graphs" if arguments.no_graphs else "")
+    measure.save(name, rounds(arguments) if arguments.rounds else steps(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()
