@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_drift import checks
 from fedjax_drift.data import lines
 from fedjax_drift.data.federated import Pair
 
@@ -29,8 +28,6 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
 
     Raises FileNotFoundError, and ValueError for a damaged file or one without at least 2 measurements of Kd.
     """
-    checks.integer("ligand", ligand, 1)
-    checks.integer("protein", protein, 1)
     path = lines.find(FILENAME, places, HOW)
     pairs = measurements(path)
     if len(pairs) < 2:

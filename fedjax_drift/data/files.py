@@ -6,35 +6,25 @@ Whatever is read is checked against a `Column` per array before anything is comp
 from __future__ import annotations
 
 import contextlib
-import csv
-import gzip
 import importlib.util
+import math
 import os
 import socket
+import stat
+import textwrap
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
 from fedjax_drift import checks
 
 Arrays = dict[str, np.ndarray]
-# What the readers of zip, gzip, csv and the like raise for bytes that aren't theirs.
-DAMAGED = (
-    zipfile.BadZipFile,
-    gzip.BadGzipFile,
-    csv.Error,
-    EOFError,
-    zlib.error,
-    KeyError,
-    TypeError,
-    NotImplementedError,
-    RuntimeError,
-)
+UNPACKED = 2**30  # bytes to which compressed ones may unpack: a few MiB can be made to fill any memory
 
 # Where tensorflow-datasets downloads from: asked for a connection first, because its own attempts take minutes to fail.
 HOSTS = {
@@ -48,6 +38,10 @@ HOSTS = {
 }
 
 
+class Wrong(ValueError):
+    """What a reader has found wrong inside a file, and how to mend it; `plain_errors` puts the file's name before."""
+
+
 class Column(NamedTuple):
     """What one array of a data set must look like."""
 
@@ -59,6 +53,8 @@ class Column(NamedTuple):
     """Arrays of one table have as many rows; None: a single number."""
     classes: int | None = None
     """Values must be in 0..classes-1; None: any."""
+    lowest: int | None = None
+    """The least that a value may be; None: any."""
 
 
 Spec = Mapping[str, Column]
@@ -77,7 +73,12 @@ def tfds_dir() -> Path:
 def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     """Where data files are looked for: `data_dir` alone, or else $FEDJAX_DRIFT_DATA (if set), then the cache."""
     if data_dir is not None:
-        return [Path(data_dir).expanduser()]
+        if not isinstance(data_dir, (str, os.PathLike)):
+            raise ValueError(f"data_dir must be the path of a folder, got {checks.shown(data_dir)}: or leave it out")
+        folder = Path(os.path.expanduser(data_dir))
+        if folder.is_file():
+            raise ValueError(f"data_dir must be a folder, got the file {folder}: pass the folder that it is in")
+        return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
     return [*([Path(shared).expanduser()] if shared else []), cache_dir()]
 
@@ -92,10 +93,10 @@ def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
             os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+            reason = getattr(error, "strerror", error)
             raise ValueError(
-                f"cannot look for {path}: {error.strerror}: allow this user to read the folder, "
-                "or pass another data_dir"
+                f"cannot look for {path}: {reason}: allow this user to read the folder, or pass another data_dir"
             ) from error
         return path
     return None
@@ -107,34 +108,81 @@ def read_npz(path: Path, spec: Spec) -> Arrays:
     Raises FileNotFoundError without the file, and ValueError for a file that is unreadable, truncated, no npz, lacks
     an array, or holds one of another dtype, shape, length or label range.
     """
-    with plain_errors(path), open(path, "rb") as file:
+    return check(arrays_of(path, spec), spec, path)
+
+
+def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> Arrays:
+    """The arrays of an npz file, all or those of these names. Raises as `read_npz` does."""
+    with opened(path) as file:
         if file.read(4) != b"PK\x03\x04":
-            raise ValueError("it is no npz file: write it with numpy.savez")
+            raise Wrong("it is no npz file: write it with numpy.savez")
+        with zipfile.ZipFile(file) as archive:
+            members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+            wanted = list(members if names is None else names)
+            if missing := [name for name in wanted if name not in members]:
+                raise Wrong(f"it must hold {', '.join(wanted)}, got {', '.join(members)}: add {', '.join(missing)}")
+            size = os.fstat(file.fileno()).st_size
+            return {name: _array(archive, members[name], size) for name in wanted}
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_size: int) -> np.ndarray:
+    """No memory is asked for before its size is compared; it is all read, as only then zip compares the checksum."""
+    with archive.open(member) as file:
+        first = np.lib.format.read_magic(file) == (1, 0)
+        read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        if dtype.hasobject:
+            raise Wrong(f"{member.filename} must be numbers, got objects, and allow_pickle is off: save it as numbers")
+        size, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        if size != held:
+            raise Wrong(f"{member.filename} must be {size} bytes by its shape, got {held}: copy or make the file again")
+        must_fit(member.filename, size, None if member.compress_type else file_size)
         file.seek(0)
-        with np.load(file, allow_pickle=False) as npz:
-            missing = [key for key in spec if key not in npz.files]
-            if missing:
-                raise ValueError(
-                    f"it must hold {', '.join(spec)}, got {', '.join(npz.files)}: add {', '.join(missing)}"
-                )
-            arrays = {key: npz[key] for key in spec}
-    return check(arrays, spec, path)
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def must_fit(what: str, size: int, held: int | None) -> None:
+    """`Wrong` where an array of `size` bytes can't be in the `held` bytes of its file; None: it is compressed there."""
+    if held is None and size > UNPACKED:
+        raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: write it uncompressed")
+    if held is not None and size > held:
+        raise Wrong(f"{what} must be at most the {held} bytes that are there, got {size}: copy or make the file again")
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """The file's bytes; what goes wrong while it is open is told as by `plain_errors`. A pipe may never give any."""
+    with plain_errors(path):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise Wrong("it must be a file, got a pipe or a device: put the file there")
+        with open(path, "rb") as file:
+            yield file
 
 
 @contextlib.contextmanager
 def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What can go wrong inside a file, as a ValueError naming it; a missing file stays a FileNotFoundError."""
+    """What goes wrong with a file as one ValueError that names it, whatever other libraries raise for its bytes.
+
+    A missing file stays a FileNotFoundError, a missing package an ImportError.
+    """
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, ImportError):
         raise
-    except DAMAGED as error:
-        raise ValueError(f"{path} is damaged, cut short or of another kind ({error}): copy or make it again") from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"cannot read {path}: {reason}: check the file and its permissions") from error
-    except ValueError as error:
+    except Wrong as error:
         raise ValueError(f"cannot use {path}: {error}") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise ValueError(f"cannot read {path}: {error.strerror}: check the file and its permissions") from error
+        raise ValueError(
+            f"{path} is damaged, cut short, too large or of another kind ({reason(error)}): copy or make it again"
+        ) from error
+
+
+def reason(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return textwrap.shorten(str(error), 200) or type(error).__name__
 
 
 def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
@@ -163,6 +211,10 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
                 )
             if length == 0:
                 raise ValueError(f"{source}: {key} must have at least 1 row, got 0: fill or remake the file")
+        if column.lowest is not None and array.min() < column.lowest:
+            raise ValueError(
+                f"{source}: {key} must be an integer >= {column.lowest}, got {array.min()}: copy or make the file again"
+            )
         if column.classes is not None and not (0 <= array.min() and array.max() < column.classes):
             raise ValueError(
                 f"{source}: {key} must be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: "
@@ -210,7 +262,7 @@ def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
 
 def fingerprint(path: Path) -> str:
     """Eight hex digits of a npz file's content, from the checksums it stores: nothing is decompressed."""
-    with plain_errors(path), zipfile.ZipFile(path) as archive:
+    with opened(path) as file, zipfile.ZipFile(file) as archive:
         sums = [f"{member.filename} {member.CRC}" for member in archive.infolist()]
     return f"{zlib.crc32(' '.join(sums).encode()):08x}"
 
@@ -245,7 +297,8 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
             f"tensorflow-datasets can't be imported ({error}): pip install tensorflow-datasets importlib_resources"
         ) from error
     # try_gcs=False: no look at Google's bucket, which waits for the network.
-    builder = tfds.builder(name, data_dir=directory, try_gcs=False)
+    with plain_errors(directory / name):
+        builder = tfds.builder(name, data_dir=directory, try_gcs=False)
     if not builder.is_prepared():
         if importlib.util.find_spec("tensorflow") is None:
             raise FileNotFoundError(
@@ -260,13 +313,14 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
             "TensorFlow reads: move that folder away, or set TFDS_DATA_DIR to another one, and load again"
         )
     arrays: Arrays = {}
-    for split in ("train", "test"):
-        rows = builder.as_data_source(split=split)
-        x = np.empty((len(rows), *builder.info.features["image"].shape), np.uint8)
-        y = np.empty(len(rows), np.int32)
-        for i, row in enumerate(rows):
-            x[i], y[i] = row["image"], row["label"]
-        arrays |= {f"x_{split}": x, f"y_{split}": y}
+    with plain_errors(builder.data_path):
+        for split in ("train", "test"):
+            rows = builder.as_data_source(split=split)
+            x = np.empty((len(rows), *builder.info.features["image"].shape), np.uint8)
+            y = np.empty(len(rows), np.int32)
+            for i, row in enumerate(rows):
+                x[i], y[i] = row["image"], row["label"]
+            arrays |= {f"x_{split}": x, f"y_{split}": y}
     return arrays
 
 
