@@ -214,7 +214,7 @@ def _check_database(connection: sqlite3.Connection) -> None:
         got = "no such table" if kind is None else f"a {kind}"
         raise files.Wrong(f"it must have a table federated_data, got {got}: download it again")
     if (found := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-        raise files.Wrong(f"it is damaged ({found}): download it again")
+        raise files.Wrong(f"it is damaged ({files.reason(found)}): download it again")
 
 
 def _unpack(compressed: bytes) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def reason(error: Exception) -> str:
+def reason(error: object) -> str:
     """What an error of another library says, in one line."""
     return textwrap.shorten(str(error), 200) or type(error).__name__
 

@@ -196,6 +196,8 @@ def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
             if len(row) < 2 or row[1] not in label or not re.fullmatch(r"\w+\.JPEG", row[0]):
                 raise lines.damaged(number, "an image, a tab and an id of wnids.txt", line)
             rows.append(row)
+        if not rows:
+            raise lines.damaged(1, "an image, a tab and an id of wnids.txt", "an empty file")
     train = list_folders(folder / "train", classes, os.path.join("images", "*.JPEG"))
     images = [str(folder / "val" / "images" / row[0]) for row in rows]
     return train, (images, np.array([label[row[1]] for row in rows], np.int32))

@@ -33,6 +33,7 @@ class Ratings(NamedTuple):
     item: np.ndarray  # [R], ids >= 1
     time: np.ndarray  # [R]
     profile: np.ndarray  # [U, 5]: ids of user, gender, age, occupation and zip code; 0 where not known
+    path: Path  # of the file
 
 
 class Rows(NamedTuple):
@@ -59,6 +60,8 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     rng = np.random.default_rng(seed)
     order = np.lexsort((ratings.time, ratings.user))
     order = order[np.bincount(ratings.user)[ratings.user[order]] > 1]
+    if not len(order):
+        raise ValueError(f"cannot use {ratings.path}: some user must have rated 2 films, got none: download it again")
     user, item = ratings.user[order], ratings.item[order]
     first = np.diff(user, prepend=-1) > 0
     latest = np.append(first[1:], True)
@@ -69,7 +72,7 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
         which = user[short][0]
         raise ValueError(
             f"test_negatives must be at most the {free[which]} films that user {ratings.profile[which, 0]} never "
-            f"rated, got {test_negatives}: lower it, and the group of fd.ranking.scores with it"
+            f"rated in {ratings.path}, got {test_negatives}: lower it, and the group of fd.ranking.scores with it"
         )
 
     def rows(at: np.ndarray, drawn: np.ndarray) -> Pair:
@@ -163,7 +166,7 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     if (strange := known[user] != rated[:, 0]).any():
         line = strange.argmax()
         raise ValueError(f"cannot use {path}: line {line + 1} is of user {rated[line, 0]}, whom {users} does not list")
-    return Ratings(user, rated[:, 1], rated[:, 3], profile)
+    return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
 
 
 def _matches(path: Path, pattern: re.Pattern[str], wanted: str) -> list[tuple[str, ...]]:
@@ -191,4 +194,4 @@ def _read_latest_small(places: Sequence[Path]) -> Ratings:
     for name, highest in (("user_id", known.max()), ("movie_id", item.max())):
         if highest >= 2**15:
             raise ValueError(f"cannot use {path}: {name} must stay below {2**15}, got {highest}: take a smaller set")
-    return Ratings(user, item, time, profile)
+    return Ratings(user, item, time, profile, path)
