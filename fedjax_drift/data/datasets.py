@@ -172,9 +172,7 @@ def load(
 def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as the data set takes them. ValueError for an unknown name or option, or an illegal value."""
     checks.choice("name", name, NAMES)
-    parameters = inspect.signature(DATASETS[name]).parameters
-    known = {key: p.default for key, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    checked = dict(options)
+    known, checked = OPTIONS[name], dict(options)
     for option, value in options.items():
         if option not in known:
             listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
@@ -593,6 +591,10 @@ DATASETS: dict[str, Callable[..., Samples]] = {
     "bindingdb": _bindingdb,
 }
 NAMES = tuple(DATASETS)
+OPTIONS = {
+    name: {key: p.default for key, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    for name, make in DATASETS.items()
+}  # and their defaults
 
 
 def num_classes(name: str, **options: Any) -> int:

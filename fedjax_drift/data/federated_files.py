@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
@@ -26,6 +27,7 @@ from fedjax_drift.data.files import Column
 FilePath = str | os.PathLike[str]
 
 INSTALL = 'pip install "fedjax-drift[formats]"'
+CLIENT_BYTES = 2**27  # to which a client's data in FedJAX's form may unpack; femnist's largest take 2 MB
 NDARRAY = 1  # FedJAX's msgpack extension type of a numeric array
 
 
@@ -50,7 +52,7 @@ def from_leaf(folder: FilePath) -> FederatedData:
     Raises FileNotFoundError without folder/train/*.json, ValueError for files that are damaged, no LEAF, or hold text
     (encode it as integers first).
     """
-    folder = Path(folder).absolute()
+    folder = files.path_of("folder", folder).absolute()
     has_test = any((folder / "test").glob("*.json"))
     return _federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else None, folder)
 
@@ -66,8 +68,7 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
     Raises FileNotFoundError without a file, ValueError for one that is damaged, of another form, lacks a column, or
     holds text in it, ImportError without msgpack.
     """
-    tests = None if test is None else read_fedjax(Path(test), x, y)
-    return _federation(read_fedjax(Path(train), x, y), tests, Path(train))
+    return _from_files(read_fedjax, train, test, x, y)
 
 
 def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
@@ -76,8 +77,18 @@ def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y
     train, test: files with a group examples/<client> of data sets named `x` and `y`, numeric ones, kept as they are.
     For the rest see `from_fedjax`. Raises as that does, ImportError without h5py.
     """
-    tests = None if test is None else read_tff(Path(test), x, y)
-    return _federation(read_tff(Path(train), x, y), tests, Path(train))
+    return _from_files(read_tff, train, test, x, y)
+
+
+def _from_files(
+    read: Callable[[Path, str, str], Iterator[Rows]], train: FilePath, test: FilePath | None, x: str, y: str
+) -> FederatedData:
+    for name, column in (("x", x), ("y", y)):
+        if not isinstance(column, str):
+            raise ValueError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
+    place = files.path_of("train", train)
+    tests = None if test is None else read(files.path_of("test", test), x, y)
+    return _federation(read(place, x, y), tests, place)
 
 
 def _federation(train: Iterator[Rows], test: Iterator[Rows] | None, place: Path) -> FederatedData:
@@ -202,7 +213,7 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
                 _check_database(connection)
                 query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
                 for client, data, rows in connection.execute(query):
-                    yield from _rows(_text(client), *_pick(_unpack(data), x, y), rows)
+                    yield from _rows(_text(client), *_pick(_unpack(client, data), x, y), rows)
         except sqlite3.Error as error:
             raise files.Wrong(f"it is damaged or none of FedJAX's SQLite files ({error}): download it again") from error
 
@@ -217,7 +228,7 @@ def _check_database(connection: sqlite3.Connection) -> None:
         raise files.Wrong(f"it is damaged ({files.reason(found)}): download it again")
 
 
-def _unpack(compressed: bytes) -> dict[str, Any]:
+def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
     """FedJAX's columns; those that are no numeric arrays (text) become None."""
     import msgpack
 
@@ -228,10 +239,12 @@ def _unpack(compressed: bytes) -> dict[str, Any]:
         return np.frombuffer(values, np.dtype(dtype.decode())).reshape(shape)
 
     inflate = zlib.decompressobj()
-    data = inflate.decompress(compressed, files.UNPACKED + 1)
-    files.must_fit("a client's data", len(data), None)
+    data = inflate.decompress(compressed, CLIENT_BYTES)
     if not inflate.eof:
-        raise files.Wrong("a client's data must be whole, got a part: download it again")
+        raise files.Wrong(
+            f"the data of client {client!r} must be whole and unpack to at most {CLIENT_BYTES} bytes, got "
+            f"{'more' if len(data) == CLIENT_BYTES else 'a part'}: download it again"
+        )
     columns = msgpack.unpackb(data, ext_hook=array)
     if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns):
         raise files.Wrong(f"a client's data must be named columns, got a {type(columns).__name__}: download it again")

@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
@@ -73,14 +73,19 @@ def tfds_dir() -> Path:
 def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     """Where data files are looked for: `data_dir` alone, or else $FEDJAX_DRIFT_DATA (if set), then the cache."""
     if data_dir is not None:
-        if not isinstance(data_dir, (str, os.PathLike)):
-            raise ValueError(f"data_dir must be the path of a folder, got {checks.shown(data_dir)}: or leave it out")
-        folder = Path(os.path.expanduser(data_dir))
+        folder = path_of("data_dir", data_dir)
         if folder.is_file():
             raise ValueError(f"data_dir must be a folder, got the file {folder}: pass the folder that it is in")
         return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
     return [*([Path(shared).expanduser()] if shared else []), cache_dir()]
+
+
+def path_of(name: str, value: Any) -> Path:
+    """The path that an argument of this name is; ValueError for what is none."""
+    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
+        raise ValueError(f"{name} must be a path, got {checks.shown(value)}: pass text or a pathlib.Path")
+    return Path(os.path.expanduser(value))
 
 
 def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
@@ -93,10 +98,10 @@ def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
             os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except (OSError, ValueError) as error:  # ValueError: no name that a file can have
-            reason = getattr(error, "strerror", error)
+        except OSError as error:
             raise ValueError(
-                f"cannot look for {path}: {reason}: allow this user to read the folder, or pass another data_dir"
+                f"cannot look for {path}: {error.strerror}: allow this user to read the folder, "
+                "or pass another data_dir"
             ) from error
         return path
     return None
