@@ -18,6 +18,7 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -548,6 +549,41 @@ def load_run(folder: Path) -> Any:
     return [run.algorithm, run.seed, json.dumps(run.settings), json.dumps(run.history), dense["bias"], dense["kernel"]]
 
 
+def make_tfds(pattern: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        import tensorflow_datasets as tfds
+
+        arrays = images()
+
+        class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+            VERSION = tfds.core.Version("3.0.1")
+
+            def _info(self) -> Any:
+                features = {
+                    "image": tfds.features.Image(shape=(28, 28, 1)),
+                    "label": tfds.features.ClassLabel(num_classes=10),
+                }
+                return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+            def _split_generators(self, dl_manager: Any) -> Any:
+                return {split: self._generate_examples(split) for split in ("train", "test")}
+
+            def _generate_examples(self, split: str) -> Iterator[Any]:
+                for i, (x, y) in enumerate(zip(arrays[f"x_{split}"], arrays[f"y_{split}"], strict=True)):
+                    yield i, {"image": Image.fromarray(x), "label": int(y)}
+
+        Mnist(data_dir=folder / "tfds", file_format="array_record").download_and_prepare()
+        return next((folder / "tfds").glob(f"mnist/*/{pattern}"))
+
+    return make
+
+
+def load_tfds(folder: Path) -> Any:
+    os.environ |= {"TFDS_DATA_DIR": str(folder / "tfds"), "FEDJAX_DRIFT_CACHE": str(folder / "cache")}
+    os.environ["FEDJAX_DRIFT_DATA"] = str(folder)
+    return values(fd.datasets.load("mnist", fd.partition.iid(1)))
+
+
 FORMATS = {
     "images npz": Format(make_npz("mnist.npz", **images()), dataset("mnist"), True, NPZ | {
         "labels of text": npz(**images() | {"y_train": np.array(["a"] * 6)}),
@@ -677,6 +713,8 @@ FORMATS = {
         "no algorithms": replaced('["a"]', "[]"), "an algorithm of no text": replaced('["a"]', "[3]"),
     }),
     "run folder, model": Format(make_run("a/model.npz"), load_run, True),
+    "tfds array_record": Format(make_tfds("*train.array_record*"), load_tfds, True),
+    "tfds info": Format(make_tfds("dataset_info.json"), load_tfds),
 }  # fmt: skip
 
 
@@ -723,7 +761,8 @@ def in_child(work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(read)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the child, also within C code
         signal.alarm(SECONDS)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -769,7 +808,9 @@ def tried(name: str, count: int, folder: Path) -> Iterator[tuple[str, str, str]]
     format, rng = FORMATS[name], random.Random(name)
     pristine = folder / "pristine"
     pristine.mkdir()
-    relative = format.make(pristine).relative_to(pristine)
+    result, made = in_child(lambda: ("made", str(format.make(pristine))))  # threads that it starts would not be forked
+    assert result == "made", f"{name}: {made}"
+    relative = Path(made).relative_to(pristine)
     with copied(pristine) as whole:
         result, wanted = in_child(lambda: ("loaded", digest(format.load(whole))))
         assert result == "loaded", f"{name}: the valid example: {wanted}"
@@ -803,4 +844,5 @@ def main(count: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 500, sys.argv[2:] or list(FORMATS))
+    here = [name for name in FORMATS if "tfds" not in name or importlib.util.find_spec("array_record")]
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 500, sys.argv[2:] or here)

@@ -126,11 +126,13 @@ def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
             wanted = list(members if names is None else names)
             if missing := [name for name in wanted if name not in members]:
                 raise Wrong(f"it must hold {', '.join(wanted)}, got {', '.join(members)}: add {', '.join(missing)}")
-            size = os.fstat(file.fileno()).st_size
-            return {name: _array(archive, members[name], size) for name in wanted}
+            sizes = [(members[name].compress_type != zipfile.ZIP_STORED, members[name].file_size) for name in wanted]
+            must_fit("its compressed arrays", sum(size for packed, size in sizes if packed), None)
+            must_fit("its arrays", sum(size for packed, size in sizes if not packed), os.fstat(file.fileno()).st_size)
+            return {name: _array(archive, members[name]) for name in wanted}
 
 
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_size: int) -> np.ndarray:
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     """No memory is asked for before its size is compared; it is all read, as only then zip compares the checksum."""
     with archive.open(member) as file:
         first = np.lib.format.read_magic(file) == (1, 0)
@@ -141,13 +143,12 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file_size: int) ->
         size, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
         if size != held:
             raise Wrong(f"{member.filename} must be {size} bytes by its shape, got {held}: copy or make the file again")
-        must_fit(member.filename, size, None if member.compress_type else file_size)
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def must_fit(what: str, size: int, held: int | None) -> None:
-    """`Wrong` where an array of `size` bytes can't be in the `held` bytes of its file; None: it is compressed there."""
+    """`Wrong` where arrays of `size` bytes can't be in the `held` bytes of a file; None: they are compressed there."""
     if held is None and size > UNPACKED:
         raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: write it uncompressed")
     if held is not None and size > held:
@@ -156,13 +157,18 @@ def must_fit(what: str, size: int, held: int | None) -> None:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """The file's bytes; what goes wrong while it is open is told as by `plain_errors`. A pipe may never give any."""
+    """The file's bytes; what goes wrong while it is open is told as by `plain_errors`."""
     with plain_errors(path):
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise Wrong("it must be a file, got a pipe or a device: put the file there")
+        must_not_wait(path)
         with open(path, "rb") as file:
             yield file
+
+
+def must_not_wait(path: str | os.PathLike[str]) -> None:
+    """`Wrong` for a pipe or a device, which may never give a byte, or never end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise Wrong(f"{os.path.basename(path)} must be a file, got a pipe or a device: put the file there")
 
 
 @contextlib.contextmanager
@@ -303,6 +309,8 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
         ) from error
     # try_gcs=False: no look at Google's bucket, which waits for the network.
     with plain_errors(directory / name):
+        for path in (directory / name).rglob("*"):
+            must_not_wait(path)
         builder = tfds.builder(name, data_dir=directory, try_gcs=False)
     if not builder.is_prepared():
         if importlib.util.find_spec("tensorflow") is None:
