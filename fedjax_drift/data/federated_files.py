@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import sqlite3
 import urllib.parse
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -156,10 +155,8 @@ def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> fil
     """The rows side by side, by the writers' numbers; writers that are new here get the next ones."""
     clients = []
     for client, x, y in rows:
-        name, writer = (
-            f"{place}: client {client!r}",
-            client.rpartition(":")[2],
-        )  # FedJAX writes HASH:NAME for LEAF's NAME
+        name = f"{place}: client {client!r}"
+        writer = client.rpartition(":")[2]  # FedJAX writes a hash and a colon before LEAF's name
         files.check({"labels": y}, {"labels": Column(classes=62)}, name)
         clients.append((number.setdefault(writer, len(number)), _ink(x, name), y))
     if not clients:
@@ -203,6 +200,8 @@ def _numbers(values: Any) -> np.ndarray:
 
 def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
     """The clients of one of FedJAX's SQLite files, in its order. Raises as `from_fedjax` does."""
+    import sqlite3
+
     _require("msgpack", path)
     with files.opened(path) as file:
         # immutable: nothing beside the file is read, and no lock is waited for.
@@ -218,14 +217,15 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
             raise files.Wrong(f"it is damaged or none of FedJAX's SQLite files ({error}): download it again") from error
 
 
-def _check_database(connection: sqlite3.Connection) -> None:
+def _check_database(connection: Any) -> None:
     """`Wrong` for a damaged one, and for a view in the table's place, which may be a program without an end."""
-    kinds = dict(connection.execute("SELECT name, type FROM sqlite_master WHERE sql NOT LIKE 'CREATE VIRTUAL%'"))
-    if (kind := kinds.get("federated_data")) != "table":
-        got = "no such table" if kind is None else f"a {kind}"
+    query = "SELECT sql FROM sqlite_master WHERE name = 'federated_data' COLLATE NOCASE"
+    made_by = "; ".join(str(sql) for (sql,) in connection.execute(query))
+    if not made_by.startswith("CREATE TABLE "):
+        got = files.one_line(made_by or "no such table")
         raise files.Wrong(f"it must have a table federated_data, got {got}: download it again")
     if (found := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-        raise files.Wrong(f"it is damaged ({files.reason(found)}): download it again")
+        raise files.Wrong(f"it is damaged ({files.one_line(found)}): download it again")
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
@@ -265,7 +265,8 @@ def read_tff(path: Path, x: str, y: str) -> Iterator[Rows]:
     with files.opened(path) as content, h5py.File(path, "r") as file:
         size, clients = os.fstat(content.fileno()).st_size, file.get("examples")
         if not isinstance(clients, h5py.Group):
-            raise files.Wrong(f"it must hold a group examples, got {', '.join(file) or 'nothing'}: is it one of TFF's?")
+            got = files.one_line(", ".join(file) or "nothing")
+            raise files.Wrong(f"it must hold a group examples, got {got}: is it one of TFF's?")
         for client, columns in clients.items():
             if not isinstance(columns, h5py.Group):
                 raise files.Wrong(f"client {client!r} must be a group of columns, got an array: is it one of TFF's?")
@@ -277,7 +278,8 @@ def _pick(columns: Any, x: str, y: str) -> tuple[Any, Any]:
     for key in (x, y):
         if key not in columns:
             raise files.Wrong(
-                f"it has no column {key!r}, only {', '.join(columns)}: name the inputs with x=, labels y="
+                f"it has no column {key!r}, only {files.one_line(', '.join(columns))}: name the inputs with x=, "
+                "labels y="
             )
     return columns[x], columns[y]
 

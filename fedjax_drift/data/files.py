@@ -74,7 +74,7 @@ def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     """Where data files are looked for: `data_dir` alone, or else $FEDJAX_DRIFT_DATA (if set), then the cache."""
     if data_dir is not None:
         folder = path_of("data_dir", data_dir)
-        if folder.is_file():
+        if os.path.isfile(folder):
             raise ValueError(f"data_dir must be a folder, got the file {folder}: pass the folder that it is in")
         return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
@@ -125,7 +125,9 @@ def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
             members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
             wanted = list(members if names is None else names)
             if missing := [name for name in wanted if name not in members]:
-                raise Wrong(f"it must hold {', '.join(wanted)}, got {', '.join(members)}: add {', '.join(missing)}")
+                raise Wrong(
+                    f"it must hold {', '.join(wanted)}, got {one_line(', '.join(members))}: add {', '.join(missing)}"
+                )
             sizes = [(members[name].compress_type != zipfile.ZIP_STORED, members[name].file_size) for name in wanted]
             must_fit("its compressed arrays", sum(size for packed, size in sizes if packed), None)
             must_fit("its arrays", sum(size for packed, size in sizes if not packed), os.fstat(file.fileno()).st_size)
@@ -187,13 +189,13 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror:
             raise ValueError(f"cannot read {path}: {error.strerror}: check the file and its permissions") from error
         raise ValueError(
-            f"{path} is damaged, cut short, too large or of another kind ({reason(error)}): copy or make it again"
+            f"{path} is damaged, cut short, too large or of another kind ({one_line(error)}): copy or make it again"
         ) from error
 
 
-def reason(error: object) -> str:
-    """What an error of another library says, in one line."""
-    return textwrap.shorten(str(error), 200) or type(error).__name__
+def one_line(text: object) -> str:
+    """In a message: what a file, or another library's error, has to say; an error without a word is named."""
+    return textwrap.shorten(str(text), 200) or type(text).__name__
 
 
 def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:

@@ -97,7 +97,7 @@ def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
         try:
             content = _PlainUnpickler(file, encoding="bytes").load()  # written by Python 2: its strings are bytes
         except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
-            why = files.reason(error)
+            why = files.one_line(error)
             raise files.Wrong(f"it is damaged or no pickle of plain arrays ({why}): unpack it again") from error
         wanted = ("data", labels)
         if not isinstance(content, dict) or not all(key.encode() in content for key in wanted):
@@ -162,7 +162,7 @@ def _decode(content: bytes, side: int, name: str) -> np.ndarray:
                 image.verify()  # the checksums of PNG, which decoding passes over; the image can't be used after it
                 return np.asarray(Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB"))
     except Exception as error:  # Pillow's readers raise SyntaxError, struct.error and more for a broken image
-        why = files.reason(error)
+        why = files.one_line(error)
         raise ValueError(f"{name} is no readable image ({why}): copy or make the file again") from error
     raise ValueError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
 

@@ -34,7 +34,7 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
     try:
         arrays = files.arrays_of(path)
     except ValueError as error:
-        what, fix = f"it is no npz ({files.reason(error.__cause__)})", "write it with save_params"
+        what, fix = f"it is no npz ({files.one_line(error.__cause__)})", "write it with save_params"
         if os.path.isfile(path) and _is_safetensors(path):
             what = "it is a safetensors file, not an npz"
             fix = 'numpy.savez("params.npz", **safetensors.numpy.load_file(path)), named as by save_params'
