@@ -5,10 +5,11 @@
 Every format has a small valid example. It is damaged in ways drawn with a fixed seed and in crafted ones, and loaded in
 a forked child, so that a crash or an endless read in another library's C code ends the child alone. Outcomes:
 
-    refused    ours: one ValueError, FileNotFoundError or OSError of one line that names the file or its folder
-    same       loaded, equal to the original
-    different  loaded, not equal to the original; silent damage where the format has checksums
-    RAW        any other exception    HANG  20 seconds    MEMORY  more than 2 GiB    CRASH  a signal
+    refused       by us: a ValueError, FileNotFoundError or OSError of one line that names the file or its folder
+    same          loaded, equal to the original
+    undetectable  loaded, not equal to the original: the format has no checksums
+    SILENT        the same, but it has    RAW    any other exception
+    HANG          20 seconds              MEMORY more than 2 GiB        CRASH  a signal
 """
 
 from __future__ import annotations

@@ -34,7 +34,11 @@ def test_a_hundred_damaged_files() -> None:
             "huge shape, huge member",
             r"arrays must be at most the \d+ bytes that are there, got \d+: copy or make",
         ),
-        ("images npz", "bomb", "its compressed arrays must unpack to at most 1073741824 bytes, got 3221225600: write"),
+        (
+            "images npz",
+            "bomb",
+            "its compressed arrays must unpack to at most 1073741824 bytes, got 3221225600: copy the",
+        ),
         (
             "images npz",
             "unclosed header",
@@ -56,7 +60,7 @@ def test_a_hundred_damaged_files() -> None:
         ("fedjax sqlite", "a bomb", "data of client .* must be whole and unpack to at most 134217728 bytes, got more"),
         ("fedjax sqlite", "a generated blob", "damaged or none of FedJAX's SQLite files .*too big"),
         ("fedjax sqlite", "a folder", "Is a directory: check the file and its permissions"),
-        ("tff h5", "bomb", "pixels must unpack to at most 1073741824 bytes, got 3136000000: write it uncompressed"),
+        ("tff h5", "bomb", "pixels must unpack to at most 1073741824 bytes, got 3136000000: copy the file"),
         ("tff h5", "huge", "pixels must be at most the 0 bytes that are there, got 3136000000000: copy or make"),
         ("tff h5", "huge, contiguous", "pixels must be at most the 0 bytes that are there, got 3136000000000"),
         ("movielens npz", "a negative film", "movie_id must be an integer >= 1, got -5: copy or make the file again"),

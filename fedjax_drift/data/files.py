@@ -152,7 +152,8 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 def must_fit(what: str, size: int, held: int | None) -> None:
     """`Wrong` where arrays of `size` bytes can't be in the `held` bytes of a file; None: they are compressed there."""
     if held is None and size > UNPACKED:
-        raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: write it uncompressed")
+        fix = "copy the file again, or write it uncompressed, with numpy.savez"
+        raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: {fix}")
     if held is not None and size > held:
         raise Wrong(f"{what} must be at most the {held} bytes that are there, got {size}: copy or make the file again")
 
