@@ -22,6 +22,7 @@ from typing import Any
 
 from fedjax_drift import checks
 from fedjax_drift.checkpoint import replace_file
+from fedjax_drift.data import lines
 from fedjax_drift.distributed import is_first
 
 Record = Mapping[str, Any]
@@ -146,20 +147,21 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     path = path / "rounds.jsonl" if path.is_dir() else path
     try:
-        lines = path.read_text().splitlines(keepends=True)
-    except OSError as error:
+        with lines.opened(path) as file:
+            text = file.read()
+    except FileNotFoundError as error:
         raise ValueError(
             f"path must be a log, a folder with rounds.jsonl or a file of JSON lines, got {path}"
         ) from error
-    return list(_records(path, lines))
+    return list(_records(path, text.splitlines(keepends=True)))
 
 
-def _records(path: Path, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, 1):
+def _records(path: Path, written: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(written, 1):
         try:
             record = json.loads(line)
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
+        except (ValueError, RecursionError) as error:
+            if number == len(written) and not line.endswith("\n"):
                 return
             raise ValueError(f"{path}, line {number}: a record must be one line of JSON, got {line[:60]!r}") from error
         if not isinstance(record, dict):

@@ -77,8 +77,14 @@ def measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarra
         found[name] = []
         for history in seeds:
             known = [record for record in history if key in record]
-            values = np.array([record[key] for record in known], float)
-            rounds = np.array([record["round"] for record in known], int)
+            try:
+                values = np.array([record[key] for record in known], float)
+                rounds = np.array([record["round"] for record in known], int)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"records with {key!r} must have a whole number as 'round' and numbers, as many in each, as "
+                    f"{key!r}, got others ({error}): write them anew, or leave those out"
+                ) from error
             found[name].append((rounds, values if values.ndim == 2 else values[:, None]))
     return found
 
@@ -180,7 +186,9 @@ def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Histor
 
 def by_seed(records: Sequence[Mapping[str, Any]]) -> list[History]:
     """The records of each seed, if they name seeds; the seeds in order."""
-    found: dict[Any, list[Mapping[str, Any]]] = {}
+    found: dict[int | None, list[Mapping[str, Any]]] = {}
     for record in records:
-        found.setdefault(record.get("seed"), []).append(record)
+        if not isinstance(seed := record.get("seed"), int | None):
+            raise ValueError(f"records must have an integer as 'seed', got {checks.shown(seed)}: write them anew")
+        found.setdefault(seed, []).append(record)
     return [found[seed] for seed in sorted(found, key=lambda seed: (seed is not None, seed))]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_drift import logs
+from fedjax_drift.data import files
 from fedjax_drift.models import MODELS
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.progress import Record
@@ -56,11 +57,15 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
     """
     folder = Path(folder)
     try:
-        settings = json.loads((folder / CONFIG).read_text())
-        algorithms, seeds, name = list(settings["algorithms"]), settings["seeds"], settings["model"]["name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with files.opened(folder / CONFIG) as config:
+            settings = json.loads(config.read())
+            algorithms, seeds = list(map(str, settings["algorithms"])), list(settings["seeds"])
+            options = {key: _tuples(value) for key, value in settings["model"].items() if key != "parameters"}
+            model = MODELS[options.pop("name")](**options)
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(
-            f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read"
+            f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read "
+            f"({error})"
         ) from error
     algorithm = _chosen("algorithm", algorithm, algorithms, folder)
     seed = _chosen("seed", seed, seeds, folder)
@@ -72,8 +77,6 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
             f"{folder} has no {file.relative_to(folder)}, as {algorithm} has not come to its end there: "
             f"fedjax-drift run --resume {folder}"
         )
-    options = {key: value for key, value in settings["model"].items() if key not in ("name", "parameters")}
-    model = MODELS[name](**{key: _tuples(value) for key, value in options.items()})
     return LoadedRun(algorithm, seed, settings, history, model, load_params(model, file))
 
 

@@ -133,7 +133,7 @@ def ml_1m(tmp_path: Path) -> Path:
     lines = []
     for user in range(1, 13):
         films = rng.choice(np.setdiff1d(np.arange(1, 61), np.arange(0, 61, 3)), rng.integers(2, 9), replace=False)
-        seconds = rng.choice(1000, len(films), replace=False)
+        seconds = 978_300_000 + rng.choice(1000, len(films), replace=False)
         lines += [f"{user}::{film}::{rng.integers(1, 6)}::{time}" for film, time in zip(films, seconds, strict=True)]
     people = [f"{i}::{'MF'[i % 2]}::{movielens.AGES[i % 7]}::{i + 8}::{i % 5}0{i % 5}-é" for i in range(12, 0, -1)]
     (tmp_path / "ml-1m").mkdir()
@@ -181,7 +181,7 @@ def test_every_film_never_rated_is_drawn_alike(tmp_path: Path) -> None:
     assert data.x_test[0].tolist() == [7, 0, 0, 0, 0, 3, 4, 5]  # of one second, the later in the file is the later
     drawn = np.bincount(x[y == 0, 5], minlength=6)
     assert (drawn[1:3] > 2800).all() and drawn.sum() == drawn[1:3].sum() == 6000
-    with pytest.raises(ValueError, match="at most the 2 films that user 7 never rated, got 3"):
+    with pytest.raises(ValueError, match="at most the 2 films that user 7 never rated in .*, got 3"):
         fd.datasets.load("movielens", None, tmp_path, size="latest-small", test_negatives=3)
 
 
@@ -192,7 +192,10 @@ def test_movielens_says_what_is_missing_or_damaged(ml_1m: Path, tmp_path: Path) 
     lines = ratings.read_text().splitlines()
     for line, message in (
         ("1::7::5", r"ratings\.dat: line 5 must be user::movie::stars::seconds as in ML-1M, got '1::7::5"),
-        ("99::7::5::1", r"line 5 is of user 99, whom .*users\.dat does not list"),
+        ("0::7::5::978300760", "line 5 must be user::movie"),
+        ("1::-7::5::978300760", "line 5 must be user::movie"),
+        ("1::7::5::97830076", r"ratings\.dat: seconds must be an integer >= 788918400 .1995., got 97830076 in line 5"),
+        ("99::7::5::978300760", r"line 5 is of user 99, whom .*users\.dat does not list"),
     ):
         ratings.write_text("\n".join([*lines[:4], line, *lines[5:]]))
         with pytest.raises(ValueError, match=message):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from fedjax_drift import checks
 from fedjax_drift.data import lines
 from fedjax_drift.data.federated import Pair
 
@@ -29,8 +29,6 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
 
     Raises FileNotFoundError, and ValueError for a damaged file or one without at least 2 measurements of Kd.
     """
-    checks.integer("ligand", ligand, 1)
-    checks.integer("protein", protein, 1)
     path = lines.find(FILENAME, places, HOW)
     pairs = measurements(path)
     if len(pairs) < 2:
@@ -56,6 +54,8 @@ def measurements(path: Path) -> dict[tuple[str, str], bool]:
             raise lines.damaged(1, f"a header with {', '.join(names[0] for names in COLUMNS)}", "\t".join(header))
         columns = [place for place in places if place is not None]
         for number, line in enumerate(file, 2):
+            if not line.endswith("\n"):
+                raise lines.damaged(number, "whole, with its line end", line)
             fields = line.rstrip("\r\n").split("\t", max(columns) + 1)
             if len(fields) <= max(columns):
                 raise lines.damaged(number, f"at least {max(columns) + 1} values, as the header has them", line)
@@ -63,7 +63,7 @@ def measurements(path: Path) -> dict[tuple[str, str], bool]:
             if not (smiles and protein and kd):
                 continue
             match = KD.fullmatch(kd)
-            if match is None:
+            if match is None or math.isinf(float(match[2])):
                 raise lines.damaged(number, 'a Kd such as 12.5, ">10000" or none', kd)
             if (binds := binding(match[1], float(match[2]))) is not None:
                 found.setdefault((smiles, protein.replace(" ", "").upper()), binds)

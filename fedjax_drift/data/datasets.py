@@ -83,6 +83,27 @@ GET = {
 }  # what to download, from where, and where to put it
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 VARIANTS = {"feddyn": (30, 5, 20), "fedprox": (60, 10, 30)}  # dimension, classes, usual number of clients
+# What the options may be: one of some names, or an integer of at least so much. Others are True, False or a spread.
+CHOICES = {
+    "variant": tuple(VARIANTS),
+    "split": tuple(EMNIST),
+    "source": ("auto", *FEMNIST),
+    "size": movielens.SIZES,
+}
+LOWEST = {
+    "num_clients": 1,
+    "num_rows": 2,
+    "num_writers": 1,
+    "num_classes": 1,
+    "history": 1,
+    "negatives": 1,
+    "test_negatives": 1,
+    "vocabulary": 3,
+    "length": 1,
+    "ligand": 1,
+    "protein": 1,
+}
+SPREADS = ("alpha", "beta")
 MNIST_ORDER = 3121080559  # crc32 of the 60,000 training labels in their official order, as bytes
 
 DataDir = str | os.PathLike[str] | None
@@ -135,21 +156,41 @@ def load(
       FileNotFoundError: the data are not on this machine; names the file and how to get it.
       ImportError: a source that needs a package which is not installed.
     """
-    checks.choice("name", name, NAMES)
-    make = DATASETS[name]
-    known = [key for key, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    for option in options:
-        if option not in known:
-            listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
-            raise ValueError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
+    options = _checked(name, options)
     if partition is not None and (not callable(partition) or partition in (iid, dirichlet, shards, by_writer)):
         raise ValueError(f"partition must be a recipe such as fd.partition.iid(100, seed=0), got {partition!r}")
-    checks.integer("seed", seed, 0)
+    files.folders(data_dir)
+    checks.flag("standardize", standardize)
+    seed = checks.integer("seed", seed, 0)
 
-    samples = make(data_dir, seed, partition == by_writer(), **options)
+    samples = DATASETS[name](data_dir, seed, partition == by_writer(), **options)
     natural = partition is None and samples.writer is not None
     recipe = partition or (by_writer() if natural else iid(100, seed))
     return _deal(name, samples, recipe, standardize)
+
+
+def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as the data set takes them. ValueError for an unknown name or option, or an illegal value."""
+    checks.choice("name", name, NAMES)
+    known, checked = OPTIONS[name], dict(options)
+    for option, value in options.items():
+        if option not in known:
+            listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
+            raise ValueError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
+        if value is None and known[option] is None:
+            continue
+        if option in CHOICES:
+            checks.choice(option, value, CHOICES[option])
+        elif option in LOWEST:
+            checked[option] = checks.integer(option, value, LOWEST[option])
+        elif option in SPREADS:
+            checked[option] = checks.nonnegative(option, value, "it is a standard deviation, 1.0 is usual")
+        else:
+            checks.flag(option, value)
+    if checked.get("num_classes") is not None:
+        split = checked.get("split", "letters")
+        checks.integer("num_classes", checked["num_classes"], 1, EMNIST[split], f"these are the classes of {split}")
+    return checked
 
 
 def _deal(name: str, samples: Samples, recipe: Partition, standardize: bool) -> FederatedData:
@@ -229,16 +270,8 @@ def _synthetic(
     iid_data: bool | None = None,
 ) -> Samples:
     """Linear classification with a knob for each kind of drift: see `synthetic`."""
-    checks.choice("variant", variant, VARIANTS)
-    for key, spread in (("alpha", alpha), ("beta", beta)):
-        checks.nonnegative(key, spread, "it is a standard deviation, 1.0 is usual")
-    for key, same in (("iid_sol", iid_sol), ("iid_data", iid_data)):
-        if same is not None:
-            checks.flag(key, same)
     d, classes, usual_clients = VARIANTS[variant]
-    n = usual_clients if num_clients is None else checks.integer("num_clients", num_clients, 1)
-    if num_rows is not None:
-        checks.integer("num_rows", num_rows, 2)
+    n = usual_clients if num_clients is None else num_clients
     fedprox = variant == "fedprox"
     iid_sol = (not fedprox and alpha == 0) if iid_sol is None else iid_sol
     iid_data = (not fedprox and beta == 0) if iid_data is None else iid_data
@@ -282,7 +315,6 @@ def _glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3
 
         return make_glyphs(num_writers, seed, progress=num_writers >= 500)._asdict()
 
-    checks.integer("num_writers", num_writers, 1)
     spec = federated_files.writers_spec(("", "_test"), num_writers)
     a = files.cached(f"glyphs_{num_writers}_{seed}_v{GLYPHS_VERSION}.npz", spec, draw)
     return Samples(_pair(a["x"], a["y"]), _pair(a["x_test"], a["y_test"]), a["writer"], a["writer_test"])
@@ -349,10 +381,7 @@ def _emnist(
     files, which are turned, and their letters counted from 0. Letters are not taken from tensorflow-datasets, which
     cuts them off after 88,800 training and 14,800 test rows. (Cohen et al., arXiv 1702.05373.)
     """
-    checks.choice("split", split, EMNIST)
-    wanted = EMNIST[split]
-    if num_classes is not None:
-        wanted = checks.integer("num_classes", num_classes, 1, wanted, f"these are the classes of {split}")
+    wanted = num_classes or EMNIST[split]
 
     def ours(published: files.Arrays) -> files.Arrays:
         """Their images lie on their sides, and their letters count from 1."""
@@ -420,7 +449,6 @@ def _cinic10(data_dir: DataDir, seed: int, natural: bool, *, valid: bool = False
     valid: train on the 90,000 validation rows, too. Read from a folder `CINIC-10/{train,valid,test}/<class>/*.png`,
     decoded on the first use (half a minute) and kept in the cache. (Darlow et al., arXiv 1810.03505.)
     """
-    checks.flag("valid", valid)
     folder = _folder("cinic10", data_dir)
 
     def part(name: str) -> Pair:
@@ -473,7 +501,6 @@ def _femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto
     test rows (a writer of a single row keeps it for training); where it has other writers (LEAF's -t user) it is
     pooled. (Caldas et al., LEAF, arXiv 1812.01097; images of NIST Special Database 19.)
     """
-    checks.choice("source", source, ("auto", *FEMNIST))
     names = _filenames("femnist", source=source)
     path = files.find(names, files.folders(data_dir))
     if path is None:
@@ -564,10 +591,15 @@ DATASETS: dict[str, Callable[..., Samples]] = {
     "bindingdb": _bindingdb,
 }
 NAMES = tuple(DATASETS)
+OPTIONS = {
+    name: {key: p.default for key, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    for name, make in DATASETS.items()
+}  # and their defaults
 
 
 def num_classes(name: str, **options: Any) -> int:
-    """How many classes a data set has with these options of `load`."""
+    """How many classes a data set has with these options of `load`, which raises the same ValueErrors."""
+    options = _checked(name, options)
     if name == "emnist":
         return options.get("num_classes") or EMNIST[options.get("split", "letters")]
     return VARIANTS[options.get("variant", "feddyn")][1] if name == "synthetic" else CLASSES[name]
@@ -577,7 +609,7 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
     """What can be loaded here, one dict per data set; opens no file.
 
     name; classes, with the default options; found: see `found`, likewise; available: bool; how: one line on how to get
-    it. `data_dir` as in `load`.
+    it. `data_dir` as in `load`. Raises ValueError for a `data_dir` that is no folder's path.
     """
     return [_describe(name, data_dir) for name in NAMES]
 
@@ -585,8 +617,9 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
 def found(name: str, data_dir: DataDir = None, **options: Any) -> str:
     """Where `load` with these arguments reads: a path, "made on the spot", "tensorflow-datasets" or "no" (nowhere).
 
-    Opens no file.
+    Opens no file. Raises ValueError as `load` does.
     """
+    options, _ = _checked(name, options), files.folders(data_dir)
     if name not in FILES:
         return "made on the spot"
     path = files.find(_filenames(name, **options), files.folders(data_dir))

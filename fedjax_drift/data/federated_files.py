@@ -6,6 +6,7 @@ columns.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
@@ -24,6 +26,7 @@ from fedjax_drift.data.files import Column
 FilePath = str | os.PathLike[str]
 
 INSTALL = 'pip install "fedjax-drift[formats]"'
+CLIENT_BYTES = 2**27  # to which a client's data in FedJAX's form may unpack; femnist's largest take 2 MB
 NDARRAY = 1  # FedJAX's msgpack extension type of a numeric array
 
 
@@ -48,9 +51,9 @@ def from_leaf(folder: FilePath) -> FederatedData:
     Raises FileNotFoundError without folder/train/*.json, ValueError for files that are damaged, no LEAF, or hold text
     (encode it as integers first).
     """
-    folder = Path(folder).absolute()
+    folder = files.path_of("folder", folder).absolute()
     has_test = any((folder / "test").glob("*.json"))
-    return _federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else None, folder.name)
+    return _federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else None, folder)
 
 
 def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
@@ -64,8 +67,7 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
     Raises FileNotFoundError without a file, ValueError for one that is damaged, of another form, lacks a column, or
     holds text in it, ImportError without msgpack.
     """
-    tests = None if test is None else read_fedjax(Path(test), x, y)
-    return _federation(read_fedjax(Path(train), x, y), tests, Path(train).stem)
+    return _from_files(read_fedjax, train, test, x, y)
 
 
 def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
@@ -74,19 +76,30 @@ def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y
     train, test: files with a group examples/<client> of data sets named `x` and `y`, numeric ones, kept as they are.
     For the rest see `from_fedjax`. Raises as that does, ImportError without h5py.
     """
-    tests = None if test is None else read_tff(Path(test), x, y)
-    return _federation(read_tff(Path(train), x, y), tests, Path(train).stem)
+    return _from_files(read_tff, train, test, x, y)
 
 
-def _federation(train: Iterator[Rows], test: Iterator[Rows] | None, name: str) -> FederatedData:
+def _from_files(
+    read: Callable[[Path, str, str], Iterator[Rows]], train: FilePath, test: FilePath | None, x: str, y: str
+) -> FederatedData:
+    for name, column in (("x", x), ("y", y)):
+        if not isinstance(column, str):
+            raise ValueError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
+    place = files.path_of("train", train)
+    tests = None if test is None else read(files.path_of("test", test), x, y)
+    return _federation(read(place, x, y), tests, place)
+
+
+def _federation(train: Iterator[Rows], test: Iterator[Rows] | None, place: Path) -> FederatedData:
     clients = _by_client(train)
-    if test is None:
-        return FederatedData.from_clients(clients, name=name)
-    tests = _by_client(test)
-    if tests.keys() <= clients.keys():
-        return FederatedData.from_clients(clients, test_clients=tests, name=name)
-    pooled = FederatedData.from_clients(tests)
-    return FederatedData.from_clients(clients, (pooled.x, pooled.y), name=name)
+    tests = None if test is None else _by_client(test)
+    with files.plain_errors(place):
+        if tests is None:
+            return FederatedData.from_clients(clients, name=place.stem)
+        if tests.keys() <= clients.keys():
+            return FederatedData.from_clients(clients, test_clients=tests, name=place.stem)
+        pooled = FederatedData.from_clients(tests)
+        return FederatedData.from_clients(clients, (pooled.x, pooled.y), name=place.stem)
 
 
 def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
@@ -142,8 +155,10 @@ def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> fil
     """The rows side by side, by the writers' numbers; writers that are new here get the next ones."""
     clients = []
     for client, x, y in rows:
+        name = f"{place}: client {client!r}"
         writer = client.rpartition(":")[2]  # FedJAX writes a hash and a colon before LEAF's name
-        clients.append((number.setdefault(writer, len(number)), _ink(x, f"{place}: client {client!r}"), y))
+        files.check({"labels": y}, {"labels": Column(classes=62)}, name)
+        clients.append((number.setdefault(writer, len(number)), _ink(x, name), y))
     if not clients:
         raise ValueError(f"{place} must hold at least 1 row, got none: copy or download it again")
     ids, x, y = zip(*sorted(clients, key=lambda client: client[0]), strict=True)
@@ -166,10 +181,10 @@ def read_leaf(folder: Path) -> Iterator[Rows]:
             f"{folder} must hold *.json, as LEAF's preprocess.sh writes them, and holds none: copy them there"
         )
     for path in paths:
-        with files.plain_errors(path):
-            content = json.loads(path.read_bytes())
+        with files.opened(path) as file:
+            content = json.loads(file.read())
             if not isinstance(content, dict) or not {"users", "num_samples", "user_data"} <= content.keys():
-                raise ValueError("it must hold users, num_samples and user_data, as LEAF writes them")
+                raise files.Wrong("it must hold users, num_samples and user_data, as LEAF writes them: copy it again")
             for client, rows in zip(content["users"], content["num_samples"], strict=True):
                 columns = content["user_data"].pop(client)  # the text's numbers take 30 times an image's room
                 yield from _rows(client, _numbers(columns["x"]), _numbers(columns["y"]), rows)
@@ -179,7 +194,7 @@ def _numbers(values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise ValueError("the rows of a client must have one shape: pad them, and write it anew") from error
+        raise files.Wrong("the rows of a client must have one shape: pad them, and write it anew") from error
     return array.astype(np.float32) if array.dtype.kind == "f" else array
 
 
@@ -188,21 +203,32 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
     import sqlite3
 
     _require("msgpack", path)
-    path.stat()  # sqlite3 says of a missing file that it is unable to open it
-    with files.plain_errors(path):
-        connection = sqlite3.connect(f"file:{urllib.parse.quote(str(path.absolute()))}?mode=ro", uri=True)
+    with files.opened(path) as file:
+        # immutable: nothing beside the file is read, and no lock is waited for.
+        uri = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=ro&immutable=1"
         try:
-            query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
-            for client, data, rows in connection.execute(query):
-                columns = _unpack(zlib.decompress(data))
-                yield from _rows(_text(client), *_pick(columns, x, y), rows)
+            with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, os.fstat(file.fileno()).st_size)
+                _check_database(connection)
+                query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
+                for client, data, rows in connection.execute(query):
+                    yield from _rows(_text(client), *_pick(_unpack(client, data), x, y), rows)
         except sqlite3.Error as error:
-            raise ValueError(f"it is damaged or none of FedJAX's SQLite files ({error}): download it again") from error
-        finally:
-            connection.close()
+            raise files.Wrong(f"it is damaged or none of FedJAX's SQLite files ({error}): download it again") from error
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
+def _check_database(connection: Any) -> None:
+    """`Wrong` for a damaged one, and for a view in the table's place, which may be a program without an end."""
+    query = "SELECT sql FROM sqlite_master WHERE name = 'federated_data' COLLATE NOCASE"
+    made_by = "; ".join(str(sql) for (sql,) in connection.execute(query))
+    if not made_by.startswith("CREATE TABLE "):
+        got = files.one_line(made_by or "no such table")
+        raise files.Wrong(f"it must have a table federated_data, got {got}: download it again")
+    if (found := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+        raise files.Wrong(f"it is damaged ({files.one_line(found)}): download it again")
+
+
+def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
     """FedJAX's columns; those that are no numeric arrays (text) become None."""
     import msgpack
 
@@ -212,9 +238,16 @@ def _unpack(data: bytes) -> dict[str, Any]:
         shape, dtype, values = msgpack.unpackb(packed, raw=True)
         return np.frombuffer(values, np.dtype(dtype.decode())).reshape(shape)
 
+    inflate = zlib.decompressobj()
+    data = inflate.decompress(compressed, CLIENT_BYTES)
+    if not inflate.eof:
+        raise files.Wrong(
+            f"the data of client {client!r} must be whole and unpack to at most {CLIENT_BYTES} bytes, got "
+            f"{'more' if len(data) == CLIENT_BYTES else 'a part'}: download it again"
+        )
     columns = msgpack.unpackb(data, ext_hook=array)
-    if not isinstance(columns, dict):
-        raise ValueError(f"a client's data must be named columns, got a {type(columns).__name__}: download it again")
+    if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns):
+        raise files.Wrong(f"a client's data must be named columns, got a {type(columns).__name__}: download it again")
     return columns
 
 
@@ -223,19 +256,31 @@ def read_tff(path: Path, x: str, y: str) -> Iterator[Rows]:
     _require("h5py", path)
     import h5py
 
-    with files.plain_errors(path), h5py.File(path, "r") as file:
-        clients = file.get("examples")
+    def values(column: Any) -> np.ndarray:
+        """HDF5 makes up values that a file declares and lacks, so none may lack."""
+        packed = column.id.get_create_plist().get_nfilters() > 0
+        files.must_fit(column.name, column.nbytes, None if packed else min(column.id.get_storage_size(), size))
+        return column[()]
+
+    with files.opened(path) as content, h5py.File(path, "r") as file:
+        size, clients = os.fstat(content.fileno()).st_size, file.get("examples")
         if not isinstance(clients, h5py.Group):
-            raise ValueError(f"it must hold a group examples, got {', '.join(file) or 'nothing'}: is it one of TFF's?")
+            got = files.one_line(", ".join(file) or "nothing")
+            raise files.Wrong(f"it must hold a group examples, got {got}: is it one of TFF's?")
         for client, columns in clients.items():
-            inputs, labels = (column[()] for column in _pick(columns, x, y))
+            if not isinstance(columns, h5py.Group):
+                raise files.Wrong(f"client {client!r} must be a group of columns, got an array: is it one of TFF's?")
+            inputs, labels = map(values, _pick(columns, x, y))
             yield from _rows(client, inputs, labels, len(labels))
 
 
 def _pick(columns: Any, x: str, y: str) -> tuple[Any, Any]:
     for key in (x, y):
         if key not in columns:
-            raise ValueError(f"it has no column {key!r}, only {', '.join(columns)}: name the inputs with x=, labels y=")
+            raise files.Wrong(
+                f"it has no column {key!r}, only {files.one_line(', '.join(columns))}: name the inputs with x=, "
+                "labels y="
+            )
     return columns[x], columns[y]
 
 
@@ -243,11 +288,11 @@ def _rows(client: str, x: Any, y: Any, rows: int) -> Iterator[Rows]:
     """One `Rows`, or none for a client without rows; ValueError unless both are numbers, `rows` of them."""
     for kind, array in (("inputs", x), ("labels", y)):
         if not isinstance(array, np.ndarray) or array.size and array.dtype.kind not in "biuf":
-            raise ValueError(
+            raise files.Wrong(
                 f"the {kind} of client {client!r} must be numbers: encode text as integers, and write it anew"
             )
         if array.shape[:1] != (rows,):
-            raise ValueError(
+            raise files.Wrong(
                 f"the {kind} of client {client!r} must be {rows} rows, got {list(array.shape)}: copy or make it again"
             )
     if rows:
@@ -255,7 +300,10 @@ def _rows(client: str, x: Any, y: Any, rows: int) -> Iterator[Rows]:
 
 
 def _text(client: str | bytes) -> str:
-    return client.decode() if isinstance(client, bytes) else client
+    client = client.decode() if isinstance(client, bytes) else client
+    if not isinstance(client, str):
+        raise files.Wrong(f"client_id must be text, got {client!r}: download it again")
+    return client
 
 
 def _require(package: str, path: Path) -> None:

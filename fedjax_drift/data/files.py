@@ -6,35 +6,25 @@ Whatever is read is checked against a `Column` per array before anything is comp
 from __future__ import annotations
 
 import contextlib
-import csv
-import gzip
 import importlib.util
+import math
 import os
 import socket
+import stat
+import textwrap
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
 from fedjax_drift import checks
 
 Arrays = dict[str, np.ndarray]
-# What the readers of zip, gzip, csv and the like raise for bytes that aren't theirs.
-DAMAGED = (
-    zipfile.BadZipFile,
-    gzip.BadGzipFile,
-    csv.Error,
-    EOFError,
-    zlib.error,
-    KeyError,
-    TypeError,
-    NotImplementedError,
-    RuntimeError,
-)
+UNPACKED = 2**30  # bytes to which compressed ones may unpack: a few MiB can be made to fill any memory
 
 # Where tensorflow-datasets downloads from: asked for a connection first, because its own attempts take minutes to fail.
 HOSTS = {
@@ -48,6 +38,10 @@ HOSTS = {
 }
 
 
+class Wrong(ValueError):
+    """What a reader has found wrong inside a file, and how to mend it; `plain_errors` puts the file's name before."""
+
+
 class Column(NamedTuple):
     """What one array of a data set must look like."""
 
@@ -59,6 +53,8 @@ class Column(NamedTuple):
     """Arrays of one table have as many rows; None: a single number."""
     classes: int | None = None
     """Values must be in 0..classes-1; None: any."""
+    lowest: int | None = None
+    """The least that a value may be; None: any."""
 
 
 Spec = Mapping[str, Column]
@@ -77,9 +73,19 @@ def tfds_dir() -> Path:
 def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     """Where data files are looked for: `data_dir` alone, or else $FEDJAX_DRIFT_DATA (if set), then the cache."""
     if data_dir is not None:
-        return [Path(data_dir).expanduser()]
+        folder = path_of("data_dir", data_dir)
+        if os.path.isfile(folder):
+            raise ValueError(f"data_dir must be a folder, got the file {folder}: pass the folder that it is in")
+        return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
     return [*([Path(shared).expanduser()] if shared else []), cache_dir()]
+
+
+def path_of(name: str, value: Any) -> Path:
+    """The path that an argument of this name is; ValueError for what is none."""
+    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
+        raise ValueError(f"{name} must be a path, got {checks.shown(value)}: pass text or a pathlib.Path")
+    return Path(os.path.expanduser(value))
 
 
 def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
@@ -107,34 +113,90 @@ def read_npz(path: Path, spec: Spec) -> Arrays:
     Raises FileNotFoundError without the file, and ValueError for a file that is unreadable, truncated, no npz, lacks
     an array, or holds one of another dtype, shape, length or label range.
     """
-    with plain_errors(path), open(path, "rb") as file:
+    return check(arrays_of(path, spec), spec, path)
+
+
+def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> Arrays:
+    """The arrays of an npz file, all or those of these names. Raises as `read_npz` does."""
+    with opened(path) as file:
         if file.read(4) != b"PK\x03\x04":
-            raise ValueError("it is no npz file: write it with numpy.savez")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as npz:
-            missing = [key for key in spec if key not in npz.files]
-            if missing:
-                raise ValueError(
-                    f"it must hold {', '.join(spec)}, got {', '.join(npz.files)}: add {', '.join(missing)}"
+            raise Wrong("it is no npz file: write it with numpy.savez")
+        with zipfile.ZipFile(file) as archive:
+            members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+            wanted = list(members if names is None else names)
+            if missing := [name for name in wanted if name not in members]:
+                raise Wrong(
+                    f"it must hold {', '.join(wanted)}, got {one_line(', '.join(members))}: add {', '.join(missing)}"
                 )
-            arrays = {key: npz[key] for key in spec}
-    return check(arrays, spec, path)
+            sizes = [(members[name].compress_type != zipfile.ZIP_STORED, members[name].file_size) for name in wanted]
+            must_fit("its compressed arrays", sum(size for packed, size in sizes if packed), None)
+            must_fit("its arrays", sum(size for packed, size in sizes if not packed), os.fstat(file.fileno()).st_size)
+            return {name: _array(archive, members[name]) for name in wanted}
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    """No memory is asked for before its size is compared; it is all read, as only then zip compares the checksum."""
+    with archive.open(member) as file:
+        first = np.lib.format.read_magic(file) == (1, 0)
+        read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        if dtype.hasobject:
+            raise Wrong(f"{member.filename} must be numbers, got objects, and allow_pickle is off: save it as numbers")
+        size, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        if size != held:
+            raise Wrong(f"{member.filename} must be {size} bytes by its shape, got {held}: copy or make the file again")
+        file.seek(0)
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def must_fit(what: str, size: int, held: int | None) -> None:
+    """`Wrong` where arrays of `size` bytes can't be in the `held` bytes of a file; None: they are compressed there."""
+    if held is None and size > UNPACKED:
+        fix = "copy the file again, or write it uncompressed, with numpy.savez"
+        raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: {fix}")
+    if held is not None and size > held:
+        raise Wrong(f"{what} must be at most the {held} bytes that are there, got {size}: copy or make the file again")
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """The file's bytes; what goes wrong while it is open is told as by `plain_errors`."""
+    with plain_errors(path):
+        must_not_wait(path)
+        with open(path, "rb") as file:
+            yield file
+
+
+def must_not_wait(path: str | os.PathLike[str]) -> None:
+    """`Wrong` for a pipe or a device, which may never give a byte, or never end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise Wrong(f"{os.path.basename(path)} must be a file, got a pipe or a device: put the file there")
 
 
 @contextlib.contextmanager
 def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What can go wrong inside a file, as a ValueError naming it; a missing file stays a FileNotFoundError."""
+    """What goes wrong with a file as one ValueError that names it, whatever other libraries raise for its bytes.
+
+    A missing file stays a FileNotFoundError, a missing package an ImportError.
+    """
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, ImportError):
         raise
-    except DAMAGED as error:
-        raise ValueError(f"{path} is damaged, cut short or of another kind ({error}): copy or make it again") from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"cannot read {path}: {reason}: check the file and its permissions") from error
-    except ValueError as error:
+    except Wrong as error:
         raise ValueError(f"cannot use {path}: {error}") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise ValueError(f"cannot read {path}: {error.strerror}: check the file and its permissions") from error
+        raise ValueError(
+            f"{path} is damaged, cut short, too large or of another kind ({one_line(error)}): copy or make it again"
+        ) from error
+
+
+def one_line(text: object) -> str:
+    """In a message: what a file, or another library's error, has to say; an error without a word is named."""
+    return textwrap.shorten(str(text), 200) or type(text).__name__
 
 
 def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
@@ -163,6 +225,10 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
                 )
             if length == 0:
                 raise ValueError(f"{source}: {key} must have at least 1 row, got 0: fill or remake the file")
+        if column.lowest is not None and array.min() < column.lowest:
+            raise ValueError(
+                f"{source}: {key} must be an integer >= {column.lowest}, got {array.min()}: copy or make the file again"
+            )
         if column.classes is not None and not (0 <= array.min() and array.max() < column.classes):
             raise ValueError(
                 f"{source}: {key} must be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: "
@@ -210,7 +276,7 @@ def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
 
 def fingerprint(path: Path) -> str:
     """Eight hex digits of a npz file's content, from the checksums it stores: nothing is decompressed."""
-    with plain_errors(path), zipfile.ZipFile(path) as archive:
+    with opened(path) as file, zipfile.ZipFile(file) as archive:
         sums = [f"{member.filename} {member.CRC}" for member in archive.infolist()]
     return f"{zlib.crc32(' '.join(sums).encode()):08x}"
 
@@ -245,7 +311,10 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
             f"tensorflow-datasets can't be imported ({error}): pip install tensorflow-datasets importlib_resources"
         ) from error
     # try_gcs=False: no look at Google's bucket, which waits for the network.
-    builder = tfds.builder(name, data_dir=directory, try_gcs=False)
+    with plain_errors(directory / name):
+        for path in (directory / name).rglob("*"):
+            must_not_wait(path)
+        builder = tfds.builder(name, data_dir=directory, try_gcs=False)
     if not builder.is_prepared():
         if importlib.util.find_spec("tensorflow") is None:
             raise FileNotFoundError(
@@ -260,13 +329,14 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
             "TensorFlow reads: move that folder away, or set TFDS_DATA_DIR to another one, and load again"
         )
     arrays: Arrays = {}
-    for split in ("train", "test"):
-        rows = builder.as_data_source(split=split)
-        x = np.empty((len(rows), *builder.info.features["image"].shape), np.uint8)
-        y = np.empty(len(rows), np.int32)
-        for i, row in enumerate(rows):
-            x[i], y[i] = row["image"], row["label"]
-        arrays |= {f"x_{split}": x, f"y_{split}": y}
+    with plain_errors(builder.data_path):
+        for split in ("train", "test"):
+            rows = builder.as_data_source(split=split)
+            x = np.empty((len(rows), *builder.info.features["image"].shape), np.uint8)
+            y = np.empty(len(rows), np.int32)
+            for i, row in enumerate(rows):
+                x[i], y[i] = row["image"], row["label"]
+            arrays |= {f"x_{split}": x, f"y_{split}": y}
     return arrays
 
 

@@ -8,34 +8,40 @@ import io
 import math
 import os
 import pickle
+import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedjax_drift.data import files
+from fedjax_drift.data import files, lines
 from fedjax_drift.data.files import Arrays, Column
 
+FORMATS = ("PNG", "JPEG")
 Listing = tuple[list[str], np.ndarray]
 """Image files, and the label [M] of each."""
 
 
-def read_idx(path: Path) -> np.ndarray:
-    """The uint8 array of a gzip-compressed idx file (MNIST's and EMNIST's own form), read-only.
+def read_idx(path: Path, axes: int) -> np.ndarray:
+    """The uint8 array, of so many axes, of a gzip-compressed idx file (MNIST's and EMNIST's own form), read-only.
 
     Raises FileNotFoundError without the file, ValueError for one that is damaged, cut short or of another kind.
     """
-    with files.plain_errors(path), gzip.open(path) as file:
-        content = file.read()
-        if content[:3] != b"\0\0\x08":  # two zeros, then the type: 8 is unsigned bytes
-            raise ValueError("it is no idx file of bytes: put the one that its authors hand out there")
-        axes = content[3]
-        shape = np.frombuffer(content, ">u4", axes, offset=4).tolist()
-        values = np.frombuffer(content, np.uint8, offset=4 + 4 * axes)
-        if len(values) != math.prod(shape):
-            raise ValueError(f"its header promises {math.prod(shape)} values, got {len(values)}: copy it again")
-    return values.reshape(shape)
+    with files.opened(path) as packed, gzip.open(packed) as file:
+        header = file.read(4 + 4 * axes)
+        if header[:3] != b"\0\0\x08":  # two zeros, then the type: 8 is unsigned bytes
+            raise files.Wrong("it is no idx file of bytes: put the one that its authors hand out there")
+        if header[3:4] != bytes([axes]) or len(header) < 4 + 4 * axes:
+            raise files.Wrong(f"its header must have the lengths of {axes} axes, got others: copy it again")
+        shape = np.frombuffer(header, ">u4", offset=4).tolist()
+        files.must_fit("its array", size := math.prod(shape), None)
+        content = file.read(size + 1)  # to the end, where the checksum is
+        if len(content) != size:
+            got = "more" if len(content) > size else len(content)
+            raise files.Wrong(f"its header promises {size} values, got {got}: copy it again")
+        return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def read_idx_pairs(train_images: Path) -> Arrays:
@@ -43,7 +49,7 @@ def read_idx_pairs(train_images: Path) -> Arrays:
 
     def part(split: str, kind: str) -> np.ndarray:
         name = train_images.name.replace("train-images-idx3", f"{split}-{kind}")
-        return read_idx(train_images.with_name(name))
+        return read_idx(train_images.with_name(name), axes=int(kind[-1]))
 
     return {
         f"{key}_{split}": part(split, kind)
@@ -52,16 +58,22 @@ def read_idx_pairs(train_images: Path) -> Arrays:
     }
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds NumPy arrays and Python's own containers, numbers and strings; runs nothing that the file names."""
+class _PlainUnpickler(pickle._Unpickler):
+    """Builds NumPy arrays and Python's own containers, numbers and strings; runs nothing that the file names.
+
+    It is the one written in Python, which takes no memory for what a damaged byte only announces.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        rebuild_array = np.zeros(0).__reduce__()[0]
+        def empty_array(*_: object) -> np.ndarray:
+            """Which is then given its shape, together with bytes that must fit it."""
+            return np.zeros(0, np.uint8)
+
         allowed = {
-            ("numpy", "ndarray"): np.ndarray,
+            ("numpy", "ndarray"): None,  # an argument of the next ones
             ("numpy", "dtype"): np.dtype,
-            ("numpy.core.multiarray", "_reconstruct"): rebuild_array,
-            ("numpy._core.multiarray", "_reconstruct"): rebuild_array,
+            ("numpy.core.multiarray", "_reconstruct"): empty_array,
+            ("numpy._core.multiarray", "_reconstruct"): empty_array,
         }
         if (module, name) not in allowed:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
@@ -81,16 +93,21 @@ def read_cifar(folder: Path, train: Sequence[str], test: str, labels: str) -> Ar
 
 
 def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
-    with files.plain_errors(path), open(path, "rb") as file:
+    with files.opened(path) as file:
         try:
             content = _PlainUnpickler(file, encoding="bytes").load()  # written by Python 2: its strings are bytes
         except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
-            raise ValueError(f"it is damaged or no pickle of plain arrays ({error}): unpack it again") from error
+            why = files.one_line(error)
+            raise files.Wrong(f"it is damaged or no pickle of plain arrays ({why}): unpack it again") from error
         wanted = ("data", labels)
         if not isinstance(content, dict) or not all(key.encode() in content for key in wanted):
-            raise ValueError(f"it must hold {' and '.join(wanted)}: unpack the archive's Python version again")
-        x, y = (np.asarray(content[key.encode()]) for key in wanted)
-        x = files.check({"data": x}, {"data": Column("uint8", (3 * 32 * 32,))}, path)["data"]
+            raise files.Wrong(f"it must hold {' and '.join(wanted)}: unpack the archive's Python version again")
+        x, y = (content[key.encode()] for key in wanted)
+        if not isinstance(x, np.ndarray) or not isinstance(y, list) or not all(isinstance(one, int) for one in y):
+            raise files.Wrong(f"data must be an array and {labels} a list of integers: unpack the archive again")
+        y = np.array(y)
+    spec = {"data": Column("uint8", (3 * 32 * 32,)), labels: Column()}
+    x, y = files.check({"data": x, labels: y}, spec, path).values()
     return np.ascontiguousarray(x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), y
 
 
@@ -109,14 +126,14 @@ def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
     }
     jpeg, offsets, labels, n_train = files.read_npz(path, spec).values()
     m, n = len(labels), int(n_train)
+    offsets = offsets.astype(np.int64)  # differences of unsigned ones are never negative
     if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
         raise ValueError(f"{path}: offsets must rise from 0 to {len(jpeg)} in {m} steps: copy or make the file again")
     if not 0 < n < m:
         raise ValueError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave rows for the test set")
     x = np.empty((m, side, side, 3), np.uint8)
-    data = jpeg.data
     for i in range(m):
-        x[i] = _decode(io.BytesIO(data[offsets[i] : offsets[i + 1]]), side, f"{path}: image {i}")
+        x[i] = _decode(jpeg[offsets[i] : offsets[i + 1]].tobytes(), side, f"{path}: image {i}")
     return {"x_train": x[:n], "y_train": labels[:n], "x_test": x[n:], "y_test": labels[n:]}
 
 
@@ -127,22 +144,26 @@ def decode_files(paths: Sequence[str], side: int) -> np.ndarray:
     """
     x = np.empty((len(paths), side, side, 3), np.uint8)
     for i, path in enumerate(paths):
-        x[i] = _decode(path, side, path)
+        with files.opened(path) as file:
+            content = file.read()
+        x[i] = _decode(content, side, path)
     return x
 
 
-def _decode(file: str | io.BytesIO, side: int, name: str) -> np.ndarray:
+def _decode(content: bytes, side: int, name: str) -> np.ndarray:
     try:
         from PIL import Image
     except ImportError as error:
         raise ImportError(f"decoding {name} needs Pillow: pip install pillow") from error
     try:
-        with Image.open(file) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             size = image.size
             if size == (side, side):
-                return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for some broken headers
-        raise ValueError(f"{name} is no readable image ({error}): copy or make the file again") from error
+                image.verify()  # the checksums of PNG, which decoding passes over; the image can't be used after it
+                return np.asarray(Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB"))
+    except Exception as error:  # Pillow's readers raise SyntaxError, struct.error and more for a broken image
+        why = files.one_line(error)
+        raise ValueError(f"{name} is no readable image ({why}): copy or make the file again") from error
     raise ValueError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
 
 
@@ -163,13 +184,20 @@ def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
 
     Raises FileNotFoundError without its text files, ValueError where they don't fit the images.
     """
-    classes = sorted((folder / "wnids.txt").read_text().split())
-    label = {wnid: i for i, wnid in enumerate(classes)}
-    notes = folder / "val" / "val_annotations.txt"
-    rows = [line.split("\t") for line in notes.read_text().splitlines() if line]
-    for number, row in enumerate(rows, 1):
-        if len(row) < 2 or row[1] not in label:
-            raise ValueError(f"{notes}: line {number} must be an image, a tab and an id of wnids.txt: unpack it again")
+    with lines.opened(folder / "wnids.txt") as file:
+        classes = sorted(file.read().split())
+        label = {wnid: i for i, wnid in enumerate(classes)}
+        if not label or len(label) < len(classes) or not all(re.fullmatch(r"\w+", wnid) for wnid in classes):
+            raise files.Wrong("it must hold different ids of letters and digits, got others: unpack it again")
+    rows = []
+    with lines.opened(folder / "val" / "val_annotations.txt") as file:
+        for number, line in enumerate(file, 1):
+            row = line.rstrip("\r\n").split("\t")
+            if len(row) < 2 or row[1] not in label or not re.fullmatch(r"\w+\.JPEG", row[0]):
+                raise lines.damaged(number, "an image, a tab and an id of wnids.txt", line)
+            rows.append(row)
+        if not rows:
+            raise lines.damaged(1, "an image, a tab and an id of wnids.txt", "an empty file")
     train = list_folders(folder / "train", classes, os.path.join("images", "*.JPEG"))
     images = [str(folder / "val" / "images" / row[0]) for row in rows]
     return train, (images, np.array([label[row[1]] for row in rows], np.int32))

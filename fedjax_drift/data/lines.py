@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -22,12 +23,12 @@ def find(filename: str, places: Sequence[Path], how: str) -> Path:
 @contextlib.contextmanager
 def opened(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
     """The file as text. What goes wrong with it, or is found wrong while it is open, is a ValueError that names it."""
-    with files.plain_errors(path), open(path, encoding=encoding, newline="") as file:
-        yield file
+    with files.opened(path) as file, io.TextIOWrapper(file, encoding, newline="") as text:
+        yield text
 
 
-def damaged(number: int, wanted: str, got: object) -> ValueError:
+def damaged(number: int, wanted: str, got: object) -> files.Wrong:
     """For line ``number``, from 1: raised while a file is `opened`."""
     shown = repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return ValueError(f"line {number} must be {wanted}, got {shown}: download it again, or mend it")
+    return files.Wrong(f"line {number} must be {wanted}, got {shown}: download it again, or mend it")

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks
 from fedjax_drift.data import files, lines
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
@@ -22,8 +21,9 @@ SIZES = ("1m", "latest-small")
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
 HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in data_dir"
 AGES = (1, 18, 25, 35, 45, 50, 56)  # the youngest of each age group, which ML-1M writes for it
-USER = re.compile(rf"(\d{{1,4}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)")
-RATING = re.compile(r"(\d{1,4})::([1-9]\d{0,3})::([1-5])::(\d{1,12})")
+USER = re.compile(rf"([1-9]\d{{0,3}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)", re.ASCII)
+RATING = re.compile(r"([1-9]\d{0,3})::([1-9]\d{0,3})::([1-5])::(\d{1,12})", re.ASCII)
+OPENED = 788_918_400  # 1995 in seconds: nobody rated before, and a time of 1997 or later that lacks a digit is less
 
 
 class Ratings(NamedTuple):
@@ -33,6 +33,7 @@ class Ratings(NamedTuple):
     item: np.ndarray  # [R], ids >= 1
     time: np.ndarray  # [R]
     profile: np.ndarray  # [U, 5]: ids of user, gender, age, occupation and zip code; 0 where not known
+    path: Path  # of the file
 
 
 class Rows(NamedTuple):
@@ -46,7 +47,6 @@ class Rows(NamedTuple):
 
 def read(places: Sequence[Path], size: str) -> Ratings:
     """The ratings, from the first folder that has them. Raises FileNotFoundError, and ValueError for damaged files."""
-    checks.choice("size", size, SIZES)
     return _read_1m(places) if size == "1m" else _read_latest_small(places)
 
 
@@ -57,12 +57,11 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     the candidate was, the newest last, 0 in front where there are fewer; negative rows have their positive one's.
     Ratings of the same second count in the file's order. A user with a single rating is left out.
     """
-    checks.integer("history", history, 1)
-    checks.integer("negatives", negatives, 1)
-    checks.integer("test_negatives", test_negatives, 1)
     rng = np.random.default_rng(seed)
     order = np.lexsort((ratings.time, ratings.user))
     order = order[np.bincount(ratings.user)[ratings.user[order]] > 1]
+    if not len(order):
+        raise ValueError(f"cannot use {ratings.path}: some user must have rated 2 films, got none: download it again")
     user, item = ratings.user[order], ratings.item[order]
     first = np.diff(user, prepend=-1) > 0
     latest = np.append(first[1:], True)
@@ -73,7 +72,7 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
         which = user[short][0]
         raise ValueError(
             f"test_negatives must be at most the {free[which]} films that user {ratings.profile[which, 0]} never "
-            f"rated, got {test_negatives}: lower it, and the group of fd.ranking.scores with it"
+            f"rated in {ratings.path}, got {test_negatives}: lower it, and the group of fd.ranking.scores with it"
         )
 
     def rows(at: np.ndarray, drawn: np.ndarray) -> Pair:
@@ -147,6 +146,8 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     people = _matches(users, USER, "user::gender::age::occupation::zip as in ML-1M")
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)
     known = np.array(ids, int)
+    if (twice := known[1:][known[1:] == known[:-1]]).size:
+        raise ValueError(f"cannot use {users}: user {twice[0]} must be on one line, got several: download it again")
     profile = np.column_stack([
         known,
         1 + (np.array(genders) == "M"),
@@ -155,11 +156,17 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
         1 + np.unique(zips, return_inverse=True)[1],
     ])  # fmt: skip
     rated = np.array(_matches(path, RATING, "user::movie::stars::seconds as in ML-1M"), np.int64)
+    if (early := rated[:, 3] < OPENED).any():
+        line = early.argmax()
+        raise ValueError(
+            f"cannot use {path}: seconds must be an integer >= {OPENED} (1995), got {rated[line, 3]} in line "
+            f"{line + 1}: it is cut short or not MovieLens, download it again"
+        )
     user = np.searchsorted(known, rated[:, 0]).clip(max=len(known) - 1)
     if (strange := known[user] != rated[:, 0]).any():
         line = strange.argmax()
         raise ValueError(f"cannot use {path}: line {line + 1} is of user {rated[line, 0]}, whom {users} does not list")
-    return Ratings(user, rated[:, 1], rated[:, 3], profile)
+    return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
 
 
 def _matches(path: Path, pattern: re.Pattern[str], wanted: str) -> list[tuple[str, ...]]:
@@ -179,11 +186,12 @@ def _matches(path: Path, pattern: re.Pattern[str], wanted: str) -> list[tuple[st
 def _read_latest_small(places: Sequence[Path]) -> Ratings:
     how = "write it from ratings.csv of MovieLens ml-latest-small (GroupLens' site) with numpy.savez, arrays user_id, "
     path = lines.find(FILENAMES["latest-small"], places, how + "movie_id and timestamp [R], or pass size='1m'")
-    ids, movies, time = files.read_npz(path, {name: Column() for name in ("user_id", "movie_id", "timestamp")}).values()
+    spec = {"user_id": Column(lowest=1), "movie_id": Column(lowest=1), "timestamp": Column(lowest=0)}
+    ids, movies, time = files.read_npz(path, spec).values()
     known, user = np.unique(ids, return_inverse=True)
     item = np.unique(movies, return_inverse=True)[1] + 1  # 9,724 of ids up to 193,609
     profile = np.pad(known[:, None], ((0, 0), (0, 4)))
     for name, highest in (("user_id", known.max()), ("movie_id", item.max())):
         if highest >= 2**15:
             raise ValueError(f"cannot use {path}: {name} must stay below {2**15}, got {highest}: take a smaller set")
-    return Ratings(user, item, time, profile)
+    return Ratings(user, item, time, profile, path)

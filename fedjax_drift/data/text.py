@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_drift import checks
 from fedjax_drift.data import lines
 from fedjax_drift.data.federated import Pair
 
@@ -26,8 +25,6 @@ def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pa
     A word's number is its place among the ``vocabulary`` - 2 most frequent of the training texts, and 2. Raises
     FileNotFoundError, and ValueError for damaged files.
     """
-    checks.integer("vocabulary", vocabulary, 3)
-    checks.integer("length", length, 1)
     path = lines.find(FILENAME, places, HOW)
     test_path = lines.find("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
     (texts, y), (test_texts, y_test) = _texts(path), _texts(test_path)

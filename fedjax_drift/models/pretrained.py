@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 
 import jax
 import numpy as np
 
+from fedjax_drift.data import files
 from fedjax_drift.types import Model, Params
 
 STEM = "conv/kernel"
@@ -32,14 +32,16 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
     Raises FileNotFoundError without the file; ValueError for one that is no npz or whose arrays don't fit the model.
     """
     try:
-        with np.load(path, allow_pickle=False) as npz:
-            arrays = {name: npz[name] for name in npz.files}
-    except (zipfile.BadZipFile, ValueError, EOFError, TypeError) as error:  # TypeError: one array, of numpy.save
-        what, fix = f"it is no npz ({error})", "write it with save_params"
-        if _is_safetensors(path):
+        arrays = files.arrays_of(path)
+    except ValueError as error:
+        what, fix = f"it is no npz ({files.one_line(error.__cause__)})", "write it with save_params"
+        if os.path.isfile(path) and _is_safetensors(path):
             what = "it is a safetensors file, not an npz"
             fix = 'numpy.savez("params.npz", **safetensors.numpy.load_file(path)), named as by save_params'
         raise ValueError(f"cannot read parameters from {path}: {what}: {fix}") from error
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{path}: {name} must be real numbers, got {array.dtype}: write it with save_params")
     expected = jax.eval_shape(model.init, jax.random.key(0))
     shapes, drawn = {_name(where): leaf.shape for where, leaf in jax.tree.leaves_with_path(expected)}, set[str]()
     if "layer1.0.conv1.weight" in arrays:

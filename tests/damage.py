@@ -1,0 +1,849 @@
+"""Damaged, hostile and odd files of every format that the library reads; prints what became of them as JSON.
+
+    python tests/damage.py [FILES] [FORMAT ...]
+
+Every format has a small valid example. It is damaged in ways drawn with a fixed seed and in crafted ones, and loaded in
+a forked child, so that a crash or an endless read in another library's C code ends the child alone. Outcomes:
+
+    refused       by us: a ValueError, FileNotFoundError or OSError of one line that names the file or its folder
+    same          loaded, equal to the original
+    undetectable  loaded, not equal to the original: the format has no checksums
+    SILENT        the same, but it has    RAW    any other exception
+    HANG          20 seconds              MEMORY more than 2 GiB        CRASH  a signal
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import struct
+import sys
+import tempfile
+import traceback
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from test_data_files import characters, write_batch, write_emnist, write_femnist
+
+import fedjax_drift as fd
+from fedjax_drift.data import datasets
+
+SECONDS, MEMORY = 20, 2 * 2**30
+BAD = ("RAW", "HANG", "MEMORY", "CRASH")
+NAMES = [f"f{i:04}_{i:02}" for i in range(3)]
+
+Change = Callable[[Path], None]
+
+
+class Format(NamedTuple):
+    make: Callable[[Path], Path]
+    """Writes a small valid example into a folder; returns the file to damage."""
+    load: Callable[[Path], Any]
+    """What the folder holds, in arrays and plain values."""
+    checked: bool = False
+    """It has checksums: no change may pass for good."""
+    crafted: dict[str, Change] = {}
+    """What somebody who means harm, or has mistaken the format, makes of the file."""
+
+
+# ---------------------------------------------------------------- damage
+
+
+def cut(content: bytes, rng: random.Random) -> bytes:
+    return content[: rng.randrange(len(content))]
+
+
+def flip(content: bytes, rng: random.Random) -> bytes:
+    damaged = bytearray(content)
+    for _ in range(rng.randint(1, 8)):
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+    return bytes(damaged)
+
+
+def block(content: bytes, rng: random.Random) -> tuple[int, int]:
+    start = rng.randrange(len(content))
+    return start, min(len(content), start + rng.randint(1, 512))
+
+
+def zero(content: bytes, rng: random.Random) -> bytes:
+    start, end = block(content, rng)
+    return content[:start] + bytes(end - start) + content[end:]
+
+
+def double(content: bytes, rng: random.Random) -> bytes:
+    start, end = block(content, rng)
+    return content[:end] + content[start:]
+
+
+def noise(content: bytes, rng: random.Random) -> bytes:
+    return rng.randbytes(rng.randint(1, 2000))
+
+
+def empty(content: bytes, rng: random.Random) -> bytes:
+    return b""
+
+
+def swapped(content: bytes, rng: random.Random) -> bytes:
+    return content[len(content) // 2 :] + content[: len(content) // 2]
+
+
+def encoded(content: bytes, rng: random.Random) -> bytes:
+    return content.decode("latin-1").encode(rng.choice(["utf-16", "utf-32", "utf-8-sig", "cp037"]))
+
+
+WAYS = (cut, flip, zero, double, cut, flip, zero, noise, swapped, encoded, empty)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+EVERYWHERE: dict[str, Change] = {"a folder": a_folder, "a pipe": a_pipe, "gone": gone}
+
+
+# ---------------------------------------------------------------- formats
+
+
+def dataset(name: str, **options: Any) -> Callable[[Path], Any]:
+    def load(folder: Path) -> Any:
+        os.environ["FEDJAX_DRIFT_CACHE"] = str(folder / "cache")
+        return values(fd.datasets.load(name, fd.partition.iid(1), folder, **options))
+
+    return load
+
+
+def values(data: fd.FederatedData) -> list[Any]:
+    return [data.x, data.y, data.sizes, data.x_test, data.y_test, data.client_names]
+
+
+def written(text: str | bytes) -> Change:
+    return lambda path: path.write_bytes(text.encode("latin-1") if isinstance(text, str) else text) and None
+
+
+def replaced(old: str, new: str) -> Change:
+    def change(path: Path) -> None:
+        content = path.read_bytes()
+        assert old.encode("latin-1") in content, old
+        path.write_bytes(content.replace(old.encode("latin-1"), new.encode("latin-1"), 1))
+
+    return change
+
+
+def npz(packed: bool = False, **arrays: Any) -> Change:
+    return lambda path: (np.savez_compressed if packed else np.savez)(path, **arrays)
+
+
+def images(side: int = 28, rows: int = 6) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 256, (rows, side, side) + (3,) * (side == 32), np.uint8)
+    y = np.arange(rows) % 10
+    return {"x_train": x, "y_train": y, "x_test": x[:2] + 1, "y_test": y[:2]}
+
+
+def header(text: bytes, packed: bool = False, claims: int | None = None) -> Change:
+    """An npz whose x_train has this header in the npy form, before 100 bytes; `claims`: the size that the zip names."""
+
+    def change(path: Path) -> None:
+        arrays = io.BytesIO()
+        np.savez(arrays, **{key: array for key, array in images().items() if key != "x_train"})
+        with zipfile.ZipFile(arrays, "a", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED) as archive:
+            text_ = text.ljust(117) + b"\n"
+            archive.writestr("x_train.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text_)) + text_ + bytes(100))
+        content = arrays.getvalue()
+        if claims is not None:
+            at = content.rindex(b"PK\x01\x02")
+            content = content[: at + 24] + struct.pack("<I", claims) + content[at + 28 :]
+        path.write_bytes(content)
+
+    return change
+
+
+def of_shape(shape: str, dtype: str = "|u1") -> bytes:
+    return f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+
+
+def deflated(path: Path) -> None:
+    """3 GiB of zeros in 3 MiB."""
+    stream = zlib.compressobj(wbits=-15)
+    part = stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)
+    header(of_shape("(3221225472,)"), packed=True)(path)
+    content = path.read_bytes()
+    start, end = content.rindex(b"x_train.npy", 0, content.index(b"PK\x01\x02")) + 11, content.index(b"PK\x01\x02")
+    local = bytearray(content[start - 41 : start])
+    raw = zlib.decompress(content[start:end], -15)[:-100]
+    first = zlib.compressobj(wbits=-15)
+    body = first.compress(raw) + first.flush(zlib.Z_FULL_FLUSH) + part * 192 + b"\x03\x00"
+    central = bytearray(content[end:])
+    at = central.rindex(b"PK\x01\x02")
+    for target, place in ((local, 18), (central, at + 20)):
+        target[place : place + 8] = struct.pack("<II", len(body), 192 * 2**24 + len(raw))
+    finish = central.rindex(b"PK\x05\x06")
+    central[finish + 16 : finish + 20] = struct.pack("<I", start + len(body))
+    path.write_bytes(content[: start - 41] + bytes(local) + body + bytes(central))
+
+
+NPZ: dict[str, Change] = {
+    "huge shape": header(of_shape("(10000000000000,)")),
+    "huge shape, huge member": header(of_shape("(4294960000,)"), claims=4294960128),
+    "huge packed member": header(of_shape("(4294960000,)"), packed=True, claims=4294960128),
+    "bomb": deflated,
+    "negative shape": header(of_shape("(-4, 28, 28)")),
+    "small shape": header(of_shape("(1, 2, 5)")),
+    "unclosed header": header(b"{'descr': '|u1', 'shape': ("),
+    "header of code": header(b"__import__('os').abort()"),
+    "deep header": header(b"[" * 90),
+    "header of no dict": header(b"3"),
+    "objects": header(of_shape("(1,)", "|O")),
+    "no header": written(b"PK\x03\x04"),
+}
+
+
+def make_npz(name: str, packed: bool = False, **arrays: Any) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        npz(packed, **arrays)(folder / name)
+        return folder / name
+
+    return make
+
+
+def jpegs() -> dict[str, Any]:
+    encoded = []
+    for x in images(32)["x_train"]:
+        buffer = io.BytesIO()
+        Image.fromarray(x).save(buffer, "JPEG")
+        encoded.append(buffer.getvalue())
+    offsets = np.cumsum([0, *map(len, encoded)])
+    data = np.frombuffer(b"".join(encoded), np.uint8)
+    return {"jpeg": data, "offsets": offsets, "labels": np.arange(6), "n_train": 4}
+
+
+def make_idx(folder: Path) -> Path:
+    write_emnist(folder)
+    return folder / "emnist-letters-train-images-idx3-ubyte.gz"
+
+
+def idx(raw: bytes, times: int = 1) -> Change:
+    return written(gzip.compress(raw) * times)
+
+
+def make_cifar10(folder: Path) -> Path:
+    x = images(32)["x_train"]
+    for i in range(1, 6):
+        write_batch(folder / "cifar-10-batches-py" / f"data_batch_{i}", x[:2], labels=[i, 0])
+    write_batch(folder / "cifar-10-batches-py" / "test_batch", x[:1], labels=[9])
+    return folder / "cifar-10-batches-py" / "data_batch_2"
+
+
+def make_cifar100(folder: Path) -> Path:
+    for name in ("train", "test"):
+        write_batch(folder / "cifar-100-python" / name, images(32)["x_train"][:3], fine_labels=[9, 98, 99])
+    return folder / "cifar-100-python" / "train"
+
+
+def pickled(*opcodes: bytes) -> Change:
+    return written(b"\x80\x02" + b"".join(opcodes) + b".")
+
+
+def nested(path: Path) -> None:
+    """Labels that are two lists, each of which is two lists, ... 60 deep: short in a file, endless as an array."""
+    labels = 0
+    for _ in range(60):
+        labels = [labels, labels]  # type: ignore[assignment]
+    key = "fine_labels" if path.name == "train" else "labels"
+    write_batch(path, images(32)["x_train"][:2], **{key: [labels, labels]})
+
+
+ARRAY = b"cnumpy\nndarray\n"
+PICKLES: dict[str, Change] = {
+    "an array of 4 GiB": pickled(
+        b"}U\x04data", ARRAY, b"J\x00\x00\x15\x00M\x00\x0c\x86", b"cnumpy\ndtype\nU\x02u1\x85R\x86Rs"
+    ),
+    "code": written(pickle.dumps(os.getcwd, 2)),
+    "lists within lists": nested,
+    "no labels": replaced("labels", "babels"),
+    "protocol 5": lambda path: path.write_bytes(pickle.dumps({"data": np.zeros((1, 3072), np.uint8)}, 5)) and None,
+    "long": pickled(b"\x8b\x7f\xff\xff\xff"),
+}
+
+
+def make_cinic(folder: Path) -> Path:
+    rng = np.random.default_rng(2)
+    for part in ("train", "test"):
+        for name in datasets.CIFAR10_CLASSES:
+            (folder / "CINIC-10" / part / name).mkdir(parents=True)
+            x = rng.integers(0, 256, (32, 32, 3), np.uint8)
+            Image.fromarray(x).save(folder / "CINIC-10" / part / name / "0.png")
+    return folder / "CINIC-10" / "train" / "bird" / "0.png"
+
+
+def png(side: int) -> Change:
+    """Whose header says that it is of this size."""
+
+    def change(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[16:24] = struct.pack(">II", side, side)
+        content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+        path.write_bytes(content)
+
+    return change
+
+
+def another_image(kind: str) -> Change:
+    def change(path: Path) -> None:
+        buffer = io.BytesIO()
+        Image.new("RGB", (32, 32)).save(buffer, kind)
+        path.write_bytes(buffer.getvalue())
+
+    return change
+
+
+def make_tiny(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        folder = folder / "tiny-imagenet-200"
+        rng = np.random.default_rng(3)
+        (folder / "val" / "images").mkdir(parents=True)
+        lines = []
+        for wnid in NAMES:
+            (folder / "train" / wnid / "images").mkdir(parents=True)
+            for image in (folder / "train" / wnid / "images", folder / "val" / "images"):
+                x = rng.integers(0, 256, (64, 64, 3), np.uint8)
+                Image.fromarray(x).save(image / f"{wnid}.JPEG")
+            lines.append(f"{wnid}.JPEG\t{wnid}\t0\t0\t63\t63\n")
+        (folder / "wnids.txt").write_text("\n".join(NAMES) + "\n")
+        (folder / "val" / "val_annotations.txt").write_text("".join(lines))
+        return folder / name
+
+    return make
+
+
+def make_femnist(source: str, cached: bool = False) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        write_femnist(folder, source, characters(dict.fromkeys(NAMES, 2))[0], characters({NAMES[0]: 1})[0])
+        if cached:
+            dataset("femnist")(folder)
+            return next((folder / "cache").iterdir())
+        return {
+            "leaf": folder / "leaf_femnist" / "train" / "all_data_1.json",
+            "fedjax": folder / "federated_emnist_train.sqlite",
+            "tff": folder / "fed_emnist_train.h5",
+        }[source]
+
+    return make
+
+
+def again(load: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Twice: what is made again must be kept again."""
+
+    def twice(folder: Path) -> Any:
+        load(folder)
+        return load(folder)
+
+    return twice
+
+
+def leaf(**change: Any) -> Change:
+    def write(path: Path) -> None:
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | change))
+
+    return write
+
+
+def sql(*statements: str) -> Change:
+    def change(path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            for statement in statements:
+                connection.execute(statement)
+
+    return change
+
+
+def blob(data: bytes) -> Change:
+    def change(path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE federated_data SET data = ?", (data,))
+
+    return change
+
+
+def inflating() -> bytes:
+    """3 GiB of zeros in 3 MiB, as zlib writes them."""
+    stream = zlib.compressobj()
+    first = stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)
+    return first + (stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)) * 191
+
+
+ENDLESS = (
+    "CREATE VIEW federated_data AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) "
+    "SELECT n AS client_id, data, num_examples, n AS rowid FROM more, first"
+)
+SQLITE: dict[str, Change] = {
+    "an endless view": sql("ALTER TABLE federated_data RENAME TO first", ENDLESS),
+    "a bomb": lambda path: blob(inflating())(path),
+    "msgpack of lists": blob(zlib.compress(b"\x91" * 100_000)),
+    "msgpack of no text": blob(zlib.compress(b"\x81\x01\x02")),
+    "no blob": sql("UPDATE federated_data SET data = 'text'"),
+    "a generated blob": sql(
+        "ALTER TABLE federated_data RENAME TO first",
+        "CREATE TABLE federated_data(client_id, num_examples, data AS (zeroblob(900000000)))",
+        "INSERT INTO federated_data(client_id, num_examples) VALUES (x'61', 1)",
+    ),
+    "no text as name": sql("UPDATE federated_data SET client_id = num_examples + 0.5 WHERE rowid = 1"),
+    "name not in UTF-8": sql("UPDATE federated_data SET client_id = x'ff' WHERE rowid = 1"),
+    "no rows": sql("DELETE FROM federated_data"),
+}
+
+
+def h5(**columns: Any) -> Change:
+    """One client whose columns are made so."""
+
+    def change(path: Path) -> None:
+        import h5py
+
+        with h5py.File(path, "w") as file:
+            for name, options in columns.items():
+                file.create_dataset(f"examples/{NAMES[0]}/{name}", **options)
+
+    return change
+
+
+LABELS: dict[str, Any] = {"data": np.arange(2)}
+
+
+def virtual(path: Path) -> None:
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        layout = h5py.VirtualLayout((10**9, 28, 28), "f4")
+        file.create_virtual_dataset(f"examples/{NAMES[0]}/pixels", layout)
+        file.create_dataset(f"examples/{NAMES[0]}/label", data=np.arange(2))
+
+
+HDF5: dict[str, Change] = {
+    "huge": h5(pixels={"shape": (10**9, 28, 28), "dtype": "f4", "chunks": (1, 28, 28)}, label=LABELS),
+    "huge, contiguous": h5(pixels={"shape": (10**9, 28, 28), "dtype": "f4"}, label=LABELS),
+    "bomb": h5(
+        pixels={"shape": (10**6, 28, 28), "dtype": "f4", "chunks": (1000, 28, 28), "compression": 9}, label=LABELS
+    ),
+    "virtual": virtual,
+    "text": h5(pixels={"data": ["a", "b"]}, label=LABELS),
+    "a number": h5(pixels={"data": 3.0}, label={"data": 1}),
+    "no numbers": h5(pixels={"data": None, "dtype": "f4"}, label=LABELS),
+    "a group": h5(**{"pixels/a": LABELS, "label": LABELS}),
+    "labels of two axes": h5(pixels={"data": np.zeros((2, 28, 28))}, label={"data": np.zeros((2, 2), int)}),
+}
+
+
+def own_rows(read: Callable[..., fd.FederatedData], *parts: str) -> Callable[[Path], Any]:
+    return lambda folder: values(read(*(folder / part for part in parts)))
+
+
+SECOND = 978_300_000  # what a rating's time is near, in ML-1M
+
+
+def make_movielens(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / "ml-1m").mkdir()
+        ratings = [f"{u}::{10 * u + f}::{f}::{SECOND + 100 * f + u}\n" for u in (1, 2, 3) for f in (1, 2, 3)]
+        (folder / "ml-1m" / "ratings.dat").write_text("".join(ratings))
+        (folder / "ml-1m" / "users.dat").write_text("".join(f"{u}::F::25::{u}::5506{u}\n" for u in (1, 2, 3)))
+        return folder / "ml-1m" / name
+
+    return make
+
+
+RATED = {"user_id": np.repeat([7, 9], 3), "movie_id": np.arange(6) + 20, "timestamp": SECOND + np.arange(6)}
+SMALL = {"history": 2, "negatives": 1, "test_negatives": 2}
+
+
+def make_agnews(folder: Path) -> Path:
+    (folder / "ag_news_csv").mkdir()
+    for name in ("train.csv", "test.csv"):
+        (folder / "ag_news_csv" / name).write_text(
+            '"3","Oil up, up","Oil ""rose"" \\$40"\n"1","Up!","xé"\n"2","Oil","four"\n', "utf-8"
+        )
+    return folder / "ag_news_csv" / "train.csv"
+
+
+def make_bindingdb(folder: Path) -> Path:
+    rows = [("CCO", "12.5", "MKV"), ("CCC", "99", "MKV"), ("C=O", ">10000", "MKV"), ("O", "<1e1", "MMM")]
+    lines = ["Id\tLigand SMILES\tKd (nM)\tBindingDB Target Chain Sequence\n"]
+    lines += [f"{i}\t{smiles}\t{kd}\t{protein}\n" for i, (smiles, kd, protein) in enumerate(rows)]
+    (folder / "BindingDB_All.tsv").write_text("".join(lines))
+    return folder / "BindingDB_All.tsv"
+
+
+MODEL = fd.models.linear((4,), num_classes=2)
+PARAMS = {"classifier/dense/bias": np.ones(2, "f4"), "classifier/dense/kernel": np.ones((4, 2), "f4")}
+
+
+def load_params(folder: Path) -> Any:
+    params = fd.models.load_params(MODEL, folder / "params.npz")
+    return [params["classifier"]["dense"][name] for name in ("bias", "kernel")]
+
+
+def safetensors(length: int, text: bytes) -> Change:
+    return written(struct.pack("<Q", length) + text + bytes(64))
+
+
+RECORDS = [
+    {"round": t, "algorithm": "a", "seed": 0, "train_loss": 1 / t, "accuracy": 0.25 * t, "update": [0.5, t]}
+    for t in (1, 2, 3)
+]
+
+
+def make_log(folder: Path) -> Path:
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return folder / "rounds.jsonl"
+
+
+def load_log(folder: Path) -> Any:
+    read = fd.logs.read(folder)
+    measured = any("accuracy" in record for record in read)
+    return [json.dumps(read), measured and str(fd.plots.rounds_to_target(folder, 0.5))]
+
+
+def make_run(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        make_log(folder)
+        model = {"name": "linear", "parameters": 10, "num_classes": 2, "input_shape": [4]}
+        (folder / "config.json").write_text(json.dumps({"algorithms": ["a"], "seeds": [0], "model": model}))
+        (folder / "a").mkdir()
+        np.savez(folder / "a" / "model.npz", **PARAMS)
+        return folder / name
+
+    return make
+
+
+def load_run(folder: Path) -> Any:
+    run = fd.load_run(folder)
+    dense = run.params["classifier"]["dense"]
+    return [run.algorithm, run.seed, json.dumps(run.settings), json.dumps(run.history), dense["bias"], dense["kernel"]]
+
+
+def make_tfds(pattern: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        import tensorflow_datasets as tfds
+
+        arrays = images()
+
+        class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+            VERSION = tfds.core.Version("3.0.1")
+
+            def _info(self) -> Any:
+                features = {
+                    "image": tfds.features.Image(shape=(28, 28, 1)),
+                    "label": tfds.features.ClassLabel(num_classes=10),
+                }
+                return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+            def _split_generators(self, dl_manager: Any) -> Any:
+                return {split: self._generate_examples(split) for split in ("train", "test")}
+
+            def _generate_examples(self, split: str) -> Iterator[Any]:
+                for i, (x, y) in enumerate(zip(arrays[f"x_{split}"], arrays[f"y_{split}"], strict=True)):
+                    yield i, {"image": Image.fromarray(x), "label": int(y)}
+
+        Mnist(data_dir=folder / "tfds", file_format="array_record").download_and_prepare()
+        return next((folder / "tfds").glob(f"mnist/*/{pattern}"))
+
+    return make
+
+
+def load_tfds(folder: Path) -> Any:
+    os.environ |= {"TFDS_DATA_DIR": str(folder / "tfds"), "FEDJAX_DRIFT_CACHE": str(folder / "cache")}
+    os.environ["FEDJAX_DRIFT_DATA"] = str(folder)
+    return values(fd.datasets.load("mnist", fd.partition.iid(1)))
+
+
+FORMATS = {
+    "images npz": Format(make_npz("mnist.npz", **images()), dataset("mnist"), True, NPZ | {
+        "labels of text": npz(**images() | {"y_train": np.array(["a"] * 6)}),
+        "labels of 2**64": npz(**images() | {"y_train": np.full(6, 2**64 - 1, np.uint64)}),
+        "labels of no axis": npz(**images() | {"y_train": np.array(3)}),
+        "records": npz(**images() | {"x_train": np.zeros(6, [("a", "u1"), ("b", "u1")])}),
+    }),
+    "images npz, packed": Format(make_npz("fashion_mnist.npz", True, **images()), dataset("fashion_mnist"), True),
+    "femnist npz": Format(
+        make_npz("femnist_writers.npz", x=images()["x_train"], y=np.arange(6), writer=np.arange(6) // 2),
+        dataset("femnist"), True,
+    ),
+    "jpegs npz": Format(make_npz("cifar10_jpeg.npz", **jpegs()), dataset("cifar10"), True, {
+        "offsets that wrap": npz(**jpegs() | {"offsets": jpegs()["offsets"][[0, 2, 1, 3, 4, 5, 6]].astype(np.uint64)}),
+        "no image": npz(**jpegs() | {"jpeg": np.zeros_like(jpegs()["jpeg"])}),
+        "n_train": npz(**jpegs() | {"n_train": np.uint64(2**64 - 1)}),
+    }),
+    "movielens npz": Format(
+        make_npz("movielens_latest_small.npz", **RATED), dataset("movielens", size="latest-small", **SMALL), True, {
+            "a negative user": npz(**RATED | {"user_id": -RATED["user_id"]}),
+            "a negative film": npz(**RATED | {"movie_id": RATED["movie_id"] - 25}),
+            "a negative time": npz(**RATED | {"timestamp": -RATED["timestamp"]}),
+            "a user of 2**63": npz(**RATED | {"user_id": RATED["user_id"].astype("u8") + 2**63}),
+        },
+    ),
+    "idx gz": Format(make_idx, dataset("emnist"), True, {
+        "three bytes": idx(b"\0\0\x08"),
+        "huge": idx(b"\0\0\x08\x03" + b"\xff" * 12),
+        "bomb": lambda path: idx(b"\0\0\x08\x03" + struct.pack(">3I", 2**31, 1, 1) + bytes(2**24 - 16), 160)(path),
+        "long bomb": lambda path: written(path.read_bytes() + gzip.compress(bytes(2**24)) * 160)(path),
+        "255 axes": idx(b"\0\0\x08\xff" + struct.pack(">I", 1) * 255 + b"\0"),
+        "no axis": idx(b"\0\0\x08\0\0"),
+        "uncompressed": lambda path: path.write_bytes(gzip.decompress(path.read_bytes())) and None,
+    }),
+    "cifar10 pickle": Format(make_cifar10, dataset("cifar10"), False, PICKLES),
+    "cifar100 pickle": Format(make_cifar100, dataset("cifar100"), False, PICKLES),
+    "cinic png": Format(make_cinic, dataset("cinic10"), True, {
+        "bomb": png(60_000), "larger": png(12_000), "wider": png(33), "eps": another_image("EPS"),
+        "gif": another_image("GIF"),
+    }),
+    "tiny_imagenet jpeg": Format(make_tiny(f"train/{NAMES[1]}/images/{NAMES[1]}.JPEG"), dataset("tiny_imagenet")),
+    "tiny_imagenet text": Format(make_tiny("val/val_annotations.txt"), dataset("tiny_imagenet"), False, {
+        "out of the folder": replaced(NAMES[0], "../../../../../etc/passwd"),
+        "NUL": replaced(NAMES[0], "\0"),
+        "not UTF-8": replaced(NAMES[0], "\xff"),
+    }),
+    "tiny_imagenet wnids": Format(make_tiny("wnids.txt"), dataset("tiny_imagenet"), False, {
+        "not UTF-8": replaced(NAMES[0], "\xff"), "NUL": replaced(NAMES[0], "\0"), "parent": replaced(NAMES[0], ".."),
+        "twice": replaced(NAMES[0], NAMES[1]),
+    }),
+    "leaf json": Format(make_femnist("leaf"), dataset("femnist"), False, {
+        "not UTF-8": replaced("users", "\xff"),
+        "deep": written("[" * 100_000),
+        "deep rows": leaf(
+            users=["a"], num_samples=[1], user_data={"a": {"x": json.loads("[" * 90 + "]" * 90), "y": 0}}
+        ),
+        "users of numbers": leaf(users=[3, 4]),
+        "users of lists": leaf(users=[[3], [4]]),
+        "too few counts": leaf(num_samples=[2]),
+        "counts of text": leaf(num_samples=["2", "2"]),
+        "one user twice": leaf(users=[NAMES[1]] * 2),
+        "no users": leaf(users=[], num_samples=[], user_data={}),
+        "number of 5,000 digits": replaced("1.0", "1" * 5000),
+        "1e999": replaced("1.0", "1e999"),
+        "NaN": replaced("1.0", "NaN"),
+        "labels of lists": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0] * 784], "y": [[1]]}}),
+        "labels of fractions": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0] * 784], "y": [0.5]}}),
+    }),
+    "leaf json, own": Format(
+        make_femnist("leaf"), lambda folder: values(fd.datasets.from_leaf(folder / "leaf_femnist")), False, {
+            "another row": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0] * 7], "y": [1]}}),
+            "labels of 1e999": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0.0] * 784], "y": [1e999]}}),
+        },
+    ),
+    "fedjax sqlite": Format(make_femnist("fedjax"), dataset("femnist"), False, SQLITE),
+    "fedjax sqlite, own": Format(
+        make_femnist("fedjax"), own_rows(fd.datasets.from_fedjax, "federated_emnist_train.sqlite"), False, SQLITE,
+    ),
+    "tff h5": Format(make_femnist("tff"), dataset("femnist"), False, HDF5),
+    "tff h5, own": Format(make_femnist("tff"), own_rows(fd.datasets.from_tff, "fed_emnist_train.h5"), False, HDF5),
+    "movielens ratings": Format(make_movielens("ratings.dat"), dataset("movielens", **SMALL), False, {
+        "user 0": replaced("2::21", "0::21"),
+        "a negative user": replaced("2::21", "-2::21"),
+        "a negative film": replaced("2::21", "2::-21"),
+        "film 0": replaced("2::21", "2::0"),
+        "a negative time": replaced("::978", "::-978"),
+        "a time of 1970": replaced("::978300", "::9"),
+        "cut within the last line": lambda path: path.write_bytes(path.read_bytes()[:-2]) and None,
+        "a field cut off": lambda path: path.write_bytes(path.read_bytes()[:-12]) and None,
+        "one rating each": written("".join(f"{u}::{u}::1::{SECOND}\n" for u in (1, 2, 3))),
+        "other digits": replaced("2::21", "\xb2::21"),
+    }),
+    "movielens users": Format(make_movielens("users.dat"), dataset("movielens", **SMALL), False, {
+        "user 0": replaced("2::F", "0::F"), "twice": replaced("2::F", "1::F"),
+    }),
+    "agnews csv": Format(make_agnews, dataset("agnews"), False, {
+        "not UTF-8": lambda path: path.write_bytes(path.read_text("utf-8").encode("latin-1")) and None,
+        "a long field": lambda path: path.write_text('"1","' + "a" * 200_000 + '","b"\n') and None,
+        "unclosed": written('"1","a","b'),
+        "NUL": written('"1","a","\0"\n"7"'),
+    }),
+    "bindingdb tsv": Format(make_bindingdb, dataset("bindingdb", ligand=4, protein=4), False, {
+        "a huge Kd": replaced("12.5", "9" * 5000),
+        "an infinite Kd": replaced("12.5", "1e999"),
+        "a negative Kd": replaced("12.5", "-3"),
+        "one pair": written("Ligand SMILES\tKd (nM)\tBindingDB Target Chain Sequence\nC\t5\tM\n"),
+    }),
+    "cache npz": Format(make_femnist("leaf", cached=True), again(dataset("femnist")), True, NPZ),
+    "parameters npz": Format(make_npz("params.npz", **PARAMS), load_params, True, NPZ | {
+        "text": npz(**PARAMS | {"classifier/dense/bias": np.array(["a", "b"])}),
+        "complex": npz(**PARAMS | {"classifier/dense/bias": np.ones(2, complex)}),
+        "safetensors": safetensors(2, b"{}"), "long safetensors": safetensors(2**63, b"{}"),
+    }),
+    "log": Format(make_log, load_log, False, {
+        "not UTF-8": replaced("round", "\xff"), "deep": written("[" * 100_000 + "\n"),
+        "no round": replaced('"round": 2, ', ""), "a round of text": replaced('"round": 2', '"round": "b"'),
+        "an accuracy of text": replaced('"accuracy": 0.5', '"accuracy": "b"'),
+        "an accuracy of lists": replaced('"accuracy": 0.5', '"accuracy": [[1], [2, 3]]'),
+        "a seed of text": replaced('"seed": 0', '"seed": "b"'), "a seed of lists": replaced('"seed": 0', '"seed": []'),
+        "a number of 5,000 digits": replaced('"round": 2', '"round": ' + "2" * 5000),
+    }),
+    "run folder": Format(make_run("config.json"), load_run, False, {
+        "not UTF-8": replaced("seeds", "\xff"), "deep": written("[" * 100_000),
+        "another model": replaced("linear", "linaer"), "another option": replaced("num_classes", "mun_classes"),
+        "classes of text": replaced('"num_classes": 2', '"num_classes": "b"'),
+        "a seed of no list": replaced("[0]", "0"), "a name of no text": replaced('"linear"', "[]"),
+        "no algorithms": replaced('["a"]', "[]"), "an algorithm of no text": replaced('["a"]', "[3]"),
+    }),
+    "run folder, model": Format(make_run("a/model.npz"), load_run, True),
+    "tfds array_record": Format(make_tfds("*train.array_record*"), load_tfds, True),
+    "tfds info": Format(make_tfds("dataset_info.json"), load_tfds),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- one file
+
+
+def digest(found: Any) -> str:
+    total = hashlib.sha256()
+    for one in found:
+        total.update(
+            f"{one.dtype}{one.shape}".encode() + one.tobytes() if hasattr(one, "tobytes") else repr(one).encode()
+        )
+    return total.hexdigest()
+
+
+def ours(error: BaseException, folder: Path, path: Path) -> bool:
+    """One line that names the file or its folder, said by the library."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    by_us = frames[-1].f_globals["__name__"].startswith("fedjax_drift")
+    named = path.name in str(error) or str(folder) in str(error) or str(error).startswith("records ")  # of any source
+    return (
+        by_us
+        and type(error) in (ValueError, FileNotFoundError, OSError)
+        and named
+        and "\n" not in str(error)
+        and len(str(error)) < 1500
+    )
+
+
+def outcome(format: Format, folder: Path, path: Path, wanted: str) -> tuple[str, str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = digest(format.load(folder))
+    except MemoryError as error:
+        return "MEMORY", str(error)
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+        return ("refused" if ours(error, folder, path) else "RAW"), said
+    return ("same" if found == wanted else "different"), ""
+
+
+def in_child(work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(read)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the child, also within C code
+        signal.alarm(SECONDS)
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
+        try:
+            os.write(write, json.dumps(work()).encode()[:60_000])
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        text = pipe.read()
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        return ("HANG" if os.WTERMSIG(status) == signal.SIGALRM else "CRASH"), f"signal {os.WTERMSIG(status)}"
+    return tuple(json.loads(text)) if text else ("RAW", "said nothing")
+
+
+@contextlib.contextmanager
+def copied(pristine: Path) -> Iterator[Path]:
+    folder = pristine.with_name("damaged")
+    shutil.copytree(pristine, folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def cases(format: Format, count: int, rng: random.Random) -> Iterator[tuple[str, Change]]:
+    """Up to `count` changes with their names: all that are crafted, and random ones; of few, some of each."""
+    crafted = list((format.crafted | EVERYWHERE).items())
+    yield from crafted[: max(count // 2, count - 60)]
+    for i in range(count - min(len(crafted), max(count // 2, count - 60))):
+        way = WAYS[i % len(WAYS)]
+
+        def change(path: Path, way: Any = way) -> None:
+            path.write_bytes(way(path.read_bytes(), rng))
+
+        yield way.__name__, change
+
+
+def tried(name: str, count: int, folder: Path) -> Iterator[tuple[str, str, str]]:
+    """(damage, outcome, what was said) of each damaged file of a format."""
+    format, rng = FORMATS[name], random.Random(name)
+    pristine = folder / "pristine"
+    pristine.mkdir()
+    result, made = in_child(lambda: ("made", str(format.make(pristine))))  # threads that it starts would not be forked
+    assert result == "made", f"{name}: {made}"
+    relative = Path(made).relative_to(pristine)
+    with copied(pristine) as whole:
+        result, wanted = in_child(lambda: ("loaded", digest(format.load(whole))))
+        assert result == "loaded", f"{name}: the valid example: {wanted}"
+    for damage, change in cases(format, count, rng):
+        with copied(pristine) as damaged:
+            path = damaged / relative
+            before = path.read_bytes()
+            change(path)
+            if path.is_file() and path.read_bytes() == before:
+                continue
+            yield damage, *in_child(functools.partial(outcome, format, damaged, path, wanted))
+    shutil.rmtree(pristine)
+
+
+def main(count: int, names: list[str]) -> None:
+    table: dict[str, dict[str, int]] = {}
+    bad = []
+    for name in names:
+        found = collections.Counter[str]()
+        with tempfile.TemporaryDirectory() as folder:
+            for damage, result, said in tried(name, max(1, -(-count // len(names))), Path(folder)):
+                if os.environ.get("DAMAGE_SAID"):
+                    print(f"{name}, {damage}: {result} {said}", file=sys.stderr)
+                silent = result == "different" and FORMATS[name].checked
+                found["SILENT" if silent else "undetectable" if result == "different" else result] += 1
+                if silent or result in BAD:
+                    bad.append(f"{name}, {damage}: {result} {said}"[:400])
+        table[name] = dict(found)
+    total = sum(map(collections.Counter, table.values()), collections.Counter[str]())
+    print(json.dumps({"formats": table, "total": dict(total), "files": total.total(), "bad": bad}, indent=1))
+
+
+if __name__ == "__main__":
+    here = [name for name in FORMATS if "tfds" not in name or importlib.util.find_spec("array_record")]
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 500, sys.argv[2:] or here)

@@ -1,0 +1,171 @@
+"""Files that are damaged, hostile or odd: one ValueError that names the file, never wrong data, a wait or a crash."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import damage
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift import cli
+from fedjax_drift.data import datasets
+
+
+def test_a_hundred_damaged_files() -> None:
+    quick = [name for name in damage.FORMATS if "tfds" not in name]  # which takes seconds to import, in every process
+    command = [sys.executable, "-W", "ignore", damage.__file__, "100", *quick]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["files"] >= 100 and not found["bad"], found["bad"]
+
+
+@pytest.mark.parametrize(
+    "format, change, message",
+    [
+        ("images npz", "huge shape", r"x_train\.npy must be 10000000000000 bytes by its shape, got 100: copy or make"),
+        (
+            "images npz",
+            "huge shape, huge member",
+            r"arrays must be at most the \d+ bytes that are there, got \d+: copy or make",
+        ),
+        (
+            "images npz",
+            "bomb",
+            "its compressed arrays must unpack to at most 1073741824 bytes, got 3221225600: copy the",
+        ),
+        (
+            "images npz",
+            "unclosed header",
+            "is damaged, cut short, too large or of another kind .*: copy or make it again",
+        ),
+        ("images npz", "objects", "must be numbers, got objects, and allow_pickle is off: save it as numbers"),
+        ("images npz", "a pipe", "mnist.npz must be a file, got a pipe or a device: put the file there"),
+        ("jpegs npz", "offsets that wrap", "offsets must rise from 0"),
+        ("idx gz", "three bytes", "its header must have the lengths of 3 axes, got others: copy it again"),
+        ("idx gz", "bomb", "its array must unpack to at most 1073741824 bytes, got 2147483648"),
+        ("idx gz", "long bomb", "promises 40768 values, got more: copy it again"),
+        ("cifar10 pickle", "lists within lists", "data must be an array and labels a list of integers"),
+        ("cinic png", "bomb", "is no readable image .*exceeds limit.*: copy or make the file again"),
+        ("cinic png", "gif", "is no readable image"),
+        ("tiny_imagenet wnids", "not UTF-8", r"wnids\.txt is damaged.*'utf-8' codec can't decode"),
+        ("tiny_imagenet wnids", "twice", "must hold different ids"),
+        ("leaf json", "deep", "is damaged.*recursion"),
+        ("fedjax sqlite", "an endless view", "must have a table federated_data, got CREATE VIEW .*: download it again"),
+        ("fedjax sqlite", "a bomb", "data of client .* must be whole and unpack to at most 134217728 bytes, got more"),
+        ("fedjax sqlite", "a generated blob", "damaged or none of FedJAX's SQLite files .*too big"),
+        ("fedjax sqlite", "a folder", "Is a directory: check the file and its permissions"),
+        ("tff h5", "bomb", "pixels must unpack to at most 1073741824 bytes, got 3136000000: copy the file"),
+        ("tff h5", "huge", "pixels must be at most the 0 bytes that are there, got 3136000000000: copy or make"),
+        ("tff h5", "huge, contiguous", "pixels must be at most the 0 bytes that are there, got 3136000000000"),
+        ("movielens npz", "a negative film", "movie_id must be an integer >= 1, got -5: copy or make the file again"),
+        (
+            "movielens ratings",
+            "cut within the last line",
+            "must be an integer >= 788918400 .1995., got 97830030 in line 9",
+        ),
+        ("movielens ratings", "a field cut off", "line 9 must be user::movie::stars::seconds"),
+        ("movielens users", "twice", "user 1 must be on one line, got several"),
+        ("bindingdb tsv", "an infinite Kd", "line 2 must be a Kd such as"),
+        ("parameters npz", "text", "bias must be real numbers, got <U1: write it with save_params"),
+        ("log", "not UTF-8", r"rounds\.jsonl is damaged"),
+        ("log", "no round", "records with 'accuracy' must have a whole number as 'round'"),
+        ("run folder", "another model", r"config\.json can't be read .*linaer"),
+    ],
+)
+def test_what_is_said_of_them(tmp_path: Path, monkeypatch, format: str, change: str, message: str) -> None:
+    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
+    one = damage.FORMATS[format]
+    path = one.make(tmp_path)
+    (one.crafted | damage.EVERYWHERE)[change](path)
+    with pytest.raises(ValueError, match=message) as error:
+        one.load(tmp_path)
+    assert damage.ours(error.value, tmp_path, path)
+
+
+def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
+    one = damage.FORMATS["cache npz"]
+    path = one.make(tmp_path)
+    whole = damage.digest(one.load(tmp_path))
+    for change in (one.crafted["huge shape"], one.crafted["deep header"], lambda path: path.write_bytes(b"")):
+        change(path)
+        with pytest.warns(UserWarning, match="making the cached data again: .*" + path.name):
+            assert damage.digest(one.load(tmp_path)) == whole
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
+    one = damage.FORMATS["images npz"]
+    one.crafted["unclosed header"](one.make(tmp_path))
+    here = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]
+    for command in (["data", "mnist"], ["run", "--dataset", "mnist", "--algorithm", "fedavg"]):
+        assert cli.main([*command, *here]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "mnist.npz is damaged" in said
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- arguments
+
+LEGAL = {"variant": "feddyn", "split": "letters", "source": "npz", "size": "1m", "valid": True, "iid_sol": True}
+LEGAL |= {"iid_data": True} | dict.fromkeys(datasets.SPREADS, 1.0) | datasets.LOWEST
+OPTIONS = [(name, option) for name, options in datasets.OPTIONS.items() for option in options]
+
+
+@pytest.mark.parametrize("name, option", OPTIONS)
+def test_options_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch, name: str, option: str) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setitem(datasets.DATASETS, name, read)
+    wrong: list[object] = [[1], {}, "12", -1, np.nan, object()]
+    wrong += [] if option in ("valid", "iid_sol", "iid_data") else [True]
+    wrong += [None] if datasets.OPTIONS[name][option] is not None else []
+    for value in wrong:
+        for call in (fd.datasets.load, fd.datasets.found, fd.datasets.num_classes):
+            with pytest.raises(ValueError, match=f"^{option} must be "):
+                call(name, **{option: value})
+    with pytest.raises(AssertionError, match="it was read"):
+        fd.datasets.load(name, **{option: LEGAL[option]})
+
+
+def test_arguments_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    for data_dir in (3, b"folder", ["a"], True, tmp_path / "file", "\0"):
+        calls = [lambda d: fd.datasets.load("mnist", data_dir=d), fd.datasets.describe]
+        for call in (*calls, lambda d: fd.datasets.found("mnist", d), lambda d: fd.datasets.load("synthetic", None, d)):
+            with pytest.raises(ValueError, match="^data_dir must be"):
+                call(data_dir)
+    for name in ("minst", None, 3, ["mnist"], {}):
+        for named in (fd.datasets.load, fd.datasets.found, fd.datasets.num_classes):
+            with pytest.raises(ValueError, match="^name must be one of"):
+                named(name)
+    for wrong in (3, None, [], "\0"):
+        for call in (fd.datasets.from_leaf, fd.datasets.from_fedjax, fd.datasets.from_tff):
+            with pytest.raises(ValueError, match="^(folder|train) must be a path, got"):
+                call(wrong)
+        with pytest.raises(ValueError, match="^x must be the name of a column|^test must be a path"):
+            fd.datasets.from_tff("a", test=wrong, x=wrong)
+    for seed in (-1, 0.5, "0", None, True, [1]):
+        with pytest.raises(ValueError, match="^seed must be an integer >= 0"):
+            fd.datasets.load("synthetic", seed=seed)
+    with pytest.raises(ValueError, match="^standardize must be True or False, got 1"):
+        fd.datasets.load("synthetic", standardize=1)
+    with pytest.raises(ValueError, match="unknown option 'hisotry': the options of movielens .*did you mean 'history'"):
+        fd.datasets.found("movielens", hisotry=3)
+    with pytest.raises(ValueError, match=r"num_classes must be in 1\.\.10, got 11: these are the classes of digits"):
+        fd.datasets.num_classes("emnist", split="digits", num_classes=11)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    plain = fd.datasets.load("synthetic", seed=200, num_clients=3, num_rows=200)
+    for kind in (np.int64, np.uint8):
+        same = fd.datasets.load("synthetic", seed=kind(200), num_clients=kind(3), num_rows=kind(200))
+        np.testing.assert_array_equal(same.x, plain.x)
+    assert type(fd.datasets.num_classes("emnist", num_classes=np.uint8(7))) is int
