@@ -166,8 +166,8 @@ def test_format_and_versions(device, saved, monkeypatch) -> None:
         patch.setattr(checkpoint, "versions", lambda: {"fedjax_drift": "9.0", "jax": "1.0"})
         with pytest.warns(UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run goes on"):
             saved.restore(device)
-    monkeypatch.setattr(checkpoint, "FORMAT", 3)
-    with pytest.raises(ValueError, match="must be of format 3, got 2 in .*: use the version of fedjax_drift"):
+    monkeypatch.setattr(checkpoint, "FORMAT", 4)
+    with pytest.raises(ValueError, match="must be of format 4, got 3 in .*: use the version of fedjax_drift"):
         saved.restore(device)
 
 
@@ -184,7 +184,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is damaged", "ignore:coroutine .* was never awaited")  # the latter orbax's
+@pytest.mark.filterwarnings("ignore:.*is damaged")
 def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_path) -> None:
     """Every file of the newest checkpoint, every fault: restored as it was, or the checkpoint before it."""
     whole, outcomes = {r: saved.restore(device, r)[0] for r in (4, 5)}, Counter()
@@ -199,12 +199,12 @@ def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_
             assert same(state, whole[int(state.round)]) and len(history) == int(state.round), (file, fault)
             outcomes[fault, int(state.round)] += 1
     print(f"{len(files)} files x {len(FAULTS)} faults:", dict(outcomes))
-    assert sum(outcomes.values()) == 4 * len(files) >= 40
-    assert all(outcomes[fault, 4] >= 4 for fault in FAULTS)
+    assert sum(outcomes.values()) == 4 * len(files)
+    assert all(outcomes[fault, 4] == 2 for fault in FAULTS)  # about.json and arrays.0
 
 
 def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -> None:
-    about = saved.place(5) / "about/about.json"
+    about = saved.place(5) / "about.json"
     about.write_bytes(flipped(about.read_bytes()))
     with pytest.raises(ValueError, match=r"round 5 in .* is damaged .*: choose another of the rounds \[2, 4, 5\]"):
         saved.restore(device, 5)
@@ -212,10 +212,10 @@ def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -
         state, history = saved.restore(device)
     assert sorted(path.name for path in saved.path.iterdir()) == ["00000002", "00000004", "00000005", "lock"]
     state, after = run(device, state, 4, saved)
-    assert saved.rounds == [4, 6, 8] and (saved.path / "00000005.damaged/leaves").exists()
+    assert saved.rounds == [4, 6, 8] and (saved.path / "00000005.damaged/arrays.0").exists()
     assert same(state, uninterrupted[0]) and len(saved.about(8).history) == 8
     for round in saved.rounds:
-        shutil.rmtree(saved.place(round) / "leaves")
+        (saved.place(round) / "arrays.0").unlink()
     before = sorted(saved.path.rglob("*"))
     with pytest.warns(UserWarning, match="is damaged"), pytest.raises(ValueError, match="got 3 damaged ones in"):
         saved.restore(device)
