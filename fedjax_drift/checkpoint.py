@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import FileIO
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,17 +98,22 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, os.PathLike)):
-            raise ValueError(f"folder must be a path, got {self.folder!r}: Checkpoints(folder, ...)")
-        object.__setattr__(self, "folder", Path(self.folder).expanduser().absolute())  # wherever one goes later
+            raise ValueError(f"folder must be a path, got {checks.shown(self.folder)}: Checkpoints(folder, ...)")
+        if not isinstance(self.config, Mapping | None):
+            raise ValueError(f"config must be a dict of what JSON has, or None, got {checks.shown(self.config)}")
         try:
             json.dumps(dict(self.config or {}))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"config must be a dict of what JSON has, got {self.config!r}: {error}") from error
+            raise ValueError(
+                f"config must be a dict of what JSON has, got {checks.shown(self.config)}: {error}"
+            ) from error
+        set_to = functools.partial(object.__setattr__, self)  # this is frozen
+        set_to("folder", Path(self.folder).expanduser().absolute())  # wherever one goes later
         if self.every is not None:
-            checks.integer("every", self.every, 1)
+            set_to("every", checks.integer("every", self.every, 1, fix="None: by the clock alone"))
         if self.seconds is not None:
-            checks.positive("seconds", self.seconds, "None: by rounds alone")
-        checks.integer("keep", self.keep, 1)
+            set_to("seconds", checks.positive("seconds", self.seconds, "None: by rounds alone"))
+        set_to("keep", checks.integer("keep", self.keep, 1))
         if self.best is not None and not isinstance(self.best, str):
             raise ValueError(f'best must be an entry of the records such as "accuracy", or None, got {self.best!r}')
 
@@ -121,7 +127,11 @@ class Checkpoints:
         """The rounds of which there is a checkpoint, ascending."""
         if not self.path.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal())
+        try:
+            numbers = [int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal()]
+        except OSError as error:
+            raise ValueError(f"folder must be one that can be read, got {self.path} ({error.strerror})") from error
+        return sorted(number for number in set(numbers) if os.path.lexists(self.place(number)))
 
     def about(self, round: int) -> About:
         """What the checkpoint of this round is of, arrays left unread. ValueError where that is damaged."""
@@ -151,6 +161,10 @@ class Checkpoints:
         Raises ValueError, and changes nothing: no checkpoint that is intact; one of another simulation (what differs is
         listed) or format; a folder in use.
         """
+        from fedjax_drift.simulation import Simulation
+
+        if not isinstance(sim, Simulation):
+            raise ValueError(f"sim must be a Simulation, got {type(sim).__name__}: make it as for the run")
         _check_mesh(sim)
         wanted = self._wanted(round)
         with self._locked(create=False):
@@ -175,13 +189,13 @@ class Checkpoints:
             raise ValueError(f"folder must hold a checkpoint, got {self.path}, which has none: start with sim.init")
         if round is None:
             return rounds[::-1]
-        if round == "best":
+        if isinstance(round, str) and round == "best":
             scores = {number: score for number in rounds if (score := self._score(number)) is not None}
             if not scores:
                 raise ValueError(f"no checkpoint in {self.path} has {self.best!r}: choose one of the rounds {rounds}")
             return [max(scores, key=lambda number: scores[number])]
-        if isinstance(round, str | float) or round not in rounds:
-            raise ValueError(f'round must be one of those kept, {rounds}, or "best", got {round!r}')
+        if isinstance(round, bool) or not isinstance(round, Integral) or round not in rounds:
+            raise ValueError(f'round must be one of those kept, {rounds}, or "best", got {checks.shown(round)}')
         return [int(round)]
 
     def _score(self, round: int) -> float | None:
@@ -240,7 +254,8 @@ class Checkpoints:
             first_does(sim.mesh, lambda: self._move_aside(damaged))
             saver = Saver(self, sim, state, mine, history, hold)
             if saver.bank is not None and int(state.round) not in saver.scores:
-                saver.save(state, [])  # or else a run that ends before its first save leaves a bank without a state
+                saver.save(state, [])  # or else a kill before the first save would leave a bank without a state
+                saver.settle()
             try:
                 yield saver
             finally:
@@ -336,7 +351,7 @@ class Saver:
 
     def save(self, state: ServerState, history: list[Record]) -> None:
         """Starts to save the state, with the history of this run; a failure is a warning, and the run goes on."""
-        self._try(self._settle)
+        self.settle()
         self._write_best(int(state.round), history)
         self._try(lambda: self._write(self._contents(state, history), history))
 
@@ -344,7 +359,11 @@ class Saver:
         """With ``every``, waits for the save on its way: rounds after it are not reported before it is complete, so
         that never more than ``every`` that were are lost. They are trained meanwhile."""
         if self.checkpoints.every is not None:
-            self._try(self._settle)
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the save on its way; a failure is a warning."""
+        self._try(self._settle)
 
     def consider(self, state: ServerState, history: list[Record]) -> None:
         """Keeps the state if its round, the last of the history, is the best evaluated so far.
@@ -383,7 +402,7 @@ class Saver:
         OSError, with the state and the history as ``error.state`` and ``error.history``, if it could not be saved.
         """
         t = int(state.round)
-        self._try(self._settle)
+        self.settle()
         self._write_best(t, history)
         if t in self.scores:
             return
@@ -405,7 +424,7 @@ class Saver:
 
     def close(self) -> None:
         """Waits for what is on its way."""
-        self._try(self._settle)
+        self.settle()
         self.orbax.close()
         self._tidy()
 
@@ -433,7 +452,7 @@ class Saver:
         best = self.best
         if best.round != t:
             self._try(lambda: self._write(best, history))
-            self._try(self._settle)
+            self.settle()
         self.best = None
 
     def _write(self, contents: Contents, history: list[Record]) -> None:
