@@ -353,6 +353,8 @@ class Saver:
         """Starts to save the state, with the history of this run; a failure is a warning, and the run goes on."""
         self.settle()
         self._write_best(int(state.round), history)
+        if int(state.round) in self.scores:
+            return
         self._try(lambda: self._write(self._contents(state, history), history))
 
     def confirm(self) -> None:
@@ -742,8 +744,12 @@ def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
 def replace_file(path: Path, text: str) -> None:
     """Writes the file as a whole: a process that is killed leaves the old one or the new one."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    os.replace(new, path)
+    try:
+        new.write_text(text)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

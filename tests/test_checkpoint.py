@@ -399,6 +399,68 @@ def test_signals(device, uninterrupted, tmp_path) -> None:
     assert same(state, uninterrupted[0]) and told(history + more) == told(uninterrupted[1])
 
 
+@pytest.mark.parametrize("at", [3, 5, 6])
+def test_an_error_of_on_round_loses_nothing(at, device, tmp_path) -> None:
+    """Also in the last rounds, which are recorded after the loop."""
+    checkpoints = fd.Checkpoints(tmp_path, every=4, best=None)
+    with pytest.raises(ZeroDivisionError) as error:
+        run(device, device.init(KEY), 6, checkpoints, on_round=lambda record: 1 // (record["round"] - at))
+    state, history = error.value.state, error.value.history
+    assert int(state.round) == len(history) == checkpoints.rounds[-1] >= at
+    restored, before = checkpoints.restore(device)
+    assert same(restored, state) and told(before) == told(history)
+
+
+def test_an_error_of_on_round_loses_nothing_of_a_sweep(device, tmp_path) -> None:
+    for rounds, at in ((6, 6), (9, 7)):
+        with pytest.raises(ZeroDivisionError) as error:
+            device.sweep(
+                rounds, range(2), 2, progress=False, checkpoints=tmp_path,
+                on_round=lambda seed, _, record, at=at: seed and 1 // (record["round"] - at),
+            )  # fmt: skip
+        done = {int(run.state.round) for run in error.value.runs}
+        assert done == {fd.Checkpoints(tmp_path / f"seed-{seed}").rounds[-1] for seed in range(2)} and min(done) >= at
+    runs = device.sweep(9, range(2), 2, progress=False, checkpoints=tmp_path)
+    assert [len(run.history) for run in runs] == [9, 9]
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8])
+def test_numbers_of_numpy_are_numbers(number, device, uninterrupted, tmp_path) -> None:
+    checkpoints = fd.Checkpoints(tmp_path, every=number(3), keep=number(2), seconds=np.float32(60))
+    state, history = device.run(device.init(KEY), number(8), number(2), progress=False, checkpoints=checkpoints)
+    assert same(state, uninterrupted[0]) and checkpoints.rounds[-1] == 8
+    assert same(checkpoints.restore(device, np.int64(8))[0], state)
+    state, _ = device.run(state._replace(round=state.round + 192), number(4), progress=False)  # 204 > 200
+    assert int(state.round) == 204
+
+
+def test_arguments_of_wrong_types(device, saved) -> None:
+    state = device.init(KEY)
+    for options, message in [
+        ({"on_round": 5}, "on_round must be a function of a record, got 5"),
+        ({"progress": "yes"}, "progress must be True or False, got 'yes'"),
+        ({"checkpoints": 5}, "folder must be a path, got 5"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            device.run(state, 1, **options)
+        with pytest.raises(ValueError, match=message.replace("a record", "seed, setting and record")):
+            device.sweep(1, [0], **options)
+    for options, message in [
+        ({"every": 1.5}, "every must be an integer >= 1, got 1.5"),
+        ({"seconds": "60"}, "seconds must be .*, got '60'"),
+        ({"keep": None}, "keep must be an integer >= 1, got None"),
+        ({"config": [("a", 1)]}, "config must be a dict of what JSON has, or None, got"),
+        ({"config": "a"}, "config must be a dict of what JSON has, or None, got 'a'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fd.Checkpoints(saved.folder, **options)
+    with pytest.raises(ValueError, match="sim must be a Simulation, got Model: make it as for the run"):
+        saved.restore(MODEL)
+    for round in (True, 4.0, "4", [4], np.array([4, 5])):
+        with pytest.raises(ValueError, match=r'round must be one of those kept, \[2, 4, 5\], or "best", got '):
+            saved.restore(device, round)
+
+
 def test_who_insists_loses_nothing_either(device, tmp_path) -> None:
     def insist(record: dict) -> None:
         if record["round"] == 3:
