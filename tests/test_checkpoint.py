@@ -640,6 +640,47 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
         assert re.search(said, capsys.readouterr().err)
 
 
+def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
+    """The log from round 3 on, the models and a picture: warnings, nothing half written, and all of it later."""
+    folder, whole = tmp_path / "folder", tmp_path / "whole"
+    command = [*TINY[:-4], "--checkpoint-every", "2"]  # without evaluations but the last
+    assert cli.main([*command, "--output", str(whole)]) == 0
+    capsys.readouterr()
+
+    def full(path: Path) -> None:
+        path.write_text("half of")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def curves(runs, path: Path) -> None:
+        full(path)
+
+    write = fd.logs.FileIO.write
+
+    class Full(fd.logs.FileIO):
+        def write(self, lines: bytes) -> int:
+            if b'"round": 3' in bytes(lines):
+                write(self, lines[:7])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(self, lines)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fd.models, "save_params", lambda params, path: full(path))
+        patch.setattr(fd.plots, "curves", curves)
+        patch.setattr(fd.logs, "FileIO", Full)
+        assert cli.main([*command, "--output", str(folder)]) == 0
+    said = capsys.readouterr().err
+    for file in ("fedavg/model.npz", "scaffold/model.npz", "curves.png"):
+        assert f"{folder}/{file} could not be written (No space left on device): make room, then from the" in said
+        assert not (folder / file).exists() and (whole / file).exists()
+    assert said.count(f"the log in {folder} could not be written (No space left on device): the run goes on") == 1
+    assert not list(folder.rglob("*.new*"))
+    assert [record["round"] for record in lines_of(folder)] == [1, 2]
+    assert cli.main(["run", "--resume", str(folder)]) == 0
+    assert lines_of(folder) == lines_of(whole)
+    files = [sorted(str(path.relative_to(where)) for path in where.rglob("*.*g")) for where in (folder, whole)]
+    assert files[0] == files[1] and (folder / "scaffold/model.npz").exists()
+
+
 def test_kills_at_random_moments_lose_no_more_than_the_interval(tmp_path) -> None:
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("kill.py")), str(tmp_path), "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
