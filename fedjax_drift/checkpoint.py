@@ -355,6 +355,7 @@ class Saver:
         self._write_best(int(state.round), history)
         if int(state.round) in self.scores:
             return
+        self.started = int(state.round)  # what an error of it is about
         self._try(lambda: self._write(self._contents(state, history), history))
 
     def confirm(self) -> None:

@@ -380,6 +380,22 @@ def test_a_full_disk(ends, device, uninterrupted, tmp_path) -> None:
         assert not list(tmp_path.glob(checkpoint.UNFINISHED))
 
 
+def test_no_room_for_a_pin_is_said_of_its_round(tmp_path, monkeypatch) -> None:
+    sim = simulation(bank=tmp_path / "bank")
+    copy = fd.bank._Folder.copy_index
+
+    def full(store, name: str, to: str) -> None:
+        if to == "index.2":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        copy(store, name, to)
+
+    monkeypatch.setattr(fd.bank._Folder, "copy_index", full)
+    checkpoints = fd.Checkpoints(tmp_path / "run", every=1, best=None)
+    with pytest.warns(UserWarning, match="round 2 could not be saved in .* the run goes on, and the next save"):
+        state, _ = run(sim, sim.init(KEY), 4, checkpoints)
+    assert checkpoints.rounds == [1, 3, 4] == state.clients.pins
+
+
 def test_signals(device, uninterrupted, tmp_path) -> None:
     def send(which: int, at: int):
         return lambda record: record["round"] == at and os.kill(os.getpid(), which)
