@@ -211,7 +211,8 @@ class Bank:
             store.read(INITIAL, bank.num_clients, bank._rows)
             bank._pins = dict(store.read_pins())
             if round is not None:
-                store.copy_index(name, INDEX)
+                with _explained(path):
+                    store.copy_index(name, INDEX)
         except BaseException:
             store.close()
             raise

@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import damage_checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,6 +202,14 @@ def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_
     print(f"{len(files)} files x {len(FAULTS)} faults:", dict(outcomes))
     assert sum(outcomes.values()) == 4 * len(files)
     assert all(outcomes[fault, 4] == 2 for fault in FAULTS)  # about.json and arrays.0
+
+
+def test_damage_at_random_is_never_silent(tmp_path, capfd) -> None:
+    """A part of what `python tests/damage_checkpoints.py FOLDER` does."""
+    counts = damage_checkpoints.main(tmp_path, 20)
+    said = capfd.readouterr()
+    assert counts["newest"] + counts["older"] + counts["refused"] == 20 and not counts["spoke"], said.out
+    assert not said.err
 
 
 def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -> None:
