@@ -829,7 +829,10 @@ def _orbax() -> tuple[Any, Any]:
 
 def _write(folder: Path, about: str, parts: list[stored.Part]) -> None:
     if jax.process_index() == 0:
-        (folder / ABOUT).write_text(json.dumps({"crc32": zlib.crc32(about.encode()), "about": about}))
+        with open(folder / ABOUT, "w") as file:
+            json.dump({"crc32": zlib.crc32(about.encode()), "about": about}, file)
+            file.flush()
+            os.fsync(file.fileno())
     stored.write(folder, parts)
 
 

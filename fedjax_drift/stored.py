@@ -10,6 +10,7 @@ from the parts that overlap with it. That the bytes are those written is for `ch
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 from pathlib import Path
@@ -55,6 +56,7 @@ def write(folder: Path, parts: Sequence[Part]) -> None:
                 block = data[start : start + BLOCK]
                 file.write(block.data) if block.any() else file.seek(len(block), 1)
         file.truncate()  # as long as it has come, also after a hole at the end
+        os.fsync(file.fileno())
 
 
 class Stored:

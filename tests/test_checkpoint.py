@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import re
@@ -357,11 +358,12 @@ def test_folders_that_will_not_do(device, tmp_path, monkeypatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:round . could not be saved")  # more often than is waited for
 @pytest.mark.parametrize("ends", ["later", "full"])
-def test_a_full_disk(ends, device, uninterrupted, tmp_path) -> None:
+def test_a_full_disk(ends, device, uninterrupted, tmp_path, monkeypatch) -> None:
     """While it is full the run goes on and warns; if it is so to the end, that is an error that has everything."""
     checkpoints = fd.Checkpoints(tmp_path, every=1)
     run(device, device.init(KEY), 1, checkpoints)
-    limit = file_limit(50)
+    limit, spoke = file_limit(5_000 if ends == "later" else 50), []
+    monkeypatch.setattr(sys, "unraisablehook", spoke.append)
 
     def filling(record: dict) -> None:
         if record["round"] == 2:
@@ -385,6 +387,8 @@ def test_a_full_disk(ends, device, uninterrupted, tmp_path) -> None:
             assert told(history)[-1] == told(uninterrupted[1])[-1]
     assert same(state, uninterrupted[0])
     assert checkpoints.rounds[-1] == (8 if ends == "later" else 1)
+    gc.collect()
+    assert not spoke
     if ends == "later":
         assert not list(tmp_path.glob(checkpoint.UNFINISHED))
 
