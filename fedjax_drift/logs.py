@@ -62,6 +62,8 @@ class Log:
             needs_tensorboard()
         if not isinstance(folder, (str, os.PathLike)):
             raise ValueError(f'folder must be a path, got {checks.shown(folder)}: Log("runs/mine")')
+        if before is not None and (isinstance(before, str | Mapping) or not isinstance(before, Sequence)):
+            raise ValueError(f"before must be a history, or None, got {checks.shown(before)}: [] for an empty log")
         self.folder = Path(folder).absolute()  # wherever one goes later
         self._columns: dict[str, None] = {}  # of the CSV file, in order
         self._table: _Lines | None = None  # the CSV file,

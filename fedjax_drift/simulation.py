@@ -320,6 +320,7 @@ class Simulation:
         """
         if self.bank in ("device", "sharded", "host"):
             raise ValueError(f"reopen needs client states that are kept in files, got bank={self.bank!r}: pass a path")
+        _check_state(state)
         what = "this state is of another algorithm, model or federation"
         fit.check_like(state._replace(clients=()), self._expected._replace(clients=()), what)
         first = self._launch("init", *_moved((state.key, state.params), self._everywhere))
@@ -789,11 +790,7 @@ class Simulation:
     def _check(self, state: ServerState) -> ServerState:
         """The state on this simulation's devices (it may come from another's, or from a file); ValueError if it is of
         another algorithm, model or federation, or was donated."""
-        if not isinstance(state, ServerState):
-            raise ValueError(
-                f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
-                "return a pair whose first it is"
-            )
+        _check_state(state)
         bank, expected = state.clients, self._expected
         if self._states_on_host:
             if traced(state):
@@ -834,6 +831,14 @@ class Simulation:
             f"Simulation({e.algorithm.name}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
             f"{e.lanes} lane{'s' * (e.lanes > 1)} on {e.mesh.size} {self.mesh.devices.flat[0].platform} "
             f"device{'s' * (e.mesh.size > 1)})"
+        )
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, ServerState):
+        raise ValueError(
+            f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
+            "return a pair whose first it is"
         )
 
 

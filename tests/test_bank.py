@@ -430,14 +430,6 @@ def test_a_bank_that_nobody_has_used_is_made_again(tmp_path) -> None:
         check(bank, {3: 1})
 
 
-def test_a_round_of_few_bits_is_counted_in_many(tmp_path) -> None:
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
-        for round in np.arange(200, 203, dtype=np.uint8):
-            bank.commit([3], states_of([3], int(round)), round)
-        bank.pin()
-        assert type(bank.round) is int and bank.pins == [202]
-
-
 def test_a_pin_in_anothers_place_is_noticed(tmp_path) -> None:
     with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
         for round in (1, 2):

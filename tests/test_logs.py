@@ -111,6 +111,12 @@ def test_what_a_log_refuses(tmp_path) -> None:
             log(record)
         with pytest.raises(ValueError, match=message):
             logs.Log(tmp_path / "log", before=[record])
+    for before in (5, "log", {"round": 1}):
+        with pytest.raises(ValueError, match="before must be a history, or None, got"):
+            logs.Log(tmp_path / "log", before=before)
+    for history in ([{"accuracy": 0.5}], [{"round": 1, "accuracy": "high"}], [{"round": 1, "accuracy": [1, [2]]}]):
+        with pytest.raises(ValueError, match="must have a whole number as 'round' and numbers as 'accuracy', got"):
+            fd.rounds_to_target(history, 0.5)
     (tmp_path / "log/rounds.jsonl").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "log", tmp_path, 5):
         with pytest.raises(ValueError, match="path must be a log"):
