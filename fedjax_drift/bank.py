@@ -11,14 +11,16 @@ ends the process or the commit: a kill, Ctrl-C, a full disk. It holds up to K re
 
 A file bank is a folder of two files, for one process at a time (a lock on ``states`` that ends with the process):
 
-    states   records in native byte order: the initial state, then slot 0, slot 1, ...
+    states   records in native byte order: the initial state, then slot 0, slot 1, ...; after each a checksum, the
+             CRC-32 that begins with the client's id (the initial state's with N) and goes on over the record
     index    one line of JSON (format number, round, N, leaves, identity, ...), then the table, int32 [N], then the
              CRC-32 of both, uint32, all little-endian; written as ``index.new`` and renamed
     index.7  a pin: the index as it was at round 7. Slots that a pin points to are not free either
 
 Records go through the operating system's page cache, as those of a memory map would, but by read and write calls: a
 full disk or a file cut short is then an error, where touching a map would end the process. Nothing is forced to the
-disk (no fsync): a bank survives the death of its process, not a power failure.
+disk (no fsync): a bank survives the death of its process, not a power failure. Whatever was not written as it is read,
+or for another client, is noticed when it is read.
 """
 
 from __future__ import annotations
@@ -40,17 +42,22 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.types import PyTree
 
-FORMAT = 2
+FORMAT = 3
 MOST_CLIENTS = 2**30  # so that slots, of which there are up to N + K, fit in int32
 INITIAL = -1  # the slot in a file of the state that clients never seen have
 CHUNK_BYTES = 16 * 2**20  # of host memory taken at a time
 INDEX, STATES, NEW_INDEX = "index", "states", "index.new"  # files of a bank's folder
 ALIGNMENT = 64  # bytes; JAX's CPU backend takes arrays aligned so as they are, and copies others
 MOST_BUFFERS = 1024  # in one read or write call
+CHECK = 4  # bytes of a record's checksum
 
 
 class Damaged(ValueError):
     """A file is not what was written to it."""
+
+
+class _Other(ValueError):
+    """A bank is that of another simulation."""
 
 
 class _Table(NamedTuple):
@@ -119,7 +126,9 @@ class Bank:
         Args:
           initial: ONE client's state before its first round, arrays without a client axis.
           num_clients: N, in 1..2**30.
-          path: a folder for it, new or empty; default None: host memory.
+          path: a folder for it, new or empty; default None: host memory. A bank that was made there with the same
+            arguments, and in which nobody has been seen, is taken as it is: a run that ended before its first save left
+            it.
           identity: what the states belong to (federation, algorithm, ...); `open` compares it.
 
         Raises:
@@ -132,6 +141,8 @@ class Bank:
         path = Path(path).absolute()
         if path.exists() and not path.is_dir():
             raise ValueError(f"path must be a folder, got the file {path}: choose another name")
+        if (path / INDEX).exists():
+            return bank._as_made_before(path, identity)
         with _explained(path):
             path.mkdir(parents=True, exist_ok=True)
             _check_empty(path)
@@ -141,13 +152,29 @@ class Bank:
             with _explained(path):
                 store.prepare(bank._header, bank._table)
                 store.reserve(0)
-                store.write(INITIAL, bank._rows)
+                store.write(INITIAL, bank.num_clients, bank._rows)
                 store.publish()
         except BaseException:
             store.close()
             raise
         bank._store = store
         return bank
+
+    def _as_made_before(self, path: Path, identity: Mapping[str, Any] | None) -> Bank:
+        """The bank of the folder, if it is as this one would be made there; ValueError for any other."""
+        there = None
+        with contextlib.suppress(Damaged, _Other):
+            initial = jax.tree.unflatten(self._structure, self._initial)
+            there = Bank.open(path, initial, self.num_clients, identity)
+            rows = zip(there._rows, self._rows, strict=True)
+            if not (there.round or there.seen) and all(np.array_equal(*pair) for pair in rows):
+                return there
+        if there is not None:
+            there.close()
+        raise ValueError(
+            f"path must be a new or empty folder, got {path}, which holds a bank: choose another, or go on from that "
+            "one with Bank.open (Simulation.reopen)"
+        )
 
     @classmethod
     def open(
@@ -177,12 +204,15 @@ class Bank:
             store = _Folder(path, bank._record, create=False)
         try:
             header, slots = store.read_index(name)
+            if round not in (None, header["round"]):
+                raise _damaged(path, f"its file {name} is of round {header['round']}")
             _check_same(path, header, bank._header)
             store.check_size(int(slots.max(initial=-1)) + 1)
-            store.read(INITIAL, bank._rows)
+            store.read(INITIAL, bank.num_clients, bank._rows)
             bank._pins = dict(store.read_pins())
             if round is not None:
-                store.copy_index(name, INDEX)
+                with _explained(path):
+                    store.copy_index(name, INDEX)
         except BaseException:
             store.close()
             raise
@@ -248,7 +278,7 @@ class Bank:
         A client never seen has ``initial``, and so has id N, an absent one. Fresh copies, aligned such that
         `jax.device_put` need not copy them on CPU: don't write to them after it.
 
-        Raises ValueError: ids out of 0..N; a file that was cut short meanwhile.
+        Raises ValueError: ids out of 0..N; of a bank in files a state that is not what was written (`Damaged`).
         """
         table, store = self._now()
         ids = self._check_ids(ids)
@@ -258,7 +288,7 @@ class Bank:
         for row, initial in zip(rows, self._rows, strict=True):
             row[unseen] = initial
         for k in np.argsort(slots, kind="stable")[unseen.sum() :].tolist():  # in the file's order
-            store.read(int(slots[k]), [row[k] for row in rows])
+            store.read(int(slots[k]), int(ids[k]), [row[k] for row in rows])
         return states
 
     def commit(
@@ -279,7 +309,9 @@ class Bank:
         """
         table, store = self._now()
         ids = self._check_ids(ids)
-        checks.integer("round", round, table.round + 1, fix=f"the bank has been committed up to round {table.round}")
+        round = checks.integer(
+            "round", round, table.round + 1, fix=f"the bank has been committed up to round {table.round}"
+        )
         rows = self._check_states(states, len(ids))
         present = ids < self.num_clients
         if len(np.unique(ids[present])) < present.sum():
@@ -297,11 +329,11 @@ class Bank:
         with _kept(table.round, round):
             store.reserve(end)
             for k, slot in zip(places.tolist(), new.tolist(), strict=True):
-                store.write(slot, [row[k] for row in rows])
+                store.write(slot, int(ids[k]), [row[k] for row in rows])
             slots = table.slots.copy()
             slots[ids[places]] = new
             free = np.concatenate([table.free[len(places) :], old[~pinned[old]]])
-            following = _Table(int(round), slots, table.seen + len(places) - len(old), free, end, pinned)
+            following = _Table(round, slots, table.seen + len(places) - len(old), free, end, pinned)
             if isinstance(store, _Memory):
                 self._table = following
                 return
@@ -400,13 +432,13 @@ class _Memory:
             self.chunks.append(np.empty((self.chunk_slots, self.record), np.uint8))
         self.end = max(self.end, end)
 
-    def read(self, slot: int, into: list[np.ndarray]) -> None:
+    def read(self, slot: int, client: int, into: list[np.ndarray]) -> None:
         record, start = self.chunks[slot // self.chunk_slots][slot % self.chunk_slots], 0
         for part in into:
             part[:] = record[start : start + len(part)]
             start += len(part)
 
-    def write(self, slot: int, parts: list[np.ndarray]) -> None:
+    def write(self, slot: int, client: int, parts: list[np.ndarray]) -> None:
         record, start = self.chunks[slot // self.chunk_slots][slot % self.chunk_slots], 0
         for part in parts:
             record[start : start + len(part)] = part
@@ -421,7 +453,7 @@ class _Folder:
 
     def __init__(self, path: Path, record: int, create: bool) -> None:
         flags = os.O_CREAT if create else 0
-        self.path, self.record, self.end = path, record, 0
+        self.path, self.record, self.end = path, record + CHECK, 0
         self.states = FileIO(str(path / STATES), "r+b", opener=lambda name, mode: os.open(name, mode | flags, 0o666))
         try:
             lock(
@@ -452,12 +484,16 @@ class _Folder:
                 raise
         self.end = max(self.end, end)
 
-    def read(self, slot: int, into: list[np.ndarray]) -> None:
-        if not _transfer(os.preadv, self.states.fileno(), into, self._start(slot)):
+    def read(self, slot: int, client: int, into: list[np.ndarray]) -> None:
+        check = np.empty(CHECK, np.uint8)
+        if not _transfer(os.preadv, self.states.fileno(), [*into, check], self._start(slot)):
             raise _damaged(self.path, f"its file {STATES} has been cut short")
+        if not np.array_equal(check, _checksum(client, into)):
+            whose = "the initial state" if slot == INITIAL else f"the state of client {client}"
+            raise _damaged(self.path, f"{whose} is not what was written")
 
-    def write(self, slot: int, parts: list[np.ndarray]) -> None:
-        _write(self.states.fileno(), parts, self._start(slot))
+    def write(self, slot: int, client: int, parts: list[np.ndarray]) -> None:
+        _write(self.states.fileno(), [*parts, _checksum(client, parts)], self._start(slot))
 
     def prepare(self, header: dict[str, Any], table: _Table) -> int:
         """Writes the next index beside the one there; the number of its file."""
@@ -502,12 +538,12 @@ class _Folder:
     def read_index(self, name: str) -> tuple[dict[str, Any], np.ndarray]:
         """The header and the slots, int32 [N], of an index or a pin; ValueError where they are damaged or of another
         format."""
-        content = (self.path / name).read_bytes()
-        line = content[: content.find(b"\n") + 1]
         try:
+            content = (self.path / name).read_bytes()
+            line = content[: content.find(b"\n") + 1]
             header = json.loads(line)
             number = header["format"]
-        except (ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError):
             raise _damaged(self.path, f"its file {name} can't be read") from None
         if number != FORMAT:
             raise ValueError(
@@ -525,6 +561,14 @@ class _Folder:
 
     def close(self) -> None:
         self.states.close()
+
+
+def _checksum(client: int, parts: list[np.ndarray]) -> np.ndarray:
+    """Of a client's record, uint8 [CHECK]."""
+    found = client
+    for part in parts:
+        found = zlib.crc32(part.data, found)
+    return np.frombuffer(found.to_bytes(CHECK, "little"), np.uint8)
 
 
 def lock(file: FileIO, refusal: str) -> None:
@@ -585,11 +629,6 @@ def _kept(before: int, round: int) -> Iterator[None]:
 
 def _check_empty(path: Path) -> None:
     """ValueError unless the folder holds nothing but what a `create` that was killed may have left."""
-    if (path / INDEX).exists():
-        raise ValueError(
-            f"path must be a new or empty folder, got {path}, which holds a bank: choose another, or go on from that "
-            "one with Bank.open (Simulation.reopen)"
-        )
     files = {file.name for file in path.iterdir()}
     unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size
     if others := sorted(files - ({STATES, NEW_INDEX} if unfinished else set())):
@@ -612,7 +651,7 @@ def _check_same(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None
         return plain | named | _leaves(header["leaves"])
 
     if differ := differences(described(there), described(here), "in the bank, not"):
-        raise ValueError(
+        raise _Other(
             f"the bank in {path} belongs to another simulation: {few(differ)}: open it with what it was made with, or "
             "choose another folder"
         )
@@ -641,5 +680,6 @@ def few(items: list[str], most: int = 6) -> str:
 
 def _damaged(path: Path, why: str) -> Damaged:
     return Damaged(
-        f"the bank in {path} is damaged, {why}: restore it from a copy, or start a new one in another folder"
+        f"the bank in {path} is damaged, {why}: go back to an earlier round with Checkpoints.restore(sim, round), "
+        "restore the folder from a copy, or start a new one in another folder"
     )

@@ -5,14 +5,14 @@
     state, history = checkpoints.restore(sim)
 
     folder/00000040/          the checkpoint of round 40; it has this name only once it is complete
-        about/about.json      `About` as a text, and its CRC-32
-        leaves/               the arrays, by orbax
+        about.json            `About` as a text, and its CRC-32
+        arrays.0              the state's arrays, see stored.py
     folder/00000050.damaged/  one that could not be read when a run went on from an older one
     folder/lock               locked by the process that runs here
 
-orbax writes a checkpoint beside its final place and renames it, from a thread of its own. What it does not promise is
-that the bytes read are the bytes saved, so `About` has a checksum of every leaf. Client states in files (`bank=folder`)
-are not copied but pinned, see bank.py.
+orbax has a checkpoint written beside its final place and renames it, from a thread of its own. That the bytes read are
+the bytes saved is what `About`'s checksums of every array are for. Client states in files (`bank=folder`) are not
+copied but pinned, see bank.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import FileIO
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,8 +40,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift import checks
-from fedjax_drift.bank import Bank, Damaged, few, layout, lock
+from fedjax_drift import checks, stored
+from fedjax_drift.bank import Bank, Damaged, differences, few, layout, lock
 from fedjax_drift.fit import first_line
 from fedjax_drift.identity import crc32, differ, identity
 from fedjax_drift.progress import Record
@@ -50,7 +51,8 @@ from fedjax_drift.types import THREEFRY, PyTree, ServerState
 if TYPE_CHECKING:
     from fedjax_drift.simulation import Simulation
 
-FORMAT = 2
+FORMAT = 3
+ABOUT = "about.json"
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax calls a checkpoint that is being written
 DELETED, DAMAGED = ".deleted", ".damaged"  # suffixes of folders
 Leaf = jax.Array | np.ndarray
@@ -96,17 +98,22 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, os.PathLike)):
-            raise ValueError(f"folder must be a path, got {self.folder!r}: Checkpoints(folder, ...)")
-        object.__setattr__(self, "folder", Path(self.folder).expanduser().absolute())  # wherever one goes later
+            raise ValueError(f"folder must be a path, got {checks.shown(self.folder)}: Checkpoints(folder, ...)")
+        if not isinstance(self.config, Mapping | None):
+            raise ValueError(f"config must be a dict of what JSON has, or None, got {checks.shown(self.config)}")
         try:
             json.dumps(dict(self.config or {}))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"config must be a dict of what JSON has, got {self.config!r}: {error}") from error
+            raise ValueError(
+                f"config must be a dict of what JSON has, got {checks.shown(self.config)}: {error}"
+            ) from error
+        set_to = functools.partial(object.__setattr__, self)  # this is frozen
+        set_to("folder", Path(self.folder).expanduser().absolute())  # wherever one goes later
         if self.every is not None:
-            checks.integer("every", self.every, 1)
+            set_to("every", checks.integer("every", self.every, 1, fix="None: by the clock alone"))
         if self.seconds is not None:
-            checks.positive("seconds", self.seconds, "None: by rounds alone")
-        checks.integer("keep", self.keep, 1)
+            set_to("seconds", checks.positive("seconds", self.seconds, "None: by rounds alone"))
+        set_to("keep", checks.integer("keep", self.keep, 1))
         if self.best is not None and not isinstance(self.best, str):
             raise ValueError(f'best must be an entry of the records such as "accuracy", or None, got {self.best!r}')
 
@@ -120,12 +127,16 @@ class Checkpoints:
         """The rounds of which there is a checkpoint, ascending."""
         if not self.path.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal())
+        try:
+            numbers = [int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal()]
+        except OSError as error:
+            raise ValueError(f"folder must be one that can be read, got {self.path} ({error.strerror})") from error
+        return sorted(number for number in set(numbers) if os.path.lexists(self.place(number)))
 
     def about(self, round: int) -> About:
         """What the checkpoint of this round is of, arrays left unread. ValueError where that is damaged."""
         with _damage("its about.json can't be read"):
-            written = json.loads((self.place(round) / "about" / "about.json").read_bytes())
+            written = json.loads((self.place(round) / ABOUT).read_bytes())
             about = json.loads(written["about"])
             if zlib.crc32(written["about"].encode()) != written["crc32"] or about["round"] != round:
                 raise Damaged("its about.json is not what was written")
@@ -150,6 +161,10 @@ class Checkpoints:
         Raises ValueError, and changes nothing: no checkpoint that is intact; one of another simulation (what differs is
         listed) or format; a folder in use.
         """
+        from fedjax_drift.simulation import Simulation
+
+        if not isinstance(sim, Simulation):
+            raise ValueError(f"sim must be a Simulation, got {type(sim).__name__}: make it as for the run")
         _check_mesh(sim)
         wanted = self._wanted(round)
         with self._locked(create=False):
@@ -174,13 +189,13 @@ class Checkpoints:
             raise ValueError(f"folder must hold a checkpoint, got {self.path}, which has none: start with sim.init")
         if round is None:
             return rounds[::-1]
-        if round == "best":
+        if isinstance(round, str) and round == "best":
             scores = {number: score for number in rounds if (score := self._score(number)) is not None}
             if not scores:
                 raise ValueError(f"no checkpoint in {self.path} has {self.best!r}: choose one of the rounds {rounds}")
             return [max(scores, key=lambda number: scores[number])]
-        if isinstance(round, str | float) or round not in rounds:
-            raise ValueError(f'round must be one of those kept, {rounds}, or "best", got {round!r}')
+        if isinstance(round, bool) or not isinstance(round, Integral) or round not in rounds:
+            raise ValueError(f'round must be one of those kept, {rounds}, or "best", got {checks.shown(round)}')
         return [int(round)]
 
     def _score(self, round: int) -> float | None:
@@ -206,17 +221,11 @@ class Checkpoints:
 
     def _read(self, sim: Simulation, about: About) -> list[Leaf]:
         """The arrays, checked."""
-        ocp = _orbax()
-        there = {name: leaf for name, leaf in zip(_names(about.leaves), _layout_of(sim, about), strict=True)}
-        stored = {name: leaf for name, leaf in there.items() if leaf.size}  # orbax has no empty arrays
-        how = {name: _restore_args(ocp, leaf) for name, leaf in stored.items()}
-        with _damage("its arrays can't be read"), contextlib.closing(_checkpointer()) as checkpointer:
-            args = ocp.args.Composite(leaves=ocp.args.PyTreeRestore(stored, restore_args=how))
-            read = checkpointer.restore(self.place(about.round), args=args).leaves
-        leaves = [read.get(name, np.zeros(leaf.shape, leaf.dtype)) for name, leaf in there.items()]
-        for (name, dtype, shape, check), leaf, found in zip(about.leaves, leaves, checksums(sim, leaves), strict=True):
-            reshaped = isinstance(leaf, np.ndarray) and list(leaf.shape) != shape
-            if leaf.dtype.name != dtype or reshaped or found != check:
+        _check_arrays(self.path, sim, about)
+        with _damage("its arrays can't be read"):
+            leaves = _read_all(self.place(about.round), sim, about)
+        for (name, *_, check), found in zip(about.leaves, checksums(sim, leaves), strict=True):
+            if found != check:
                 raise Damaged(f"its array {name} is not what was written")
         return leaves
 
@@ -245,7 +254,8 @@ class Checkpoints:
             first_does(sim.mesh, lambda: self._move_aside(damaged))
             saver = Saver(self, sim, state, mine, history, hold)
             if saver.bank is not None and int(state.round) not in saver.scores:
-                saver.save(state, [])  # or else a run that ends before its first save leaves a bank without a state
+                saver.save(state, [])  # or else a kill before the first save would leave a bank without a state
+                saver.settle()
             try:
                 yield saver
             finally:
@@ -341,15 +351,22 @@ class Saver:
 
     def save(self, state: ServerState, history: list[Record]) -> None:
         """Starts to save the state, with the history of this run; a failure is a warning, and the run goes on."""
-        self._try(self._settle)
+        self.settle()
         self._write_best(int(state.round), history)
+        if int(state.round) in self.scores:
+            return
+        self.started = int(state.round)  # what an error of it is about
         self._try(lambda: self._write(self._contents(state, history), history))
 
     def confirm(self) -> None:
         """With ``every``, waits for the save on its way: rounds after it are not reported before it is complete, so
         that never more than ``every`` that were are lost. They are trained meanwhile."""
         if self.checkpoints.every is not None:
-            self._try(self._settle)
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the save on its way; a failure is a warning."""
+        self._try(self._settle)
 
     def consider(self, state: ServerState, history: list[Record]) -> None:
         """Keeps the state if its round, the last of the history, is the best evaluated so far.
@@ -388,7 +405,7 @@ class Saver:
         OSError, with the state and the history as ``error.state`` and ``error.history``, if it could not be saved.
         """
         t = int(state.round)
-        self._try(self._settle)
+        self.settle()
         self._write_best(t, history)
         if t in self.scores:
             return
@@ -410,7 +427,7 @@ class Saver:
 
     def close(self) -> None:
         """Waits for what is on its way."""
-        self._try(self._settle)
+        self.settle()
         self.orbax.close()
         self._tidy()
 
@@ -438,20 +455,17 @@ class Saver:
         best = self.best
         if best.round != t:
             self._try(lambda: self._write(best, history))
-            self._try(self._settle)
+            self.settle()
         self.best = None
 
     def _write(self, contents: Contents, history: list[Record]) -> None:
         """Starts to write."""
-        ocp, t = _orbax(), contents.round
+        t = contents.round
         self.started, self.clock, self.value = t, time.monotonic(), contents.score
         records = self.before + history[: contents.records]
         about = About(FORMAT, versions(), self.identity, t, self.key, records, contents.listed)
-        stored = {name: leaf for name, leaf in zip(_names(contents.leaves), contents.leaves, strict=True) if leaf.size}
         text = json.dumps(about._asdict())  # now: the records are the caller's, too, who may change them
-        described = {"crc32": zlib.crc32(text.encode()), "about": text}
-        args = ocp.args.Composite(leaves=ocp.args.PyTreeSave(stored), about=ocp.args.JsonSave(described))
-        self.orbax.save(self.checkpoints.place(t), args=args)
+        self.orbax.save(self.checkpoints.place(t), args=_orbax()[1](text, stored.parts_here(contents.leaves)))
 
     def _settle(self) -> None:
         """Waits for the save on its way, and deletes what need not be kept any more."""
@@ -659,25 +673,36 @@ def _state(sim: Simulation, round: int, leaves: list[Leaf]) -> ServerState:
     return sim._check(state._replace(clients=bank))
 
 
-def _layout_of(sim: Simulation, about: About) -> list[Any]:
-    """Shape, dtype and, of a `jax.Array`, sharding of every array as this simulation has them."""
+def _check_arrays(path: Path, sim: Simulation, about: About) -> None:
+    """ValueError unless the checkpoint's arrays are those of this simulation."""
+
+    def described(leaves: list[list]) -> dict[str, str]:
+        """Of client states the rows don't count: they depend on the devices, or on who has been seen."""
+        return {name: f"{dtype}{shape[name.startswith('.clients') :]}" for name, dtype, shape, *_ in leaves}
+
+    expected = sim._expected._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
+    if sim._states_on_host:
+        clients = {"ids": np.zeros(0, np.int64), "states": expected.clients} if sim.bank == "host" else ()
+        expected = expected._replace(clients=clients)
+    between = "in the checkpoint, not"
+    if wrong := differences(described(about.leaves), described(layout(expected)), between):
+        raise ValueError(
+            f"the checkpoints in {path} have other arrays than this simulation: {few(wrong)}: restore them with the "
+            "model and the algorithm that they were made with, or choose another folder"
+        )
+
+
+def _read_all(place: Path, sim: Simulation, about: About) -> list[Leaf]:
+    """Every array, where this simulation has it."""
     expected = sim._expected._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
     if sim._states_on_host:
         expected = expected._replace(clients=())
-
-    def placed(leaf: Any, at: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
-
-    on_devices = jax.tree.leaves(jax.tree.map(placed, expected, sim._placement_of(expected)))
-    rest = about.leaves[len(on_devices) :]
-    return on_devices + [np.broadcast_to(np.zeros((), jnp.dtype(dtype)), shape) for _, dtype, shape, _ in rest]
-
-
-def _restore_args(ocp: Any, leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    # Not strict: on other devices a sharded bank has more, or fewer, rows beyond the N clients.
-    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False)
+    here = zip(jax.tree.leaves(expected), jax.tree.leaves(sim._placement_of(expected)), strict=True)
+    where = [(leaf.shape, at) for leaf, at in here]
+    where += [(shape, None) for _, _, shape, _ in about.leaves[len(where) :]]
+    dtypes = [jnp.dtype(dtype) for _, dtype, _, _ in about.leaves]
+    files = stored.Stored(place)
+    return [files.array(i, dtypes[i], shape, at) for i, (shape, at) in enumerate(where)]
 
 
 def checksums(sim: Simulation, leaves: list[Leaf]) -> list[int]:
@@ -714,19 +739,18 @@ def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
     return (words * (2 * lax.iota(jnp.uint32, words.size) + 1)).sum(dtype=jnp.uint32)
 
 
-def _names(leaves: list) -> list[str]:
-    """What the arrays are called where they are stored."""
-    return [f"{i:05d}" for i in range(len(leaves))]
-
-
 # Files and folders.
 
 
 def replace_file(path: Path, text: str) -> None:
     """Writes the file as a whole: a process that is killed leaves the old one or the new one."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    os.replace(new, path)
+    try:
+        new.write_text(text)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -772,34 +796,53 @@ def _why(error: Exception) -> str:
 
 
 @functools.cache
-def _orbax() -> Any:
-    """orbax.checkpoint, imported when it is first used, without what it logs: its errors are raised, too."""
+def _orbax() -> tuple[Any, Any]:
+    """An orbax handler that writes a checkpoint's files by `stored`, and its arguments; imported when first used.
+
+    orbax's own handler of arrays ends its event loop while other writes are under way when one of them fails, as on a
+    full disk, and each of them then says so on stderr.
+    """
     import orbax.checkpoint as ocp
 
-    for logger in ("absl", "asyncio"):
-        logging.getLogger(logger).addFilter(_not_of_orbax)
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda left: None if _left_by_orbax(left) else hook(left)
-    return ocp
+    class Handler(ocp.AsyncCheckpointHandler):
+        async def async_save(self, directory: Path, args: Any) -> list[Any]:
+            thread = ThreadPoolExecutor(1)
+            written = thread.submit(_write, Path(directory), args.about, args.parts)
+            thread.shutdown(wait=False)  # once that is done
+            return [written]
+
+        def save(self, directory: Path, args: Any) -> None:
+            _write(Path(directory), args.about, args.parts)
+
+        def restore(self, directory: Path, args: Any = None) -> None:
+            raise NotImplementedError("Checkpoints.restore reads the files itself")
+
+    @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+    @dataclass
+    class Save(ocp.args.CheckpointArgs):
+        about: str
+        parts: list[stored.Part]
+
+    logging.getLogger("absl").addFilter(_not_of_orbax)  # its errors are raised, too
+    return Handler, Save
 
 
-def _left_by_orbax(left: Any) -> bool:
-    """Whether this is of reads or writes that orbax had begun when another of them failed. It raises that one's error
-    and closes its event loop; the others' end would be shown whenever they are collected, and tells nobody anything."""
-    code = getattr(left.object, "cr_code", None)
-    of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
-    return of_orbax or isinstance(left.exc_value, RuntimeError) and str(left.exc_value) == "Event loop is closed"
+def _write(folder: Path, about: str, parts: list[stored.Part]) -> None:
+    if jax.process_index() == 0:
+        with open(folder / ABOUT, "w") as file:
+            json.dump({"crc32": zlib.crc32(about.encode()), "about": about}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    stored.write(folder, parts)
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    said = (record.pathname + record.getMessage()).lower()
-    return not any(name in said for name in (f"{os.sep}orbax{os.sep}", "tensorstore", "ocdbt"))
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 def _checkpointer() -> Any:
-    ocp = _orbax()
-    return ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(
-            leaves=ocp.PyTreeCheckpointHandler(), about=ocp.JsonCheckpointHandler("about.json")
-        )
-    )
+    import orbax.checkpoint as ocp
+
+    # The folder is there before the handler is called: orbax's signal that it is made is for handlers of its own.
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    return ocp.AsyncCheckpointer(_orbax()[0](), async_options=options)

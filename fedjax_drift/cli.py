@@ -25,7 +25,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -528,8 +528,14 @@ def _simulate(
     """
     writes = fd.distributed.is_first()
     if writes:
-        output.mkdir(parents=True, exist_ok=True)
-        replace_file(output / "config.json", json.dumps(config, indent=2) + "\n")
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            replace_file(output / CONFIG, json.dumps(config, indent=2) + "\n")
+        except OSError as error:  # nothing has been done that could be lost
+            raise ValueError(
+                f"--output must be where files can be written, got {output} ({error.strerror}): choose another, or see "
+                "to that"
+            ) from error
     print(_heading(config, output), flush=True)
     resume = f"to go on: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
     records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
@@ -557,8 +563,8 @@ def _simulate(
                 per_client |= {name: end.scores} if end.scores else {}
                 if writes:
                     for file, seed in zip(files, config["seeds"], strict=True):
-                        file.parent.mkdir(parents=True, exist_ok=True)
-                        fd.models.save_params(end.states[seed].params, file)
+                        with _written(file, output) as new:
+                            fd.models.save_params(end.states[seed].params, new)
                 interrupted = len(history) < complete  # Simulation.run ends early on Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
@@ -575,7 +581,10 @@ def _simulate(
             if interrupted:
                 break
     if before:  # more rounds of one algorithm may have been written after another's
-        fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]).close()
+        try:
+            fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]).close()
+        except ValueError as error:  # no room to put them in order
+            checks.warn(str(error))
     records = {name: history for name, history in records.items() if history}
     written = ["config.json", "rounds.jsonl", "rounds.csv"]
     if writes:
@@ -608,8 +617,9 @@ def _draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float
     for name, draw in pictures.items():
         path = output / f"{name}.png"
         try:
-            draw(path)
-            written.append(path.name)
+            with _written(path, output) as new:
+                draw(new)
+            written += [path.name] * path.exists()
         except ValueError as error:  # nothing that can be drawn, so the picture of an earlier run is out of date
             if not _is_ours(error):
                 raise
@@ -628,10 +638,25 @@ def _write_clients(per_client: Mapping[str, Mapping[str, np.ndarray]], output: P
     for algorithm, scores in per_client.items():
         values = np.stack([scores[name] for name in names], axis=1)
         lines += [[algorithm, str(i), *map(str, row)] for i, row in enumerate(values) if np.isfinite(row).any()]
-    with (output / "clients.csv").open("w", newline="") as file:
+    with _written(output / "clients.csv", output) as new, new.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(lines)
-    plots.fairness(per_client, output / "fairness.png")
-    return ["clients.csv", "fairness.png"]
+    with _written(output / "fairness.png", output) as new:
+        plots.fairness(per_client, new)
+    return [name for name in ("clients.csv", "fairness.png") if (output / name).exists()]
+
+
+@contextlib.contextmanager
+def _written(path: Path, output: Path) -> Iterator[Path]:
+    """In it the file is written beside its place, which it takes as a whole; a full disk is a warning."""
+    new = path.with_stem(path.stem + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield new
+        os.replace(new, path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        again = shlex.join(["fedjax-drift", "run", "--resume", str(output)])
+        checks.warn(f"{path} could not be written ({error.strerror}): make room, then from the checkpoints: {again}")
 
 
 def _clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:

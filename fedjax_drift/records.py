@@ -80,10 +80,10 @@ def measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarra
             try:
                 values = np.array([record[key] for record in known], float)
                 rounds = np.array([record["round"] for record in known], int)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, ValueError, TypeError) as error:
                 raise ValueError(
-                    f"records with {key!r} must have a whole number as 'round' and numbers, as many in each, as "
-                    f"{key!r}, got others ({error}): write them anew, or leave those out"
+                    f"records of {name or 'a run'} must have a whole number as 'round' and numbers as {key!r}, got "
+                    f"others ({type(error).__name__}: {error}): pass what Simulation.run returns, or logs.read"
                 ) from error
             found[name].append((rounds, values if values.ndim == 2 else values[:, None]))
     return found

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import aggregation as rules
 from fedjax_drift import checks, drift, engine, failures, fit, personal, programs
 from fedjax_drift.bank import Bank
-from fedjax_drift.checkpoint import Checkpoints
+from fedjax_drift.checkpoint import Checkpoints, Saver
 from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
 from fedjax_drift.exchange import longest_share, rows_by_rank
 from fedjax_drift.identity import CODE, identity
@@ -320,6 +320,7 @@ class Simulation:
         """
         if self.bank in ("device", "sharded", "host"):
             raise ValueError(f"reopen needs client states that are kept in files, got bank={self.bank!r}: pass a path")
+        _check_state(state)
         what = "this state is of another algorithm, model or federation"
         fit.check_like(state._replace(clients=()), self._expected._replace(clients=()), what)
         first = self._launch("init", *_moved((state.key, state.params), self._everywhere))
@@ -636,9 +637,9 @@ class Simulation:
         for each. Short rounds are sent off many at a time, as many as take a tenth of a second: their records come
         together, and ``seconds`` is their mean, from record to record. Ctrl-C ends the run after the rounds in progress
         (a second one at once) and returns what is done. An error of a round (`round_fn`'s), or of ``on_round``, carries
-        the newest state and the history as ``error.state`` and ``error.history``. ``progress``: whether to show a bar,
-        with rounds a second, the time left, loss and accuracy; None (default): in a terminal and in a notebook, and not
-        in CI.
+        the newest state and the history as ``error.state`` and ``error.history``, and these are saved. ``progress``:
+        whether to show a bar, with rounds a second, the time left, loss and accuracy; None (default): in a terminal and
+        in a notebook, and not in CI.
 
         Of several processes every one returns all of it and calls its ``on_round``, and the first shows the bar. Ctrl-C
         or SIGTERM in any ends the run of all after the same round.
@@ -649,9 +650,13 @@ class Simulation:
         raises SystemExit(143). Raises ValueError, before anything compiles, for a folder that can't be written, is in
         use or belongs to another run; OSError if its end could not be saved (earlier failures are warnings).
         """
-        checks.integer("rounds", rounds, 0)
-        checks.integer("eval_every", eval_every, 0, fix="0 means never")
-        checks.integer("measure_every", measure_every, 1)
+        rounds = checks.integer("rounds", rounds, 0)
+        eval_every = checks.integer("eval_every", eval_every, 0, fix="0 means never")
+        measure_every = checks.integer("measure_every", measure_every, 1)
+        if progress is not None:
+            checks.flag("progress", progress)
+        if on_round is not None and not callable(on_round):
+            raise ValueError(f"on_round must be a function of a record, got {checks.shown(on_round)}: print, or None")
         if self.data.x_test is None:
             eval_every = 0
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
@@ -670,50 +675,42 @@ class Simulation:
             self._ahead(state.key, last) as fetch,
         ):
             recorder = Recorder(bar, on_round, self._update_leaves)
-            try:
-                while t < last:
-                    save = saver is not None and not fresh and saver.due(t)
-                    clocks, signals = [self._rounds_at_once(recorder.seconds), int(save)], [stop.asked, stop.terminated]
-                    (n, due), (stopped, terminated) = agree(self.mesh, clocks, signals)
-                    if stopped:
-                        break
-                    if saver is not None and due:
-                        recorder.catch_up(0)
-                        saver.save(state, recorder.history)
-                    n = min(n, last - t, rounds_to(eval_every), rounds_to(save_every))
-                    measures = self._measures if rounds_to(measure_every) == 1 else ()
-                    n = 1 if measures else min(n, rounds_to(measure_every) - 1) if self._measures else n
-                    needed = fetch(t)
-                    wait_for_turn(self.mesh)  # here Ctrl-C may interrupt
-                    with stop.held():  # between donating a state and having the next one
-                        state, infos = self._rounds_from(state, n, needed, measures, fresh)
-                        t, fresh = t + n, False
-                        recorder.add(t, n, infos, stacked=not self._alone)
-                    if scored := bool(eval_every) and t % eval_every == 0:
+            with _nothing_lost(recorder, lambda: state, None if spans_processes(self.mesh) else saver):
+                with suppress(KeyboardInterrupt):
+                    while t < last:
+                        save = saver is not None and not fresh and saver.due(t)
+                        clocks = [self._rounds_at_once(recorder.seconds), int(save)]
+                        (n, due), (stopped, terminated) = agree(self.mesh, clocks, [stop.asked, stop.terminated])
+                        if stopped:
+                            break
+                        if saver is not None and due:
+                            recorder.catch_up(0)
+                            saver.save(state, recorder.history)
+                        n = min(n, last - t, rounds_to(eval_every), rounds_to(save_every))
+                        measures = self._measures if rounds_to(measure_every) == 1 else ()
+                        n = 1 if measures else min(n, rounds_to(measure_every) - 1) if self._measures else n
+                        needed = fetch(t)
+                        wait_for_turn(self.mesh)  # here Ctrl-C may interrupt
+                        with stop.held():  # between donating a state and having the next one
+                            state, infos = self._rounds_from(state, n, needed, measures, fresh)
+                            t, fresh = t + n, False
+                            recorder.add(t, n, infos, stacked=not self._alone)
+                        if scored := bool(eval_every) and t % eval_every == 0:
+                            recorder.score(self._scores(state.server))
+                        if saver is not None:
+                            saver.confirm()
+                        if scored and saver is not None and saver.checkpoints.best is not None:
+                            recorder.catch_up(0)
+                            saver.consider(state, recorder.history)
+                        recorder.catch_up(1)  # one program in flight, so that no device ever waits
+                try:  # the last round, also of a run that was stopped, unless it is to go on
+                    if eval_every and recorder.unscored and (t == last or saver is None):
                         recorder.score(self._scores(state.server))
-                    if saver is not None:
-                        saver.confirm()
-                    if scored and saver is not None and saver.checkpoints.best is not None:
-                        recorder.catch_up(0)
-                        saver.consider(state, recorder.history)
-                    recorder.catch_up(1)  # one program in flight, so that no device ever waits
-            except KeyboardInterrupt:
-                pass
-            except jax.errors.JaxRuntimeError:  # nothing more is to be had of the devices
-                raise
-            except Exception as error:  # of a round, or of on_round
-                recorder.catch_up(0)
-                with suppress(TypeError):  # one that holds nothing
-                    vars(error).update(state=state, history=recorder.history)
-                raise
-            try:  # the last round, also of a run that was stopped, unless it is to go on
-                if eval_every and recorder.unscored and (t == last or saver is None):
-                    recorder.score(self._scores(state.server))
-                recorder.catch_up(0)
-            except KeyboardInterrupt:  # what is done, without this evaluation
-                recorder.unscore()
-                with suppress(KeyboardInterrupt), stop.held():
                     recorder.catch_up(0)
+                except KeyboardInterrupt:  # what is done, without this evaluation
+                    recorder.unscore()
+                    with suppress(KeyboardInterrupt), stop.held():
+                        recorder.catch_up(0)
             if saver is not None:
                 with suppress(KeyboardInterrupt), stop.held():  # even then all is saved, and returned
                     saver.finish(state, recorder.history)
@@ -793,11 +790,7 @@ class Simulation:
     def _check(self, state: ServerState) -> ServerState:
         """The state on this simulation's devices (it may come from another's, or from a file); ValueError if it is of
         another algorithm, model or federation, or was donated."""
-        if not isinstance(state, ServerState):
-            raise ValueError(
-                f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
-                "return a pair whose first it is"
-            )
+        _check_state(state)
         bank, expected = state.clients, self._expected
         if self._states_on_host:
             if traced(state):
@@ -839,6 +832,30 @@ class Simulation:
             f"{e.lanes} lane{'s' * (e.lanes > 1)} on {e.mesh.size} {self.mesh.devices.flat[0].platform} "
             f"device{'s' * (e.mesh.size > 1)})"
         )
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, ServerState):
+        raise ValueError(
+            f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
+            "return a pair whose first it is"
+        )
+
+
+@contextmanager
+def _nothing_lost(recorder: Recorder, newest: Callable[[], ServerState], saver: Saver | None) -> Iterator[None]:
+    """In it an error, of a round or of on_round, carries the newest state and the history, and these are saved."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:  # nothing more is to be had of the devices
+        raise
+    except Exception as error:
+        recorder.catch_up(0)
+        with suppress(TypeError):  # one that holds nothing
+            vars(error).update(state=newest(), history=recorder.history)
+        if saver is not None:
+            saver.save(newest(), recorder.history)
+        raise
 
 
 def _redeal(data: FederatedData) -> engine.Redeal | None:

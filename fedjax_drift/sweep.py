@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -119,9 +119,15 @@ def sweep(
         of another sweep, or of more rounds.
       MemoryError: not even one run fits in a device's memory.
     """
-    checks.integer("rounds", rounds, 0)
-    checks.integer("eval_every", eval_every, 0, fix="0 means never")
-    checks.integer("measure_every", measure_every, 1)
+    rounds = checks.integer("rounds", rounds, 0)
+    eval_every = checks.integer("eval_every", eval_every, 0, fix="0 means never")
+    measure_every = checks.integer("measure_every", measure_every, 1)
+    if progress is not None:
+        checks.flag("progress", progress)
+    if on_round is not None and not callable(on_round):
+        raise ValueError(
+            f"on_round must be a function of seed, setting and record, got {checks.shown(on_round)}: print, or None"
+        )
     if together != "auto":
         together = checks.integer("together", together, 1, fix='or pass "auto"')
     all_seeds, all_settings = _check_seeds(seeds), _check_settings(build, settings)
@@ -422,40 +428,48 @@ def _run(
     turns, measured = range(len(under_way.turns)), bool(under_way.sim._measures)
     measure_every, save_every = measure_every if measured else 0, 0 if saved is None else saved.every
     fresh = True
-    try:
-        while t < last and not stop.asked:
-            if saved is not None and not fresh and saved.due(t):
-                under_way.catch_up(0, stop)
-                saved.save(under_way.states_of_runs(), under_way.histories)
-            n, measures = _step(t, last, eval_every, measure_every, save_every, under_way.seconds)
-            for number in turns:
-                wait_for_turn(under_way.layout.mesh)  # here Ctrl-C may interrupt
-                with stop.held():  # between donating a state and having the next one
-                    under_way.advance(number, t, n, measures)
-            t, fresh = t + n, False
-            if scored := bool(eval_every) and t % eval_every == 0:
-                under_way.score()
-            if saved is not None and scored and saved.follows_best:
-                under_way.catch_up(0, stop)
-                saved.consider(under_way.states_of_runs(), under_way.histories)
-            under_way.catch_up(len(turns), stop)  # one program of each turn in flight, so that no device ever waits
-    except KeyboardInterrupt:
-        pass
-    except jax.errors.JaxRuntimeError:  # memory may not suffice: `sweep` tries again
-        raise
-    except Exception as error:  # of on_round, say
-        under_way.on_round = None
+    with _nothing_lost(under_way, stop, saved):
+        with suppress(KeyboardInterrupt):
+            while t < last and not stop.asked:
+                if saved is not None and not fresh and saved.due(t):
+                    under_way.catch_up(0, stop)
+                    saved.save(under_way.states_of_runs(), under_way.histories)
+                n, measures = _step(t, last, eval_every, measure_every, save_every, under_way.seconds)
+                for number in turns:
+                    wait_for_turn(under_way.layout.mesh)  # here Ctrl-C may interrupt
+                    with stop.held():  # between donating a state and having the next one
+                        under_way.advance(number, t, n, measures)
+                t, fresh = t + n, False
+                if scored := bool(eval_every) and t % eval_every == 0:
+                    under_way.score()
+                if saved is not None and scored and saved.follows_best:
+                    under_way.catch_up(0, stop)
+                    saved.consider(under_way.states_of_runs(), under_way.histories)
+                under_way.catch_up(len(turns), stop)  # one program of each turn in flight, so that no device ever waits
+        if eval_every and (saved is None or t == last):  # the last round, also of a sweep that was stopped for good
+            under_way.score()
         under_way.catch_up(0, stop)
-        if any(under_way.histories):
-            with suppress(TypeError):
-                vars(error).update(runs=_runs(under_way))
-        raise
-    if eval_every and (saved is None or t == last):  # the last round, also of a sweep that was stopped for good
-        under_way.score()
-    under_way.catch_up(0, stop)
     if saved is not None:
         with stop.held():
             saved.finish(under_way.states_of_runs(), under_way.histories)
+
+
+@contextmanager
+def _nothing_lost(under_way: UnderWay, stop: Stop, saved: SavedRuns | None) -> Iterator[None]:
+    """In it an error, of on_round say, carries the runs as they are, and they are saved."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:  # memory may not suffice: `sweep` tries again
+        raise
+    except Exception as error:
+        under_way.on_round = None
+        under_way.catch_up(0, stop)
+        if any(under_way.histories):
+            with suppress(TypeError):  # one that holds nothing
+                vars(error).update(runs=_runs(under_way))
+            if saved is not None:
+                saved.save(under_way.states_of_runs(), under_way.histories)
+        raise
 
 
 def _runs(under_way: UnderWay, before: Sequence[list[Record]] | None = None) -> list[Run]:

@@ -1,15 +1,21 @@
-"""The kill test's program: a run killed at random moments and resumed, until 50 have been; prints the counts as JSON.
+"""The kill test's program: runs killed at random moments and resumed, 50 times; prints the counts as JSON.
 
     python tests/kill.py FOLDER [MOMENTS]
 
+A third of the kills are of one run with its client states on the device, a third of one with them in files, and a third
+of runs with them in files that have hardly begun: most of these have no checkpoint yet. Each run then comes to its end,
+which is to be that of a run that nobody disturbed.
+
 Starting Python and importing JAX takes seconds, so this process imports all of it, leaves JAX's backend alone, and
-forks a child for every attempt. The compilation cache is in FOLDER. A child writes to a pipe what it does:
-"round t" (reported to the user), "evaluating t", "saving t", "saved t" (known to be complete). It is killed a random
-while after it has said one of these, so that a busy machine is killed at the same kinds of moments.
+forks a child for every attempt. The compilation cache is in FOLDER. A child writes to a pipe what it does: "begun",
+"from t" (the state it starts from is there), "round t" (reported to the user), "evaluating t", "saving t", "saved t"
+(known to be complete). It is killed a random while after it has said one of these, so that a busy machine is killed at
+the same kinds of moments.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -18,6 +24,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -30,7 +37,7 @@ EVERY, ROUNDS, FINAL = 2, 1_000_000, 6
 CHILD_SECONDS = 60
 
 
-def simulation() -> fd.Simulation:
+def simulation(bank: str) -> fd.Simulation:
     rng = np.random.default_rng(0)
     rows = [(rng.normal(size=(4, 3)).astype(np.float32), rng.integers(0, 2, 4)) for _ in range(5)]
     many = (
@@ -39,17 +46,18 @@ def simulation() -> fd.Simulation:
     )  # takes a while to evaluate
     data = fd.FederatedData.from_clients(rows, test=many)
     model = fd.Model(init=lambda key: jax.numpy.zeros((3, 2)), apply=lambda w, x: x @ w)
-    return fd.Simulation(model, data, fd.algorithms.scaffold(), cohort_size=2)
+    return fd.Simulation(model, data, fd.algorithms.scaffold(), cohort_size=2, bank=bank)
 
 
 def fingerprint(state: fd.ServerState, history: list[dict]) -> str:
     """All bits of a run but the times."""
-    leaves = jax.tree.leaves(jax.device_get(state._replace(key=jax.random.key_data(state.key))))
+    clients = state.clients.gather(np.arange(5)) if isinstance(state.clients, fd.bank.Bank) else state.clients
+    leaves = jax.tree.leaves(jax.device_get((state.round, jax.random.key_data(state.key), state.server, clients)))
     told = [{name: value for name, value in record.items() if name != "seconds"} for record in history]
     return json.dumps([[leaf.tobytes().hex() for leaf in leaves], told])
 
 
-def child(folder: Path, rounds: int, pipe: int) -> None:
+def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
     """Runs up to ``rounds``, from the newest checkpoint if there is one."""
 
     def say(*words: object) -> None:
@@ -73,7 +81,9 @@ def child(folder: Path, rounds: int, pipe: int) -> None:
         score(recorder, scores)
 
     checkpoint.Saver._settle, checkpoint.Saver._write, fd.simulation.Recorder.score = settled, writing, scoring
-    sim, checkpoints = simulation(), fd.Checkpoints(folder / "run", every=EVERY, seconds=None, keep=2)
+    sim = simulation(str(folder / "bank") if bank == "files" else bank)
+    checkpoints = fd.Checkpoints(folder / "run", every=EVERY, seconds=None, keep=2)
+    say("begun", 0)
     state, before = checkpoints.restore(sim) if checkpoints.rounds else (sim.init(jax.random.key(0)), [])
     say("from", int(state.round))
     state, after = run(
@@ -83,13 +93,13 @@ def child(folder: Path, rounds: int, pipe: int) -> None:
     say("end", fingerprint(state, before + after))
 
 
-def attempt(folder: Path, rounds: int, after: bytes = b"end", moment: float = 0.0) -> list[list[str]]:
+def attempt(folder: Path, bank: str, rounds: int, after: bytes = b"end", moment: float = 0.0) -> list[list[str]]:
     """What a child said before it was killed, ``moment`` seconds after it first said ``after``."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         try:
             os.close(read)
-            child(folder, rounds, write)
+            child(folder, bank, rounds, write)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -115,6 +125,60 @@ def last(lines: list[list[str]], what: str) -> int:
     return max((int(value) for name, value in lines if name == what), default=0)
 
 
+LATE = [(b"from", 0.5), (b"saving", 0.1), (b"saving", 0.1), (b"round", 0.4)]  # after what, and at most how long after
+EARLY = [(b"begun", 0.5), (b"from", 0.1), (b"saving", 0.05)]
+
+
+class Life:
+    """One run, killed again and again."""
+
+    def __init__(self, folder: Path, bank: str) -> None:
+        self.folder, self.bank = folder, bank
+        self.known = 0  # rounds reported to the user, those that were lost included
+        self.complete = 0  # the newest save reported complete
+        folder.mkdir()
+
+    def _went_on(self, lines: list[list[str]], counts: Counter[str]) -> int:
+        """The round it went on from."""
+        names = [name for name, _ in lines]
+        assert "begun" in names, f"the child has not even started: {lines}"
+        if "from" not in names:
+            return self.complete  # killed before
+        start = last(lines, "from")
+        assert start >= self.complete, f"round {self.complete} was saved, but it went on from {start}"
+        counts["most_lost"] = max(counts["most_lost"], self.known - start)
+        return start
+
+    def kill(self, moments: list[tuple[bytes, float]], counts: Counter[str]) -> None:
+        after, most = random.choice(moments)
+        lines = attempt(self.folder, self.bank, ROUNDS, after, random.uniform(0, most))
+        assert "end" not in dict(lines)
+        start = self._went_on(lines, counts)
+        if "from" in dict(lines):
+            self.known = max(last(lines, "round"), start)
+        self.complete = max(last(lines, "saved"), start)
+        evaluated = [int(value) for name, value in lines if name == "evaluating"]
+        where = (
+            "starting" if "from" not in dict(lines) else "before the first save" if not self.saved
+            else "saving" if any((self.folder / "run").glob(checkpoint.UNFINISHED))
+            else "evaluating" if evaluated and evaluated[-1] > last(lines, "round")
+            else "training" if last(lines, "round") else "starting"
+        )  # fmt: skip
+        counts["moments"] += 1
+        counts[where] += 1
+        counts["in files"] += self.bank == "files"
+
+    @property
+    def saved(self) -> bool:
+        return bool(fd.Checkpoints(self.folder / "run").rounds)
+
+    def end(self, total: int, counts: Counter[str]) -> str:
+        """Its end's fingerprint."""
+        lines = attempt(self.folder, self.bank, total)
+        self._went_on(lines, counts)
+        return dict(lines)["end"]
+
+
 def main(folder: Path, moments: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
@@ -122,34 +186,25 @@ def main(folder: Path, moments: int) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     checkpoint._orbax()
     random.seed(0)
-    counts = {"moments": 0, "saving": 0, "evaluating": 0, "training": 0, "starting": 0, "most_lost": 0, "rounds": 0}
-    known = 0  # rounds reported to the user, those that were lost included
-    complete = 0  # the newest save reported complete
-    for kill in range(moments + 1):
-        # Most while it trains and saves, some while it compiles; the last reveals only where it goes on from.
-        after, most = random.choices([(b"from", 0.5), (b"saving", 0.1), (b"round", 0.4)], weights=[1, 3, 4])[0]
-        lines = attempt(folder, ROUNDS, *((b"from", 0.0) if kill == moments else (after, random.uniform(0, most))))
-        start = last(lines, "from")
-        assert lines, "the child has not even started"
-        assert start >= complete, f"round {complete} was saved, but it went on from {start}"
-        counts["most_lost"] = max(counts["most_lost"], known - start)
-        if kill == moments:
-            break
-        known, complete = max(last(lines, "round"), start), max(last(lines, "saved"), start)
-        evaluated = [int(value) for name, value in lines if name == "evaluating"]
-        saving = any((folder / "run").glob(checkpoint.UNFINISHED))
-        where = (
-            "saving" if saving else "evaluating" if evaluated and evaluated[-1] > last(lines, "round")
-            else "training" if last(lines, "round") else "starting"
-        )  # fmt: skip
-        counts["moments"] += 1
-        counts[where] += 1
-    total = start + FINAL
-    resumed = dict(attempt(folder, total))["end"]
-    alone = folder / "alone"
-    alone.mkdir()
-    counts["rounds"], counts["bitwise"] = total, resumed == dict(attempt(alone, total))["end"]
-    print(json.dumps(counts))
+    counts: Counter[str] = Counter(most_lost=0)
+    lives = [Life(folder / bank, bank) for bank in ("device", "files")]
+    for life in lives:
+        for _ in range(moments // 3):
+            life.kill(LATE, counts)
+
+    @functools.cache
+    def alone(total: int) -> str:
+        return Life(folder / f"alone-{total}", "device").end(total, Counter())
+
+    total = max(life.known for life in lives) + FINAL
+    same = [life.end(total, counts) == alone(total) for life in lives]
+    while counts["moments"] < moments:
+        early = Life(folder / f"early-{counts['moments']}", "files")
+        while not early.saved and counts["moments"] < moments:
+            early.kill(EARLY, counts)
+        first = max(FINAL, early.known)
+        same.append(early.end(first, counts) == alone(first))
+    print(json.dumps({**counts, "rounds": total, "runs": len(same), "bitwise": all(same)}))
 
 
 if __name__ == "__main__":

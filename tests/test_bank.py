@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fedjax_drift import bank as bank_module
-from fedjax_drift.bank import Bank
+from fedjax_drift.bank import Bank, Damaged
 
 INITIAL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(-1)}
 
@@ -94,7 +94,7 @@ def test_only_clients_ever_seen_take_space(tmp_path) -> None:
                 ids = np.arange(0, N, N // 50)
                 bank.commit(ids, {"w": np.ones((50, 2_500), np.float32)}, round)
             assert bank.seen == 50
-            assert bank.nbytes <= 4 * N + 101 * 10_000
+            assert bank.nbytes <= 4 * N + 101 * 10_004
         on_disk = sum(512 * path.stat().st_blocks for path in (tmp_path / "bank").iterdir())
         assert on_disk < 4 * N + 110 * 10_000
         assert repr(file) == f"Bank(100000 clients, 50 seen, round 5, 1.4 MB in {tmp_path / 'bank'})"
@@ -281,7 +281,7 @@ def no_fallocate():
 
 
 @contextlib.contextmanager
-def file_limit(most: int = 3 * 28 + 10):
+def file_limit(most: int = 3 * 32 + 10):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
@@ -290,9 +290,9 @@ def file_limit(most: int = 3 * 28 + 10):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("full, taken", [(no_fallocate, 0), (file_limit, 0), (lambda: file_limit(200), 2 * 28)])
+@pytest.mark.parametrize("full, taken", [(no_fallocate, 0), (file_limit, 0), (lambda: file_limit(230), 2 * 32)])
 def test_a_full_disk_loses_nothing(full, taken, tmp_path) -> None:
-    """No room for the records, or (200 bytes: six records, but no index) for the table."""
+    """No room for the records, or (230 bytes: six records, but no index) for the table."""
     with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 4], states_of([3, 4], 1), 1)
         size = (tmp_path / "bank/states").stat().st_size
@@ -360,8 +360,8 @@ DAMAGES = [
     ("index", lambda b: b[:-10] + b"\1" + b[-9:], "index is not what was written"),
     ("index", lambda b: b[:20], "index can't be read"),
     ("index", lambda b: b"", "index can't be read"),
-    ("index", lambda b: b.replace(b'"format": 2', b'"format": 1'), "must be of format 2, got 1: use the version"),
-    ("states", lambda b: b[:-1], "states must have 84 bytes, got 83"),
+    ("index", lambda b: b.replace(b'"format": 3', b'"format": 2'), "must be of format 3, got 2: use the version"),
+    ("states", lambda b: b[:-1], "states must have 96 bytes, got 95"),
     ("states", lambda b: None, "states is missing"),
     ("index", lambda b: None, "which has no index: use Bank.create"),
 ]
@@ -383,6 +383,67 @@ def test_a_damaged_bank_is_refused_and_left_alone(name, damage, message, tmp_pat
     assert {path.name: path.read_bytes() for path in (tmp_path / "bank").iterdir()} == before
 
 
+@pytest.mark.parametrize("byte", [0, 20, 31, 32, 63, 64, 95])
+def test_a_flipped_bit_in_a_record_is_noticed_when_it_is_read(byte, tmp_path) -> None:
+    """The initial state, client 5's and client 3's, each with its checksum."""
+    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+        bank.commit([5, 3], states_of([5, 3], 1), 1)
+    content = bytearray((tmp_path / "bank/states").read_bytes())
+    content[byte] ^= 16
+    (tmp_path / "bank/states").write_bytes(content)
+    if byte < 32:
+        with pytest.raises(Damaged, match=r"/bank is damaged, the initial state is not what was written: go back to"):
+            Bank.open(tmp_path / "bank", INITIAL, 20)
+        return
+    whose, intact = (5, 3) if byte < 64 else (3, 5)
+    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+        with pytest.raises(Damaged, match=f"/bank is damaged, the state of client {whose} is not what was written"):
+            bank.gather([intact, whose])
+        assert bank.gather([intact])["n"] == [1]
+
+
+def test_records_of_each_other_are_noticed(tmp_path) -> None:
+    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+        bank.commit([5, 3], states_of([5, 3], 1), 1)
+        content = (tmp_path / "bank/states").read_bytes()
+        (tmp_path / "bank/states").write_bytes(content[:32] + content[64:] + content[32:64])
+        with pytest.raises(Damaged, match="the state of client 3 is not what was written"):
+            bank.gather([3])
+
+
+def test_a_bank_that_nobody_has_used_is_made_again(tmp_path) -> None:
+    """As a kill before the first save leaves it; for the same arguments alone."""
+    mine = {"initial": INITIAL, "num_clients": 20, "path": tmp_path / "bank", "identity": {"key": "1"}}
+    with Bank.create(**mine) as bank:
+        bank.pin()  # for a save that was not completed
+        with pytest.raises(ValueError, match="must be a bank that nobody else uses"):
+            Bank.create(**mine)
+    for other in ({"initial": INITIAL | {"n": np.int32(3)}}, {"num_clients": 21}, {"identity": {"key": "2"}}):
+        with pytest.raises(ValueError, match="must be a new or empty folder, got .*, which holds a bank"):
+            Bank.create(**mine | other)
+    with Bank.create(**mine) as bank:
+        check(bank, {})
+        bank.commit([3], states_of([3], 1), 1)
+    with pytest.raises(ValueError, match="must be a new or empty folder, got .*, which holds a bank"):
+        Bank.create(**mine)
+    with Bank.open(tmp_path / "bank", INITIAL, 20, {"key": "1"}) as bank:
+        check(bank, {3: 1})
+
+
+def test_a_pin_in_anothers_place_is_noticed(tmp_path) -> None:
+    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+        for round in (1, 2):
+            bank.commit([3], states_of([3], round), round)
+            bank.pin()
+    shutil.copy(tmp_path / "bank/index.1", tmp_path / "bank/index.2")
+    with pytest.raises(Damaged, match=r"is damaged, its file index.2 is of round 1"):
+        Bank.open(tmp_path / "bank", INITIAL, 20, round=2)
+    (tmp_path / "bank/index.2").unlink()
+    (tmp_path / "bank/index.2").mkdir()
+    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+        assert bank.pins == [1]
+
+
 def test_records_cut_short_while_in_use_are_an_error(tmp_path) -> None:
     with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 5], states_of([3, 5], 1), 1)
@@ -395,7 +456,8 @@ def test_folders_that_will_not_do(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "used").mkdir()
     (tmp_path / "used/states").write_text("mine")
-    Bank.create(INITIAL, 20, tmp_path / "bank").close()
+    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+        bank.commit([3], states_of([3], 1), 1)
     for path, message in [
         ("file", "must be a folder, got the file"),
         ("file/below", "Not a directory"),

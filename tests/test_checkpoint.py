@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import damage_checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,8 +168,8 @@ def test_format_and_versions(device, saved, monkeypatch) -> None:
         patch.setattr(checkpoint, "versions", lambda: {"fedjax_drift": "9.0", "jax": "1.0"})
         with pytest.warns(UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run goes on"):
             saved.restore(device)
-    monkeypatch.setattr(checkpoint, "FORMAT", 3)
-    with pytest.raises(ValueError, match="must be of format 3, got 2 in .*: use the version of fedjax_drift"):
+    monkeypatch.setattr(checkpoint, "FORMAT", 4)
+    with pytest.raises(ValueError, match="must be of format 4, got 3 in .*: use the version of fedjax_drift"):
         saved.restore(device)
 
 
@@ -184,7 +186,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is damaged", "ignore:coroutine .* was never awaited")  # the latter orbax's
+@pytest.mark.filterwarnings("ignore:.*is damaged")
 def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_path) -> None:
     """Every file of the newest checkpoint, every fault: restored as it was, or the checkpoint before it."""
     whole, outcomes = {r: saved.restore(device, r)[0] for r in (4, 5)}, Counter()
@@ -199,12 +201,20 @@ def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_
             assert same(state, whole[int(state.round)]) and len(history) == int(state.round), (file, fault)
             outcomes[fault, int(state.round)] += 1
     print(f"{len(files)} files x {len(FAULTS)} faults:", dict(outcomes))
-    assert sum(outcomes.values()) == 4 * len(files) >= 40
-    assert all(outcomes[fault, 4] >= 4 for fault in FAULTS)
+    assert sum(outcomes.values()) == 4 * len(files)
+    assert all(outcomes[fault, 4] == 2 for fault in FAULTS)  # about.json and arrays.0
+
+
+def test_damage_at_random_is_never_silent(tmp_path, capfd) -> None:
+    """A part of what `python tests/damage_checkpoints.py FOLDER` does."""
+    counts = damage_checkpoints.main(tmp_path, 20)
+    said = capfd.readouterr()
+    assert counts["newest"] + counts["older"] + counts["refused"] == 20 and not counts["spoke"], said.out
+    assert not said.err
 
 
 def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -> None:
-    about = saved.place(5) / "about/about.json"
+    about = saved.place(5) / "about.json"
     about.write_bytes(flipped(about.read_bytes()))
     with pytest.raises(ValueError, match=r"round 5 in .* is damaged .*: choose another of the rounds \[2, 4, 5\]"):
         saved.restore(device, 5)
@@ -212,10 +222,10 @@ def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -
         state, history = saved.restore(device)
     assert sorted(path.name for path in saved.path.iterdir()) == ["00000002", "00000004", "00000005", "lock"]
     state, after = run(device, state, 4, saved)
-    assert saved.rounds == [4, 6, 8] and (saved.path / "00000005.damaged/leaves").exists()
+    assert saved.rounds == [4, 6, 8] and (saved.path / "00000005.damaged/arrays.0").exists()
     assert same(state, uninterrupted[0]) and len(saved.about(8).history) == 8
     for round in saved.rounds:
-        shutil.rmtree(saved.place(round) / "leaves")
+        (saved.place(round) / "arrays.0").unlink()
     before = sorted(saved.path.rglob("*"))
     with pytest.warns(UserWarning, match="is damaged"), pytest.raises(ValueError, match="got 3 damaged ones in"):
         saved.restore(device)
@@ -348,11 +358,12 @@ def test_folders_that_will_not_do(device, tmp_path, monkeypatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:round . could not be saved")  # more often than is waited for
 @pytest.mark.parametrize("ends", ["later", "full"])
-def test_a_full_disk(ends, device, uninterrupted, tmp_path) -> None:
+def test_a_full_disk(ends, device, uninterrupted, tmp_path, monkeypatch) -> None:
     """While it is full the run goes on and warns; if it is so to the end, that is an error that has everything."""
     checkpoints = fd.Checkpoints(tmp_path, every=1)
     run(device, device.init(KEY), 1, checkpoints)
-    limit = file_limit(50)
+    limit, spoke = file_limit(5_000 if ends == "later" else 50), []
+    monkeypatch.setattr(sys, "unraisablehook", spoke.append)
 
     def filling(record: dict) -> None:
         if record["round"] == 2:
@@ -376,8 +387,26 @@ def test_a_full_disk(ends, device, uninterrupted, tmp_path) -> None:
             assert told(history)[-1] == told(uninterrupted[1])[-1]
     assert same(state, uninterrupted[0])
     assert checkpoints.rounds[-1] == (8 if ends == "later" else 1)
+    gc.collect()
+    assert not spoke
     if ends == "later":
         assert not list(tmp_path.glob(checkpoint.UNFINISHED))
+
+
+def test_no_room_for_a_pin_is_said_of_its_round(tmp_path, monkeypatch) -> None:
+    sim = simulation(bank=tmp_path / "bank")
+    copy = fd.bank._Folder.copy_index
+
+    def full(store, name: str, to: str) -> None:
+        if to == "index.2":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        copy(store, name, to)
+
+    monkeypatch.setattr(fd.bank._Folder, "copy_index", full)
+    checkpoints = fd.Checkpoints(tmp_path / "run", every=1, best=None)
+    with pytest.warns(UserWarning, match="round 2 could not be saved in .* the run goes on, and the next save"):
+        state, _ = run(sim, sim.init(KEY), 4, checkpoints)
+    assert checkpoints.rounds == [1, 3, 4] == state.clients.pins
 
 
 def test_signals(device, uninterrupted, tmp_path) -> None:
@@ -397,6 +426,68 @@ def test_signals(device, uninterrupted, tmp_path) -> None:
     assert same(state, stopped) and len(history) < 8
     state, more = run(device, state, 8 - len(history), tmp_path)
     assert same(state, uninterrupted[0]) and told(history + more) == told(uninterrupted[1])
+
+
+@pytest.mark.parametrize("at", [3, 5, 6])
+def test_an_error_of_on_round_loses_nothing(at, device, tmp_path) -> None:
+    """Also in the last rounds, which are recorded after the loop."""
+    checkpoints = fd.Checkpoints(tmp_path, every=4, best=None)
+    with pytest.raises(ZeroDivisionError) as error:
+        run(device, device.init(KEY), 6, checkpoints, on_round=lambda record: 1 // (record["round"] - at))
+    state, history = error.value.state, error.value.history
+    assert int(state.round) == len(history) == checkpoints.rounds[-1] >= at
+    restored, before = checkpoints.restore(device)
+    assert same(restored, state) and told(before) == told(history)
+
+
+def test_an_error_of_on_round_loses_nothing_of_a_sweep(device, tmp_path) -> None:
+    for rounds, at in ((6, 6), (9, 7)):
+        with pytest.raises(ZeroDivisionError) as error:
+            device.sweep(
+                rounds, range(2), 2, progress=False, checkpoints=tmp_path,
+                on_round=lambda seed, _, record, at=at: seed and 1 // (record["round"] - at),
+            )  # fmt: skip
+        done = {int(run.state.round) for run in error.value.runs}
+        assert done == {fd.Checkpoints(tmp_path / f"seed-{seed}").rounds[-1] for seed in range(2)} and min(done) >= at
+    runs = device.sweep(9, range(2), 2, progress=False, checkpoints=tmp_path)
+    assert [len(run.history) for run in runs] == [9, 9]
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8])
+def test_numbers_of_numpy_are_numbers(number, device, uninterrupted, tmp_path) -> None:
+    checkpoints = fd.Checkpoints(tmp_path, every=number(3), keep=number(2), seconds=np.float32(60))
+    state, history = device.run(device.init(KEY), number(8), number(2), progress=False, checkpoints=checkpoints)
+    assert same(state, uninterrupted[0]) and checkpoints.rounds[-1] == 8
+    assert same(checkpoints.restore(device, np.int64(8))[0], state)
+    state, _ = device.run(state._replace(round=state.round + 192), number(4), progress=False)  # 204 > 200
+    assert int(state.round) == 204
+
+
+def test_arguments_of_wrong_types(device, saved) -> None:
+    state = device.init(KEY)
+    for options, message in [
+        ({"on_round": 5}, "on_round must be a function of a record, got 5"),
+        ({"progress": "yes"}, "progress must be True or False, got 'yes'"),
+        ({"checkpoints": 5}, "folder must be a path, got 5"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            device.run(state, 1, **options)
+        with pytest.raises(ValueError, match=message.replace("a record", "seed, setting and record")):
+            device.sweep(1, [0], **options)
+    for options, message in [
+        ({"every": 1.5}, "every must be an integer >= 1, got 1.5"),
+        ({"seconds": "60"}, "seconds must be .*, got '60'"),
+        ({"keep": None}, "keep must be an integer >= 1, got None"),
+        ({"config": [("a", 1)]}, "config must be a dict of what JSON has, or None, got"),
+        ({"config": "a"}, "config must be a dict of what JSON has, or None, got 'a'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fd.Checkpoints(saved.folder, **options)
+    with pytest.raises(ValueError, match="sim must be a Simulation, got Model: make it as for the run"):
+        saved.restore(MODEL)
+    for round in (True, 4.0, "4", [4], np.array([4, 5])):
+        with pytest.raises(ValueError, match=r'round must be one of those kept, \[2, 4, 5\], or "best", got '):
+            saved.restore(device, round)
 
 
 def test_who_insists_loses_nothing_either(device, tmp_path) -> None:
@@ -578,10 +669,51 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
         assert re.search(said, capsys.readouterr().err)
 
 
+def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
+    """The log from round 3 on, the models and a picture: warnings, nothing half written, and all of it later."""
+    folder, whole = tmp_path / "folder", tmp_path / "whole"
+    command = [*TINY[:-4], "--checkpoint-every", "2"]  # without evaluations but the last
+    assert cli.main([*command, "--output", str(whole)]) == 0
+    capsys.readouterr()
+
+    def full(path: Path) -> None:
+        path.write_text("half of")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def curves(runs, path: Path) -> None:
+        full(path)
+
+    write = fd.logs.FileIO.write
+
+    class Full(fd.logs.FileIO):
+        def write(self, lines: bytes) -> int:
+            if b'"round": 3' in bytes(lines):
+                write(self, lines[:7])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(self, lines)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fd.models, "save_params", lambda params, path: full(path))
+        patch.setattr(fd.plots, "curves", curves)
+        patch.setattr(fd.logs, "FileIO", Full)
+        assert cli.main([*command, "--output", str(folder)]) == 0
+    said = capsys.readouterr().err
+    for file in ("fedavg/model.npz", "scaffold/model.npz", "curves.png"):
+        assert f"{folder}/{file} could not be written (No space left on device): make room, then from the" in said
+        assert not (folder / file).exists() and (whole / file).exists()
+    assert said.count(f"the log in {folder} could not be written (No space left on device): the run goes on") == 1
+    assert not list(folder.rglob("*.new*"))
+    assert [record["round"] for record in lines_of(folder)] == [1, 2]
+    assert cli.main(["run", "--resume", str(folder)]) == 0
+    assert lines_of(folder) == lines_of(whole)
+    files = [sorted(str(path.relative_to(where)) for path in where.rglob("*.*g")) for where in (folder, whole)]
+    assert files[0] == files[1] and (folder / "scaffold/model.npz").exists()
+
+
 def test_kills_at_random_moments_lose_no_more_than_the_interval(tmp_path) -> None:
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("kill.py")), str(tmp_path), "8"]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("kill.py")), str(tmp_path), "6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     print(counts)
-    assert counts["moments"] == 8 and counts["bitwise"] and counts["most_lost"] <= 2
+    assert counts["moments"] == 6 and counts["in files"] == 4 and counts["bitwise"] and counts["most_lost"] <= 2

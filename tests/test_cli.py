@@ -124,10 +124,20 @@ def test_what_was_trained_can_be_taken_out(tmp_path):
     for arguments, said in (
         ((folder,), "algorithm must be one of those that .* has, fedavg, scaffold, got None"),
         ((folder, "fedavg", 0), "seed must be one of those that .* has, 4, got 0"),
-        ((tmp_path,), "must be the output folder of fedjax-drift run, got .*config.json can't be read"),
+        ((tmp_path,), "must be the output folder of fedjax-drift run, got .*config.json can't be used"),
+        ((5,), "folder must be a path, got 5"),
     ):
         with pytest.raises(ValueError, match=said):
             fd.load_run(*arguments)
+    config = json.loads((folder / "config.json").read_text())
+    for edited in (
+        [], {"algorithms": 3}, {"seeds": 4}, {"seeds": ["x"]}, {"model": "linear"}, {"model": {}},
+        {"model": {"name": "none"}}, {"model": {"name": "linear", "depth": 3}},
+    ):  # fmt: skip
+        (folder / "config.json").write_text(json.dumps({**config, **edited} if edited else edited))
+        with pytest.raises(ValueError, match=f"{folder}, whose config.json can't be used .*: choose another, or rest"):
+            fd.load_run(folder, "fedavg")
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "fedavg" / "model.npz").unlink()
     with pytest.raises(ValueError, match="has not come to its end there: fedjax-drift run --resume"):
         fd.load_run(folder, "fedavg")

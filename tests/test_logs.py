@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from test_bank import file_limit
 
 import fedjax_drift as fd
 from fedjax_drift import logs, plots, progress
@@ -69,6 +70,57 @@ def test_tensorboard_gets_every_number(tmp_path) -> None:
         found["a", "train_loss", 1] == 2.5 and found["a", "accuracy", 2] == 0.75 and found["b", "train_loss", 1] == 2.5
     )
     assert math.isinf(found["a", "cka", 2]) and ("a", "round", 1) not in found
+
+
+def test_a_full_disk_is_one_warning_and_no_line_is_lost(tmp_path) -> None:
+    """Some rounds, one of them with a new column, find no room, or room for half of a line."""
+    history = [{"round": i, "train_loss": 1 / i} | ({"accuracy": 0.5} if i % 3 == 0 else {}) for i in range(1, 9)]
+    folder = tmp_path / "log"
+    with (
+        logs.Log(folder) as log,
+        pytest.warns(UserWarning, match="/log could not be written .*: the run goes") as warned,
+    ):
+        for record in history:
+            if full := record["round"] in (2, 3, 4, 7):
+                limit = file_limit((folder / "rounds.jsonl").stat().st_size + 20)
+                limit.__enter__()
+            log(record)
+            if full:
+                limit.__exit__(None, None, None)
+            assert logs.read(folder) == history[: {2: 1, 3: 1, 4: 1, 7: 6}.get(record["round"], record["round"])]
+            assert (folder / "rounds.jsonl").read_text().endswith("\n")
+    assert len(warned) == 1
+    assert logs.read(folder) == history
+    assert [row["round"] for row in table(tmp_path / "log")] == [str(record["round"]) for record in history]
+    assert [bool(row["accuracy"]) for row in table(tmp_path / "log")] == ["accuracy" in record for record in history]
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["rounds.csv", "rounds.jsonl"]
+
+
+def test_what_a_log_refuses(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, message in [
+        (5, "folder must be a path, got 5"),
+        (tmp_path / "file", "must be a folder, got the file"),
+        (tmp_path / "file/below", r"must be where files can be written, got .*/below \(Not a directory\)"),
+        ("/dev/null/log", r"must be where files can be written, got /dev/null/log \("),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            logs.Log(folder)
+    for record, message in [(5, "a record must be a dict, got 5"), ({"x": KeyError}, "must hold what JSON has, got")]:
+        with logs.Log(tmp_path / "log", before=[]) as log, pytest.raises(ValueError, match=message):
+            log(record)
+        with pytest.raises(ValueError, match=message):
+            logs.Log(tmp_path / "log", before=[record])
+    for before in (5, "log", {"round": 1}):
+        with pytest.raises(ValueError, match="before must be a history, or None, got"):
+            logs.Log(tmp_path / "log", before=before)
+    for history in ([{"accuracy": 0.5}], [{"round": 1, "accuracy": "high"}], [{"round": 1, "accuracy": [1, [2]]}]):
+        with pytest.raises(ValueError, match="must have a whole number as 'round' and numbers as 'accuracy', got"):
+            fd.rounds_to_target(history, 0.5)
+    (tmp_path / "log/rounds.jsonl").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "log", tmp_path, 5):
+        with pytest.raises(ValueError, match="path must be a log"):
+            logs.read(path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""Damages a run's folders at random and goes on from them; prints what came of it as JSON.
+
+    python tests/damage_checkpoints.py FOLDER [COPIES]
+
+The outcomes that will do: "newest", bit for bit what was saved; "older", an intact checkpoint before it, with a warning
+if one was lost to damage; "refused", a ValueError of the library. Whatever is restored goes on for a round, which must
+be the undisturbed run's. Half of the copies have client states in files.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import threading
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import fedjax_drift as fd
+
+ROUNDS = 7
+LIBRARY = str(Path(fd.__file__).parent)
+
+
+def simulation(bank: str) -> fd.Simulation:
+    rng = np.random.default_rng(0)
+    rows = [(rng.normal(size=(4, 30)).astype(np.float32), rng.integers(0, 2, 4)) for _ in range(5)]
+    data = fd.FederatedData.from_clients(rows, test=rows[0])
+    model = fd.Model(init=lambda key: jax.random.normal(key, (30, 20)), apply=lambda w, x: x @ w)
+    return fd.Simulation(model, data, fd.algorithms.scaffold(), cohort_size=2, bank=bank)
+
+
+def bits(state: fd.ServerState) -> list[bytes]:
+    clients = state.clients.gather(np.arange(5)) if isinstance(state.clients, fd.bank.Bank) else state.clients
+    clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded, there may be more rows
+    key = jax.random.key_data(state.key)
+    return [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get((state.round, key, state.server, clients)))]
+
+
+def close(state: fd.ServerState | None) -> None:
+    if state is not None and isinstance(state.clients, fd.bank.Bank):
+        state.clients.close()
+
+
+def truncate(file: Path, _: Path) -> None:
+    file.write_bytes(file.read_bytes()[: random.randrange(max(1, file.stat().st_size))])
+
+
+def flip(file: Path, _: Path) -> None:
+    content = bytearray(file.read_bytes())
+    for _ in range(min(len(content), random.choice([1, 1, 5]))):
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+
+
+def zero(file: Path, _: Path) -> None:
+    content = bytearray(file.read_bytes())
+    start = random.randrange(max(1, len(content)))
+    content[start : start + 512] = bytes(len(content[start : start + 512]))
+    file.write_bytes(content)
+
+
+def empty(file: Path, _: Path) -> None:
+    file.write_bytes(b"")
+
+
+def delete(file: Path, _: Path) -> None:
+    file.unlink()
+
+
+def swap(file: Path, other: Path) -> None:
+    one, two = file.read_bytes(), other.read_bytes()
+    file.write_bytes(two)
+    other.write_bytes(one)
+
+
+def to_folder(file: Path, _: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def to_file(file: Path, _: Path) -> None:
+    """Its folder, if that is a checkpoint's."""
+    if file.parent.name.isdecimal():
+        shutil.rmtree(file.parent)
+        file.parent.write_text("a file")
+
+
+def delete_folder(file: Path, _: Path) -> None:
+    shutil.rmtree(file.parent)
+
+
+def foreign(file: Path, _: Path) -> None:
+    name = random.choice(["00000009", "9", "notes.txt", "index.9", "index.new", "00000003.deleted", "arrays.1", "٣"])
+    (file.parent / name).write_bytes(random.randbytes(50))
+
+
+DAMAGES: list[Callable[[Path, Path], None]] = [
+    truncate, flip, flip, flip, zero, zero, empty, delete, swap, swap, to_folder, to_file, delete_folder, foreign,
+]  # fmt: skip
+
+
+def outcome(run: Path, sim: fd.Simulation, known: dict[int, list[bytes]], newest: int) -> str:
+    """What comes of going on with the run in this folder."""
+    state, checkpoints = None, fd.Checkpoints(run / "checkpoints", every=2)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                state, history = checkpoints.restore(sim)
+                done = int(state.round)
+                there = sorted(int(path.name) for path in checkpoints.path.iterdir() if path.name.isdecimal())
+                if bits(state) != known[done] or len(history) != done:
+                    return "different"
+                if done < newest <= there[-1] and not any("is damaged" in str(warning.message) for warning in warned):
+                    return "older without a warning"
+                state, _ = sim.run(state, 1, 2, progress=False, checkpoints=checkpoints)
+                if bits(state) != known[done + 1]:
+                    return "different after a round"
+                return "newest" if done == newest else "older"
+            except ValueError as error:
+                if traceback.extract_tb(error.__traceback__)[-1].filename.startswith(LIBRARY):
+                    return "refused"
+                raise
+    except Exception:
+        return traceback.format_exc()
+    finally:
+        close(state)
+
+
+def main(folder: Path, copies: int) -> Counter[str]:
+    random.seed(0)
+    counts: Counter[str] = Counter()
+    spoke: list[str] = []
+    threading.excepthook = lambda left: spoke.append(f"thread: {left.exc_value!r}")
+    sys.unraisablehook = lambda left: spoke.append(f"destructor: {left.exc_value!r}")
+    try:
+        for bank in ("device", "files"):
+            whole = folder / bank
+            sim = simulation(str(whole / "bank") if bank == "files" else bank)
+            plain, known = simulation("device"), {}
+            state = plain.init(jax.random.key(0))
+            for done in range(1, ROUNDS + 1):
+                state, _ = plain.run(state, 1, 0, progress=False)
+                known[done] = bits(state)
+            checkpoints = fd.Checkpoints(whole / "checkpoints", every=2)
+            state, _ = sim.run(sim.init(jax.random.key(0)), ROUNDS - 1, 2, progress=False, checkpoints=checkpoints)
+            close(state)
+            for _ in range(copies // 2):
+                broken = folder / "broken"
+                shutil.copytree(whole, broken)
+                where = simulation(str(broken / "bank")) if bank == "files" else sim
+                files = sorted(path for path in broken.rglob("*") if path.is_file() and path.name != "lock")
+                damage, file, other = random.choice(DAMAGES), random.choice(files), random.choice(files)
+                damage(file, other)
+                came = outcome(broken, where, known, ROUNDS - 1)
+                if came not in ("newest", "older", "refused"):
+                    print(bank, damage.__name__, file.relative_to(broken), other.relative_to(broken), came)
+                    came = "wrong"
+                counts[came] += 1
+                shutil.rmtree(broken)
+    finally:
+        threading.excepthook, sys.unraisablehook = threading.__excepthook__, sys.__unraisablehook__
+    counts["spoke"] = len(spoke)
+    print(*spoke, sep="\n", end="")
+    return counts
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 150)))
