@@ -107,13 +107,15 @@ def epsilon(sim: Simulation, rounds: int, delta: float) -> float:
 
     It covers what the server sees and makes of it, the state's server variables, and not what is chosen by looking at
     the clients' data, such as hyper-parameters. inf without noise. Needs ``pip install "fedjax-drift[privacy]"``.
-    Raises ValueError unless the simulation aggregates by `private`, rounds >= 1 and 0 < delta < 1.
+    Raises ValueError unless the simulation aggregates by `private`, rounds in 1..10**6 and 0 < delta < 1.
     """
-    how = sim.aggregation
+    from fedjax_drift.simulation import Simulation
+
+    how = checks.instance("sim", sim, Simulation).aggregation
     if how.noise_multiplier is None:
         raise ValueError(f"epsilon needs a simulation with aggregation=fd.aggregation.private(...), got {how.name}")
-    checks.integer("rounds", rounds, 1)
-    delta = checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, "less than 1 / the number of clients")
+    rounds = checks.integer("rounds", rounds, 1, 10**6, "more take more memory than there is")
+    delta = checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, "less than 1 / clients", False)
     if how.noise_multiplier == 0:
         return float("inf")
     try:

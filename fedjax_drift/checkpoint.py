@@ -42,7 +42,7 @@ from jax import lax
 
 from fedjax_drift import checks, stored
 from fedjax_drift.bank import Bank, Damaged, differences, few, layout, lock
-from fedjax_drift.fit import first_line
+from fedjax_drift.checks import first_line
 from fedjax_drift.identity import crc32, differ, identity
 from fedjax_drift.progress import Record
 from fedjax_drift.sharding import first_does, launch, spans_processes
@@ -97,8 +97,6 @@ class Checkpoints:
     """What else has to be the same when a run goes on; JSON. Restoring with None does not ask."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, (str, os.PathLike)):
-            raise ValueError(f"folder must be a path, got {checks.shown(self.folder)}: Checkpoints(folder, ...)")
         if not isinstance(self.config, Mapping | None):
             raise ValueError(f"config must be a dict of what JSON has, or None, got {checks.shown(self.config)}")
         try:
@@ -108,14 +106,14 @@ class Checkpoints:
                 f"config must be a dict of what JSON has, got {checks.shown(self.config)}: {error}"
             ) from error
         set_to = functools.partial(object.__setattr__, self)  # this is frozen
-        set_to("folder", Path(self.folder).expanduser().absolute())  # wherever one goes later
+        set_to("folder", checks.path("folder", self.folder, "Checkpoints(folder, ...)").absolute())
         if self.every is not None:
             set_to("every", checks.integer("every", self.every, 1, fix="None: by the clock alone"))
         if self.seconds is not None:
-            set_to("seconds", checks.positive("seconds", self.seconds, "None: by rounds alone"))
+            set_to("seconds", checks.positive("seconds", self.seconds, "None: by rounds alone", computed=False))
         set_to("keep", checks.integer("keep", self.keep, 1))
-        if self.best is not None and not isinstance(self.best, str):
-            raise ValueError(f'best must be an entry of the records such as "accuracy", or None, got {self.best!r}')
+        if self.best is not None:
+            checks.text("best", self.best, 'an entry of the records such as "accuracy", or None')
 
     @property
     def path(self) -> Path:

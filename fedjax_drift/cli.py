@@ -232,8 +232,8 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     try:
         config = json.loads((args.resume / CONFIG).read_text())
         alone = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
-        command, rounds = shlex.split(alone)[1:], config["rounds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        command, rounds = shlex.split(alone)[1:], int(config["rounds"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last of brackets by the thousand
         raise ValueError(
             f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
             "that run anew"
@@ -253,7 +253,7 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     add(
         group, "--seeds", "N", "runs of each algorithm, with the seeds SEED to SEED + N - 1: other cohorts and another "
         "initial model on the same clients. Side by side in one program; tables and pictures show the mean and how far "
-        "seeds are apart", count, 1,
+        "seeds are apart", options.seeds, 1,
     )  # fmt: skip
     add(group, "--target", "ACCURACY", "in 0..1: say, and draw, in which round it is first met", _target)
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
@@ -309,7 +309,7 @@ def _fill_experiment(parser: argparse.ArgumentParser) -> None:
         "--list", action="store_true", help="list the tables, and how much of each there are results of"
     )
     _add_choice(parser)
-    add(parser, "--seeds", "N", "seeds 0 to N - 1 of every cell (default: as the table says)", count)
+    add(parser, "--seeds", "N", "seeds 0 to N - 1 of every cell (default: as the table says)", options.seeds)
     add(
         parser, "--rounds", "N", "at most so many, to look at a table quickly; put these elsewhere with --output", count
     )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from threading import Thread
+from typing import Any
 
 import jax
 
@@ -66,16 +67,18 @@ def initialize(
       RuntimeError: JAX has started its backend already; a second call; the others are not there in time.
     """
     if num_processes is not None:
-        checks.integer("num_processes", num_processes, 1)
+        num_processes = checks.integer("num_processes", num_processes, 1)
     if process_id is not None:
-        most = float("inf") if num_processes is None else num_processes - 1
-        checks.integer("process_id", process_id, 0, most, "every process has its own")
+        most = checks.MOST if num_processes is None else num_processes - 1
+        process_id = checks.integer("process_id", process_id, 0, most, "every process has its own")
     if coordinator_address is not None and not _is_address(coordinator_address):
         raise ValueError(
             f'coordinator_address must be "host:port", got {coordinator_address!r}: process 0\'s host, and a port that '
             "is free there"
         )
-    checks.integer("timeout_seconds", timeout_seconds, 1)
+    if cpu_devices is not None:
+        cpu_devices = checks.integer("cpu_devices", cpu_devices, 1, 256)
+    timeout_seconds = checks.integer("timeout_seconds", timeout_seconds, 1)
     if jax.distributed.is_initialized():
         raise RuntimeError("fd.distributed.initialize() must be called once, got a second call: leave it out")
     if cpu_devices is not None:
@@ -137,7 +140,9 @@ def is_first() -> bool:
     return not jax.distributed.is_initialized() or jax.process_index() == 0  # does not start the backend needlessly
 
 
-def _is_address(text: str) -> bool:
+def _is_address(text: Any) -> bool:
+    if not isinstance(text, str):
+        return False
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.aggregation import Aggregation
+from fedjax_drift.checks import first_line
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.types import Algorithm, Model, Params, cross_entropy
@@ -36,6 +37,18 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
                 hint = "an Equinox module's arrays and function, see the page on models: fd.Model(init, apply)"
             raise ValueError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
+    for what, of, needed, optional in (
+        ("Model", model, ("init", "apply", "loss"), ("train_apply", "features", "head", "extractor", "scores")),
+        (
+            "Algorithm",
+            algorithm,
+            ("init_server", "init_client", "client_update", "server_update"),
+            ("observe", "finish", "report"),
+        ),
+    ):
+        for name in (*needed, *(name for name in optional if getattr(of, name) is not None)):
+            checks.function(f"{what}.{name}", getattr(of, name))
+    checks.flag("Model.cosine", model.cosine)
 
 
 MISSING = {
@@ -98,7 +111,10 @@ def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data
 
 
 def check_cohort(cohort: Any, N: int) -> jax.Array:
-    ids = np.asarray(cohort)
+    try:
+        ids = np.asarray(cohort)
+    except Exception as error:  # ragged, or somebody else's object
+        raise ValueError(f"cohort must be one axis of client ids, got {checks.shown(cohort)}") from error
     if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"cohort must be one axis of at least 1 client id, got {ids.dtype}{list(ids.shape)}")
     if ids.min() < 0 or ids.max() >= N:
@@ -115,18 +131,27 @@ def check_cohort(cohort: Any, N: int) -> jax.Array:
 def check_like(tree: Any, expected: Any, what: str, dtypes: bool = True) -> None:
     """ValueError unless both trees have the same structure, shapes and (if asked) dtypes; names the differences."""
 
+    def shape(leaf: Any) -> tuple:
+        try:
+            return jnp.shape(leaf), jnp.result_type(leaf) if dtypes else None
+        except (TypeError, ValueError, OverflowError):  # no array at all
+            return type(leaf), None
+
     def shapes(tree: Any) -> list[tuple]:
-        return [(jnp.shape(leaf), jnp.result_type(leaf) if dtypes else None) for leaf in jax.tree.leaves(tree)]
+        return [shape(leaf) for leaf in jax.tree.leaves(tree)]
 
     structure: Any = jax.tree.structure
     if structure(tree) == structure(expected) and shapes(tree) == shapes(expected):
         return
 
-    def describe(tree: Any) -> dict[str, str]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): f"{jnp.result_type(a)}{list(jnp.shape(a))}" for path, a in leaves}
+    def describe(leaf: Any) -> str:
+        known = isinstance(shape(leaf)[0], tuple)
+        return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" if known else f"a {type(leaf).__name__}"
 
-    got, want = describe(tree), describe(expected)
+    got, want = (
+        {jax.tree_util.keystr(path): describe(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(each)}
+        for each in (tree, expected)
+    )
     differ = [name for name in {**want, **got} if got.get(name) != want.get(name)]
     listed = [f"{name}: {got.get(name, 'missing')} instead of {want.get(name, 'nothing')}" for name in differ]
     raise ValueError(f"{what}: {'; '.join(listed[:3]) or type(tree).__name__}")
@@ -166,17 +191,19 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
     """The model accepts the data's rows, its loss gives one number a row, and integer labels are classes it knows."""
     B = 7  # a number of rows that is unlikely to be a size of something else
 
+    for name in ("x", "y", "x_test", "y_test"):
+        _check_range(data, name)
+
     def rows(array: np.ndarray) -> jax.ShapeDtypeStruct:
-        _check_range(array)
         return jax.ShapeDtypeStruct((B, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))
 
     try:
         params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    except TypeError as error:  # a leaf that is no array
+    except Exception as error:  # a leaf that is no array, most often
         raise ValueError(
-            f"Model.init must return a pytree of arrays alone ({first_line(error)}): keep functions and settings "
-            "outside; of an Equinox module eqx.partition(module, eqx.is_inexact_array)[0] are the arrays, and apply "
-            "puts both together with eqx.combine"
+            f"Model.init must take a key and return a pytree of arrays alone ({first_line(error)}): keep functions and "
+            "settings outside; of an Equinox module eqx.partition(module, eqx.is_inexact_array)[0] are the arrays, and "
+            "apply puts both together with eqx.combine"
         ) from error
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -208,12 +235,13 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
                 f"{[*y.shape[1:]]} a row: relabel (one-hot labels: y.argmax(-1)), or pass Model(loss=...)"
             )
         C = logits.shape[-1]
-        if y.min() < 0 or y.max() >= C:
+        low, high = data.range_of("y" if kind == "training" else "y_test")
+        if low < 0 or high >= C:
             fix = "use a model with more classes, or relabel"
-            if y.min() < 0:
+            if low < 0:
                 fix = "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
             raise ValueError(
-                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {y.min()}..{y.max()}: {fix}"
+                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {low}..{high}: {fix}"
             )
     try:
         loss = jax.eval_shape(model.loss, logits, rows(data.y)).shape
@@ -277,19 +305,17 @@ def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtype
     return made
 
 
-def _check_range(array: np.ndarray) -> None:
-    """What is stored in 64 bits fits in what JAX computes with."""
-    computed = jax.dtypes.canonicalize_dtype(array.dtype)
-    if computed == array.dtype or array.dtype.kind not in "iuf":
+def _check_range(data: FederatedData, name: str) -> None:
+    """What is stored in more bits than are computed with fits in these."""
+    stored = getattr(data, name)
+    if stored is None or stored.dtype.kind not in "iuf":
         return
-    limits = np.finfo(computed) if array.dtype.kind == "f" else np.iinfo(computed)
-    if array.min() < limits.min or array.max() > limits.max:
-        raise ValueError(
-            f"data must fit in {computed}, which JAX computes with, got values in {array.min()}..{array.max()}: "
-            'rescale them, or jax.config.update("jax_enable_x64", True)'
-        )
-
-
-def first_line(error: Exception) -> str:
-    """Of its message, or its name."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    labels = name in ("y", "y_test") and stored.dtype.kind in "iu"
+    computed = np.dtype(np.int32) if labels else jax.dtypes.canonicalize_dtype(stored.dtype)
+    if np.can_cast(stored.dtype, computed):
+        return
+    limits: Any = np.finfo(computed) if stored.dtype.kind == "f" else np.iinfo(computed)
+    low, high = data.range_of(name)
+    if low < limits.min or high > limits.max:
+        fix = "number the classes from 0" if labels else 'rescale, or jax.config.update("jax_enable_x64", True)'
+        raise ValueError(f"data must fit in {computed}, which JAX computes with, got {low}..{high} in {name}: {fix}")

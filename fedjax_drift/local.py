@@ -87,6 +87,11 @@ class LocalTraining:
         """Whether a step depends on earlier ones: momentum, or an optimizer."""
         return self.optimizer is not None or checks.used(self.momentum)
 
+    def rate(self, t: jax.Array) -> jax.Array:
+        """eta_t of round t, a scalar; never 0, which small numbers become in float32, as SCAFFOLD divides by it."""
+        eta = jnp.asarray(self.lr * self.lr_decay ** t.astype(float), float)
+        return jnp.maximum(eta, jnp.finfo(eta.dtype).tiny)
+
     def steps(self, sizes: Any) -> Any:
         """K_i for a client, or clients, of ``sizes`` rows."""
         return self.epochs * -(-sizes // min(self.batch_size, 2**31 - 1))  # a whole client, however large it is

@@ -61,11 +61,9 @@ class Log:
         checks.flag("tensorboard", tensorboard)
         if tensorboard:
             needs_tensorboard()
-        if not isinstance(folder, (str, os.PathLike)):
-            raise ValueError(f'folder must be a path, got {checks.shown(folder)}: Log("runs/mine")')
         if before is not None and (isinstance(before, str | Mapping) or not isinstance(before, Sequence)):
             raise ValueError(f"before must be a history, or None, got {checks.shown(before)}: [] for an empty log")
-        self.folder = Path(folder).absolute()  # wherever one goes later
+        self.folder = checks.path("folder", folder, 'Log("runs/mine")').absolute()  # wherever one goes later
         self._columns: dict[str, None] = {}  # of the CSV file, in order
         self._table: _Lines | None = None  # the CSV file,
         self._behind = True  # which lacks rows that the other has
@@ -219,11 +217,12 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     null becomes NaN; a last line that a kill has cut off is left out. Raises ValueError for a path without a log, and
     for one whose lines are not records.
     """
+    path = checks.path("path", path, "the folder of a log, or a file of JSON lines")
+    path = path / "rounds.jsonl" if os.path.isdir(path) else path
     try:
-        path = Path(path)
-        path = path / "rounds.jsonl" if path.is_dir() else path
-        lines = path.read_text().splitlines(keepends=True)
-    except (OSError, UnicodeError, TypeError) as error:
+        with lines.opened(path) as file:
+            text = file.read()
+    except FileNotFoundError as error:
         raise ValueError(
             f"path must be a log, a folder with rounds.jsonl or a file of JSON lines, got {path}"
         ) from error

@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 import fedjax_drift as fd
+from fedjax_drift import checks
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checks import nearest
 from fedjax_drift.data import movielens
@@ -53,6 +54,7 @@ DEFAULT_MODEL = {
     "bindingdb": "drug_target",
 }
 OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
+DECAYS = ("b1", "b2", "decay")  # options of optimizers that are in [0, 1)
 HIDDEN = ("data_dir", "seed", "natural")  # parameters of a data set that have flags of their own
 LOCAL = ("epochs", "batch_size", "lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 FAILURES = ("dropout", "stragglers", "over_selection", "deadline", "speed_spread")
@@ -69,6 +71,12 @@ class Spec(NamedTuple):
 class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            if word.startswith("--") and word.endswith("=--"):  # of which argparse makes an empty list
+                self.error(f"{word[:-3]} needs a value, got '--'")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")
@@ -97,9 +105,11 @@ def add(group: Any, flag: str, metavar: str, text: str, kind: Callable[[str], An
     group.add_argument(flag, metavar=metavar, type=kind, default=default, help=text.replace("%", "%%"))
 
 
-def count(text: str, lowest: int = 1) -> int:
+def count(text: str, lowest: int = 1, highest: int = 2**31 - 1) -> int:
     if not re.fullmatch(r"[+-]?\d+", text) or int(text) < lowest:
         raise argparse.ArgumentTypeError(f"must be an integer >= {lowest}, got {text!r}")
+    if int(text) > highest:
+        raise argparse.ArgumentTypeError(f"must be at most {highest}, got {text!r}")
     return int(text)
 
 
@@ -114,9 +124,11 @@ def _processes(text: str) -> tuple[str, int, int]:
 
 
 def seed(text: str) -> int:
-    if count(text, 0) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be below 2^32, got {text!r}")
-    return int(text)
+    return count(text, 0, 2**32 - 1)
+
+
+def seeds(text: str) -> int:
+    return count(text, 1, 10_000)
 
 
 def _redeal(text: str) -> float | str:
@@ -264,7 +276,11 @@ def _algorithm(spec: Spec) -> fd.Algorithm:
 
 def optimizer(text: str) -> optax.GradientTransformation:
     """A client's optimizer, NAME[:key=value,...]."""
-    found = spec("optimizer", text, OPTIMIZERS)
+    found = spec("optimizer", text, OPTIMIZERS, hidden=("mu_dtype",))
+    for key, value in found.options.items():
+        if not isinstance(value, bool):
+            check = checks.fraction if key in DECAYS else checks.nonnegative
+            check(f"optimizer {found.name}: {key}", value)
     return OPTIMIZERS[found.name](**found.options)
 
 

@@ -6,7 +6,7 @@ finite gets NaN from `auc` and the lowest values of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,8 @@ def scores(group: int = 100, ks: Sequence[int] = (5, 10)) -> Callable[[jax.Array
     The first row of a block is its positive one, the others are negative (99 in FedEve's protocol, as the data set
     `movielens` has them). Raises ValueError for ``group`` < 2 and for a k outside 1..group.
     """
+    if not isinstance(ks, Iterable) or isinstance(ks, str | bytes):
+        raise ValueError(f"ks must be several integers, got {checks.shown(ks)}: (5, 10), for example")
     ks = tuple(_among(k, checks.integer("group", group, 2)) for k in ks)
 
     def all_scores(logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -49,7 +48,8 @@ def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> 
     >>> rounds_to_target({"FedAvg": history}, 0.7)
     {'FedAvg': [Reached(round=20, after=10)]}
     """
-    target = checks.number("target", target, "a finite number", math.isfinite)
+    target = checks.number("target", target, "a finite number", math.isfinite, computed=False)
+    key = checks.text("key", key, "an entry of the records")
     if key == "accuracy" and target > 1:
         raise ValueError(f"target must be an accuracy in 0..1, got {target:g}: {target / 100:g} for {target:g} %")
     runs = measured(by_run(records), key)
@@ -77,23 +77,29 @@ def measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarra
         found[name] = []
         for history in seeds:
             known = [record for record in history if key in record]
-            try:
-                values = np.array([record[key] for record in known], float)
-                rounds = np.array([record["round"] for record in known], int)
-            except (KeyError, ValueError, TypeError) as error:
-                raise ValueError(
-                    f"records of {name or 'a run'} must have a whole number as 'round' and numbers as {key!r}, got "
-                    f"others ({type(error).__name__}: {error}): pass what Simulation.run returns, or logs.read"
-                ) from error
-            found[name].append((rounds, values if values.ndim == 2 else values[:, None]))
+            values = _numbers(key, [record[key] for record in known])
+            rounds = [checks.integer("records' round", record.get("round"), 0) for record in known]
+            found[name].append((np.array(rounds, int), values if values.ndim == 2 else values[:, None]))
+    return found
+
+
+def _numbers(key: str, values: Sequence[Any]) -> np.ndarray:
+    """[n] or [n, E]; None is NaN."""
+    try:
+        found = np.array(values, float)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"records must have a number, or lists of as many, as {key!r}: {error}") from error
+    if found.ndim not in (1, 2) or found.ndim == 2 and not found.shape[1]:
+        raise ValueError(f"records must have a number, or a list of them, as {key!r}, got {checks.shown(values[0])}")
     return found
 
 
 def by_run(records: Any) -> dict[str, list[History]]:
     """Name of each run -> the history of each of its seeds, whatever form they have. ValueError for anything else."""
     if isinstance(records, (str, os.PathLike)):
-        below = sorted(path.parent for path in Path(records).glob("*/rounds.jsonl"))
-        if below and not (Path(records) / "rounds.jsonl").exists():
+        records = checks.path("records", records)
+        below = sorted(path.parent for path in records.glob("*/rounds.jsonl"))
+        if below and not (records / "rounds.jsonl").exists():
             return {path.name: _one_log(path.name, path) for path in below}
         return _by_algorithm(logs.read(records))
     if isinstance(records, Mapping):
@@ -188,7 +194,6 @@ def by_seed(records: Sequence[Mapping[str, Any]]) -> list[History]:
     """The records of each seed, if they name seeds; the seeds in order."""
     found: dict[int | None, list[Mapping[str, Any]]] = {}
     for record in records:
-        if not isinstance(seed := record.get("seed"), int | None):
-            raise ValueError(f"records must have an integer as 'seed', got {checks.shown(seed)}: write them anew")
-        found.setdefault(seed, []).append(record)
+        seed = record.get("seed")
+        found.setdefault(None if seed is None else checks.integer("records' seed", seed, 0), []).append(record)
     return [found[seed] for seed in sorted(found, key=lambda seed: (seed is not None, seed))]

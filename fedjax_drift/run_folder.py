@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_drift import checks, logs
-from fedjax_drift.fit import first_line
+from fedjax_drift.data import files
 from fedjax_drift.models import MODELS
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.progress import Record
@@ -55,18 +55,17 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
       ValueError: a folder that is none of a run's; several algorithms or seeds, and none is chosen; one that has not
         come to its end.
     """
-    if not isinstance(folder, (str, os.PathLike)):
-        raise ValueError(f"folder must be a path, got {checks.shown(folder)}: the output folder of fedjax-drift run")
-    folder = Path(folder)
+    folder = checks.path("folder", folder, "the output folder of fedjax-drift run")
     try:
-        settings = json.loads((folder / CONFIG).read_text())
-        algorithms, seeds = list(map(str, settings["algorithms"])), list(map(int, settings["seeds"]))
-        options = {key: _tuples(value) for key, value in settings["model"].items() if key != "parameters"}
-        model = MODELS[options.pop("name")](**options)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with files.opened(folder / CONFIG) as config:
+            settings = json.loads(config.read())
+            algorithms, seeds = list(map(str, settings["algorithms"])), list(map(int, settings["seeds"]))
+            options = {key: _tuples(value) for key, value in settings["model"].items() if key != "parameters"}
+            model = MODELS[options.pop("name")](**options)
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(
-            f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be used "
-            f"({type(error).__name__}: {first_line(error)}): choose another, or restore that file"
+            f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read "
+            f"({error})"
         ) from error
     algorithm = _chosen("algorithm", algorithm, algorithms, folder)
     seed = _chosen("seed", seed, seeds, folder)
@@ -78,11 +77,7 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
             f"{folder} has no {file.relative_to(folder)}, as {algorithm} has not come to its end there: "
             f"fedjax-drift run --resume {folder}"
         )
-    try:
-        params = load_params(model, file)
-    except (OSError, RuntimeError) as error:  # what zipfile says of some damages
-        raise ValueError(f"cannot read parameters from {file}: {first_line(error)}: restore it from a copy") from error
-    return LoadedRun(algorithm, seed, settings, history, model, params)
+    return LoadedRun(algorithm, seed, settings, history, model, load_params(model, file))
 
 
 def _chosen(what: str, value: Any, known: Sequence[Any], folder: Path) -> Any:

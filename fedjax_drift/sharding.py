@@ -26,8 +26,17 @@ AXIS = "clients"  # the one mesh axis
 
 
 def clients_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over ``devices`` (default: all of them, also those of other processes) with the single axis "clients"."""
-    devices = jax.devices() if devices is None else list(devices)
+    """A mesh over ``devices`` (default: all of them, also those of other processes) with the single axis "clients".
+
+    Raises ValueError for anything else than devices.
+    """
+    if devices is None:
+        devices = jax.devices()
+    several = list(devices.flat) if isinstance(devices, np.ndarray) else devices
+    if not isinstance(several, Sequence) or not several:
+        raise ValueError(f"devices must be one or more of jax.devices(), got {checks.shown(devices)}")
+    fix = "jax.devices() lists them"
+    devices = [checks.instance("each of devices", device, jax.Device, fix) for device in several]
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
@@ -152,7 +161,7 @@ def use_cpu_devices(n: int | None = None) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n = cores if n is None else n
-    checks.integer("n", n, 1, 256, f"this process may use {cores} cores")
+    n = checks.integer("n", n, 1, 256, f"this process may use {cores} cores")
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError as error:
@@ -169,7 +178,8 @@ def use_compilation_cache(path: str | os.PathLike | None = None) -> str:
     path: default a folder in `$FEDJAX_DRIFT_CACHE`, or in ``~/.cache/fedjax_drift``, one for each kind of processor.
     Call it before the first round. Raises OSError if the folder cannot be made.
     """
-    folder = os.path.expanduser(os.fspath(files.cache_dir() / f"xla-{_processor()}" if path is None else path))
+    chosen = files.cache_dir() / f"xla-{_processor()}" if path is None else checks.path("path", path)
+    folder = str(chosen.expanduser())
     os.makedirs(folder, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

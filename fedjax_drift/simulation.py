@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,7 @@ from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, Params,
 if TYPE_CHECKING:
     from fedjax_drift.sweep import Run
 
+ROUNDS = 2**31 - 1  # a state counts them in int32
 CHUNK_SECONDS = 0.1  # how long such a program should take, and so how long Ctrl-C waits
 
 
@@ -133,13 +135,14 @@ class Simulation:
         cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
         what, asked = failures.check(dropout, stragglers, deadline, speed_spread, over_selection, cohort_size, N)
         eval_batch_size = checks.integer("eval_batch_size", eval_batch_size, 1)
-        checks.choice("sampling", sampling, ("uniform", "bernoulli"))
-        checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
-        checks.flag("donate", donate)
-        for name, value in (("stream", stream), ("shard_data", shard_data)):
-            if value != "auto":
-                checks.flag(name, value)
-        if mesh is not None and getattr(mesh, "axis_names", None) != (engine.AXIS,):
+        sampling = checks.choice("sampling", sampling, ("uniform", "bernoulli"))
+        on_nonfinite = checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
+        donate = checks.flag("donate", donate)
+        stream, shard_data = (
+            value if checks.is_auto(value) else checks.flag(name, value, 'or pass "auto"')
+            for name, value in (("stream", stream), ("shard_data", shard_data))
+        )
+        if mesh is not None and not (isinstance(mesh, Mesh) and mesh.axis_names == (engine.AXIS,)):
             raise ValueError(f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {mesh!r}')
         mesh = clients_mesh(None if mesh is None else list(mesh.devices.flat))  # with the axis type the engine needs
         if not mesh.local_devices:
@@ -527,11 +530,19 @@ class Simulation:
         """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only), and what
         ``Model.scores`` gives, if the model has it.
 
+        Rows of which a logit is NaN count as misclassified, and a loss that is not finite is also a warning.
         FedDyn and FedDC also keep the mean of the cohort's models: ``"client_mean_loss"``, ``"client_mean_accuracy"``
         and so on. Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
         """
-        scores = self._scores(self._check(state).server)
-        return jax.tree.map(lambda v: v if traced(v) else float(v), scores)
+        state = self._check(state)
+        scores = jax.tree.map(lambda v: v if traced(v) else float(v), self._scores(state.server))
+        if isinstance(scores["loss"], float) and not math.isfinite(scores["loss"]):
+            checks.warn(
+                f"the model of round {int(state.round)} is not finite on the test set, its loss is {scores['loss']}: "
+                "lower lr, or set clip_norm, and start from an earlier state",
+                RuntimeWarning,
+            )
+        return scores
 
     def evaluate_clients(
         self, state: ServerState, fine_tune: LocalTraining | int | None = None
@@ -650,13 +661,12 @@ class Simulation:
         raises SystemExit(143). Raises ValueError, before anything compiles, for a folder that can't be written, is in
         use or belongs to another run; OSError if its end could not be saved (earlier failures are warnings).
         """
-        rounds = checks.integer("rounds", rounds, 0)
+        rounds = checks.integer("rounds", rounds, 0, ROUNDS)
         eval_every = checks.integer("eval_every", eval_every, 0, fix="0 means never")
         measure_every = checks.integer("measure_every", measure_every, 1)
-        if progress is not None:
-            checks.flag("progress", progress)
-        if on_round is not None and not callable(on_round):
-            raise ValueError(f"on_round must be a function of a record, got {checks.shown(on_round)}: print, or None")
+        progress = None if progress is None else checks.flag("progress", progress, "None: where somebody looks")
+        if on_round is not None:
+            checks.function("on_round", on_round, "it is called with each record")
         if self.data.x_test is None:
             eval_every = 0
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
@@ -751,7 +761,7 @@ class Simulation:
                 return self._advance("donating_round", start, needed, measures)
             measured = self._launch("measure", measures, start, self._arrays, None) if measures else {}
             new, infos = self._launch("rounds", start, self._arrays, np.int32(n))
-            return new, self._with_measured(infos, jax.tree.map(lambda a: a[None], measured))
+            return new, self._with_measured(infos, drift.of_one_round(measured, axis=0))
 
         return self._fitting(call, state)
 
@@ -933,9 +943,8 @@ def _where_rows_go(shard_data: bool | str, stream: bool | str, data: FederatedDa
 
 def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
     """The ``bank=`` asked for, with "auto" decided; a path as a string."""
-    if bank != "auto":
-        if not isinstance(bank, (str, os.PathLike)):
-            raise ValueError(f'bank must be "auto", "device", "sharded", "host" or a folder, got {bank!r}')
+    if not checks.is_auto(bank):
+        folder = checks.path("bank", bank, '"auto", "device", "sharded", "host" or a folder')
         known = ("auto", "device", "sharded", "host")
         if (
             isinstance(bank, str)
@@ -946,7 +955,7 @@ def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
             raise ValueError(
                 f"bank must be one of {known}, or a folder, got {bank!r}{meant} (pathlib.Path: the folder)"
             )
-        return os.fspath(bank)
+        return str(folder if isinstance(bank, str) else folder.absolute())  # of a path, "host" is a folder's name
     need = N * nbytes(client)
     room = memory_of(mesh) / 2
     if need <= room:
@@ -958,7 +967,7 @@ def _where_states_fit(bank: Any, client: PyTree, N: int, mesh: Mesh) -> str:
 
 def _lanes(lanes: int | str | None, capacity: int, mesh: Mesh) -> int:
     per_device = -(-capacity // mesh.size)
-    if lanes == "auto":
+    if checks.is_auto(lanes):
         if mesh.devices.flat[0].platform == "cpu":
             return 1
         # Measured on an H200: more lanes than a quarter of the cohort waste more on uneven clients than they gain.

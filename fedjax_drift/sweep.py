@@ -24,7 +24,7 @@ from fedjax_drift.checkpoint import Checkpoints, SavedRuns
 from fedjax_drift.engine import Engine
 from fedjax_drift.progress import Bar, Record, Stop, stop_on_interrupt
 from fedjax_drift.sharding import memory_of, spans_processes, wait_for_turn
-from fedjax_drift.simulation import CHUNK_SECONDS, Simulation
+from fedjax_drift.simulation import CHUNK_SECONDS, ROUNDS, Simulation
 from fedjax_drift.turns import Layout, Planned, Setting, TurnPrograms, UnderWay, compiled, of_form
 from fedjax_drift.types import Params, PyTree, ServerState
 
@@ -47,12 +47,21 @@ class Run(NamedTuple):
 
 
 def grid(**values: Iterable[Any]) -> list[Setting]:
-    """All combinations, the last name's values fastest.
+    """All combinations, the last name's values fastest. Raises ValueError for a name without several values.
 
     >>> grid(lr=[0.1, 0.3], mu=[0.0, 1.0])[:2]
     [{'lr': 0.1, 'mu': 0.0}, {'lr': 0.1, 'mu': 1.0}]
     """
-    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+    several = {name: _several(name, of) for name, of in values.items()}
+    return [dict(zip(several, each, strict=True)) for each in itertools.product(*several.values())]
+
+
+def _several(name: str, values: Any) -> list[Any]:
+    """The values of one name; ValueError for what is one value, or none."""
+    one = isinstance(values, str | bytes | Mapping) or isinstance(values, np.ndarray | jax.Array) and values.ndim == 0
+    if one or not isinstance(values, Iterable) or not (found := list(values)):
+        raise ValueError(f"{name} must be one or more values, got {checks.shown(values)}: grid({name}=[...])")
+    return found
 
 
 def sweep(
@@ -119,16 +128,13 @@ def sweep(
         of another sweep, or of more rounds.
       MemoryError: not even one run fits in a device's memory.
     """
-    rounds = checks.integer("rounds", rounds, 0)
+    rounds = checks.integer("rounds", rounds, 0, ROUNDS)
     eval_every = checks.integer("eval_every", eval_every, 0, fix="0 means never")
     measure_every = checks.integer("measure_every", measure_every, 1)
-    if progress is not None:
-        checks.flag("progress", progress)
-    if on_round is not None and not callable(on_round):
-        raise ValueError(
-            f"on_round must be a function of seed, setting and record, got {checks.shown(on_round)}: print, or None"
-        )
-    if together != "auto":
+    progress = None if progress is None else checks.flag("progress", progress, "None: where somebody looks")
+    if on_round is not None:
+        checks.function("on_round", on_round, "it is called with a seed, its setting and each record")
+    if not checks.is_auto(together):
         together = checks.integer("together", together, 1, fix='or pass "auto"')
     all_seeds, all_settings = _check_seeds(seeds), _check_settings(build, settings)
     simulations = _build_all(build, all_settings)
@@ -201,7 +207,7 @@ def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:
 
 
 def _check_seeds(seeds: Any) -> list[int]:
-    if isinstance(seeds, (str, bytes)) or not isinstance(seeds, Iterable):
+    if isinstance(seeds, (str, bytes, type)) or not isinstance(seeds, Iterable):
         raise ValueError(f"seeds must be several integers, got {seeds!r}: pass range(8) for 8 of them")
     found = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in seeds]
     if not found or len(set(found)) < len(found):
@@ -215,7 +221,7 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
             f"build must be a function that makes a Simulation, got {type(build).__name__}: "
             "lambda lr: fd.Simulation(...), or Simulation.sweep for seeds alone"
         )
-    if isinstance(settings, Mapping) or not isinstance(settings, Iterable):
+    if isinstance(settings, Mapping | np.ndarray | jax.Array) or not isinstance(settings, Iterable):
         raise ValueError(f"settings must be several dicts, got {settings!r}: [{{'lr': 0.1}}, {{'lr': 0.3}}]")
     found = list(settings)
     if not found or not all(isinstance(setting, Mapping) for setting in found):
@@ -229,6 +235,8 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
             )
         try:
             inspect.signature(build).bind(**setting)
+        except ValueError:  # built in, it tells no signature
+            pass
         except TypeError as error:
             raise ValueError(
                 f"settings must have the names of build's arguments, got {sorted(setting)}: {error}"
@@ -298,6 +306,8 @@ def _check_start(
     """The states to go on from, in the order planned."""
     if params is not None:
         raise ValueError("start goes on from states, which have their parameters: leave params out")
+    if not isinstance(start, Sequence) or not all(isinstance(run, Run) for run in start):
+        raise ValueError(f"start must be what fd.sweep returned, got {checks.shown(start)}")
     found = []
     for seed, setting, _ in planned:
         runs = [run for run in start if run.seed == seed and dict(run.setting) == setting]

@@ -77,7 +77,11 @@ class Model(NamedTuple):
         dtype; losses are taken of logits cast back. In bfloat16 an accelerator multiplies matrices faster, with 8 bits
         of precision instead of TF32's 11 or float32's 24. Raises ValueError unless ``dtype`` is floating.
         """
-        if not jnp.issubdtype(dtype, jnp.floating):
+        try:
+            floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        except TypeError:  # no dtype at all
+            floating = False
+        if not floating:
             raise ValueError(f"dtype must be floating, got {dtype}: jnp.bfloat16, for example")
 
         def cast(to: Any, tree: PyTree) -> PyTree:

@@ -40,7 +40,7 @@ def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, wei
     """
     beta = checks.fraction("beta", beta)
     server_lr = checks.positive("server_lr", server_lr)
-    checks.flag("damped", damped)
+    damped = checks.flag("damped", damped)
     gain = 1 - beta if damped else 1.0
 
     def init_server(params: Params) -> Server:

@@ -74,7 +74,7 @@ def feddc(
       ValueError: alpha <= 0, an unknown option.
     """
     alpha = checks.positive("alpha", alpha)
-    checks.flag("scale_by_size", scale_by_size)
+    scale_by_size = checks.flag("scale_by_size", scale_by_size)
     checks.choice("variate_lr", variate_lr, LRS)
     checks.choice("variate_steps", variate_steps, STEPS)
     checks.choice("variate", variate, ("scaffold", "last_update", "none"))

@@ -52,7 +52,7 @@ def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
       ValueError: alpha <= 0.
     """
     alpha = checks.positive("alpha", alpha)
-    checks.flag("scale_by_size", scale_by_size)
+    scale_by_size = checks.flag("scale_by_size", scale_by_size)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), params)

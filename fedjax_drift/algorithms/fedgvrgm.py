@@ -54,7 +54,7 @@ def fedgvrgm(
     Raises:
       ValueError: a value out of range, an unknown option; no test set; in `round_fn`, an evaluation that is not finite.
     """
-    checks.flag("variate_momentum", variate_momentum)
+    variate_momentum = checks.flag("variate_momentum", variate_momentum)
     literal = checks.choices("literal", literal, (*LITERAL, "momentum", "variate_momentum"))
     gvr = fedgvr(mu, window, server_lr, recursion, [name for name in literal if name in LITERAL])
     gm = fedgm(mu, beta, server_lr, scale, "momentum" in literal)

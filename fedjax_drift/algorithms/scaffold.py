@@ -66,7 +66,7 @@ def scaffold(
     """
     server_lr = checks.positive("server_lr", server_lr)
     checks.choice("option", option, ("I", "II"))
-    checks.flag("scale_by_size", scale_by_size)
+    scale_by_size = checks.flag("scale_by_size", scale_by_size)
     checks.choice("variate_lr", variate_lr, LRS)
     checks.choice("variate_steps", variate_steps, STEPS)
 

@@ -43,7 +43,7 @@ __all__ = [
 
 def linear(input_shape: tuple[int, ...] = (30,), num_classes: int = 5, cosine: bool = False) -> Model:
     """Multinomial logistic regression, initialised to zero (155 parameters for FedDyn/FedDC's synthetic data)."""
-    return _model(MLP((), num_classes, zero_init=not cosine, cosine=cosine), input_shape)
+    return _model(MLP((), num_classes, zero_init=not checks.flag("cosine", cosine), cosine=cosine), input_shape)
 
 
 def mnist_2nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
@@ -90,8 +90,9 @@ def fedadc_cnn(
 
     The paper gives no widths: these are our choice, with 3x3 kernels and pooling after the second and the fourth.
     """
-    layers = tuple((width, 3, "SAME", 1 + i % 2) for i, width in enumerate(convolutions))
-    return _model(CNN(layers, dense, num_classes, cosine=cosine), (32, 32, 3))
+    widths = checks.shape("convolutions", convolutions, 4)
+    layers = tuple((width, 3, "SAME", 1 + i % 2) for i, width in enumerate(widths))
+    return _model(CNN(layers, checks.shape("dense", dense, 3), num_classes, cosine=cosine), (32, 32, 3))
 
 
 def emnist_cnn(num_classes: int = 62, cosine: bool = False) -> Model:
@@ -107,7 +108,7 @@ def simple_cnn(
     cosine: bool = False,
 ) -> Model:
     """MOON's and LfD's simple CNN with a projection head (92,626 parameters, cosine 92,616; without 62,006)."""
-    return _model(SimpleCNN(num_classes, projection, cosine), input_shape)
+    return _model(SimpleCNN(num_classes, checks.flag("projection", projection), cosine), input_shape)
 
 
 def resnet18(
@@ -118,6 +119,7 @@ def resnet18(
     ``stem=3``: a 3x3 convolution and no pooling (11,220,132 parameters for 100 classes); ``stem=7``: the ImageNet
     stem, a 7x7 convolution of stride 2 and max-pooling (11,181,642 for 10 classes; FedDyn/FedDC).
     """
+    stem = checks.integer("stem", stem, 3, 7, "3: 3x3, no pooling; 7: 7x7 with pooling")
     if stem not in (3, 7):
         raise ValueError(f"stem must be 3 (3x3, no pooling) or 7 (7x7 with pooling), got {stem!r}")
     return _model(ResNet18(num_classes, stem, cosine), input_shape)
@@ -133,12 +135,13 @@ def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int
         `fedjax_drift.data.movielens.sizes(data)`.
     Raises ValueError unless sizes are six integers >= 1, and for ``test_negatives`` < 9 (HR@10 needs 10 rows).
     """
-    sizes = tuple(checks.integer("each of sizes", size, 1) for size in sizes)
-    if len(sizes) != 6:
+    found = checks.array("sizes", sizes)
+    if found.shape != (6,):
         raise ValueError(
-            f"sizes must be six, of users, genders, ages, occupations, zips and items, got {len(sizes)}: "
-            "take fedjax_drift.data.movielens.sizes(data)"
+            "sizes must be six, of users, genders, ages, occupations, zips and items, got "
+            f"{checks.shown(sizes)}: take fedjax_drift.data.movielens.sizes(data)"
         )
+    sizes = tuple(checks.integer("each of sizes", size, 1) for size in found.tolist())
     group = 1 + checks.integer("test_negatives", test_negatives, 9)
     options = {"loss": binary_cross_entropy, "scores": ranking.scores(group)}
     return Model.from_linen(DIN(sizes), (7,), input_dtype=jnp.int32, **options)
@@ -156,8 +159,8 @@ def text_classifier(num_classes: int = 4, vocabulary: int = 20_000, width: int =
     Rows are token ids in 0..vocabulary-1, 0 being padding; ``width`` is the embedding's. Raises ValueError for a
     ``vocabulary`` < 2 or a ``width`` < 1.
     """
-    checks.integer("vocabulary", vocabulary, 2)
-    checks.integer("width", width, 1)
+    vocabulary = checks.integer("vocabulary", vocabulary, 2)
+    width = checks.integer("width", width, 1)
     return _model(Projected(MeanOfTokens(vocabulary, width), num_classes, cosine), (1,), input_dtype=jnp.int32)
 
 
@@ -176,15 +179,16 @@ def drug_target(
     all positions, a dense layer (214,146 parameters; cosine 214,144). LfD names no network for BindingDB: this is our
     choice. Raises ValueError for a ``ligand`` < 16, which is what its filters take; proteins need 22.
     """
-    checks.integer("ligand", ligand, 16)
-    for name, value in (("vocabulary", vocabulary), ("width", width), ("filters", filters)):
-        checks.integer(name, value, 1)
+    ligand = checks.integer("ligand", ligand, 16)
+    vocabulary = checks.integer("vocabulary", vocabulary, 2)
+    width, filters = checks.integer("width", width, 1), checks.integer("filters", filters, 1)
     encoder = LigandAndTarget(ligand, vocabulary, width, filters)
     return _model(Projected(encoder, num_classes, cosine), (ligand + 1000,), input_dtype=jnp.int32)
 
 
 def _model(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
-    checks.integer("num_classes", network.num_classes, 1)
+    num_classes = checks.integer("num_classes", network.num_classes, 1, 2**31 - 1)
+    network = network.clone(num_classes=num_classes, cosine=checks.flag("cosine", network.cosine))
     model = Model.from_linen(network, input_shape, **options)
     drops = getattr(network, "dropout_flat", 0) or getattr(network, "dropout_hidden", 0)
     return model if drops else model._replace(train_apply=None)  # training is evaluation, and algorithms may know it

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fedjax_drift import checks
+from fedjax_drift.checks import first_line
 from fedjax_drift.types import Model, Params
 
 
 def from_linen(module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     """See `Model.from_linen`."""
     _check_linen(module)
-    example = jax.ShapeDtypeStruct((1, *input_shape), options.pop("input_dtype", jnp.float32))
+    example = _row(input_shape, options)
     takes = inspect.signature(type(module).__call__).parameters
     # Networks that draw random numbers say so by one of flax's two customs.
     training, evaluating = next(
@@ -37,7 +39,7 @@ def from_linen(module: Any, input_shape: tuple[int, ...], **options: Any) -> Mod
         raise ValueError(
             f"{type(module).__name__} does not accept rows of shape {tuple(input_shape)}: choose a model for them, "
             "or pass the input_shape it expects, such as (28, 28, 1), and input_dtype=jnp.int32 where rows are tokens "
-            f"({str(error).splitlines()[0]})"
+            f"({first_line(error)})"
         ) from error
     if extra := sorted(set(variables) - {"params"}):
         raise ValueError(
@@ -69,14 +71,17 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
     """See `Model.from_nnx`."""
     from flax import nnx
 
-    input_dtype = options.pop("input_dtype", jnp.float32)
+    row = _row(() if input_shape is None else input_shape, options)
     if not isinstance(module, nnx.Module) and (not callable(module) or _instead(module, "nnx")):
         fix = _instead(module, "nnx") or "pass the module itself, before nnx.split, or lambda rngs: Net(rngs)"
         what = "an nnx.Module, or a function nnx.Rngs -> nnx.Module"
         raise ValueError(f"module must be {what}, got {_kind(module)}: {fix}")
 
     def create(key: jax.Array) -> Any:
-        instance = module if isinstance(module, nnx.Module) else module(nnx.Rngs(key))
+        try:
+            instance = module if isinstance(module, nnx.Module) else module(nnx.Rngs(key))
+        except Exception as error:
+            raise ValueError(f"module must make an nnx.Module of nnx.Rngs, got {first_line(error)}") from error
         if not isinstance(instance, nnx.Module):
             raise ValueError(f"module must make an nnx.Module of nnx.Rngs, got {_kind(instance)}: return the module")
         return instance
@@ -108,13 +113,12 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
         return lambda params, x: getattr(merge(params, train=False), name)(x)
 
     if input_shape is not None:
-        rows = jax.ShapeDtypeStruct((1, *input_shape), input_dtype)
         try:
-            jax.eval_shape(lambda x: merge(split(example)[1], train=False)(x), rows)
+            jax.eval_shape(lambda x: merge(split(example)[1], train=False)(x), row)
         except Exception as error:
             raise ValueError(
-                f"{type(example).__name__} does not accept rows of shape {tuple(input_shape)}: pass the input_shape it "
-                f"expects, and input_dtype=jnp.int32 where rows are tokens ({str(error).splitlines()[0]})"
+                f"{type(example).__name__} does not accept rows of shape {row.shape[1:]}: pass the input_shape it "
+                f"expects, and input_dtype=jnp.int32 where rows are tokens ({first_line(error)})"
             ) from error
 
     fields = {
@@ -126,6 +130,16 @@ def from_nnx(module: Any, input_shape: tuple[int, ...] | None = None, **options:
         "extractor": method("extractor"),
     }
     return Model(**(fields | options))
+
+
+def _row(input_shape: Any, options: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """One row as a model sees it; takes ``input_dtype`` out of the options."""
+    given = options.pop("input_dtype", jnp.float32)
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError as error:
+        raise ValueError(f"input_dtype must be a dtype such as jnp.int32, got {checks.shown(given)}") from error
+    return jax.ShapeDtypeStruct((1, *checks.shape("input_shape", input_shape)), dtype)
 
 
 def _check_linen(module: Any) -> None:

@@ -8,6 +8,7 @@ import re
 import jax
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.types import Model, Params
 
@@ -17,8 +18,13 @@ TORCH_RESNET = re.compile(r"(?:layer(\d)\.(\d)\.)?(conv|bn|downsample\.)(\d)\.(w
 
 def save_params(params: Params, path: str | os.PathLike[str]) -> None:
     """Writes parameters as an npz that `load_params` reads, one array a leaf, named by its path."""
+    place = checks.path("path", path)
     named = {_name(where): np.asarray(leaf) for where, leaf in jax.tree.leaves_with_path(params)}
-    with open(path, "wb") as file:
+    if not named:
+        raise ValueError(f"params must hold at least one array, got {checks.shown(params)}: pass state.params")
+    for name, leaf in named.items():
+        checks.array(f"params, at {name or 'its root'},", leaf.reshape(-1))
+    with open(place, "wb") as file:
         np.savez(file, **named)  # type: ignore[arg-type]
 
 
@@ -31,6 +37,8 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
 
     Raises FileNotFoundError without the file; ValueError for one that is no npz or whose arrays don't fit the model.
     """
+    checks.instance("model", model, Model, "fd.models.lenet5(), for example")
+    path = checks.path("path", path)
     try:
         arrays = files.arrays_of(path)
     except ValueError as error:
