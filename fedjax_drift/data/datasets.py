@@ -11,6 +11,7 @@ of your own: `from_leaf`, `from_fedjax`, `from_tff`.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -161,7 +162,7 @@ def load(
         raise ValueError(f"partition must be a recipe such as fd.partition.iid(100, seed=0), got {partition!r}")
     files.folders(data_dir)
     checks.flag("standardize", standardize)
-    seed = checks.integer("seed", seed, 0)
+    seed = checks.integer("seed", seed, 0, math.inf)
 
     samples = DATASETS[name](data_dir, seed, partition == by_writer(), **options)
     natural = partition is None and samples.writer is not None
@@ -198,7 +199,12 @@ def _deal(name: str, samples: Samples, recipe: Partition, standardize: bool) -> 
     if not standardize:
         mean = std = None
     if recipe != by_writer() or writer is None or (writer[1:] < writer[:-1]).any():
-        parts = recipe(y, writer=writer)
+        try:
+            parts = recipe(y, writer=writer)
+        except TypeError as error:
+            raise ValueError(
+                f"partition must be a function of labels and writer=, got one that says {error}"
+            ) from error
         return FederatedData.from_partition(x, y, parts, test, mean=mean, std=std, name=name)
     # The rows lie grouped by writer already: keep them in place, glyphs are half a gigabyte.
     ids, sizes = np.unique(writer, return_counts=True)

@@ -6,9 +6,11 @@ integers and a minibatch is a gather by row number. Nothing is padded, nothing i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -51,25 +53,25 @@ class FederatedData:
     """[N] a name of each client, all different; None where clients have numbers only."""
 
     def __post_init__(self) -> None:
-        _check_pair(self.x, self.y, "training data")
-        sizes = np.asarray(self.sizes, np.int32)
-        if sizes.ndim != 1 or len(sizes) == 0:
+        def keep(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        for field, value in zip(("x", "y"), _checked_pair(self.x, self.y, "training data"), strict=True):
+            keep(field, value)
+        keep("sizes", _counts(self.sizes, "sizes", len(self.x)))
+        if len(self.sizes) == 0:
             raise ValueError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
-        if sizes.min() < 1:
+        if self.sizes.min() < 1:
             raise ValueError(
-                f"every client needs at least 1 row, but client {int(sizes.argmin())} is empty: leave it out, "
+                f"every client needs at least 1 row, but client {int(self.sizes.argmin())} is empty: leave it out, "
                 "or choose a partition with min_size >= 1"
             )
-        if sizes.sum() != len(self.x):
-            raise ValueError(
-                f"sizes must sum to the {len(self.x)} rows of x, got {int(sizes.sum())}: "
-                "build the federation with from_clients or from_partition"
-            )
-        object.__setattr__(self, "sizes", sizes)
         if (self.x_test is None) != (self.y_test is None):
             raise ValueError("a test set needs both inputs and labels: pass test=(x, y)")
         if self.x_test is not None and self.y_test is not None:
-            _check_pair(self.x_test, self.y_test, "test data")
+            test_pair = _checked_pair(self.x_test, self.y_test, "test data")
+            for field, value in zip(("x_test", "y_test"), test_pair, strict=True):
+                keep(field, value)
             for kind, train, test in (("inputs", self.x, self.x_test), ("labels", self.y, self.y_test)):
                 same_dtype = train.dtype == test.dtype or kind == "labels"
                 if test.shape[1:] != train.shape[1:] or not same_dtype:
@@ -78,14 +80,10 @@ class FederatedData:
                         "convert them alike"
                     )
         if self.test_sizes is not None:
-            tests = np.asarray(self.test_sizes, np.int32)
-            rows = 0 if self.x_test is None else len(self.x_test)
-            if tests.shape != sizes.shape or tests.sum() != rows or tests.min() < 0:
-                raise ValueError(
-                    f"test_sizes must be {len(sizes)} numbers >= 0 that sum to the {rows} test rows, "
-                    f"got shape {tests.shape} and sum {int(tests.sum())}"
-                )
-            object.__setattr__(self, "test_sizes", tests)
+            tests = _counts(self.test_sizes, "test_sizes", 0 if self.x_test is None else len(self.x_test))
+            if len(tests) != len(self.sizes):
+                raise ValueError(f"test_sizes must be {len(self.sizes)} numbers, one a client, got {len(tests)}")
+            keep("test_sizes", tests)
         if (self.mean is None) != (self.std is None):
             raise ValueError("standardising needs both mean and std: pass both, or neither")
         for name, value in (("mean", self.mean), ("std", self.std)):
@@ -96,26 +94,28 @@ class FederatedData:
                     f"{name} is for uint8 images, got inputs of {self.x.dtype}, which reach the model unchanged: "
                     "standardise them yourself"
                 )
-            value = np.asarray(value, np.float32)
-            if value.shape not in ((), self.x.shape[-1:]) or not np.isfinite(value).all():
+            each = np.asarray(checks.array(name, [value])[0], np.float32)
+            if each.shape not in ((), self.x.shape[-1:]) or not np.isfinite(each).all():
                 raise ValueError(
                     f"{name} must be a finite number, or one for each of the {self.x.shape[-1]} channels, got {value}"
                 )
-            if name == "std" and not (value > 0).all():
+            if name == "std" and not (each > 0).all():
                 raise ValueError(f"std must be > 0, got {value}: use the data's, with pixels scaled to [0, 1]")
-            object.__setattr__(self, name, value)
-        if self.redeal not in (None, "evenly"):
-            checks.positive("alpha", self.redeal, "0.01 deals very unevenly, 100 almost alike; None deals evenly")
+            keep(name, each)
+        checks.text("name", self.name)
+        if self.redeal is not None and not (isinstance(self.redeal, str) and self.redeal == "evenly"):
+            fix = "0.01 deals very unevenly, 100 almost alike; None deals evenly"
+            keep("redeal", checks.positive("alpha", self.redeal, fix, computed=False))
             _check_classes(self.y, "dealing by Dirichlet(alpha) needs")
-            object.__setattr__(self, "redeal", float(self.redeal))
         if self.client_names is not None:
-            names = tuple(map(str, self.client_names))
-            if len(names) != len(sizes) or len(set(names)) < len(names):
-                raise ValueError(
-                    f"client_names must be {len(sizes)} different names, one a client, got {len(names)}, of which "
-                    f"{len(set(names))} differ"
-                )
-            object.__setattr__(self, "client_names", names)
+            several = isinstance(self.client_names, Sequence) and not isinstance(self.client_names, str | bytes)
+            several |= isinstance(self.client_names, np.ndarray) and self.client_names.ndim == 1
+            several = several and all(isinstance(name, str | Integral) for name in self.client_names)
+            names = tuple(map(str, self.client_names)) if several else ()
+            if len(names) != len(self.sizes) or len(set(names)) < len(names):
+                got = f"{len(names)}, of which {len(set(names))} differ" if several else checks.shown(self.client_names)
+                raise ValueError(f"client_names must be {len(self.sizes)} different names, one a client, got {got}")
+            keep("client_names", names)
 
     @property
     def num_clients(self) -> int:
@@ -131,6 +131,17 @@ class FederatedData:
         """int32 [K]: n_i of the clients ``ids``, 0 for an id not in 0..N-1."""
         present = (ids >= 0) & (ids < self.num_clients)
         return np.where(present, self.sizes[np.where(present, ids, 0)], 0)
+
+    def range_of(self, name: str) -> tuple[Any, Any]:
+        """The lowest and the highest value of ``x``, ``y``, ``x_test`` or ``y_test``, looked for once."""
+        if name not in self._ranges:
+            array = getattr(self, name)
+            self._ranges[name] = array.min(), array.max()
+        return self._ranges[name]
+
+    @cached_property
+    def _ranges(self) -> dict[str, tuple[Any, Any]]:
+        return {}
 
     @classmethod
     def from_clients(
@@ -167,6 +178,7 @@ class FederatedData:
         if test_clients is not None:
             if test is not None:
                 raise ValueError("pass either test or test_clients, got both: test_clients is pooled by evaluate")
+            _check_list(test_clients, "test client")
             if len(test_clients) != len(clients):
                 raise ValueError(
                     f"test_clients must have one pair for each of the {len(clients)} clients, got {len(test_clients)}"
@@ -194,8 +206,7 @@ class FederatedData:
         ``test_parts`` cuts the test set into clients likewise. Raises ValueError for an empty client and for row
         numbers outside 0..M-1.
         """
-        x, y = np.asarray(x), np.asarray(y)
-        _check_pair(x, y, "training data")
+        x, y = _checked_pair(x, y, "training data")
         rows, sizes = _join_parts(parts, len(x), "parts")
         x_test, y_test = _optional_pair(test)
         test_sizes = None
@@ -208,15 +219,13 @@ class FederatedData:
 
     def client(self, i: int | str) -> Pair:
         """Client i's training rows ``(x [n_i, ...], y [n_i, ...])``, as stored; i: its id, or its name."""
-        i = self.id_of(i) if isinstance(i, str) else i
-        if not 0 <= i < self.num_clients:
-            raise ValueError(f"a client id must be in 0..{self.num_clients - 1}, got {i}")
+        i = self.id_of(i) if isinstance(i, str) else checks.integer("a client id", i, 0, self.num_clients - 1)
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return self.x[rows], self.y[rows]
 
     def id_of(self, name: str) -> int:
         """The id, in 0..N-1, of the client of this name. ValueError for a name that no client has."""
-        if (found := self._ids.get(name)) is None:
+        if (found := self._ids.get(checks.text("name", name))) is None:
             known = "clients have numbers only" if self.client_names is None else f"{self.num_clients} have names"
             raise ValueError(f"no client is called {name!r} ({known}){checks.nearest(name, self._ids)}")
         return found
@@ -231,6 +240,9 @@ class FederatedData:
         A round and an evaluation do this themselves; ``model.apply(params, data.decode(data.x_test))`` needs it.
         x: [..., *row shape], as stored.
         """
+        x = x if isinstance(x, jax.Array) else checks.array("x", x)
+        if self.mean is not None and x.shape[-1:] != self.x.shape[-1:]:
+            raise ValueError(f"x must have the data's {self.x.shape[-1]} channels last, got {x.shape}: data.x_test")
         return decode(jnp.asarray(x), self.mean, self.std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
@@ -252,7 +264,7 @@ class FederatedData:
         """
         if self.x_test is None or self.y_test is None:
             raise ValueError("with_client_tests cuts the test set into clients: pass test=(x, y) too")
-        counts, rng = self.label_counts(), np.random.default_rng(seed)
+        counts, rng = self.label_counts(), np.random.default_rng(checks.integer("seed", seed, 0, math.inf))
         _check_classes(self.y_test, "cutting the test set by labels needs")
         owner = np.empty(len(self.y_test), np.int64)
         for c in np.unique(self.y_test):
@@ -304,7 +316,8 @@ def _in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] 
     if unknown := [name for name in test_clients if name not in clients]:
         near = checks.nearest(unknown[0], map(str, clients))
         raise ValueError(f"test_clients must name clients, got {unknown[0]!r}, which is none of them{near}")
-    empty = next(((np.asarray(x)[:0], np.asarray(y)[:0]) for x, y in test_clients.values()), None)
+    pairs = (_pair(pair, f"test client {name}") for name, pair in test_clients.items())
+    empty = next(((x[:0], y[:0]) for x, y in pairs), None)
     return [test_clients.get(name, empty) for name in clients]
 
 
@@ -312,10 +325,7 @@ def _pair(pair: Pair, what: str) -> Pair:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
         raise ValueError(f"{what} must be a pair (inputs, labels), got a {type(pair).__name__}{size}")
-    try:
-        return np.asarray(pair[0]), np.asarray(pair[1])
-    except ValueError as error:
-        raise ValueError(f"{what} must be two arrays whose rows have one shape each: {error}") from error
+    return checks.array(f"{what}: inputs", pair[0]), checks.array(f"{what}: labels", pair[1])
 
 
 def _optional_pair(pair: Pair | None) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -326,19 +336,33 @@ def _row(rows: np.ndarray) -> str:
     return f"{rows.dtype}{list(rows.shape[1:])}"
 
 
-def _check_pair(x: np.ndarray, y: np.ndarray, what: str) -> None:
-    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-        raise ValueError(f"{what} must have as many inputs as labels, got {_rows(x)} inputs and {_rows(y)} labels")
+def _checked_pair(x: Any, y: Any, what: str) -> Pair:
+    """The pair as arrays; ValueError unless they are finite numbers, as many rows of each, at least one."""
+    x, y = _pair((x, y), what)
+    if len(x) != len(y):
+        raise ValueError(f"{what} must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels")
     if len(x) == 0:
         raise ValueError(f"{what} must have at least 1 row, got 0")
     for array, kind in ((x, "inputs"), (y, "labels")):
-        if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
-            raise ValueError(
-                f"{what}: {kind} must be a numeric array, got dtype {array.dtype}: "
-                "rows of one data set have one shape (encode text as integers, stack the rows)"
-            )
         if np.issubdtype(array.dtype, np.floating) and (bad := _first_nonfinite(array)) is not None:
             raise ValueError(f"{what}: {kind} must be finite, but row {bad} holds NaN or infinity: clean or drop it")
+    return x, y
+
+
+def _counts(values: Any, name: str, total: int) -> np.ndarray:
+    """int32 [N]: how many rows each client has, ``total`` in all."""
+    counts = checks.array(name, values)
+    counts = counts if counts.size else np.zeros(0, int)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, one a client, got {counts.dtype}{list(counts.shape)}")
+    if len(counts) and not 0 <= counts.min() <= counts.max() <= total:
+        raise ValueError(f"{name} must be in 0..{total}, the number of rows, got {counts.min()}..{counts.max()}")
+    if (found := int(counts.sum())) != total:
+        raise ValueError(
+            f"{name} must sum to the {total} rows, got {found}: build the federation with from_clients or "
+            "from_partition"
+        )
+    return counts.astype(np.int32)
 
 
 def _first_nonfinite(array: np.ndarray) -> int | None:
@@ -356,10 +380,6 @@ def integers_as_int32(y: np.ndarray) -> np.ndarray:
     return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
 
 
-def _rows(array: np.ndarray) -> int:
-    return len(array) if array.ndim else 0
-
-
 def _check_classes(y: np.ndarray, needs: str) -> None:
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
         raise ValueError(f"{needs} integer labels, one a row, got {y.dtype}{list(y.shape)}")
@@ -368,18 +388,17 @@ def _check_classes(y: np.ndarray, needs: str) -> None:
 
 
 def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    if not isinstance(clients, Sequence):
-        raise ValueError(f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}")
+    _check_list(clients, what)
     pairs = [_pair(pair, f"{what} {i}") for i, pair in enumerate(clients)]
     if not pairs:
         raise ValueError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
     first_x, first_y = pairs[0]
     for i, (x, y) in enumerate(pairs):
-        if _rows(x) != _rows(y):
-            raise ValueError(f"{what} {i} must have as many inputs as labels, got {_rows(x)} and {_rows(y)}")
-        if _rows(x) == 0 and not allow_empty:
+        if len(x) != len(y):
+            raise ValueError(f"{what} {i} must have as many inputs as labels, got {len(x)} and {len(y)}")
+        if len(x) == 0 and not allow_empty:
             raise ValueError(f"every client needs at least 1 row, but {what} {i} is empty: leave it out")
-        if _rows(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
+        if len(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
             raise ValueError(
                 f"{what} {i} must look like client 0, inputs {_row(first_x)} and labels {_row(first_y)}, "
                 f"got {_row(x)} and {_row(y)}: give every client one dtype and row shape"
@@ -388,12 +407,20 @@ def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tu
     return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), sizes
 
 
+def _check_list(clients: Any, what: str) -> None:
+    if not isinstance(clients, Sequence) or isinstance(clients, str | bytes | range):
+        raise ValueError(f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}")
+
+
 def _join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
     if callable(parts):
         raise ValueError(
             f"{what} must be one array of row numbers per client, got a recipe: call it on the labels, {what}(y)"
         )
-    arrays = [np.asarray(part) for part in parts]
+    one = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
+    if one or not isinstance(parts, Iterable):
+        raise ValueError(f"{what} must be one array of row numbers per client, got {checks.shown(parts)}")
+    arrays = [checks.array(f"{what}[{i}]", part) for i, part in enumerate(parts)]
     if not arrays:
         raise ValueError(f"{what} must list at least 1 client, got none")
     for i, part in enumerate(arrays):

@@ -51,7 +51,7 @@ def from_leaf(folder: FilePath) -> FederatedData:
     Raises FileNotFoundError without folder/train/*.json, ValueError for files that are damaged, no LEAF, or hold text
     (encode it as integers first).
     """
-    folder = files.path_of("folder", folder).absolute()
+    folder = checks.path("folder", folder).absolute()
     has_test = any((folder / "test").glob("*.json"))
     return _federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else None, folder)
 
@@ -85,8 +85,8 @@ def _from_files(
     for name, column in (("x", x), ("y", y)):
         if not isinstance(column, str):
             raise ValueError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
-    place = files.path_of("train", train)
-    tests = None if test is None else read(files.path_of("test", test), x, y)
+    place = checks.path("train", train)
+    tests = None if test is None else read(checks.path("test", test), x, y)
     return _federation(read(place, x, y), tests, place)
 
 

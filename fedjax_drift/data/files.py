@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
@@ -73,19 +73,12 @@ def tfds_dir() -> Path:
 def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     """Where data files are looked for: `data_dir` alone, or else $FEDJAX_DRIFT_DATA (if set), then the cache."""
     if data_dir is not None:
-        folder = path_of("data_dir", data_dir)
+        folder = checks.path("data_dir", data_dir)
         if os.path.isfile(folder):
             raise ValueError(f"data_dir must be a folder, got the file {folder}: pass the folder that it is in")
         return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
     return [*([Path(shared).expanduser()] if shared else []), cache_dir()]
-
-
-def path_of(name: str, value: Any) -> Path:
-    """The path that an argument of this name is; ValueError for what is none."""
-    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
-        raise ValueError(f"{name} must be a path, got {checks.shown(value)}: pass text or a pathlib.Path")
-    return Path(os.path.expanduser(value))
 
 
 def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:

@@ -17,6 +17,7 @@ labels.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ class Partition:
         y: integer labels [M]. writer: integers or strings [M], read by `by_writer` alone.
         Raises ValueError for other shapes or types and for fewer rows than the recipe needs.
         """
-        y = np.asarray(y)
+        y = checks.array("y", y)
         if y.ndim != 1 or y.dtype.kind not in "iu" or y.size == 0:
             raise ValueError(
                 "y must be one-dimensional integer labels, at least one, "
@@ -72,8 +73,8 @@ def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0) -> Partition:
 
     Raises ValueError for num_clients < 1, a negative seed or size_sigma; when called, for M < N.
     """
-    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0)
-    size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual")
+    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
+    size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual", computed=False)
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         rng = np.random.default_rng(seed)
@@ -114,10 +115,10 @@ def dirichlet(
     min_size < 1, a negative seed or size_sigma, size_sigma with prior="class"; when called, for
     M < N min_size.
     """
-    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0)
-    size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual")
+    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
+    size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual", computed=False)
     checks.choice("prior", prior, PRIORS)
-    alpha = checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one")
+    alpha = checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one", computed=False)
     if prior == "class" and size_sigma > 0:
         raise ValueError(
             f"size_sigma must be 0 with prior='class', got {size_sigma!r}: there the label mixes "
@@ -125,7 +126,6 @@ def dirichlet(
         )
     default = 10 if prior == "class" else 1
     fewest = default if min_size is None else checks.integer("min_size", min_size, 1)
-    alpha = float(alpha)
     arguments = {
         "num_clients": num_clients,
         "alpha": alpha,
@@ -134,7 +134,7 @@ def dirichlet(
         "size_sigma": size_sigma,
         "min_size": fewest,
     }
-    checks.flag("capped", capped)
+    capped = checks.flag("capped", capped)
     if not capped:
         if prior != "class":
             raise ValueError(f"capped=False is for prior='class', got prior={prior!r}: sizes are given there")
@@ -163,7 +163,7 @@ def shards(num_clients: int, per_client: int, seed: int = 0) -> Partition:
     Raises ValueError for num_clients or per_client < 1, a negative seed; when called, for
     M < N * per_client.
     """
-    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0)
+    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
     per_client = checks.integer("per_client", per_client, 1)
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
@@ -189,7 +189,10 @@ def by_writer() -> Partition:
             raise ValueError(
                 "the data set has no writers: use iid, dirichlet or shards, or pass writer=, one id per row"
             )
-        writer = np.asarray(writer)
+        try:
+            writer = np.asarray(writer)
+        except Exception as error:  # ragged, or somebody else's object
+            raise ValueError(f"writer must be one id per row, got {checks.shown(writer)}") from error
         if writer.shape != y.shape or writer.dtype.kind not in "iuUS":
             raise ValueError(
                 f"writer must be integers or strings of shape {y.shape}, "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_drift import checks
 from fedjax_drift.data import partition
 from fedjax_drift.data.federated import FederatedData, Pair
 
@@ -42,6 +43,8 @@ def drift_regimes(
     ``mean`` and ``std`` as in `FederatedData`. Raises ValueError for alpha not positive and finite, labels that are not
     integers >= 0, one a row, and fewer rows than clients.
     """
+    x, y = checks.array("x", x), checks.array("y", y)
+    alpha = checks.positive("alpha", alpha, computed=False)
     recipes = (
         partition.iid(num_clients, seed),
         partition.dirichlet(num_clients, alpha, seed, prior="class", min_size=1),
