@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.personal import summary
 from fedjax_drift.records import History, Records, Runs, by_run, measured
@@ -182,7 +183,7 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
     ends in "loss" at most. records, path: see `curves`. Raises ValueError for a target that is not a number, and where
     no round has the key.
     """
-    runs = reached_rounds(records, target, key)
+    runs, target = reached_rounds(records, target, key), float(target)
     places = [*by_run(records)]  # a run has the colour that it has in other pictures
     figure = _figure(7.5, 1.6 + 0.42 * len(runs))
     axes = figure.subplots()
@@ -238,7 +239,7 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
     axes = figure.subplots()
     for i, (name, of) in enumerate(named.items()):
         for name_of, style, what in ((key, "-", ""), (f"personal_{key}", "--", "fine-tuned")):
-            known = np.sort(np.asarray(of.get(name_of, []), float))
+            known = np.sort(_numbers(f"scores[{name_of!r}]", of.get(name_of, [])))
             known = factor * known[np.isfinite(known)]
             if known.size:
                 by_merit = known if key == "accuracy" else known[::-1]
@@ -266,7 +267,7 @@ class Compared(NamedTuple):
     title: str
     runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
     printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> (round, value); None: at the last round
-    reached: Mapping[str, Sequence[tuple[float, float]]] = {}  # likewise ours, where the paper prints the round
+    reached: Mapping[str, Sequence[tuple[float | None, float]]] = {}  # likewise ours, where the paper prints the round
 
 
 def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -> Figure:
@@ -276,6 +277,9 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     lowest value after a tenth of the rounds; panels of a single method have one axis, as they are what is compared.
     path: as in `curves`. Raises ValueError without a single point.
     """
+    if not isinstance(settings, Sequence):
+        raise ValueError(f"settings must be a list of Compared values, got {checks.shown(settings)}")
+    settings, ylabel = [_of_numbers(setting) for setting in settings], checks.text("ylabel", ylabel)
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
     panels = {}
     for setting in settings:
@@ -334,6 +338,34 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
         fontsize=9,
     )
     return _written(figure, path)
+
+
+def _of_numbers(setting: Any) -> Compared:
+    """The setting, its points as numbers; ValueError for what is none."""
+    try:
+        runs = {method: [_curve(rounds, values) for rounds, values in seeds] for method, seeds in setting.runs.items()}
+        printed, reached = (
+            {
+                method: [(None if t is None else _point(t), _point(v)) for t, v in points]
+                for method, points in of.items()
+            }
+            for of in (setting.printed, setting.reached)
+        )
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        what = "Compared values, of (rounds, values) of each seed and of pairs of numbers"
+        raise ValueError(f"settings must be {what}, got {checks.shown(setting)} ({error})") from error
+    return Compared(checks.text("a setting's title", setting.title), runs, printed, reached)
+
+
+def _curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
+    found = [checks.integer("a round", round, 0) for round in rounds], _numbers("values", values).tolist()
+    if len(found[0]) != len(found[1]):
+        raise ValueError(f"one value a round is needed, got {len(found[1])} for {len(found[0])} rounds")
+    return found
+
+
+def _point(value: Any) -> float:
+    return checks.number("a point", value, "a finite number", math.isfinite, computed=False)
 
 
 def _over_seeds(
@@ -397,6 +429,11 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
     run. titles: the settings' names, such as "all clients" and "20 % a round". path: as in `curves`. Raises ValueError
     unless every algorithm has one list per title, and without a single distance.
     """
+    if not isinstance(errors, Mapping) or not all(isinstance(of, Sequence) for of in errors.values()):
+        raise ValueError(f"errors must be a dict of lists, one for each title, got {checks.shown(errors)}")
+    if not isinstance(titles, Sequence) or isinstance(titles, str | bytes):
+        raise ValueError(f"titles must be a list of strings, got {checks.shown(titles)}")
+    titles = [checks.text("each of titles", title) for title in titles]
     for name, settings in errors.items():
         if len(settings) != len(titles):
             raise ValueError(
@@ -405,7 +442,8 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
             )
     distance = "Distance to the optimum"
     lines = [
-        {name: _finite(range(1, len(of[i]) + 1), of[i]) for name, of in errors.items()} for i in range(len(titles))
+        {name: _from_one(_numbers(f"errors[{name!r}]", of[i])) for name, of in errors.items()}
+        for i in range(len(titles))
     ]
     panels = [Panel(title, distance, drawn, log=True) for title, drawn in zip(titles, lines, strict=True)]
     return _picture("quadratics", panels, "pass {name: [distances after each round, for each title]}", path)
@@ -426,12 +464,16 @@ def label_mix(
     label mix.
     """
     run = next(iter(by_run(history).values()), [[]])[0]
+    title = checks.text("title", title)
+    if largest is not None:
+        largest = checks.number("largest", largest, "in (0, 1]", lambda v: 0 < v <= 1, computed=False)
     known = [record for record in run if "label_mix" in record]
     if not known:
         raise ValueError(f"label_mix needs at least 1 round that has it, got none: {MEASURE.format('labels')}")
     every = -(-len(known) // SHOWN_ROUNDS)
     shown = known[::every]
-    share = 100 * np.array([record["label_mix"] for record in shown], float)  # [T, C]
+    ((_, mixes),) = measured({"": [shown]}, "label_mix")[""]
+    share = 100 * mixes  # [T, C]
     T, C = share.shape
     width, height = 9.5, min(max(4.0, 0.2 * C), 9.0)
     # The largest share fills its cell of about 80 % of the figure; of many labels it covers its neighbours' cells, too,
@@ -540,6 +582,10 @@ def _finite(x: Sequence[int] | np.ndarray, y: Sequence[float] | np.ndarray) -> L
     return Line(x[np.isfinite(y)], y[np.isfinite(y)])
 
 
+def _from_one(y: np.ndarray) -> Line:
+    return _finite(range(1, len(y) + 1), y)
+
+
 def _picture(name: str, panels: Sequence[Panel], fix: str, path: FilePath, xlabel: str = "Round") -> Figure:
     """The panels that have a point, side by side, above one legend."""
     panels = [panel for panel in panels if any(line.x.size for line in panel.lines.values())]
@@ -633,5 +679,19 @@ def _tidy(axes: Axes) -> None:
 
 def _written(figure: Figure, path: FilePath) -> Figure:
     if path is not None:
-        figure.savefig(path, dpi=150)
+        place, known = checks.path("path", path), figure.canvas.get_supported_filetypes()
+        if (ending := place.suffix[1:].lower()) and ending not in known:
+            raise ValueError(f"path must end in one of {', '.join(sorted(known))}, got {place}: .png, for example")
+        figure.savefig(place, dpi=150)
     return figure
+
+
+def _numbers(name: str, values: Any) -> np.ndarray:
+    """[n]; ValueError for anything else than numbers."""
+    try:
+        found = np.asarray(values, float)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be numbers, got {checks.shown(values)}") from error
+    if found.ndim != 1:
+        raise ValueError(f"{name} must be numbers, one after another, got {checks.shown(values)}")
+    return found
