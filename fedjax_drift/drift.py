@@ -7,7 +7,8 @@ round's key, its id and its rows), so a simulation that does not measure is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,31 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool) -
     for name in names:
         if name in TESTED and not has_test:
             raise ValueError(f"measure={name!r} looks at predictions on test data: pass test=(x, y)")
+        if name == "predictions" and engine.test_size < 2:
+            raise ValueError('measure="predictions" compares how test rows differ: it needs at least 2 of them, got 1')
         if name in (*TESTED, "labels") and engine.num_classes is None:
             raise ValueError(
                 f"measure={name!r} is about classes: it needs a classifier with the default loss and one integer label "
                 'a row; "updates" and "gradients" need none'
             )
     return names
+
+
+def allowing_nan(program: Callable) -> Callable:
+    """The program, which `jax_debug_nans` does not stop: NaN is what is measured of clients that are absent."""
+
+    @wraps(program)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with jax.debug_nans(False):
+            return program(*arguments, **options)
+
+    return call
+
+
+@allowing_nan
+def of_one_round(measured: dict[str, jax.Array], *, axis: int) -> dict[str, jax.Array]:
+    """What was measured of a round, with an axis of rounds."""
+    return {name: jnp.expand_dims(values, axis) for name, values in measured.items()}
 
 
 @partitionable
@@ -225,7 +245,8 @@ def mean_kl(p_logits: jax.Array, q_logits: jax.Array, mask: jax.Array | None = N
 def class_accuracy(logits: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
     """Acc_c [C] over the rows of class c where mask holds; NaN for a class without rows."""
     of_class = jax.nn.one_hot(y, logits.shape[-1]) * mask[:, None]
-    return (of_class * (logits.argmax(-1) == y)[:, None]).sum(0) / of_class.sum(0)
+    right = (logits.argmax(-1) == y) & ~jnp.isnan(logits).any(-1)
+    return (of_class * right[:, None]).sum(0) / of_class.sum(0)
 
 
 def local_performance(local: jax.Array, whole: jax.Array, classes: jax.Array) -> jax.Array:

@@ -178,7 +178,7 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
     if engine.failures is not None:
         keys = jax.random.fold_in(state.key, failures.DEVICES), jax.random.fold_in(key, N + 1)
         cohort = failures.fail(engine.failures, *keys, cohort, absent(engine), mean_steps(engine))
-    lr = jnp.asarray(engine.local.lr * engine.local.lr_decay ** state.round.astype(float), float)
+    lr = engine.local.rate(state.round)
     # Where rows are cut over the devices, what one of them can be dealt is bounded by sizes: see `rows_by_rank`.
     steps = cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size)
     order, ragged, dealt = deal_out(engine, cohort, steps)
@@ -642,7 +642,8 @@ def score_rows(engine: Engine, logits: jax.Array, y: jax.Array) -> dict[str, jax
     rows = {"loss": model.loss(logits, y)}
     classifies = jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1
     if classifies and "accuracy" not in engine.set_scores:
-        right = (logits.argmax(-1) == y).astype(rows["loss"].dtype)
+        known = ~jnp.isnan(logits).any(-1)  # or argmax would make class 0 of a model that is not finite
+        right = (known & (logits.argmax(-1) == y)).astype(rows["loss"].dtype)
         rows["accuracy"] = right.mean(axis=tuple(range(1, right.ndim)))
     if model.scores is not None and engine.row_scores:
         made = model.scores(logits, y)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift import engine
+from fedjax_drift import checks, engine
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.local import train
 from fedjax_drift.types import PyTree, ServerState
@@ -35,7 +35,7 @@ def summary(values: Any) -> dict[str, float]:
     >>> summary([0.5, 0.9, 1.0, float("nan")])["lowest_10"]
     0.5
     """
-    known = np.sort(np.asarray(values, float).ravel())
+    known = np.sort(checks.array("values", values).ravel().astype(float))
     known = known[np.isfinite(known)]
     if not known.size:
         raise ValueError("summary needs the value of at least 1 client, got none that is finite")
@@ -85,7 +85,7 @@ def fine_tuned(
     """Of each client [C] the sum over its test rows of loss and accuracy, after it has trained the global model on its
     rows: plain local training, ``how.local`` on the model's own loss, without an algorithm's terms.
     """
-    lr = jnp.asarray(how.local.lr * how.local.lr_decay ** state.round.astype(float), float)
+    lr = how.local.rate(state.round)
     key = jax.random.fold_in(engine.round_keys(state.key, state.round)[1], how.num_clients + 3)  # a round uses 3 others
     shared = engine.Shared(state.params, rows, key, state.round, lr, (), (tests.x, tests.y))
     order, ragged, dealt = engine.deal_out(how, clients, clients.steps)

@@ -86,7 +86,7 @@ def _compiled(form: hyper.Form, one_state: bool) -> Programs:
         round=jit(engine.round_fn, out_shardings=(state, seen)),
         donating_round=jit(engine.round_fn, donate_argnums=1, out_shardings=(state, seen)),
         rounds=jit(engine.rounds, MOST_ROUNDS, donate_argnums=1, out_shardings=(state, seen)),
-        measure=jit(drift.measure, static_argnums=1, out_shardings=seen),
+        measure=drift.allowing_nan(jit(drift.measure, static_argnums=1, out_shardings=seen)),
         draw=jax.jit(partial(engine.draw, how)),
         evaluate=evaluate,
         evaluate_rows=evaluate_rows,

@@ -100,7 +100,7 @@ def compiled(how: Callable[[PyTree], Engine], measures: tuple[str, ...], layout:
     return TurnPrograms(
         init=of_turn(init, 1),
         rounds=of_turn(rounds, 2, donate_argnums=1),
-        measure=of_turn(measure, 1),
+        measure=drift.allowing_nan(of_turn(measure, 1)),
         evaluate=of_turn(evaluate, 1),
     )
 
@@ -228,7 +228,7 @@ class UnderWay:
         turn, state = self.turns[number], self.states[number]
         found = self._launch("measure", turn, state, self.arrays) if measured else {}
         self.states[number], infos = self._launch("rounds", turn, state, self.arrays, np.int32(n))
-        infos = self.sim._with_measured(infos, jax.tree.map(lambda a: jnp.expand_dims(a, 1), found))
+        infos = self.sim._with_measured(infos, drift.of_one_round(found, axis=1))
         self._flying.append(_Flight(number, t + n, n, infos, {}))
 
     def score(self) -> None:
