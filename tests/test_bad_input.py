@@ -36,6 +36,10 @@ def clients_of(pairs, **options) -> fd.FederatedData:
     return fd.FederatedData.from_clients(pairs, **options)
 
 
+def with_test(x, y=Y) -> fd.FederatedData:
+    return fd.FederatedData.from_clients([(X.astype(x.dtype), Y)] * 2, test=(x, y))
+
+
 def two_classes(y) -> fd.FederatedData:
     return fd.FederatedData.from_clients([(X, y)])
 
@@ -104,7 +108,22 @@ DATA = [
     (lambda: federation().client("anna"), "no client is called 'anna' .clients have numbers only"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0, 4]]), r"row numbers in 0..3, got 0..4"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0.5]]), r"one axis of row numbers, got float64\[1\]"),
-    (lambda: fd.FederatedData(X, Y, np.array([1, 2])), "sum to the 4 rows of x, got 3"),
+    (lambda: fd.FederatedData(X, Y, [1.9, 2.1]), r"sizes must be integers, one a client, got float64\[2\]"),
+    (lambda: fd.FederatedData(X, Y, [2**32 + 4]), r"sizes must be in 0..4, the number of rows, got 4294967300"),
+    (lambda: fd.FederatedData(np.ma.masked_array(X, X > 0), Y, [4]), "must be a plain array, got a masked one"),
+    (lambda: fd.FederatedData(X, Y, [4], name=3), "name must be a string, got 3"),
+    (lambda: fd.partition.iid(2)(np.ma.masked_array(Y, Y > 1)), "y must be a plain array, got a masked one"),
+    (lambda: federation().with_client_tests(seed=-1), "seed must be an integer >= 0, got -1"),
+    (lambda: fd.models.linear(784), "input_shape must be a tuple of integers >= 1 such as .28, 28, 1., got 784"),
+    (lambda: fd.models.linear((3,), cosine="no"), "cosine must be True or False, got 'no'"),
+    (lambda: fd.models.save_params({"w": X}, 3), "path must be a path, got 3"),
+    (lambda: fd.models.save_params("w", "x.npz"), "params, at its root, must be a numeric array"),
+    (lambda: fd.grid(optimizer="adam"), r"optimizer must be one or more values, got 'adam': grid\(optimizer=\[...\]\)"),
+    (lambda: fd.grid(lr=0.1), r"lr must be one or more values, got 0.1: grid\(lr=\[...\]\)"),
+    (lambda: fd.plots.curves([{"round": 1, "accuracy": "a"}]), "records must have a number, or lists of as many"),
+    (lambda: fd.plots.curves([{"round": 1.5, "accuracy": 1}]), "records' round must be an integer >= 0, got 1.5"),
+    (lambda: fd.plots.federation(federation(), "x.nope"), "path must end in one of .*, got x.nope: .png"),
+    (lambda: fd.FederatedData(X, Y, np.array([1, 2])), "sizes must sum to the 4 rows, got 3"),
     (lambda: federation().client(2), r"in 0..1, got 2"),
     (lambda: fd.datasets.load("mnits"), "did you mean 'mnist'"),
 ]
@@ -123,6 +142,10 @@ LOCAL = [
     ({"momentum": 0.9, "optimizer": optax.scale_by_adam()}, "momentum must be 0 when an optimizer is given, got 0.9"),
     ({"optimizer": "adam"}, "optimizer must be an optax transformation such as optax.scale_by_adam"),
     ({"epochs": 0.5}, "epochs must be an integer >= 1, got 0.5"),
+    ({"lr": 1e-50}, "lr must be a finite number > 0 in float32, which JAX computes with, got 1e-50, which is 0 there"),
+    ({"lr": 10**400}, "lr must be a finite number > 0"),
+    ({"weight_decay": 1e39}, "weight_decay must be .* got 1e.39, which is infinite there"),
+    ({"momentum": np.ma.masked}, r"momentum must be in \[0, 1\), got masked"),
 ]
 SIMULATION = [
     ({"cohort_size": 0}, "cohort_size must be in 1..2, got 0: the federation has 2 clients"),
@@ -153,6 +176,23 @@ SIMULATION = [
     ({"model": regression(lambda z, y: z @ y[:3])}, "the loss does not accept logits"),
     ({"data": clients((X.astype(int) + 2**40, Y)), "cohort_size": 1}, "data must fit in int32"),
     ({"donate": 1}, "donate must be True or False, got 1"),
+    ({"model": fd.Model({"w": X}, lambda w, x: x @ w)}, "Model.init must be a function, got a dict"),
+    ({"model": fd.models.linear((3,), 3)._replace(cosine="no")}, "Model.cosine must be True or False, got 'no'"),
+    ({"algorithm": fd.algorithms.fedavg()._replace(report=3)}, "Algorithm.report must be a function, got 3"),
+    (
+        {"data": with_test(X.astype(float) + 1e300)},
+        "data must fit in float32, which JAX computes with, got 1e.300..1e.300 in x_test",
+    ),
+    ({"data": with_test(X, Y + 2**40)}, "data must fit in int32, .* in y_test: number the classes from 0"),
+    (
+        {
+            "model": regression(lambda z, y: (z - y) ** 2),
+            "data": clients((X, Y.astype(np.uint32) + 2**31)),
+            "cohort_size": 1,
+        },
+        "data must fit in int32, .* in y: number the classes from 0",
+    ),
+    ({"data": with_test(X[:1], Y[:1]), "measure": "predictions"}, "it needs at least 2 of them, got 1"),
     ({"data": two_classes(2 * (Y > 0) - 1), "cohort_size": 1}, r"got -1..1: number the classes from 0, as np.unique"),
     ({"data": two_classes(Y > 0), "cohort_size": 1}, r"must be integers for the default loss, got bool: pass y.astype"),
     ({"model": dropped()}, "it changes a state of its own, as nnx.Dropout .*: use fd.Model.from_nnx"),

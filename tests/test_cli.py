@@ -124,7 +124,7 @@ def test_what_was_trained_can_be_taken_out(tmp_path):
     for arguments, said in (
         ((folder,), "algorithm must be one of those that .* has, fedavg, scaffold, got None"),
         ((folder, "fedavg", 0), "seed must be one of those that .* has, 4, got 0"),
-        ((tmp_path,), "must be the output folder of fedjax-drift run, got .*config.json can't be used"),
+        ((tmp_path,), "must be the output folder of fedjax-drift run, got .*config.json can't be read"),
         ((5,), "folder must be a path, got 5"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -135,7 +135,7 @@ def test_what_was_trained_can_be_taken_out(tmp_path):
         {"model": {"name": "none"}}, {"model": {"name": "linear", "depth": 3}},
     ):  # fmt: skip
         (folder / "config.json").write_text(json.dumps({**config, **edited} if edited else edited))
-        with pytest.raises(ValueError, match=f"{folder}, whose config.json can't be used .*: choose another, or rest"):
+        with pytest.raises(ValueError, match=f"{folder}, whose config.json can't be read .*"):
             fd.load_run(folder, "fedavg")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "fedavg" / "model.npz").unlink()

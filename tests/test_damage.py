@@ -74,7 +74,7 @@ def test_a_hundred_damaged_files() -> None:
         ("bindingdb tsv", "an infinite Kd", "line 2 must be a Kd such as"),
         ("parameters npz", "text", "bias must be real numbers, got <U1: write it with save_params"),
         ("log", "not UTF-8", r"rounds\.jsonl is damaged"),
-        ("log", "no round", "records with 'accuracy' must have a whole number as 'round'"),
+        ("log", "no round", "records' round must be an integer >= 0, got None"),
         ("run folder", "another model", r"config\.json can't be read .*linaer"),
     ],
 )

@@ -272,7 +272,7 @@ BAD = {
     r"settings must be several dicts, got \{'lr': 0.1\}": {"settings": {"lr": 0.1}},
     r"settings must be at least one dict, got \[\]": {"settings": []},
     r"seeds must be several integers, got 8: pass range\(8\)": {"seeds": 8},
-    r"a seed must be in 0\.\.4294967295, got -1": {"seeds": [-1]},
+    r"a seed must be an integer >= 0, got -1": {"seeds": [-1]},
     r"seeds must be at least one, each once, got \[1, 1\]": {"seeds": [1, 1]},
     r"rounds must be an integer >= 0, got -1": {"rounds": -1},
     r"together must be an integer >= 1, got 0": {"together": 0},

@@ -1,0 +1,762 @@
+"""Wrong calls of everything public: no error may come from deep inside, and no nonsense may be accepted.
+
+    python tests/abuse.py [CALLS] [SEED]
+
+Draws a public function, one of its arguments and an awkward value for it, over and over, and counts what happens, by
+family. Of each argument a `Kind` says which values make no sense, which are odd but sound, and must be taken, and which
+may be either. Wrong is: an error that the library did not raise itself ("raw"), a call that hangs, nonsense that is
+accepted, and a sound value that is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import inspect
+import io
+import linecache
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import fedjax_drift as fd
+from fedjax_drift import cli
+from fedjax_drift.drift import MEASURES
+
+HANG_SECONDS = 300
+OURS = (ValueError, OSError, ImportError, FloatingPointError, MemoryError)
+
+
+class Kind(NamedTuple):
+    """What an argument may be given."""
+
+    nonsense: Sequence[Any] = ()  # must be refused, by an error of ours
+    odd: Sequence[Any] = ()  # must be taken
+    either: Sequence[Any] = ()  # taken or refused, but not raw
+    like: Any = None  # likewise: this, with a part of it exchanged
+
+
+class Call(NamedTuple):
+    name: str
+    function: Callable[..., Any]
+    valid: dict[str, Any]  # arguments with which it works
+    kinds: dict[str, Kind]
+
+
+# --- awkward values ---------------------------------------------------------------------------------------------------
+
+NOTHING: list[Any] = [None]
+RAGGED = [[1], [1, 2]]
+TEXTS: list[Any] = ["", "adam", "yes", "0.1", b"1", np.str_("a")]
+THINGS: list[Any] = [object(), ..., int, float, lambda: 0, open, np, 1j, np.datetime64(0, "s")]
+CONTAINERS: list[Any] = [
+    RAGGED,
+    [],
+    (),
+    {},
+    set(),
+    {"a": 1},
+    [1],
+    (1, 2),
+    {1},
+    [None],
+    range(2),
+    np.zeros(2),
+    jnp.zeros(2),
+]
+ARRAYS: list[Any] = [np.array("a"), np.array(None), np.ma.masked, np.zeros((0,)), np.array([object()], object)]
+BOOLS: list[Any] = [True, False, np.True_]
+HUGE = 10**400  # no float
+UNREAL: list[Any] = [float("nan"), float("inf"), -float("inf"), np.float32("nan"), jnp.inf, HUGE]
+WHOLE: list[Any] = [0, 1, -1, 2**31, 2**63, 2**70, -(2**40), np.uint8(200), np.int64(2**32)]
+HALVES: list[Any] = [0.5, -0.5, 1.5, 1e-50, 1e39, -1e39, np.float64(1e300)]
+NO_NUMBER = NOTHING + TEXTS + THINGS + CONTAINERS + ARRAYS + BOOLS + UNREAL
+ANYTHING = NO_NUMBER + WHOLE + HALVES
+
+
+def positive() -> Kind:
+    sound = [np.float32(0.5), np.float64(0.25), np.int64(1), jnp.float32(0.5), np.array(0.5), Fraction(1, 2), 2**20]
+    return Kind([*NO_NUMBER, 0, -1, -0.5, 0.0, 1e-50, 1e39, -1e39, 2**200], sound)
+
+
+def nonnegative() -> Kind:
+    return Kind([*NO_NUMBER, -1, -0.5, 1e-50, 1e39, -(2**40)], [0, 0.0, np.float32(0.5), np.uint8(1), Fraction(1, 3)])
+
+
+def fraction() -> Kind:
+    return Kind([*NO_NUMBER, 1, 1.0, -0.1, 2, 1e-50, np.int64(2**32)], [0, 0.0, np.float32(0.5), Fraction(1, 3)])
+
+
+def probability() -> Kind:
+    return Kind([*NO_NUMBER, 1.5, -0.1, 2, 1e39], [0, 1, np.float32(0.5), Fraction(1, 3)])
+
+
+INTEGERS = (np.int64(2), np.uint8(2), np.array(2), jnp.int32(2))
+
+
+def integer(low: int = 1, high: int | None = None, sound: Sequence[Any] = INTEGERS) -> Kind:
+    high_ones = [] if high is None else [high + 1, 2**31 + 1, 2**70]
+    return Kind([*NO_NUMBER, low - 1, low - 2**40, 1.5, 1.0, np.float32(2), *high_ones], sound)
+
+
+def flag() -> Kind:
+    return Kind([*NOTHING, *TEXTS, *THINGS, *CONTAINERS, *ARRAYS, 0, 1, 0.5, "True", "no"], BOOLS)
+
+
+def choice(*names: str) -> Kind:
+    return Kind([*ANYTHING, *[name.upper() + "x" for name in names]], [np.str_(name) for name in names])
+
+
+def only(*fine: type) -> Kind:
+    """A value of these types: anything else is nonsense."""
+    return Kind([value for value in ANYTHING if not isinstance(value, fine)])
+
+
+def optional(kind: Kind, *words: Any) -> Kind:
+    """Also None, or these."""
+    free = (None, *words)
+    nonsense = [v for v in kind.nonsense if not any(v is f or (isinstance(v, str) and v == f) for f in free)]
+    return kind._replace(nonsense=nonsense, odd=[*kind.odd, *free])
+
+
+def without_none(kind: Kind) -> Kind:
+    """Also None, for which a default stands."""
+    return kind._replace(nonsense=[value for value in kind.nonsense if value is not None], odd=[*kind.odd, None])
+
+
+def path(either: Sequence[Any] = ("", ".", "no/such/folder", "a\0b", Path(), "~no_such_user/x", "x" * 300)) -> Kind:
+    return Kind([v for v in ANYTHING if not isinstance(v, str)], [], [*either, "nothing_here"])
+
+
+def function() -> Kind:
+    return Kind([v for v in ANYTHING if not callable(v)])
+
+
+def shape() -> Kind:
+    nonsense = [*NOTHING, *TEXTS, *THINGS, *BOOLS, *UNREAL, 784, -1, 0.5, (0,), (-3,), (1.5,), ("a",), {"a": 1}, {1}]
+    return Kind(nonsense)
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """The value with one part, anywhere in it, exchanged for an awkward one."""
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        key = rng.choice([*value])
+        return value | {key: mutated(value[key], rng)}
+    if isinstance(value, (list, tuple)) and value and rng.random() < 0.8:
+        at, items = rng.randrange(len(value)), list(value)
+        items[at] = mutated(items[at], rng)
+        return items if isinstance(value, list) else value._make(items) if hasattr(value, "_make") else tuple(items)
+    return rng.choice(ANYTHING)
+
+
+# --- what is called ---------------------------------------------------------------------------------------------------
+
+X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1, 2, 1, 0, 1, 2, 1])
+FEWER, NO_SECOND = Y[:7], [8, 0]
+PARTS = [np.array([0, 1, 2]), np.array([3]), np.array([4, 5, 6, 7])]
+PAIRS = [(X[part], Y[part]) for part in PARTS]
+HISTORY = [
+    {
+        **dict.fromkeys(("round", "clients", "steps", "executed_steps"), t),
+        **dict.fromkeys(("train_loss", "loss", "accuracy", "lr", "seconds", "gain", "period_drift"), 0.5 / t),
+        **dict.fromkeys(("dissimilarity", "lp_present", "lp_absent", "period_variance", "client_variance"), 0.1 * t),
+        **dict.fromkeys(("cka", "kl", "client_drift", "update_norm", "update_cosine"), [0.5, 0.6]),
+        "label_mix": [0.5, 0.25, 0.25],
+    }
+    for t in (1, 2, 3)
+]
+RECORDS = {"FedAvg": HISTORY, "FedEve": [HISTORY, HISTORY]}
+DATA = fd.FederatedData.from_clients(PAIRS, test_clients=PAIRS)
+MODEL = fd.models.linear((3,), 3)
+
+NO_ARRAY = [*NOTHING, *TEXTS, *THINGS, *ARRAYS, {"a": 1}, {1}, [None], 3, np.float32(3)]
+ROWS = Kind(
+    [*NO_ARRAY, [["a"] * 3] * 8, X * 1j, X[:0], X[:7], X / np.nan, np.ma.masked_array(X, X > 5), np.full((8, 3), None),
+     [[1.0], [1.0, 2.0]] * 4, X.astype("S"), X.astype(np.longdouble)],
+    [X.tolist(), jnp.asarray(X), X.astype(np.float16), X.astype(np.int64), X.astype(">f4"), X[:, ::-1], X > 3],
+)  # fmt: skip
+LABELS = Kind(
+    [*NO_ARRAY, ["a"] * 8, Y * 1j, Y[:0], FEWER, Y / np.nan, np.ma.masked_array(Y, Y > 1), np.full(8, None),
+     [[1], [1, 2]] * 4],
+    [Y.tolist(), jnp.asarray(Y), Y.astype(np.uint8), Y.astype(">i4")],
+)  # fmt: skip
+SIZES = Kind(
+    [*NO_ARRAY, [], NO_SECOND, [9, -1], [2.5, 5.5], [8.0], [1.9, 1.9, 2.0, 2.2], [[8]], [True] * 8, [2**32 + 8], ["8"],
+     np.ma.masked_array([4, 4], [0, 1])],
+    [[4, 4], (8,), np.array([1, 7], np.uint8), jnp.array([3, 5])],
+)  # fmt: skip
+PAIR = without_none(
+    Kind(
+        [*ANYTHING, (X,), (X, Y, Y), (X, Y[:3]), ("a", "b"), (None, None), (X[:, :2], Y), (X * 1j, Y)],
+        [(X, Y), [X, Y], (X.tolist(), Y.tolist())],
+        like=(X, Y),
+    )
+)
+NO_NAMES = [value for value in ANYTHING if not isinstance(value, range | tuple)]
+NAMES = without_none(Kind([*NO_NAMES, ["a"], ["a", "a"], "ab"], [["a", "b"], ("a", "b"), [1, 2]]))
+OF_ALL_DATA = {"mean": without_none(Kind(ANYTHING)), "std": without_none(Kind(ANYTHING)), "name": only(str)}
+
+
+def algorithms() -> Iterator[Call]:
+    kinds = {
+        **dict.fromkeys(
+            ("server_lr", "alpha", "tau", "eta_s", "eta_p", "temperature", "label_temperature"), positive()
+        ),
+        **dict.fromkeys(("mu", "margin"), nonnegative()),
+        **dict.fromkeys(("beta", "b1", "b2"), fraction()),
+        **dict.fromkeys(("window", "pseudo_steps"), integer()),
+        "v_0": optional(nonnegative()),
+        "literal": Kind([*TEXTS, *THINGS, 0.5, [1], {"a": 1}, None], [True, False, (), []]),
+    }
+    of_gamma = {"fedadc": optional(nonnegative()), "fedreg": Kind([*NO_NUMBER, 0, 1.5, -1], [1, 0.5, Fraction(1, 2)])}
+    required = {"mu": 0.1, "alpha": 0.1, "beta": 0.5, "server_lr": 0.1}
+    for name, factory in fd.algorithms.ALGORITHMS.items():
+        found = {}
+        for option, parameter in inspect.signature(factory).parameters.items():
+            default = parameter.default
+            by_type = flag() if isinstance(default, bool) else choice(default) if isinstance(default, str) else None
+            found[option] = by_type or (of_gamma[name] if option == "gamma" else kinds[option])
+        given = {option: value for option, value in required.items() if option in found}
+        yield Call(f"fd.algorithms.{name}", factory, given, found)
+
+
+def local_training() -> Iterator[Call]:
+    kinds = {
+        "epochs": integer(),
+        "batch_size": integer(sound=[np.int64(2), np.uint64(2)]),
+        **dict.fromkeys(("lr", "lr_decay"), positive()),
+        "momentum": fraction(),
+        "weight_decay": nonnegative(),
+        "clip_norm": optional(positive()),
+        "optimizer": optional(only(optax.GradientTransformation)),
+    }
+    yield Call("fd.LocalTraining", fd.LocalTraining, {}, kinds)
+
+
+def simulation() -> Iterator[Call]:
+    flag_or_auto = Kind(flag().nonsense, [True, False, "auto", np.True_])
+    kinds = {
+        **{name: only(kind) for name, kind in (("model", fd.Model), ("data", fd.FederatedData))},
+        "algorithm": only(fd.Algorithm),
+        "local": optional(only(fd.LocalTraining)),
+        "cohort_size": integer(1, 3),
+        **dict.fromkeys(("dropout", "stragglers"), probability()),
+        "over_selection": Kind([*NO_NUMBER, 0.5, 0, -1, 7.0], [1, 1.5, Fraction(3, 2)]),
+        "deadline": optional(positive()),
+        "speed_spread": nonnegative()._replace(odd=[0, 0.0]),  # others need a deadline
+        "aggregation": optional(only(fd.aggregation.Aggregation)),
+        "lanes": optional(integer(), "auto"),
+        "sampling": choice("uniform", "bernoulli"),
+        "mesh": optional(only(jax.sharding.Mesh)),
+        **dict.fromkeys(("stream", "shard_data"), flag_or_auto),
+        "bank": Kind([value for value in ANYTHING if not isinstance(value, str)], ["device", "host", Path("x")], ["x"]),
+        "donate": flag(),
+        "eval_batch_size": integer(),
+        "on_nonfinite": choice("keep", "drop_client", "raise"),
+        "measure": measures(),
+    }
+    valid = {"model": MODEL, "data": DATA, "algorithm": fd.algorithms.fedavg(), "cohort_size": 2}
+    yield Call("fd.Simulation", fd.Simulation, valid, kinds)
+    functions = ("train_apply", "features", "head", "extractor", "scores")
+    fields = dict.fromkeys(functions, optional(function())) | dict.fromkeys(("init", "apply", "loss"), function())
+    valid = {"init": MODEL.init, "apply": MODEL.apply}
+    yield Call("fd.Simulation of fd.Model", of_model, valid, fields | {"cosine": flag()})
+
+
+def of_model(**fields: Any) -> fd.Simulation:
+    return fd.Simulation(fd.Model(**fields), DATA, fd.algorithms.fedavg(), cohort_size=2)
+
+
+def measures() -> Kind:
+    nonsense = [*NOTHING, *THINGS, 0.5, 3, "adam", ["adam"], [1], {"a": 1}, {}, ["labels", "adam"]]
+    return Kind(nonsense, [*MEASURES, True, False, (), [*MEASURES], np.True_])
+
+
+def methods() -> Iterator[Call]:
+    sim = fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2)
+    state = sim.init(jax.random.key(0))
+    cohort = Kind(
+        [*TEXTS, *THINGS, *ARRAYS, *BOOLS, *UNREAL, [], (), {}, [3], [-1], [0, 0], [0.5], [[0]], ["a"], [None], 0,
+         {"a": 1}, np.zeros(2), [2**40], [True, False]],
+        [None, [0, 1], (2,), range(2), np.array([0, 2], np.uint8), jnp.array([1])],
+    )  # fmt: skip
+    kinds = {
+        "state": only(fd.ServerState),
+        "key": Kind(ANYTHING, [jax.random.key(1), jax.random.PRNGKey(1)]),
+        "params": without_none(Kind(ANYTHING, [state.params], like=jax.device_get(state.params))),
+        "cohort": cohort,
+        "fine_tune": optional(integer()),
+        "names": measures(),
+        **of_runs(),
+    }
+    valid = {"state": state, "key": jax.random.key(0), "rounds": 1, "progress": False}
+    for method in (sim.init, sim.round_fn, sim.evaluate, sim.evaluate_clients, sim.measure, sim.run):
+        takes = inspect.signature(method).parameters
+        given, asked = ({name: of[name] for name in takes if name in of} for of in (valid, kinds))
+        yield Call(f"sim.{method.__name__}", method, given, asked)
+
+
+def of_runs() -> dict[str, Kind]:
+    return {
+        "rounds": integer(0, 2**31 - 1, sound=[np.int64(2), np.uint8(2), 0])._replace(nonsense=[*NO_NUMBER, -1, 1.0]),
+        "eval_every": integer(0, sound=[0, np.int64(1)]),
+        "measure_every": integer(),
+        "progress": optional(flag())._replace(odd=[False, np.False_]),
+        "on_round": without_none(function())._replace(odd=[None, print]),
+        "checkpoints": optional(only(str, fd.Checkpoints))._replace(either=["", "a\0b"]),
+    }
+
+
+def sweeps() -> Iterator[Call]:
+    seeds = Kind(
+        [*NOTHING, *TEXTS, *THINGS, *BOOLS, *UNREAL, [], (), 3, [0, 0], [-1], [2**32], [0.5], ["a"], [None], [True]],
+        [[0, 1], range(2), np.arange(2), {0, 1}, (np.int64(3),), jnp.arange(2)],
+    )
+    values = Kind(
+        [*NOTHING, *TEXTS, *THINGS, *BOOLS, *UNREAL, *HALVES, 3, (), [], {}, {"a": 1}],
+        [[0.1], (0.1, 0.2), np.array([0.1]), range(1, 3), {0.1}, jnp.ones(2)],
+    )
+    yield Call("fd.grid", fd.grid, {"lr": [0.1]}, {"lr": values, "mu": values})
+    settings = Kind(
+        [*ANYTHING, [{"lr": "a"}], [{"epochs": 1}], [{"lr": 1.0}, {"mu": 1.0}], [{"lr": [1]}], [[]], [{"lr": 0.1}, 1]],
+        [[{}], [{"lr": 0.1}, {"lr": 0.2}], ({"mu": np.float32(1)},), fd.grid(lr=[0.1])],
+        like=[{"lr": 0.1, "mu": 0.1}, {"lr": 0.2, "mu": 0.1}],
+    )
+    kinds = {
+        "build": function(),
+        "settings": settings,
+        "seeds": seeds,
+        "params": without_none(Kind(ANYTHING)),
+        "start": without_none(Kind(ANYTHING)),
+        "together": Kind(integer().nonsense, ["auto", np.int64(1)]),
+        **of_runs(),
+    }
+    yield Call("fd.sweep", fd.sweep, {"build": built, "rounds": 1, "progress": False}, kinds)
+    kinds = {name: kind for name, kind in kinds.items() if name not in ("build", "settings")}
+    yield Call("sim.sweep", built().sweep, {"rounds": 1, "seeds": [0], "progress": False}, kinds)
+
+
+def built(lr: Any = 0.1, mu: Any = 0.1) -> fd.Simulation:
+    local = fd.LocalTraining(lr=lr)
+    return fd.Simulation(MODEL, DATA, fd.algorithms.fedprox(mu), local=local, cohort_size=2)
+
+
+def federated_data() -> Iterator[Call]:
+    of, data = OF_ALL_DATA, fd.FederatedData
+    redeal = optional(dealing(), "evenly")
+    kinds = {"x": ROWS, "y": LABELS, "sizes": SIZES, "redeal": redeal, "client_names": NAMES, **of}
+    valid = {"x": X, "y": Y, "sizes": [4, 4]}
+    yield Call("fd.FederatedData", data, valid, kinds)
+    x_test = ROWS._replace(odd=[jnp.asarray(X), X[:, ::-1], X.astype(">f4")])  # of the same type
+    nonsense = [value for value in SIZES.nonsense if value is not NO_SECOND]
+    test_sizes = without_none(Kind(nonsense, [[4, 4], NO_SECOND]))
+    kinds = {"x_test": x_test, "y_test": LABELS, "test_sizes": test_sizes}
+    yield Call("fd.FederatedData with tests", data, valid | {"x_test": X, "y_test": Y}, kinds)
+    two = [(X, Y), (X, Y)]
+    clients = Kind(
+        [*ANYTHING, [X, Y], [(X, Y), (X[:0], Y[:0])], [(X, Y), (X[:, :2], Y)], {"a": X}, [(X, Y), None], [(X, "a")]],
+        [[(X, Y)], ((X, Y), (X, Y)), {"a": (X, Y)}, {1: (X, Y)}, [[X, Y]], [(X.tolist(), Y.tolist())]],
+        like=two,
+    )
+    of_clients = {"clients": clients, "test": PAIR, "test_clients": without_none(Kind(ANYTHING, like=two)), **of}
+    yield Call("fd.FederatedData.from_clients", data.from_clients, {"clients": two}, of_clients)
+    none = [
+        value for value in ANYTHING if not isinstance(value, (np.ndarray, jax.Array, range)) and value is not RAGGED
+    ]
+    parts = Kind(
+        [*none, [[8]], [[0.5]], [[-1]], [["a"]], [[]], fd.partition.iid(2)],
+        [PARTS, tuple(PARTS), [[0], [1]], [range(2), range(3)]],
+        like=PARTS,
+    )
+    test = PAIR._replace(odd=[(X, Y), [jnp.asarray(X), Y.tolist()]])
+    of_parts = {"x": ROWS, "y": LABELS, "parts": parts, "test": test, **of}
+    valid = {"x": X, "y": Y, "parts": PARTS}
+    yield Call("fd.FederatedData.from_partition", data.from_partition, valid, of_parts)
+    test_parts = without_none(parts._replace(odd=[PARTS, tuple(PARTS)]))
+    with_test = valid | {"test": (X, Y)}
+    yield Call("from_partition with tests", data.from_partition, with_test, {"test_parts": test_parts})
+    client = Kind([*NO_NUMBER, 3, -1, 2**40, "anna"], [0, np.int64(1), np.uint8(2)])
+    yield Call("data.client", DATA.client, {}, {"i": client})
+    yield Call("data.id_of", DATA.id_of, {}, {"name": Kind(ANYTHING)})
+    yield Call("data.redealt", DATA.redealt, {}, {"alpha": optional(dealing())})
+    yield Call("data.with_client_tests", DATA.with_client_tests, {}, {"seed": seed()})
+    yield Call("data.decode", DATA.decode, {}, {"x": Kind(TEXTS, [X, X.tolist(), jnp.asarray(X)], NO_ARRAY)})
+    regimes = {
+        "x": ROWS,
+        "y": LABELS,
+        "num_clients": integer(1, 8),
+        "alpha": dealing(),
+        "seed": seed(),
+        "test": PAIR,
+        **of,
+    }
+    yield Call("fd.drift_regimes", fd.drift_regimes, {"x": X, "y": Y, "num_clients": 2, "alpha": 0.5}, regimes)
+
+
+def seed() -> Kind:
+    return Kind([value for value in integer(0).nonsense if value is not HUGE], [0, np.int64(2), np.uint8(2), 2**80])
+
+
+def dealing() -> Kind:
+    """A number > 0 that NumPy computes with."""
+    return Kind([*NO_NUMBER, 0, -1, -0.5], [1e-50, 1e39, np.float32(0.5), Fraction(1, 2)])
+
+
+def partitions() -> Iterator[Call]:
+    kinds = {
+        **dict.fromkeys(("num_clients", "per_client"), integer()),
+        "seed": seed(),
+        "size_sigma": Kind([*NO_NUMBER, -1, -0.5], [0, 1e-50, np.float32(0.5)]),
+        "alpha": dealing(),
+        "prior": choice("client", "global", "class"),
+        "min_size": optional(integer()),
+        "capped": Kind(flag().nonsense, [True]),
+    }
+    y = Kind([*(value for value in LABELS.nonsense if value is not FEWER), Y / 2, Y[None]], LABELS.odd)
+    any_writer = Kind(either=ANYTHING)
+    writers = Kind([*ANYTHING, [0.5] * 8, [None] * 8, Y[:3]], [Y, Y.tolist(), list("abcdabcd")])
+    for make in (fd.partition.iid, fd.partition.dirichlet, fd.partition.shards, fd.partition.by_writer):
+        takes = inspect.signature(make).parameters
+        given = {
+            name: value for name, value in (("num_clients", 2), ("alpha", 0.5), ("per_client", 2)) if name in takes
+        }
+        yield Call(f"fd.partition.{make.__name__}", make, given, {name: kinds[name] for name in takes})
+        writer = writers if make is fd.partition.by_writer else any_writer
+        yield Call(f"{make.__name__}(...)(y)", make(**given), {"y": Y, "writer": Y}, {"y": y, "writer": writer})
+
+
+def datasets() -> Iterator[Call]:
+    recipes = [open, object, int, lambda y, writer: [[0]], lambda y, writer: 3]
+    nonsense = [value for value in [*ANYTHING, fd.partition.iid] if not callable(value) or value is fd.partition.iid]
+    spread = Kind([*NO_NUMBER, -1], [0, np.float32(1)])
+    kinds = {
+        "name": choice("synthetic"),
+        "partition": without_none(Kind(nonsense, [None, fd.partition.iid(2)], recipes)),
+        "data_dir": optional(path()),
+        "standardize": flag(),
+        "seed": seed(),
+        **dict.fromkeys(("alpha", "beta"), spread),
+        "num_clients": optional(integer()),
+        "num_rows": optional(integer(2, sound=[np.int64(50)])),
+        "variant": choice("feddyn", "fedprox"),
+        **dict.fromkeys(("iid_sol", "iid_data"), optional(flag())),
+    }
+    yield Call("fd.datasets.load", fd.datasets.load, {"name": "synthetic", "num_clients": 3}, kinds)
+    glyphs = {"num_writers": integer(sound=[np.int64(2)])}
+    yield Call("load glyphs", fd.datasets.load, {"name": "glyphs", "num_writers": 2}, glyphs)
+    of_name = {"name": choice("mnist"), "data_dir": optional(path())}
+    yield Call("fd.datasets.found", fd.datasets.found, {"name": "mnist"}, of_name)
+    yield Call("fd.datasets.num_classes", fd.datasets.num_classes, {}, {"name": choice("mnist")})
+    yield Call("fd.datasets.describe", fd.datasets.describe, {}, {"data_dir": optional(path())})
+    yield Call("fd.datasets.from_leaf", fd.datasets.from_leaf, {}, {"folder": path()})
+    for read in (fd.datasets.from_fedjax, fd.datasets.from_tff):
+        files = {"train": path(), "test": optional(path())._replace(odd=[])}
+        yield Call(f"fd.datasets.{read.__name__}", read, {"train": "nowhere"}, files)
+
+
+def checkpoints() -> Iterator[Call]:
+    kinds = {
+        "folder": path(),
+        "every": optional(integer()),
+        "seconds": optional(Kind([*NO_NUMBER, 0, -1], [1, Fraction(1, 2), np.float32(1)])),
+        "keep": integer(),
+        "best": optional(only(str)),
+        "config": Kind([*TEXTS, *THINGS, 3, 0.5, [1], {"a": object()}, {1}], [None, {}, {"a": 1}]),
+    }
+    yield Call("fd.Checkpoints", fd.Checkpoints, {"folder": "checkpoints"}, kinds)
+    sim, saved = built(), fd.Checkpoints("saved")
+    sim.run(sim.init(jax.random.key(0)), 2, progress=False, checkpoints=saved)
+    rounds = without_none(Kind([*NO_NUMBER, 7, -1, 0.5], [2, np.int64(2), "best"]))
+    yield Call("checkpoints.restore", saved.restore, {"sim": sim}, {"sim": only(fd.Simulation), "round": rounds})
+    either = {name: Kind(either=ANYTHING) for name in ("algorithm", "seed")}
+    yield Call("fd.load_run", fd.load_run, {"folder": "nowhere"}, {"folder": path(), **either})
+
+
+def logs() -> Iterator[Call]:
+    before = Kind([*TEXTS, *THINGS, 3, [1], [None], 0.5, {"a": 1}], [[], HISTORY], [None], like=HISTORY)
+    kinds = {"folder": path(), "before": before, "tensorboard": flag()}
+    yield Call("fd.logs.Log", logged, {"folder": "log", "before": []}, kinds)
+    record = Kind([value for value in ANYTHING if not isinstance(value, dict)], [HISTORY[0]], like=HISTORY[0])
+    yield Call("log(record)", logged, {"folder": "log", "before": []}, {"record": record})
+    yield Call("fd.logs.read", fd.logs.read, {}, {"path": path()})
+
+
+def logged(record: Any = HISTORY[0], **given: Any) -> None:
+    with fd.logs.Log(**given) as log:
+        log(record)
+
+
+def plots() -> Iterator[Call]:
+    no_text = [value for value in ANYTHING if not isinstance(value, str)]
+    runs = Kind(no_text, [HISTORY, tuple(HISTORY), {"a": HISTORY}], ["nowhere"], like=RECORDS)
+    file = without_none(Kind(no_text, [], ["", "no/such/folder/x.png", "x.nope", ".", "a\0b.png"]))
+    for draw in (fd.plots.curves, fd.plots.drift, fd.plots.updates, fd.plots.agreement, fd.plots.gain):
+        yield Call(f"fd.plots.{draw.__name__}", draw, {"records": RECORDS}, {"records": runs, "path": file})
+    target = Kind([*NO_NUMBER, 95, 1.5], [0.5, np.float32(0.5), Fraction(1, 2), 0])
+    of_target = {"records": runs, "target": target, "key": Kind([*no_text, "adam"], ["train_loss", "accuracy"])}
+    valid = {"records": RECORDS, "target": 0.5}
+    yield Call("fd.plots.rounds_to_target", fd.plots.rounds_to_target, valid, of_target | {"path": file})
+    yield Call("fd.rounds_to_target", fd.rounds_to_target, valid, of_target)
+    scores = {"accuracy": np.array([0.5, 0.7, np.nan]), "loss": np.ones(3)}
+    of_scores = Kind(ANYTHING, [scores], like={"a": {"accuracy": [0.5, 0.7]}})
+    yield Call("fd.plots.fairness", fd.plots.fairness, {"scores": scores}, {"scores": of_scores, "path": file})
+    largest = optional(Kind([*NO_NUMBER, 0, -1], [0.5, np.float32(1)]))
+    mix = {"history": runs, "path": file, "title": only(str), "largest": largest}
+    yield Call("fd.plots.label_mix", fd.plots.label_mix, {"history": HISTORY}, mix)
+    yield Call(
+        "fd.plots.federation", fd.plots.federation, {"data": DATA}, {"data": only(fd.FederatedData), "path": file}
+    )
+    errors, titles = {"a": [[1.0, 0.5], []], "b": [[2.0, 0.5], [1.0]]}, ["a", "b"]
+    kinds = {
+        "errors": Kind(ANYTHING, [errors], like=errors),
+        "titles": Kind(ANYTHING, [titles], like=titles),
+        "path": file,
+    }
+    yield Call("fd.plots.quadratics", fd.plots.quadratics, {"errors": errors, "titles": titles}, kinds)
+    compared = [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {"a": [(None, 0.3), (1, 0.2)]})]
+    kinds = {"settings": Kind(ANYTHING, [compared], like=compared), "ylabel": only(str), "path": file}
+    yield Call("fd.plots.compared", fd.plots.compared, {"settings": compared, "ylabel": "y"}, kinds)
+    sound = [[0.5], np.ones(3), (1, 2), jnp.ones(2)]
+    yield Call("fd.personal.summary", fd.personal.summary, {}, {"values": Kind(NO_ARRAY, sound, ANYTHING)})
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(3)(x)
+
+
+def models() -> Iterator[Call]:
+    kinds = {
+        "input_shape": shape(),
+        **dict.fromkeys(("num_classes", "width", "filters"), integer()),
+        **dict.fromkeys(("cosine", "projection"), flag()),
+        "vocabulary": integer(2),
+        "ligand": integer(16, sound=[np.int64(20)]),
+        "test_negatives": integer(9, sound=[np.int64(9)]),
+        "stem": Kind(ANYTHING, [3, 7, np.int64(3)]),
+        "sizes": Kind([*ANYTHING, (1, 2, 3), (0,) * 6, ("a",) * 6], [(2,) * 6, [2] * 6, np.full(6, 2)]),
+        "convolutions": Kind([*ANYTHING, (0,) * 4, (1,) * 3], [(2,) * 4, [2] * 4]),
+        "dense": Kind([*ANYTHING, (0,) * 3, (1,) * 2], [(2,) * 3, [2] * 3]),
+    }
+    for name, make in fd.models.MODELS.items():
+        yield Call(
+            f"fd.models.{name}", make, {}, {option: kinds[option] for option in inspect.signature(make).parameters}
+        )
+    params = jax.device_get(MODEL.init(jax.random.key(0)))
+    fd.models.save_params(params, "params.npz")
+    of_params = {"params": Kind([*TEXTS, *THINGS, *ARRAYS[:2], None], [params], like=params), "path": path()}
+    yield Call("fd.models.save_params", fd.models.save_params, {"params": params, "path": "some.npz"}, of_params)
+    of_file = {"model": only(fd.Model), "path": path()}
+    yield Call("fd.models.load_params", fd.models.load_params, {"model": MODEL, "path": "params.npz"}, of_file)
+    dtype = Kind([int, 3, "adam", object(), [], "int32", ..., lambda: 0], [jnp.float32, "bfloat16", np.float16])
+    yield Call("model.computing_in", MODEL.computing_in, {}, {"dtype": dtype})
+    kinds = {
+        "module": Kind([*ANYTHING, Net, nnx.Rngs(0)], [Net()]),
+        "input_shape": shape()._replace(odd=[(3,), [3]]),
+        "input_dtype": Kind([3, object(), "adam"], [jnp.float32, "float32"]),
+    }
+    yield Call("fd.Model.from_linen", fd.Model.from_linen, {"module": Net(), "input_shape": (3,)}, kinds)
+    make = lambda rngs: nnx.Linear(3, 3, rngs=rngs)  # noqa: E731
+    kinds = kinds | {"module": Kind([*ANYTHING, Net()], [make]), "input_shape": without_none(kinds["input_shape"])}
+    yield Call("fd.Model.from_nnx", fd.Model.from_nnx, {"module": make}, kinds)
+
+
+def others() -> Iterator[Call]:
+    yield Call("fd.aggregation.clipped", fd.aggregation.clipped, {}, {"norm": positive()})
+    kinds = {"clip_norm": positive(), "noise_multiplier": nonnegative()}
+    yield Call("fd.aggregation.private", fd.aggregation.private, {"clip_norm": 1.0, "noise_multiplier": 1.0}, kinds)
+    private = {"sampling": "bernoulli", "aggregation": fd.aggregation.private(1.0, 1.0)}
+    sim = fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, **private)
+    kinds = {
+        "sim": only(fd.Simulation),
+        "rounds": integer(1, 10**6),
+        "delta": Kind([*NO_NUMBER, 0, 1, -1, 2], [0.1, np.float32(0.1)]),
+    }
+    yield Call("fd.aggregation.epsilon", fd.aggregation.epsilon, {"sim": sim, "rounds": 2, "delta": 1e-3}, kinds)
+    ks = Kind([*NOTHING, *TEXTS[1:], *THINGS, *BOOLS, 3, [0], [101], [0.5], ["a"]], [[1], (5,), np.array([5])])
+    kinds = {"group": integer(2, sound=[np.int64(20)]), "ks": ks}
+    yield Call("fd.ranking.scores", fd.ranking.scores, {}, kinds)
+    yield Call("fd.clients_mesh", fd.clients_mesh, {}, {"devices": without_none(Kind(ANYTHING, [jax.devices()]))})
+    address = without_none(Kind([*ANYTHING, "host", "host:0", "host:70000", ":1"]))._replace(odd=[])
+    kinds = {"num_processes": integer(), "process_id": integer(0), "cpu_devices": integer(1, 256)}
+    kinds = {name: without_none(kind)._replace(odd=[]) for name, kind in kinds.items()}
+    kinds |= {"coordinator_address": address, "timeout_seconds": integer()._replace(odd=[])}
+    yield Call("fd.distributed.initialize", fd.distributed.initialize, {}, kinds)
+    yield Call("fd.use_cpu_devices", fd.use_cpu_devices, {}, {"n": kinds["cpu_devices"]})
+
+
+WORDS = """
+    -- - = : , a nan inf -1 0 1e400 1e-50 0.5 fedavg fedprox fedprox:mu= fedprox:mu=a fedavg:=, adam:b1=2
+    adam:b1=a sgd dirichlet dirichlet:0 dirichlet:a dirichlet:0.1:prior=x iid:3 shards:0 lenet5
+    linear:input_shape=3 host None true no/such [1] {} evenly auto labels,x synthetic:alpha=x
+    synthetic:num_clients=0 glyphs:num_writers=-1
+""".split()
+WORDS += ["", "a\0b", "\n", "é" * 50, "9" * 30]
+FLAGS = """
+    dataset algorithm partition clients size-sigma data-dir seed data-seed model init rounds cohort sampling
+    redeal epochs batch-size lr lr-decay momentum weight-decay clip-norm optimizer on-nonfinite dropout
+    stragglers over-selection deadline speed-spread clip-updates noise-multiplier measure measure-every
+    eval-every devices lanes stream bank seeds target resume checkpoint-every checkpoint-seconds keep output
+""".split()
+
+
+def command_line() -> Iterator[Call]:
+    run = "run --dataset synthetic:num_clients=3 --algorithm fedavg --rounds 1 --cohort 2 --no-progress".split()
+    words = {"word": Kind(either=WORDS)}
+    for name in FLAGS:
+        yield Call(
+            f"run --{name}", lambda word, name=name: typed([*run, "--output=out", f"--{name}={word}"]), {}, words
+        )
+    yield Call("data", lambda word: typed(["data", word, "--output=out"]), {}, words)
+    yield Call("a command", lambda word: typed([word]), {}, {"word": Kind(either=[word for word in WORDS if word])})
+
+
+def typed(words: list[str]) -> None:
+    """ValueError where the command ends with code 2 and says why in one line."""
+    said = io.StringIO()
+    shutil.rmtree("out", ignore_errors=True)
+    with contextlib.redirect_stderr(said):
+        try:
+            code = cli.main(words)
+        except SystemExit as error:  # of --help
+            code = error.code
+    errors = [line for line in said.getvalue().splitlines() if line.startswith("fedjax-drift: error:")]
+    if code == 2 and len(errors) == 1:
+        raise ValueError(errors[0])
+    if code not in (0, 1):
+        raise AssertionError(f"code {code}: {said.getvalue()!r}")
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
+    "algorithms": algorithms,
+    "LocalTraining": local_training,
+    "Simulation": simulation,
+    "its methods": methods,
+    "sweep and grid": sweeps,
+    "FederatedData": federated_data,
+    "partitions": partitions,
+    "datasets": datasets,
+    "checkpoints": checkpoints,
+    "logs": logs,
+    "plots": plots,
+    "models": models,
+    "others": others,
+    "command line": command_line,
+}
+
+
+# --- calling ----------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    call: str
+    wrong: str  # "raw", "accepted nonsense", "refused", "hangs"; "": as it should be
+    said: str  # the error
+
+    def __str__(self) -> str:
+        return f"{self.wrong}: {self.call}: {self.said}"
+
+
+def abused(family: str, number: int, seed: int = 0) -> Iterator[Outcome]:
+    """So many calls of a family, in a folder of their own."""
+    rng, here = random.Random(f"{family} {seed}"), os.getcwd()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        os.chdir(folder)
+        try:
+            calls = [call for call in FAMILIES[family]() if call.kinds]
+            weights = [len(call.kinds) for call in calls]
+            for call in rng.choices(calls, weights, k=number):
+                argument = rng.choice([*call.kinds])
+                value, asked = drawn(call.kinds[argument], rng)
+                yield Outcome(f"{call.name}({argument}={value!r:.100})", *once(call, {argument: value}, asked))
+        finally:
+            os.chdir(here)
+
+
+def drawn(kind: Kind, rng: random.Random) -> tuple[Any, str]:
+    """A value, and what it is: "nonsense", "odd", "either"."""
+    values = [(value, name) for name in ("nonsense", "odd", "either") for value in getattr(kind, name)]
+    if kind.like is not None and (not values or rng.random() < 0.5):
+        return mutated(copy.copy(kind.like), rng), "either"
+    return rng.choice(values)
+
+
+def once(call: Call, given: dict[str, Any], asked: str) -> tuple[str, str]:
+    """What is wrong with the call, and the error."""
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(HANG_SECONDS)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            call.function(**(call.valid | given))
+    except Hang:
+        return "hangs", ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error)[:300]}"
+        return "raw" if not ours(error) else "refused" if asked == "odd" else "", said
+    finally:
+        signal.alarm(0)
+    return "accepted nonsense" if asked == "nonsense" else "", ""
+
+
+class Hang(BaseException):
+    pass
+
+
+def too_long(signum: int, frame: Any) -> None:
+    raise Hang
+
+
+def ours(error: Exception) -> bool:
+    """Whether a line of the library that begins with "raise" raised it (or of this file, for the command line)."""
+    if not isinstance(error, OURS):
+        return False
+    if isinstance(error, OSError) and error.filename is not None:
+        return True  # about a file, whose name it gives
+    frame, number = list(traceback.walk_tb(error.__traceback__))[-1]
+    name = frame.f_code.co_filename
+    return ("fedjax_drift" in name or name == __file__) and linecache.getline(name, number).strip().startswith("raise ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("calls", nargs="?", type=int, default=10_500, help="of all families together")
+    parser.add_argument("seed", nargs="?", type=int, default=0)
+    arguments = parser.parse_args()
+    wrongs, shown = ("raw", "accepted nonsense", "refused", "hangs"), set[str]()
+    lines, total = [], collections.Counter[str]()
+    for family in FAMILIES:
+        counts = collections.Counter[str]()
+        for outcome in abused(family, arguments.calls // len(FAMILIES), arguments.seed):
+            counts[outcome.wrong] += 1
+            if outcome.wrong and (what := f"{outcome.wrong} {outcome.call.partition('=')[0]}") not in shown:
+                print(str(outcome)[:300], flush=True)
+                shown.add(what)
+        lines.append(f"{family:16}{counts.total():>8}" + "".join(f"{counts[wrong]:>19}" for wrong in wrongs))
+        total += counts
+    print(f"{'family':16}{'calls':>8}" + "".join(f"{wrong:>19}" for wrong in wrongs), *lines, sep="\n")
+    print(f"{'all':16}{total.total():>8}" + "".join(f"{total[wrong]:>19}" for wrong in wrongs))
+    sys.exit(any(total[wrong] for wrong in wrongs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Wrong calls of everything public, and that what goes wrong shows."""
+
+from __future__ import annotations
+
+import abuse
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+
+X, Y = np.arange(24, dtype=np.float32).reshape(8, 3) / 24, np.array([0, 1, 2, 1, 0, 1, 2, 1])
+DATA = fd.FederatedData.from_clients([(X[:3], Y[:3]), (X[3:4], Y[3:4]), (X[4:], Y[4:])], test=(X, Y))
+
+
+@pytest.mark.parametrize("family", abuse.FAMILIES)
+def test_wrong_calls_are_refused_by_the_library(family) -> None:
+    assert not [str(outcome) for outcome in abuse.abused(family, 80) if outcome.wrong]
+
+
+@pytest.mark.parametrize("algorithm", [fd.algorithms.scaffold(), fd.algorithms.feddc(0.1), fd.algorithms.slowmo(0.5)])
+def test_a_rate_too_small_for_float32_divides_nothing_by_zero(algorithm) -> None:
+    local = fd.LocalTraining(lr=0.1, lr_decay=0.5)
+    sim = fd.Simulation(fd.models.linear((3,), 3), DATA, algorithm, local=local, cohort_size=2)
+    state, history = sim.run(sim.init(jax.random.key(0))._replace(round=jnp.int32(300)), 2, progress=False)
+    leaves = jax.tree.leaves(state._replace(key=0))
+    assert all(np.isfinite(leaf).all() for leaf in leaves) and 0 < history[-1]["lr"] < 1e-37
+
+
+def test_a_model_that_is_not_finite_classifies_nothing_and_is_warned_of() -> None:
+    sim = fd.Simulation(fd.models.linear((3,), 3), DATA, fd.algorithms.fedavg(), cohort_size=2)
+    state = sim.init(jax.random.key(0))
+    state = state._replace(server=state.server._replace(params=jax.tree.map(lambda p: p * jnp.nan, state.params)))
+    with pytest.warns(RuntimeWarning, match="the model of round 0 is not finite on the test set, its loss is nan"):
+        assert sim.evaluate(state)["accuracy"] == 0
+
+
+def test_measuring_is_sound_where_nan_is_an_error() -> None:
+    """Absent clients have none of what is measured: NaN."""
+    options = {"cohort_size": 2, "sampling": "bernoulli", "measure": "updates"}
+    sim = fd.Simulation(fd.models.linear((3,), 3), DATA, fd.algorithms.scaffold(), **options)
+    with jax.debug_nans(True):
+        _, history = sim.run(sim.init(jax.random.key(0)), 3, progress=False)
+        (run,) = sim.sweep(2, [0], progress=False)
+    assert len(history) == 3 and len(run.history) == 2 and "update_norm" in run.history[0]
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    local = fd.LocalTraining(epochs=np.uint8(1), batch_size=np.uint64(2), lr=np.int64(1))
+    sim = fd.Simulation(
+        fd.models.linear((3,), 3), DATA, fd.algorithms.fedavg(np.int64(1)), local=local, cohort_size=np.uint8(2)
+    )
+    state = sim.init(jax.random.key(0))._replace(round=jnp.int32(100))
+    state, history = sim.run(state, np.uint8(200), np.int64(0), progress=np.False_)
+    assert len(history) == 200 and int(state.round) == 300
