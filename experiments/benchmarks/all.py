@@ -39,8 +39,7 @@ BENCHMARKS = [
     Benchmark("accelerator.py", "accelerator"),
     Benchmark("accelerator.py --bfloat16", "accelerator"),
     Benchmark("forms.py", "accelerator"),
-    Benchmark("forms.py --rounds 'lenet5 100' 'lenet5 3400' --forms ours 'on the fly'", "accelerator"),
-    Benchmark("forms.py --rounds 'lenet5 100' --forms ours 'on the fly' --no-graphs", "accelerator"),
+    Benchmark("forms.py --rounds 'lenet5 100' --forms ours bfloat16", "accelerator"),
     Benchmark("torch_loop.py", "accelerator torch"),
     Benchmark("all_writers.py"),
     Benchmark("overhead.py"),
@@ -48,6 +47,7 @@ BENCHMARKS = [
     Benchmark("many_clients.py"),
     Benchmark("memory.py"),
     Benchmark("endurance.py"),
+    Benchmark("wrong_calls.py"),
     Benchmark("weak_scaling.py"),
     Benchmark("algorithm_cost.py --turns 3"),
 ]

@@ -18,16 +18,14 @@ import operator
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import measure
-import patchless
 from jax import lax
-from jax.custom_batching import custom_vmap, sequential_vmap
 from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
 
 import fedjax_drift as fd
@@ -54,11 +52,6 @@ def pooled(form: Form, maximum: Callable[[jax.Array, int], jax.Array]) -> Form:
     return convolve
 
 
-def window_pool(x: jax.Array, window: int) -> jax.Array:
-    size = (1, window, window, 1)
-    return lax.reduce_window(x, -jnp.inf, lax.max, size, size, "VALID")
-
-
 def recomputed(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
     """The backward pass makes the patches again."""
     return jax.checkpoint(lambda x, kernel: ours(x, kernel, stride, pool))(x, kernel)
@@ -81,43 +74,6 @@ def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
     x = columns(x, w, stride)
     products = jnp.einsum("ikf,khwb->ifhwb", kernel.reshape(h, w * C, F), x)
     return layers.max_pool(total([layers._every(products[i], 1, i, H, stride) for i in range(h)]), pool)
-
-
-def shifted_rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """A product for each row of the window, with the shifted patches of a row."""
-    h, w, C, F = kernel.shape
-    H = (x.shape[1] - h) // stride + 1
-    x = columns(x, w, stride)
-    terms = [jnp.einsum("kf,khwb->fhwb", kernel[i].reshape(-1, F), layers._every(x, 1, i, H, stride)) for i in range(h)]
-    return layers.max_pool(total(terms), pool)
-
-
-def shifted(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """A product for each weight of the window, with the shifted image: no patches."""
-    h, w, _, _ = kernel.shape
-    H, W = layers._positions(x, (h, w), stride)
-    slices = (layers._every(layers._every(x, 1, i, H, stride), 2, j, W, stride) for i in range(h) for j in range(w))
-    terms = [jnp.einsum("cf,chwb->fhwb", kernel[n // w, n % w], s) for n, s in enumerate(slices)]
-    return layers.max_pool(total(terms), pool)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gathered(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    return ours(x, kernel, stride, 1)
-
-
-def _gathered_gradients(stride: int, kept: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
-    weights = jax.vjp(lambda kernel: ours(lax.optimization_barrier(x), kernel, stride, 1), kernel)[1](g)[0]
-    return patchless.image_gradient(partial(ours, stride=1, pool=1), g, kernel, stride, x.shape[1:3]), weights
-
-
-_gathered.defvjp(lambda x, kernel, stride: (_gathered(x, kernel, stride), (x, kernel)), _gathered_gradients)
-
-
-def gathered(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """Keeps the image only; the weight gradient makes the patches again, the image gradient is a convolution."""
-    return layers.max_pool(_gathered(x, kernel, stride), pool)
 
 
 def in_bfloat16(form: Form) -> Form:
@@ -144,64 +100,14 @@ def lax_conv(images: str, weights: str) -> Form:
     return convolve
 
 
-def one_by_one(form: Form, vmap: Callable[[Callable], Callable]) -> Form:
-    """The form for one client after another, its gradients as well; ``vmap`` says how the clients follow."""
-
-    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-        alone = partial(form, stride=stride, pool=1)
-        call = jax.custom_vjp(vmap(alone))
-        gradients = vmap(lambda x, kernel, g: jax.vjp(alone, x, kernel)[1](g))
-        call.defvjp(lambda x, kernel: (call(x, kernel), (x, kernel)), lambda kept, g: gradients(*kept, g))
-        return layers.max_pool(call(x, kernel), pool)
-
-    return convolve
-
-
-def unrolled(f: Callable) -> Callable:
-    """f, of which `jax.vmap` makes as many copies as there are clients: a loop, without a loop's cost."""
-    call = custom_vmap(f)
-
-    @call.def_vmap
-    def copies(size: int, batched: Sequence[bool], *arguments: jax.Array) -> tuple:
-        each = [f(*(a[i] if b else a for a, b in zip(arguments, batched, strict=True))) for i in range(size)]
-        return jax.tree.map(lambda *parts: jnp.stack(parts), *each), jax.tree.map(lambda _: True, each[0])
-
-    return call
-
-
-def on_the_fly(**tiles: int) -> Form:
-    """Kernels of our own that take the patches from the image as they multiply: none are stored."""
-
-    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-        return layers.max_pool(patchless.conv(x, kernel, stride, patchless.Tiles(**tiles)), pool)
-
-    return convolve
-
-
-NHWC, NCHW = lax_conv("NHWC", "HWIO"), lax_conv("NCHW", "OIHW")
 FORMS: dict[str, Form] = {
     "ours": ours,
-    "on the fly": on_the_fly(),
-    "on the fly, 64 positions": on_the_fly(positions=64),
-    "on the fly, 256 positions": on_the_fly(positions=256, warps=8),
-    "on the fly, depth 64": on_the_fly(depth=64),
-    "on the fly, depth 16": on_the_fly(depth=16),
     "bfloat16": in_bfloat16(ours),
-    "on the fly, bfloat16": in_bfloat16(on_the_fly()),
-    "grouped NHWC": NHWC,
+    "grouped NHWC": lax_conv("NHWC", "HWIO"),
+    "grouped NCHW": lax_conv("NCHW", "OIHW"),
     "rows": rows,
-    "rows, bfloat16": in_bfloat16(rows),
-    "unrolled NHWC": one_by_one(NHWC, unrolled),
-    "blocks pooled": pooled(ours, layers._pool_blocks),
     "recomputed": recomputed,
-    "gathered": gathered,
-    "window pooled": pooled(ours, window_pool),
-    "shifted rows": shifted_rows,
-    "one by one NHWC": one_by_one(NHWC, sequential_vmap),
-    "grouped NCHW": NCHW,
-    "one by one NCHW": one_by_one(NCHW, sequential_vmap),
-    "unrolled NCHW": one_by_one(NCHW, unrolled),
-    "shifted": shifted,
+    "blocks pooled": pooled(ours, layers._pool_blocks),
 }  # the most promising first
 
 
@@ -336,7 +242,6 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     if arguments.quick:
         arguments.lanes = [2]
-        arguments.forms = [form for form in arguments.forms if not re.search("positions|depth", form)]  # other tiles
         arguments.networks, arguments.rounds = arguments.networks[:1], arguments.rounds and arguments.rounds[:1]
     fd.use_cpu_devices()
     name = ("forms_rounds" if arguments.rounds else "forms") + ("_without_graphs" if arguments.no_graphs else "")

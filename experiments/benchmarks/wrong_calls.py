@@ -1,0 +1,41 @@
+"""Wrong calls of everything public, by family: how many of them are not refused as they should be.
+
+    python experiments/benchmarks/wrong_calls.py [--calls 10500] [--seed 0]
+
+tests/abuse.py, of which the tests make 80 calls a family, says what is wrong: an error from deep inside, nonsense that
+is accepted, a sound value that is refused, a call that hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import measure
+
+sys.path.insert(0, str(measure.HERE.parents[1] / "tests"))
+import abuse
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    for family in abuse.FAMILIES:
+        each = arguments.calls // len(abuse.FAMILIES)
+        counts = Counter(outcome.wrong for outcome in abuse.abused(family, each, arguments.seed))
+        found = ", ".join(f"{count} {wrong}" for wrong, count in counts.items() if wrong)
+        yield measure.row(f"{family}, {each} calls", each - counts[""], "wrong", at_most=0, note=found)
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--calls", type=int, default=10_500, help="of all families together")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.calls = 5 * len(abuse.FAMILIES)
+    measure.save("wrong_calls", rows(arguments), arguments)
+
+
+if __name__ == "__main__":
+    main()
