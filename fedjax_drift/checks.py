@@ -33,8 +33,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def shown(value: Any) -> str:
-    """In a message: a value of many lines is named by its type."""
-    text = repr(value)
+    """In a message: a value of many lines is named by its type, and so is one that can't be shown."""
+    try:
+        text = repr(value)
+    except Exception:  # an array that was donated, or somebody else's object
+        text = "\n"
     return text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
 
 
@@ -67,7 +70,7 @@ def number(
     """
     if isinstance(value, jax.core.Tracer):
         return value  # type: ignore[return-value]
-    one = _one(value)
+    one = one_in(value)
     if isinstance(one, bool) or not isinstance(one, Real) or not _is_finite(one) or not ok(one):
         raise ValueError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
     found, floats = float(one), jnp.finfo(jax.dtypes.canonicalize_dtype(float))
@@ -80,10 +83,15 @@ def number(
     return found
 
 
-def _one(value: Any) -> Any:
+def one_in(value: Any) -> Any:
     """The number in an array of no axes; anything else as it is."""
-    holds_one = isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
-    return value.item() if holds_one and not isinstance(value, np.ma.MaskedArray) else value
+    holds_one = isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim == 0
+    if not holds_one or isinstance(value, np.ma.MaskedArray):
+        return value
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, TypeError):  # a key, or an array that was donated
+        return value
 
 
 def _is_finite(value: Real) -> bool:
@@ -95,7 +103,7 @@ def _is_finite(value: Real) -> bool:
 
 def integer(name: str, value: Any, low: int, high: float = MOST, fix: str = "") -> int:
     """The value as an int; ValueError unless it is a whole number in low..high."""
-    found = _one(value)
+    found = one_in(value)
     if isinstance(found, bool) or not isinstance(found, Integral) or not low <= int(found) <= high:
         allowed = f"in {low}..{high}"
         if high >= LARGE and (not isinstance(found, Integral) or int(found) <= high):
@@ -203,8 +211,10 @@ def array(name: str, value: Any) -> np.ndarray:
 
 def nearest(value: Any, known: Iterable[str]) -> str:
     """``: did you mean 'x'?`` where one of the known names is close to value, else nothing."""
+    if not isinstance(value, str):
+        return ""
     words = {str(name).lstrip("-"): str(name) for name in known}  # the dashes of options are alike in all
-    word = str(value).lstrip("-")
+    word = value.lstrip("-")
     begin = [name for name in words if len(word) > 2 and name.startswith(word)]
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.7) or begin[:1]
     return f": did you mean {words[close[0]]!r}?" if close else ""

@@ -73,8 +73,8 @@ def initialize(
         process_id = checks.integer("process_id", process_id, 0, most, "every process has its own")
     if coordinator_address is not None and not _is_address(coordinator_address):
         raise ValueError(
-            f'coordinator_address must be "host:port", got {coordinator_address!r}: process 0\'s host, and a port that '
-            "is free there"
+            f'coordinator_address must be "host:port", got {checks.shown(coordinator_address)}: the host of process 0, '
+            "and a port that is free there"
         )
     if cpu_devices is not None:
         cpu_devices = checks.integer("cpu_devices", cpu_devices, 1, 256)

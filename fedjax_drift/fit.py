@@ -94,8 +94,8 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
 def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data: FederatedData) -> None:
     if not isinstance(aggregation, Aggregation):
         raise ValueError(
-            f"aggregation must be an fd.aggregation.Aggregation, got {aggregation!r}: fd.aggregation.clipped(1.0), for "
-            "example; None is the weighted mean"
+            f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
+            "fd.aggregation.clipped(1.0), for example; None is the weighted mean"
         )
     if aggregation.noise_multiplier is not None and sampling != "bernoulli":
         raise ValueError(

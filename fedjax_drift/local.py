@@ -65,7 +65,8 @@ class LocalTraining:
         if self.optimizer is not None:
             if not isinstance(self.optimizer, optax.GradientTransformation):
                 raise ValueError(
-                    f"optimizer must be an optax transformation such as optax.scale_by_adam(), got {self.optimizer!r}"
+                    "optimizer must be an optax transformation such as optax.scale_by_adam(), got "
+                    f"{checks.shown(self.optimizer)}"
                 )
             if checks.used(self.momentum):
                 raise ValueError(

@@ -143,7 +143,9 @@ class Simulation:
             for name, value in (("stream", stream), ("shard_data", shard_data))
         )
         if mesh is not None and not (isinstance(mesh, Mesh) and mesh.axis_names == (engine.AXIS,)):
-            raise ValueError(f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {mesh!r}')
+            raise ValueError(
+                f'mesh must be a jax.sharding.Mesh with the one axis "{engine.AXIS}", got {checks.shown(mesh)}'
+            )
         mesh = clients_mesh(None if mesh is None else list(mesh.devices.flat))  # with the axis type the engine needs
         if not mesh.local_devices:
             raise ValueError(
@@ -881,7 +883,7 @@ def _typed(key: Any) -> jax.Array:
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == (2,):
         key = jax.random.wrap_key_data(key, impl=THREEFRY)
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {key!r}")
+        raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {checks.shown(key)}")
     if key.shape != ():
         raise ValueError(
             f"key must be one key, got {list(key.shape)} of them: jax.vmap(sim.init)(keys) makes many states"

@@ -208,7 +208,7 @@ def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:
 
 def _check_seeds(seeds: Any) -> list[int]:
     if isinstance(seeds, (str, bytes, type)) or not isinstance(seeds, Iterable):
-        raise ValueError(f"seeds must be several integers, got {seeds!r}: pass range(8) for 8 of them")
+        raise ValueError(f"seeds must be several integers, got {checks.shown(seeds)}: pass range(8) for 8 of them")
     found = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in seeds]
     if not found or len(set(found)) < len(found):
         raise ValueError(f"seeds must be at least one, each once, got {found}")
@@ -222,10 +222,12 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
             "lambda lr: fd.Simulation(...), or Simulation.sweep for seeds alone"
         )
     if isinstance(settings, Mapping | np.ndarray | jax.Array) or not isinstance(settings, Iterable):
-        raise ValueError(f"settings must be several dicts, got {settings!r}: [{{'lr': 0.1}}, {{'lr': 0.3}}]")
+        raise ValueError(
+            f"settings must be several dicts, got {checks.shown(settings)}: [{{'lr': 0.1}}, {{'lr': 0.3}}]"
+        )
     found = list(settings)
     if not found or not all(isinstance(setting, Mapping) for setting in found):
-        raise ValueError(f"settings must be at least one dict, got {found!r}")
+        raise ValueError(f"settings must be at least one dict, got {checks.shown(found)}")
     names = set(found[0])
     for i, setting in enumerate(found):
         if set(setting) != names:
@@ -241,12 +243,7 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
             raise ValueError(
                 f"settings must have the names of build's arguments, got {sorted(setting)}: {error}"
             ) from error
-    return [{name: _as_number(value) for name, value in setting.items()} for setting in found]
-
-
-def _as_number(value: Any) -> Any:
-    """The number in an array of no axes; anything else as it is."""
-    return value.item() if isinstance(value, (jax.Array, np.ndarray, np.generic)) and value.ndim == 0 else value
+    return [{name: checks.one_in(value) for name, value in setting.items()} for setting in found]
 
 
 def _build_all(build: Callable[..., Simulation], settings: Sequence[Setting]) -> list[Simulation]:
@@ -365,8 +362,8 @@ def _varied(settings: Sequence[Setting]) -> list[str]:
         for value in (setting[name] for setting in settings):
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ValueError(
-                    f"{name} must be a number where settings differ in it, got {value!r}: sweep each value that is no "
-                    "continuous hyper-parameter by itself"
+                    f"{name} must be a number where settings differ in it, got {checks.shown(value)}: sweep each "
+                    "value that is no continuous hyper-parameter by itself"
                 )
     return varied
 
@@ -374,7 +371,7 @@ def _varied(settings: Sequence[Setting]) -> list[str]:
 def _alike(one: Any, other: Any) -> bool:
     try:
         return one is other or bool(one == other)
-    except ValueError:  # arrays
+    except (ValueError, RuntimeError):  # arrays, and such as were donated
         return False
 
 

@@ -39,6 +39,7 @@ from flax import nnx
 
 import fedjax_drift as fd
 from fedjax_drift import cli
+from fedjax_drift.checks import shown
 from fedjax_drift.drift import MEASURES
 
 HANG_SECONDS = 300
@@ -82,7 +83,10 @@ CONTAINERS: list[Any] = [
     np.zeros(2),
     jnp.zeros(2),
 ]
+DONATED, KEY = jnp.zeros(()), jax.random.key(0)
+DONATED.delete()
 ARRAYS: list[Any] = [np.array("a"), np.array(None), np.ma.masked, np.zeros((0,)), np.array([object()], object)]
+ARRAYS += [DONATED, KEY]
 BOOLS: list[Any] = [True, False, np.True_]
 HUGE = 10**400  # no float
 UNREAL: list[Any] = [float("nan"), float("inf"), -float("inf"), np.float32("nan"), jnp.inf, HUGE]
@@ -300,7 +304,7 @@ def methods() -> Iterator[Call]:
     )  # fmt: skip
     kinds = {
         "state": only(fd.ServerState),
-        "key": Kind(ANYTHING, [jax.random.key(1), jax.random.PRNGKey(1)]),
+        "key": Kind([value for value in ANYTHING if value is not KEY], [jax.random.key(1), jax.random.PRNGKey(1)]),
         "params": without_none(Kind(ANYTHING, [state.params], like=jax.device_get(state.params))),
         "cohort": cohort,
         "fine_tune": optional(integer()),
@@ -688,7 +692,7 @@ def abused(family: str, number: int, seed: int = 0) -> Iterator[Outcome]:
             for call in rng.choices(calls, weights, k=number):
                 argument = rng.choice([*call.kinds])
                 value, asked = drawn(call.kinds[argument], rng)
-                yield Outcome(f"{call.name}({argument}={value!r:.100})", *once(call, {argument: value}, asked))
+                yield Outcome(f"{call.name}({argument}={shown(value)[:100]})", *once(call, {argument: value}, asked))
         finally:
             os.chdir(here)
 

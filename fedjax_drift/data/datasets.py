@@ -159,7 +159,9 @@ def load(
     """
     options = _checked(name, options)
     if partition is not None and (not callable(partition) or partition in (iid, dirichlet, shards, by_writer)):
-        raise ValueError(f"partition must be a recipe such as fd.partition.iid(100, seed=0), got {partition!r}")
+        raise ValueError(
+            f"partition must be a recipe such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
+        )
     files.folders(data_dir)
     checks.flag("standardize", standardize)
     seed = checks.integer("seed", seed, 0, math.inf)
