@@ -64,7 +64,7 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool) -
 
 
 def allowing_nan(program: Callable) -> Callable:
-    """The program, which `jax_debug_nans` does not stop: NaN is what is measured of clients that are absent."""
+    """The program, run with `jax_debug_nans` off: what is measured of absent clients is NaN."""
 
     @wraps(program)
     def call(*arguments: Any, **options: Any) -> Any:

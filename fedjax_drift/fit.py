@@ -19,6 +19,8 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.types import Algorithm, Model, Params, cross_entropy
 
+ROUNDS = 2**31 - 1  # a state counts them in int32
+
 
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
     """Each is what its name says, and not a factory of it."""
@@ -108,6 +110,16 @@ def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data
             f"{aggregation.name} is accounted for clients that don't depend on each other, got {what}, in which one "
             "changes what others send or whether they count: leave it out"
         )
+
+
+def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -> tuple[int, int, int, bool | None]:
+    """How long a run is, and what is done in which rounds, as Python's values."""
+    return (
+        checks.integer("rounds", rounds, 0, ROUNDS),
+        checks.integer("eval_every", eval_every, 0, fix="0 means never"),
+        checks.integer("measure_every", measure_every, 1),
+        None if progress is None else checks.flag("progress", progress, "None: where somebody looks"),
+    )
 
 
 def check_cohort(cohort: Any, N: int) -> jax.Array:

@@ -45,7 +45,6 @@ from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, Params,
 if TYPE_CHECKING:
     from fedjax_drift.sweep import Run
 
-ROUNDS = 2**31 - 1  # a state counts them in int32
 CHUNK_SECONDS = 0.1  # how long such a program should take, and so how long Ctrl-C waits
 
 
@@ -532,7 +531,7 @@ class Simulation:
         """``{"loss", "accuracy"}`` of the global model on the test set (accuracy for classifiers only), and what
         ``Model.scores`` gives, if the model has it.
 
-        Rows of which a logit is NaN count as misclassified, and a loss that is not finite is also a warning.
+        Rows with a NaN logit count as misclassified. Warns of a loss that is not finite.
         FedDyn and FedDC also keep the mean of the cohort's models: ``"client_mean_loss"``, ``"client_mean_accuracy"``
         and so on. Floats; under `jax.jit` or `jax.vmap` (many seeds at once) arrays.
         """
@@ -663,10 +662,7 @@ class Simulation:
         raises SystemExit(143). Raises ValueError, before anything compiles, for a folder that can't be written, is in
         use or belongs to another run; OSError if its end could not be saved (earlier failures are warnings).
         """
-        rounds = checks.integer("rounds", rounds, 0, ROUNDS)
-        eval_every = checks.integer("eval_every", eval_every, 0, fix="0 means never")
-        measure_every = checks.integer("measure_every", measure_every, 1)
-        progress = None if progress is None else checks.flag("progress", progress, "None: where somebody looks")
+        rounds, eval_every, measure_every, progress = fit.check_run(rounds, eval_every, measure_every, progress)
         if on_round is not None:
             checks.function("on_round", on_round, "it is called with each record")
         if self.data.x_test is None:

@@ -24,7 +24,7 @@ from fedjax_drift.checkpoint import Checkpoints, SavedRuns
 from fedjax_drift.engine import Engine
 from fedjax_drift.progress import Bar, Record, Stop, stop_on_interrupt
 from fedjax_drift.sharding import memory_of, spans_processes, wait_for_turn
-from fedjax_drift.simulation import CHUNK_SECONDS, ROUNDS, Simulation
+from fedjax_drift.simulation import CHUNK_SECONDS, Simulation
 from fedjax_drift.turns import Layout, Planned, Setting, TurnPrograms, UnderWay, compiled, of_form
 from fedjax_drift.types import Params, PyTree, ServerState
 
@@ -128,10 +128,7 @@ def sweep(
         of another sweep, or of more rounds.
       MemoryError: not even one run fits in a device's memory.
     """
-    rounds = checks.integer("rounds", rounds, 0, ROUNDS)
-    eval_every = checks.integer("eval_every", eval_every, 0, fix="0 means never")
-    measure_every = checks.integer("measure_every", measure_every, 1)
-    progress = None if progress is None else checks.flag("progress", progress, "None: where somebody looks")
+    rounds, eval_every, measure_every, progress = fit.check_run(rounds, eval_every, measure_every, progress)
     if on_round is not None:
         checks.function("on_round", on_round, "it is called with a seed, its setting and each record")
     if not checks.is_auto(together):

@@ -53,12 +53,12 @@ class FederatedData:
     """[N] a name of each client, all different; None where clients have numbers only."""
 
     def __post_init__(self) -> None:
-        def keep(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
+        def keep(**checked: Any) -> None:
+            for name, value in checked.items():
+                object.__setattr__(self, name, value)
 
-        for field, value in zip(("x", "y"), _checked_pair(self.x, self.y, "training data"), strict=True):
-            keep(field, value)
-        keep("sizes", _counts(self.sizes, "sizes", len(self.x)))
+        x, y = _checked_pair(self.x, self.y, "training data")
+        keep(x=x, y=y, sizes=_counts(self.sizes, "sizes", len(x)))
         if len(self.sizes) == 0:
             raise ValueError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
         if self.sizes.min() < 1:
@@ -69,9 +69,8 @@ class FederatedData:
         if (self.x_test is None) != (self.y_test is None):
             raise ValueError("a test set needs both inputs and labels: pass test=(x, y)")
         if self.x_test is not None and self.y_test is not None:
-            test_pair = _checked_pair(self.x_test, self.y_test, "test data")
-            for field, value in zip(("x_test", "y_test"), test_pair, strict=True):
-                keep(field, value)
+            x_test, y_test = _checked_pair(self.x_test, self.y_test, "test data")
+            keep(x_test=x_test, y_test=y_test)
             for kind, train, test in (("inputs", self.x, self.x_test), ("labels", self.y, self.y_test)):
                 same_dtype = train.dtype == test.dtype or kind == "labels"
                 if test.shape[1:] != train.shape[1:] or not same_dtype:
@@ -83,7 +82,7 @@ class FederatedData:
             tests = _counts(self.test_sizes, "test_sizes", 0 if self.x_test is None else len(self.x_test))
             if len(tests) != len(self.sizes):
                 raise ValueError(f"test_sizes must be {len(self.sizes)} numbers, one a client, got {len(tests)}")
-            keep("test_sizes", tests)
+            keep(test_sizes=tests)
         if (self.mean is None) != (self.std is None):
             raise ValueError("standardising needs both mean and std: pass both, or neither")
         for name, value in (("mean", self.mean), ("std", self.std)):
@@ -101,11 +100,11 @@ class FederatedData:
                 )
             if name == "std" and not (each > 0).all():
                 raise ValueError(f"std must be > 0, got {value}: use the data's, with pixels scaled to [0, 1]")
-            keep(name, each)
+            keep(**{name: each})
         checks.text("name", self.name)
         if self.redeal is not None and not (isinstance(self.redeal, str) and self.redeal == "evenly"):
             fix = "0.01 deals very unevenly, 100 almost alike; None deals evenly"
-            keep("redeal", checks.positive("alpha", self.redeal, fix, computed=False))
+            keep(redeal=checks.positive("alpha", self.redeal, fix, computed=False))
             _check_classes(self.y, "dealing by Dirichlet(alpha) needs")
         if self.client_names is not None:
             several = isinstance(self.client_names, Sequence) and not isinstance(self.client_names, str | bytes)
@@ -115,7 +114,7 @@ class FederatedData:
             if len(names) != len(self.sizes) or len(set(names)) < len(names):
                 got = f"{len(names)}, of which {len(set(names))} differ" if several else checks.shown(self.client_names)
                 raise ValueError(f"client_names must be {len(self.sizes)} different names, one a client, got {got}")
-            keep("client_names", names)
+            keep(client_names=names)
 
     @property
     def num_clients(self) -> int:
