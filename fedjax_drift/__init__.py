@@ -10,17 +10,23 @@
 1
 """
 
-from fedjax_drift import aggregation, algorithms, distributed, drift, logs, models, personal, plots, ranking
-from fedjax_drift.checkpoint import Checkpoints
+from fedjax_drift import algorithms, errors, logs, models, plots
 from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
+from fedjax_drift.devices import distributed
+from fedjax_drift.devices.mesh import clients_mesh, use_compilation_cache, use_cpu_devices
 from fedjax_drift.local import LocalTraining
+from fedjax_drift.measures import drift, personal
+from fedjax_drift.models import ranking
 from fedjax_drift.records import rounds_to_target
+from fedjax_drift.round import aggregation
+from fedjax_drift.round.failures import Failures
 from fedjax_drift.run_folder import load_run
-from fedjax_drift.sharding import clients_mesh, use_compilation_cache, use_cpu_devices
-from fedjax_drift.simulation import Simulation
-from fedjax_drift.sweep import Run, grid, sweep
+from fedjax_drift.simulation.placement import Placement
+from fedjax_drift.simulation.simulation import Simulation
+from fedjax_drift.simulation.sweep import Run, grid, sweep
+from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Round, ServerState, Work
 
 __version__ = "0.3.0"
@@ -30,9 +36,11 @@ __all__ = [
     "Batch",
     "Checkpoints",
     "ClientResult",
+    "Failures",
     "FederatedData",
     "LocalTraining",
     "Model",
+    "Placement",
     "Round",
     "Run",
     "ServerState",
@@ -45,6 +53,7 @@ __all__ = [
     "distributed",
     "drift",
     "drift_regimes",
+    "errors",
     "grid",
     "load_run",
     "logs",

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_drift.errors import ConfigurationError
+
 MOST = 2**63 - 1  # where nothing else bounds an integer: what NumPy counts with
 LARGE = 2**31 - 1  # a bound that need not be said to those who are far below it
 WITHIN = ("fedjax_drift", "contextlib", "jax")  # packages whose frames a warning does not name
@@ -72,11 +74,11 @@ def number(
         return value  # type: ignore[return-value]
     one = one_in(value)
     if isinstance(one, bool) or not isinstance(one, Real) or not _is_finite(one) or not ok(one):
-        raise ValueError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
+        raise ConfigurationError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
     found, floats = float(one), jnp.finfo(jax.dtypes.canonicalize_dtype(float))
     if computed and found and not float(floats.tiny) <= abs(found) <= float(floats.max):
         becomes = "0" if abs(found) < 1 else "infinite"
-        raise ValueError(
+        raise ConfigurationError(
             f"{name} must be {allowed} in {floats.dtype}, which JAX computes with, got {shown(value)}, which is "
             f'{becomes} there: choose another, or jax.config.update("jax_enable_x64", True)'
         )
@@ -108,7 +110,7 @@ def integer(name: str, value: Any, low: int, high: float = MOST, fix: str = "") 
         allowed = f"in {low}..{high}"
         if high >= LARGE and (not isinstance(found, Integral) or int(found) <= high):
             allowed = f"an integer >= {low}"
-        raise ValueError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
+        raise ConfigurationError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
     return int(found)
 
 
@@ -120,7 +122,7 @@ def used(value: Any) -> bool:
 def flag(name: str, value: Any, fix: str = "") -> bool:
     """The value; ValueError unless it is True or False."""
     if not isinstance(value, bool | np.bool):
-        raise ValueError(f"{name} must be True or False, got {shown(value)}" + (f": {fix}" if fix else ""))
+        raise ConfigurationError(f"{name} must be True or False, got {shown(value)}" + (f": {fix}" if fix else ""))
     return bool(value)
 
 
@@ -129,7 +131,7 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
         listed = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name} must be one of {listed}, got {shown(value)}{nearest(value, allowed)}")
+        raise ConfigurationError(f"{name} must be one of {listed}, got {shown(value)}{nearest(value, allowed)}")
     return str(value)
 
 
@@ -150,7 +152,7 @@ def text(name: str, value: Any, fix: str = "") -> str:
 def function(name: str, value: Any, fix: str = "") -> Any:
     """The value; ValueError unless it can be called."""
     if not callable(value):
-        raise ValueError(f"{name} must be a function, got {shown(value)}" + (f": {fix}" if fix else ""))
+        raise ConfigurationError(f"{name} must be a function, got {shown(value)}" + (f": {fix}" if fix else ""))
     return value
 
 
@@ -158,7 +160,7 @@ def instance(name: str, value: Any, kind: type, fix: str = "") -> Any:
     """The value; ValueError unless it is of this type."""
     if not isinstance(value, kind):
         what = "a string" if kind is str else f"of type {kind.__name__}"
-        raise ValueError(f"{name} must be {what}, got {shown(value)}" + (f": {fix}" if fix else ""))
+        raise ConfigurationError(f"{name} must be {what}, got {shown(value)}" + (f": {fix}" if fix else ""))
     return value
 
 
@@ -166,7 +168,9 @@ def path(name: str, value: Any, fix: str = "") -> Path:
     """The value as a path, ~ expanded; ValueError unless it is one, or a string that may be one."""
     sound = isinstance(value, str | os.PathLike) and isinstance(found := os.fspath(value), str)
     if not sound or not found or "\0" in found:
-        raise ValueError(f"{name} must be a path, got {shown(value)}: {fix or 'pass a string or a pathlib.Path'}")
+        raise ConfigurationError(
+            f"{name} must be a path, got {shown(value)}: {fix or 'pass a string or a pathlib.Path'}"
+        )
     return Path(os.path.expanduser(found))
 
 
@@ -180,7 +184,7 @@ def shape(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
     sound = isinstance(value, tuple | list) and length in (None, len(value))
     if not sound or not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in value):
         example = (28, 28, 1) if length is None else (32,) * length
-        raise ValueError(f"{name} must be a tuple of integers >= 1 such as {example}, got {shown(value)}")
+        raise ConfigurationError(f"{name} must be a tuple of integers >= 1 such as {example}, got {shown(value)}")
     return tuple(map(int, value))
 
 
@@ -190,11 +194,13 @@ def array(name: str, value: Any) -> np.ndarray:
     ValueError unless it is an array of numbers, or nested lists that make one, with at least one axis.
     """
     if np.ma.is_masked(value):
-        raise ValueError(f"{name} must be a plain array, got a masked one: fill it, or leave out what is masked")
+        raise ConfigurationError(
+            f"{name} must be a plain array, got a masked one: fill it, or leave out what is masked"
+        )
     try:
         found = value if isinstance(value, np.ndarray) else np.asarray(value)
     except Exception as error:  # whatever an object of somebody else's raises
-        raise ValueError(
+        raise ConfigurationError(
             f"{name} must be an array whose rows have one shape each, got {shown(value)} ({first_line(error)})"
         ) from error
     if (
@@ -202,7 +208,7 @@ def array(name: str, value: Any) -> np.ndarray:
         or (found.dtype.kind not in "biuf" or found.dtype.itemsize > 8)
         and found.dtype.name != "bfloat16"
     ):
-        raise ValueError(
+        raise ConfigurationError(
             f"{name} must be a numeric array with at least one axis, got {found.dtype}{list(found.shape)}: rows of one "
             "data set have one shape (encode text as integers, stack the rows)"
         )

@@ -34,15 +34,17 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift import checks, experiment, options, papers, report
-from fedjax_drift.checkpoint import SavedRuns, lock_folder, replace_file, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.devices.mesh import agree, first_does, spans_processes
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.options import HIDDEN, Parser, add, add_data, add_run, count, count0, load, spec
-from fedjax_drift.progress import watched
 from fedjax_drift.records import by_seed
 from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
-from fedjax_drift.sharding import agree, first_does, spans_processes
-from fedjax_drift.sweep import check_sweepable
+from fedjax_drift.simulation.progress import watched
+from fedjax_drift.simulation.sweep import check_sweepable
+from fedjax_drift.storage.checkpoint import restore_together, split_by_run
+from fedjax_drift.storage.files import lock_folder, replace_file, unused
 
 RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
 NAME_WIDTH = 22  # of an algorithm in the table, which then has 80 columns
@@ -150,7 +152,7 @@ def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
     try:
         fd.distributed.initialize(address, num_processes, process_id, cpu_devices=args.devices)
     except RuntimeError as error:
-        raise ValueError(f"--distributed: {error}") from error
+        raise ConfigurationError(f"--distributed: {error}") from error
     mesh, wrong = fd.clients_mesh(), None
     (args.now,), _ = agree(mesh, [int(time.time())])  # names the folder
     with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
@@ -205,12 +207,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.exit()
     if argv[0] not in (*subparsers, "-h", "--help", "--version"):
         near = nearest(argv[0], subparsers)
-        raise ValueError(f"the command must be one of {', '.join(subparsers)}, got {argv[0]!r}{near}")
+        raise ConfigurationError(f"the command must be one of {', '.join(subparsers)}, got {argv[0]!r}{near}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [flag for flag in subparsers[argv[0]]._option_string_actions if flag.startswith("--")]
         near = nearest(unknown[0].partition("=")[0], known)
-        raise ValueError(f"unknown argument {unknown[0]!r}{near} (see fedjax-drift {argv[0]} --help)")
+        raise ConfigurationError(f"unknown argument {unknown[0]!r}{near} (see fedjax-drift {argv[0]} --help)")
     return args
 
 
@@ -226,7 +228,7 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     parser.add_argument("--distributed", nargs="?", const=True)  # never as before: ports and numbers may differ
     args, unknown = parser.parse_known_args(argv[1:])
     if unknown:
-        raise ValueError(
+        raise ConfigurationError(
             f"--resume goes on as before: only {', '.join(RESUMED)} and --distributed may be added, got {unknown[0]!r}"
         )
     try:
@@ -234,12 +236,12 @@ def _as_before(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
         alone = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
         command, rounds = shlex.split(alone)[1:], int(config["rounds"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last of brackets by the thousand
-        raise ValueError(
+        raise ConfigurationError(
             f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
             "that run anew"
         ) from error
     if args.rounds is not None and args.rounds < rounds:
-        raise ValueError(f"--rounds must be at least the {rounds} of the run that goes on, got {args.rounds}")
+        raise ConfigurationError(f"--rounds must be at least the {rounds} of the run that goes on, got {args.rounds}")
     changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in (*RESUMED, "--distributed")]
     added = [flag if value is True else f"{flag}={value}" for flag, value in changed if value]
     return command + added, args.resume
@@ -365,12 +367,14 @@ def _output(args: argparse.Namespace, what: str) -> Path:
     if getattr(args, "resumed", False) or not fd.distributed.is_first():
         return path
     if path.exists() and not path.is_dir():
-        raise ValueError(f"--output must be a folder, got the file {path}: choose another name")
+        raise ConfigurationError(f"--output must be a folder, got the file {path}: choose another name")
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output must be where files can be written, got {path} ({there} can't): choose another")
+        raise ConfigurationError(
+            f"--output must be where files can be written, got {path} ({there} can't): choose another"
+        )
     if path.is_dir() and any(path.iterdir()) and not args.force:
-        raise ValueError(
+        raise ConfigurationError(
             f"--output must be a new or empty folder, got {path}, which holds files: choose another, or add --force "
             "to replace the files of an earlier run (to go on with that: run --resume)"
         )
@@ -401,16 +405,18 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     output = _output(args, "-".join([args.dataset.partition(":")[0], *dict.fromkeys(s.name for s in specs)])[:80])
     seeds = [args.seed + i for i in range(args.seeds)]
     if args.seeds > 1 and args.distributed:
-        raise ValueError(f"--seeds takes one process, got {args.seeds} with --distributed: leave one of them out")
+        raise ConfigurationError(
+            f"--seeds takes one process, got {args.seeds} with --distributed: leave one of them out"
+        )
     if args.target is not None and not args.eval_every:
-        raise ValueError(f"--target needs evaluations, got {args.target} with --eval-every 0: leave that out")
+        raise ConfigurationError(f"--target needs evaluations, got {args.target} with --eval-every 0: leave that out")
     simulations, params, config = options.asked(args)
     if args.seeds > 1:
         for sim in simulations.values():
             try:
-                check_sweepable(sim)
+                check_sweepable(sim.setup)
             except ValueError as error:
-                raise ValueError(f"--seeds {args.seeds}: {error}") from error
+                raise ConfigurationError(f"--seeds {args.seeds}: {error}") from error
     names = list(simulations)
     config = {
         "command": shlex.join(["fedjax-drift", *argv]),
@@ -480,8 +486,8 @@ def _restored(
     if len(seeds) > 1:
         found = {}
         for name, kept in checkpoints.items():
-            runs = SavedRuns(kept, [simulations[name]] * len(seeds), [f"seed-{seed}" for seed in seeds])
-            _, histories = runs.restore(rounds)
+            each = split_by_run(kept, [f"seed-{seed}" for seed in seeds])
+            _, histories = restore_together(each, [simulations[name].specification] * len(seeds), rounds)
             records = [{"seed": seed, **r} for seed, history in zip(seeds, histories, strict=True) for r in history]
             found[name] = (None, records)
         return {name: pair for name, pair in found.items() if pair[1]}
@@ -505,7 +511,7 @@ def _delete(folders: Sequence[Path], output: Path, names: Sequence[str]) -> None
 def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Path) -> dict[str, fd.Checkpoints]:
     """Where each algorithm is saved; nowhere with --keep 0."""
     if args.resumed and not args.keep:
-        raise ValueError(f"--resume needs checkpoints, got {output}, a run with --keep 0: start it anew")
+        raise ConfigurationError(f"--resume needs checkpoints, got {output}, a run with --keep 0: start it anew")
     if not args.keep:
         return {}
     folders = {name: f"{i}-{file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
@@ -532,7 +538,7 @@ def _simulate(
             output.mkdir(parents=True, exist_ok=True)
             replace_file(output / CONFIG, json.dumps(config, indent=2) + "\n")
         except OSError as error:  # nothing has been done that could be lost
-            raise ValueError(
+            raise ConfigurationError(
                 f"--output must be where files can be written, got {output} ({error.strerror}): choose another, or see "
                 "to that"
             ) from error
@@ -674,7 +680,7 @@ def _clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
 def _quickstart(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     cohort = min(100, args.writers) if args.cohort is None else args.cohort
     if cohort > args.writers:
-        raise ValueError(f"--cohort must be in 1..{args.writers} (all writers), got {cohort}: raise --writers")
+        raise ConfigurationError(f"--cohort must be in 1..{args.writers} (all writers), got {cohort}: raise --writers")
     # Local momentum takes LeNet-5 off its first plateau within a few rounds.
     run = [
         "run", f"--dataset=glyphs:num_writers={args.writers}", "--model=lenet5", f"--cohort={cohort}",
@@ -749,7 +755,7 @@ def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], i
 def _report(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     place = papers.folder(args.experiments)
     if args.all == bool(args.names):
-        raise ValueError("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
+        raise ConfigurationError("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
     tables = papers.read_all(place, args.names or papers.names(place))
 
     def work() -> int:
@@ -759,7 +765,7 @@ def _report(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
             if report.has_results(table, own):
                 print(f"{table.name}: {', '.join(map(str, report.write(table, own)))}", flush=True)
             elif not args.all:
-                raise ValueError(
+                raise ConfigurationError(
                     f"{table.name} must have results in {own}, got none: fedjax-drift experiment {table.name}"
                 )
         if args.all:

@@ -28,10 +28,12 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift import options
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.checkpoint import Checkpoints, lock_folder, replace_file
 from fedjax_drift.papers import Cell, Score, Series, Table, arguments, last_number, parsed, tunable
-from fedjax_drift.progress import Bar, Record, Stop, stop_on_interrupt
-from fedjax_drift.sweep import Setting
+from fedjax_drift.simulation.progress import Bar, Stop, stop_on_interrupt
+from fedjax_drift.simulation.sweep import Setting
+from fedjax_drift.storage.checkpoint import Checkpoints
+from fedjax_drift.storage.files import lock_folder, replace_file
+from fedjax_drift.types import Record
 
 CHUNK = 30.0  # seconds of rounds between two saves, unless those between two evaluations take longer
 TUNING_CHUNK = 300.0  # likewise of a grid, whose program is compiled anew after each save
@@ -324,7 +326,7 @@ def _run_together(
         for record in itertools.chain(*histories):
             bar.update(record)
         savers = [
-            stack.enter_context(member.saved.saving(sim, run.state, stop.held))
+            stack.enter_context(member.saved.saving(sim.specification, run.state, stop.held))
             for member, sim, run in zip(members, sims, runs, strict=True)
         ]
         n = every - t % every  # to a round that is evaluated, wherever the runs were interrupted

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import optax
 from jax import lax
 
 from fedjax_drift import checks, tree
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work
 
 
@@ -64,12 +65,12 @@ class LocalTraining:
             object.__setattr__(self, name, value)  # Python's numbers: arrays of one number can't be hashed
         if self.optimizer is not None:
             if not isinstance(self.optimizer, optax.GradientTransformation):
-                raise ValueError(
+                raise ConfigurationError(
                     "optimizer must be an optax transformation such as optax.scale_by_adam(), got "
                     f"{checks.shown(self.optimizer)}"
                 )
             if checks.used(self.momentum):
-                raise ValueError(
+                raise ConfigurationError(
                     f"momentum must be 0 when an optimizer is given, got {self.momentum}: the optimizer replaces it"
                 )
 
@@ -123,17 +124,6 @@ def shuffle(key: jax.Array, size: jax.Array, longest: jax.Array, length: int) ->
     return lax.switch((longest > jnp.array(words[:-1], jnp.int32)).sum(), [sort(n) for n in words])
 
 
-WATCHED = "watched"
-
-
-class Watched(NamedTuple):
-    """What measuring drift sees of one client's training; in `train`'s metrics, as WATCHED, while it is measured."""
-
-    start: Params
-    theta: Params  # theta_i, after the last epoch
-    epochs: PyTree  # work.probe(start, theta) after every epoch, leaves [E, ...]
-
-
 def train(
     work: Work,
     start: Params,
@@ -172,13 +162,14 @@ def train(
 
         left = work.num_steps - e * work.num_batches  # a straggler has none left before its last epoch ends
         carry = lax.fori_loop(0, jnp.clip(left, 0, work.num_batches), step, carry)
-        return carry, work.probe(start, carry[0]) if work.probe else ()
+        return carry, work.watcher.after_epoch(start, carry[0]) if work.watcher else ()
 
     carry = (start, work.optimizer.init(start), jnp.zeros_like(work.lr))
-    probed: PyTree
-    (theta, _, total), probed = lax.scan(epoch, carry, jnp.arange(work.epochs))
-    metrics = {"loss": total / jnp.maximum(work.num_steps, 1)}
-    return theta, metrics | ({WATCHED: Watched(start, theta, probed)} if work.probe else {})
+    measured: PyTree
+    (theta, _, total), measured = lax.scan(epoch, carry, jnp.arange(work.epochs))
+    if work.watcher:
+        work.watcher.done(start, theta, measured)
+    return theta, {"loss": total / jnp.maximum(work.num_steps, 1)}
 
 
 def full_gradient(work: Work, params: Params) -> Params:

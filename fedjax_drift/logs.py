@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_drift import checks
-from fedjax_drift.checkpoint import replace_file
 from fedjax_drift.data import lines
-from fedjax_drift.distributed import is_first
+from fedjax_drift.devices.distributed import is_first
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.storage.files import replace_file
 
 Record = Mapping[str, Any]
 
@@ -62,7 +63,9 @@ class Log:
         if tensorboard:
             needs_tensorboard()
         if before is not None and (isinstance(before, str | Mapping) or not isinstance(before, Sequence)):
-            raise ValueError(f"before must be a history, or None, got {checks.shown(before)}: [] for an empty log")
+            raise ConfigurationError(
+                f"before must be a history, or None, got {checks.shown(before)}: [] for an empty log"
+            )
         self.folder = checks.path("folder", folder, 'Log("runs/mine")').absolute()  # wherever one goes later
         self._columns: dict[str, None] = {}  # of the CSV file, in order
         self._table: _Lines | None = None  # the CSV file,
@@ -72,9 +75,9 @@ class Log:
         if not self._writes:
             return
         if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"folder must be a folder, got the file {self.folder}: choose another name")
+            raise ConfigurationError(f"folder must be a folder, got the file {self.folder}: choose another name")
         if before is None and (self.folder / "rounds.jsonl").exists():
-            raise ValueError(
+            raise ConfigurationError(
                 f"folder must be one without a log, got {self.folder}, which has one: pass before=history to go on "
                 "with it, before=[] to replace it, or another folder"
             )
@@ -87,7 +90,7 @@ class Log:
             self._lines = _Lines(self.folder / "rounds.jsonl")
             self._renew_table()
         except OSError as error:
-            raise ValueError(
+            raise ConfigurationError(
                 f"folder must be where files can be written, got {self.folder} ({error.strerror}): choose another, or "
                 "see to that"
             ) from error
@@ -208,7 +211,7 @@ def _event(record: Record) -> bytes:
 def needs_tensorboard() -> None:
     """ImportError unless events for TensorBoard can be written."""
     if importlib.util.find_spec("tensorboardX") is None:
-        raise ImportError('writing for TensorBoard needs tensorboardX: pip install "fedjax-drift[tensorboard]"')
+        raise MissingPackageError('writing for TensorBoard needs tensorboardX: pip install "fedjax-drift[tensorboard]"')
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -223,7 +226,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         with lines.opened(path) as file:
             text = file.read()
     except FileNotFoundError as error:
-        raise ValueError(
+        raise ConfigurationError(
             f"path must be a log, a folder with rounds.jsonl or a file of JSON lines, got {path}"
         ) from error
     return list(_records(path, text.splitlines(keepends=True)))
@@ -236,19 +239,21 @@ def _records(path: Path, written: Sequence[str]) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             if number == len(written) and not line.endswith("\n"):
                 return
-            raise ValueError(f"{path}, line {number}: a record must be one line of JSON, got {line[:60]!r}") from error
+            raise ConfigurationError(
+                f"{path}, line {number}: a record must be one line of JSON, got {line[:60]!r}"
+            ) from error
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: a record must be a JSON object, got {line[:60]!r}")
+            raise ConfigurationError(f"{path}, line {number}: a record must be a JSON object, got {line[:60]!r}")
         yield {name: _number(value) for name, value in record.items()}
 
 
 def _line(record: Record) -> bytes:
     if not isinstance(record, Mapping):
-        raise ValueError(f"a record must be a dict, got {checks.shown(record)}: one of a history")
+        raise ConfigurationError(f"a record must be a dict, got {checks.shown(record)}: one of a history")
     try:
         return json.dumps({name: _plain(value) for name, value in record.items()}).encode() + b"\n"
     except (TypeError, ValueError) as error:
-        raise ValueError(f"a record must hold what JSON has, got {checks.shown(record)}: {error}") from error
+        raise ConfigurationError(f"a record must hold what JSON has, got {checks.shown(record)}: {error}") from error
 
 
 def _plain(value: Any) -> Any:

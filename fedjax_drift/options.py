@@ -28,7 +28,8 @@ from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checks import nearest
 from fedjax_drift.data import movielens
 from fedjax_drift.data.datasets import DATASETS, num_classes
-from fedjax_drift.drift import MEASURES
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
 from fedjax_drift.run_folder import file_name
 
@@ -79,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see {self.prog} --help)")
+        raise ConfigurationError(f"{message} (see {self.prog} --help)")
 
 
 def add_data(group: Any, required: bool) -> None:
@@ -148,7 +149,9 @@ def spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]], hidd
     """NAME[:value][:key=value,...] against the factory's signature; ``hidden`` parameters have flags of their own."""
     name, *items = [part for part in re.split("[:,]", text) if part] or [""]
     if name not in factories:
-        raise ValueError(f"{kind} must be one of {', '.join(factories)}, got {name!r}{nearest(name, factories)}")
+        raise ConfigurationError(
+            f"{kind} must be one of {', '.join(factories)}, got {name!r}{nearest(name, factories)}"
+        )
     signature = inspect.signature(factories[name]).parameters
     known = {key: p for key, p in signature.items() if key not in hidden}
     listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
@@ -158,16 +161,16 @@ def spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]], hidd
             key, value = next((k for k in known if k not in options), ""), key
         if key not in known:
             wrong = f"option {key!r}" if key else f"value {value!r}"
-            raise ValueError(f"{kind} {name}: unknown {wrong}: {listed}{nearest(key, known)}")
+            raise ConfigurationError(f"{kind} {name}: unknown {wrong}: {listed}{nearest(key, known)}")
         if key in options:
-            raise ValueError(f"{kind} {name}: option {key!r} must be given once, got it twice in {text!r}")
+            raise ConfigurationError(f"{kind} {name}: option {key!r} must be given once, got it twice in {text!r}")
         options[key] = _option(value, known[key].default)
         if isinstance(known[key].default, bool) and not isinstance(options[key], bool):
-            raise ValueError(f"{kind} {name}: {key} must be true or false, got {value!r}")
+            raise ConfigurationError(f"{kind} {name}: {key} must be true or false, got {value!r}")
     missing = [key for key, p in known.items() if p.default is p.empty and key not in options]
     if missing:
         wanted = ",".join(f"{key}=VALUE" for key in missing)
-        raise ValueError(f"{kind} {name} needs {' and '.join(missing)}, got {text!r}: write {name}:{wanted}")
+        raise ConfigurationError(f"{kind} {name} needs {' and '.join(missing)}, got {text!r}: write {name}:{wanted}")
     return Spec(text, name, options)
 
 
@@ -227,7 +230,7 @@ def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition |
     if args.partition is None and natural:
         for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
             if value is not None:
-                raise ValueError(
+                raise ConfigurationError(
                     f"{flag} needs --partition, got {value}: without one, {dataset.name} keeps its own clients; "
                     "add --partition iid, for example"
                 )
@@ -241,7 +244,9 @@ def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition |
     for key, flag in (("num_clients", "clients"), ("size_sigma", "size-sigma")):
         value = args.clients if key == "num_clients" else args.size_sigma
         if value is not None and key not in takes:
-            raise ValueError(f"--{flag} has no effect on {found.name}, got {value}: leave it out, or choose dirichlet")
+            raise ConfigurationError(
+                f"--{flag} has no effect on {found.name}, got {value}: leave it out, or choose dirichlet"
+            )
     return factory(**{k: v for k, v in given.items() if k in takes}, **found.options)
 
 
@@ -263,7 +268,9 @@ def _aggregation(args: argparse.Namespace) -> fd.aggregation.Aggregation | None:
     if noise is None:
         return None if norm is None else fd.aggregation.clipped(norm)
     if norm is None:
-        raise ValueError(f"--noise-multiplier is relative to --clip-updates, got {noise} alone: add --clip-updates 1")
+        raise ConfigurationError(
+            f"--noise-multiplier is relative to --clip-updates, got {noise} alone: add --clip-updates 1"
+        )
     return fd.aggregation.private(norm, noise)
 
 
@@ -271,7 +278,7 @@ def _algorithm(spec: Spec) -> fd.Algorithm:
     try:
         return ALGORITHMS[spec.name](**spec.options)
     except ValueError as error:
-        raise ValueError(f"algorithm {spec.text}: {error}") from error
+        raise ConfigurationError(f"algorithm {spec.text}: {error}") from error
 
 
 def optimizer(text: str) -> optax.GradientTransformation:
@@ -287,9 +294,13 @@ def optimizer(text: str) -> optax.GradientTransformation:
 def _measure_every(args: argparse.Namespace) -> int:
     every = args.measure_every
     if every is not None and not args.measure:
-        raise ValueError(f"--measure-every needs --measure, got {every}: add --measure {','.join(MEASURES)}, or some")
+        raise ConfigurationError(
+            f"--measure-every needs --measure, got {every}: add --measure {','.join(MEASURES)}, or some"
+        )
     if every is not None and every > args.rounds:
-        raise ValueError(f"--measure-every must be in 1..{args.rounds}, the rounds, got {every}: nothing is measured")
+        raise ConfigurationError(
+            f"--measure-every must be in 1..{args.rounds}, the rounds, got {every}: nothing is measured"
+        )
     return every or 1
 
 
@@ -300,7 +311,9 @@ def _bank(args: argparse.Namespace, algorithm: str) -> str:
         return where
     folder = Path(where) / file_name(algorithm)
     if not args.resumed and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--bank must be a new or empty folder, got {where}, which holds {folder}: choose another")
+        raise ConfigurationError(
+            f"--bank must be a new or empty folder, got {where}, which holds {folder}: choose another"
+        )
     return str(folder)
 
 
@@ -433,7 +446,7 @@ def use_devices(number: int | None) -> None:
         fd.use_cpu_devices(number)
     except RuntimeError as error:
         if number is not None:
-            raise ValueError(f"--devices must be set before JAX starts, got {number}: leave it out") from error
+            raise ConfigurationError(f"--devices must be set before JAX starts, got {number}: leave it out") from error
 
 
 def specs(args: argparse.Namespace) -> list[Spec]:
@@ -442,7 +455,7 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     names = [each.text for each in found]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"--algorithm must be different each time, got {name!r} {names.count(name)} times")
+            raise ConfigurationError(f"--algorithm must be different each time, got {name!r} {names.count(name)} times")
     return found
 
 
@@ -466,7 +479,7 @@ def asked(
     model_spec, model = _model(args, dataset, data)
     for name, algorithm in made.items():
         if "cosine" in algorithm.requires and not model.cosine:
-            raise ValueError(
+            raise ConfigurationError(
                 f"{name} needs a model whose logits are cosines, got {model_spec.name} without: add --cosine"
             )
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.personal import summary
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.measures.personal import summary
 from fedjax_drift.records import History, Records, Runs, by_run, measured
 from fedjax_drift.records import rounds_to_target as reached_rounds
 
@@ -228,7 +229,7 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
     alone = isinstance(scores, Mapping) and not any(isinstance(of, Mapping) for of in scores.values())
     named = {"": scores} if alone else scores
     if not isinstance(named, Mapping) or not all(isinstance(of, Mapping) for of in named.values()):
-        raise ValueError(
+        raise ConfigurationError(
             f"scores must be what Simulation.evaluate_clients(state) returns, or a dict of that, got "
             f"{type(scores).__name__}"
         )
@@ -249,7 +250,9 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
                 full = ", ".join(part for part in (name, what) if part) or "all clients"
                 lines[f"{full}: {summary(known)[worst]:.3g}{unit}"] = line
     if not lines:
-        raise ValueError("fairness needs the scores of at least 1 client, got none: pass evaluate_clients(state)")
+        raise ConfigurationError(
+            "fairness needs the scores of at least 1 client, got none: pass evaluate_clients(state)"
+        )
     axes.axvspan(0, 10, color="0.92", zorder=0)
     what = "Accuracy on own test rows (%)" if key == "accuracy" else "Loss on own test rows"
     axes.set(xlabel="Clients, the worst off first (%)", ylabel=what, xlim=(0, 100))
@@ -278,7 +281,7 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     path: as in `curves`. Raises ValueError without a single point.
     """
     if not isinstance(settings, Sequence):
-        raise ValueError(f"settings must be a list of Compared values, got {checks.shown(settings)}")
+        raise ConfigurationError(f"settings must be a list of Compared values, got {checks.shown(settings)}")
     settings, ylabel = [_of_numbers(setting) for setting in settings], checks.text("ylabel", ylabel)
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
     panels = {}
@@ -287,7 +290,9 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
         if any(line.x.size for line in lines.values()):
             panels[setting.title] = Panel(setting.title, ylabel, lines)
     if not panels:
-        raise ValueError("compared needs at least 1 round of a run, got none: pass (rounds, values) of each seed")
+        raise ConfigurationError(
+            "compared needs at least 1 round of a run, got none: pass (rounds, values) of each seed"
+        )
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = _figure(4.4 * columns + 0.6, 3.2 * rows + 0.7)
@@ -353,14 +358,14 @@ def _of_numbers(setting: Any) -> Compared:
         )
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         what = "Compared values, of (rounds, values) of each seed and of pairs of numbers"
-        raise ValueError(f"settings must be {what}, got {checks.shown(setting)} ({error})") from error
+        raise ConfigurationError(f"settings must be {what}, got {checks.shown(setting)} ({error})") from error
     return Compared(checks.text("a setting's title", setting.title), runs, printed, reached)
 
 
 def _curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
     found = [checks.integer("a round", round, 0) for round in rounds], _numbers("values", values).tolist()
     if len(found[0]) != len(found[1]):
-        raise ValueError(f"one value a round is needed, got {len(found[1])} for {len(found[0])} rounds")
+        raise ConfigurationError(f"one value a round is needed, got {len(found[1])} for {len(found[0])} rounds")
     return found
 
 
@@ -430,13 +435,13 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
     unless every algorithm has one list per title, and without a single distance.
     """
     if not isinstance(errors, Mapping) or not all(isinstance(of, Sequence) for of in errors.values()):
-        raise ValueError(f"errors must be a dict of lists, one for each title, got {checks.shown(errors)}")
+        raise ConfigurationError(f"errors must be a dict of lists, one for each title, got {checks.shown(errors)}")
     if not isinstance(titles, Sequence) or isinstance(titles, str | bytes):
-        raise ValueError(f"titles must be a list of strings, got {checks.shown(titles)}")
+        raise ConfigurationError(f"titles must be a list of strings, got {checks.shown(titles)}")
     titles = [checks.text("each of titles", title) for title in titles]
     for name, settings in errors.items():
         if len(settings) != len(titles):
-            raise ValueError(
+            raise ConfigurationError(
                 f"errors[{name!r}] must have one list per title ({len(titles)}), got {len(settings)}: "
                 "pass an empty list for a setting in which it wasn't run"
             )
@@ -469,7 +474,7 @@ def label_mix(
         largest = checks.number("largest", largest, "in (0, 1]", lambda v: 0 < v <= 1, computed=False)
     known = [record for record in run if "label_mix" in record]
     if not known:
-        raise ValueError(f"label_mix needs at least 1 round that has it, got none: {MEASURE.format('labels')}")
+        raise ConfigurationError(f"label_mix needs at least 1 round that has it, got none: {MEASURE.format('labels')}")
     every = -(-len(known) // SHOWN_ROUNDS)
     shown = known[::every]
     ((_, mixes),) = measured({"": [shown]}, "label_mix")[""]
@@ -502,7 +507,9 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     the sizes of all clients. path: as in `curves`. Raises ValueError for what is no FederatedData.
     """
     if not isinstance(data, FederatedData):
-        raise ValueError(f"data must be of type FederatedData, got {type(data).__name__}: pass sim.data, for example")
+        raise ConfigurationError(
+            f"data must be of type FederatedData, got {type(data).__name__}: pass sim.data, for example"
+        )
     N = data.num_clients
     labelled = np.issubdtype(data.y.dtype, np.integer) and data.y.ndim == 1
     figure = _figure(10.0 if labelled else 5.0, 5.0)
@@ -590,7 +597,7 @@ def _picture(name: str, panels: Sequence[Panel], fix: str, path: FilePath, xlabe
     """The panels that have a point, side by side, above one legend."""
     panels = [panel for panel in panels if any(line.x.size for line in panel.lines.values())]
     if not panels:
-        raise ValueError(f"{name} needs at least 1 round that was measured, got none: {fix}")
+        raise ConfigurationError(f"{name} needs at least 1 round that was measured, got none: {fix}")
     width = {1: 6.0, 2: 9.0}.get(len(panels), 4.2 * len(panels))
     figure = _figure(width, 4.2)
     drawn: dict[str, Line2D] = {}
@@ -681,7 +688,9 @@ def _written(figure: Figure, path: FilePath) -> Figure:
     if path is not None:
         place, known = checks.path("path", path), figure.canvas.get_supported_filetypes()
         if (ending := place.suffix[1:].lower()) and ending not in known:
-            raise ValueError(f"path must end in one of {', '.join(sorted(known))}, got {place}: .png, for example")
+            raise ConfigurationError(
+                f"path must end in one of {', '.join(sorted(known))}, got {place}: .png, for example"
+            )
         figure.savefig(place, dpi=150)
     return figure
 
@@ -691,7 +700,7 @@ def _numbers(name: str, values: Any) -> np.ndarray:
     try:
         found = np.asarray(values, float)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must be numbers, got {checks.shown(values)}") from error
+        raise ConfigurationError(f"{name} must be numbers, got {checks.shown(values)}") from error
     if found.ndim != 1:
-        raise ValueError(f"{name} must be numbers, one after another, got {checks.shown(values)}")
+        raise ConfigurationError(f"{name} must be numbers, one after another, got {checks.shown(values)}")
     return found

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fedjax_drift import checks, logs
+from fedjax_drift.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from fedjax_drift.sweep import Run
+    from fedjax_drift.simulation.sweep import Run
 
 History = Sequence[Mapping[str, Any]]
 FilePath = str | os.PathLike[str]
@@ -51,11 +52,13 @@ def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> 
     target = checks.number("target", target, "a finite number", math.isfinite, computed=False)
     key = checks.text("key", key, "an entry of the records")
     if key == "accuracy" and target > 1:
-        raise ValueError(f"target must be an accuracy in 0..1, got {target:g}: {target / 100:g} for {target:g} %")
+        raise ConfigurationError(
+            f"target must be an accuracy in 0..1, got {target:g}: {target / 100:g} for {target:g} %"
+        )
     runs = measured(by_run(records), key)
     found = {name: [_reached(*seed, target, key) for seed in seeds if seed[0].size] for name, seeds in runs.items()}
     if not any(found.values()):
-        raise ValueError(
+        raise ConfigurationError(
             f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate, or pass another key"
         )
     return {name: of_seeds for name, of_seeds in found.items() if of_seeds}
@@ -88,9 +91,11 @@ def _numbers(key: str, values: Sequence[Any]) -> np.ndarray:
     try:
         found = np.array(values, float)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"records must have a number, or lists of as many, as {key!r}: {error}") from error
+        raise ConfigurationError(f"records must have a number, or lists of as many, as {key!r}: {error}") from error
     if found.ndim not in (1, 2) or found.ndim == 2 and not found.shape[1]:
-        raise ValueError(f"records must have a number, or a list of them, as {key!r}, got {checks.shown(values[0])}")
+        raise ConfigurationError(
+            f"records must have a number, or a list of them, as {key!r}, got {checks.shown(values[0])}"
+        )
     return found
 
 
@@ -114,7 +119,7 @@ def by_run(records: Any) -> dict[str, list[History]]:
     if kind == "record" or items == []:
         return _by_algorithm(items or []) or {"": [[]]}
     wrong = f" of {type(items[0]).__name__}" if items else ""
-    raise ValueError(
+    raise ConfigurationError(
         "records must be a history, a dict of histories, the path of a log or what fd.sweep returns, got a "
         f"{type(records).__name__}{wrong}: state, history = sim.run(...)"
     )
@@ -149,7 +154,7 @@ def _one_run(name: Any, of: Any) -> dict[str, list[History]]:
         return {"": by_seed(items) or [[]]}
     if kind == "history":
         return {"": items}
-    raise ValueError(
+    raise ConfigurationError(
         f"records[{name!r}] must be a history, those of several seeds, the path of a log, several of these, or what "
         f"fd.sweep returns, got a {type(of).__name__}: state, history = sim.run(...)"
     )
@@ -164,7 +169,7 @@ def _by_setting(runs: Sequence[Any]) -> dict[str, list[History]]:
         name = ", ".join([run.algorithm] * several + setting)
         seeds = found.setdefault(name, {})
         if run.seed in seeds:
-            raise ValueError(
+            raise ConfigurationError(
                 f"records must hold one run of each setting and seed, got two of {name or run.algorithm} with seed "
                 f"{run.seed}: pass a dict, name -> what each sweep returned"
             )
@@ -176,7 +181,7 @@ def _one_log(name: Any, path: FilePath) -> list[History]:
     """The seeds of a log of one algorithm."""
     found = _by_algorithm(logs.read(path))
     if len(found) > 1:
-        raise ValueError(
+        raise ConfigurationError(
             f"records[{name!r}] must be the log of one algorithm, got {', '.join(found)}: pass the path alone"
         )
     return next(iter(found.values()), [[]])

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from fedjax_drift import checks, logs
 from fedjax_drift.data import files
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.models import MODELS
 from fedjax_drift.models.pretrained import load_params
-from fedjax_drift.progress import Record
-from fedjax_drift.types import Model, Params
+from fedjax_drift.types import Model, Params, Record
 
 CONFIG, MODEL = "config.json", "model.npz"
 
@@ -63,7 +63,7 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
             options = {key: _tuples(value) for key, value in settings["model"].items() if key != "parameters"}
             model = MODELS[options.pop("name")](**options)
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(
+        raise ConfigurationError(
             f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read "
             f"({error})"
         ) from error
@@ -73,7 +73,7 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
     history = [record for record in records if record.get("seed", seed) == seed]
     file = model_file(folder, algorithm, seed if len(seeds) > 1 else None)
     if not file.exists():
-        raise ValueError(
+        raise ConfigurationError(
             f"{folder} has no {file.relative_to(folder)}, as {algorithm} has not come to its end there: "
             f"fedjax-drift run --resume {folder}"
         )
@@ -85,7 +85,9 @@ def _chosen(what: str, value: Any, known: Sequence[Any], folder: Path) -> Any:
     if value is None and len(known) == 1:
         return known[0]
     if value not in known:
-        raise ValueError(f"{what} must be one of those that {folder} has, {', '.join(map(str, known))}, got {value}")
+        raise ConfigurationError(
+            f"{what} must be one of those that {folder} has, {', '.join(map(str, known))}, got {value}"
+        )
     return value
 
 

@@ -17,9 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_drift.errors import ConfigurationError
+
 PyTree = Any
 Params = PyTree
 Metrics = Mapping[str, Any]  # scalar arrays
+Record = dict[str, Any]  # what `Simulation.run` keeps of a round
 THREEFRY = "threefry2x32"  # the generator of all keys
 
 
@@ -82,7 +85,7 @@ class Model(NamedTuple):
         except TypeError:  # no dtype at all
             floating = False
         if not floating:
-            raise ValueError(f"dtype must be floating, got {dtype}: jnp.bfloat16, for example")
+            raise ConfigurationError(f"dtype must be floating, got {dtype}: jnp.bfloat16, for example")
 
         def cast(to: Any, tree: PyTree) -> PyTree:
             return jax.tree.map(lambda a: a.astype(to) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
@@ -106,9 +109,9 @@ class Model(NamedTuple):
         fields of `Model` (``loss=``, ...); ``input_dtype=jnp.int32`` is for rows of tokens (default float32).
         Raises ValueError for modules with running statistics (BatchNorm): use GroupNorm.
         """
-        from fedjax_drift.models import adapters
+        from fedjax_drift import adapters
 
-        return adapters.from_linen(module, input_shape, **options)
+        return cls(**adapters.linen_fields(module, input_shape, options))
 
     @classmethod
     def from_nnx(cls, module: Any, input_shape: tuple[int, ...] | None = None, **options: Any) -> Model:
@@ -117,9 +120,22 @@ class Model(NamedTuple):
         A function is called with the initialisation key, so every seed has its own parameters; a module's own
         parameters are used whatever the key. ``options`` as in `from_linen`.
         """
-        from fedjax_drift.models import adapters
+        from fedjax_drift import adapters
 
-        return adapters.from_nnx(module, input_shape, **options)
+        return cls(**adapters.nnx_fields(module, input_shape, options))
+
+
+class Watcher(NamedTuple):
+    """Observes one client's training. `measures.drift` passes it to `local.train`, which calls both functions.
+
+    Its results don't pass through the algorithm, so an algorithm may return whatever metrics it likes.
+    """
+
+    after_epoch: Callable[[Params, Params], PyTree]
+    """``after_epoch(start, theta)`` is measured after every local epoch."""
+    done: Callable[[Params, Params, PyTree], None]
+    """``done(start, theta, measured)`` is called once, while the client's update is traced: ``theta`` is the local
+    model theta_i after the last epoch, and every leaf of ``measured`` has an axis of E epochs in front."""
 
 
 class Work(NamedTuple):
@@ -140,8 +156,7 @@ class Work(NamedTuple):
     epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
     """``epoch(key)`` shuffles the client's rows; the result maps a step k in 0..ceil(n_i / B)-1 to its batch."""
     model: Model
-    probe: Callable[[Params, Params], PyTree] | None = None
-    """``probe(start, theta)``, asked by `local.train` after every epoch while drift is measured."""
+    watcher: Watcher | None = None  # observes `local.train` while drift is measured
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
         """[B, C], as the model computes them in training."""

@@ -40,7 +40,7 @@ from flax import nnx
 import fedjax_drift as fd
 from fedjax_drift import cli
 from fedjax_drift.checks import shown
-from fedjax_drift.drift import MEASURES
+from fedjax_drift.measures.drift import MEASURES
 
 HANG_SECONDS = 300
 OURS = (ValueError, OSError, ImportError, FloatingPointError, MemoryError)

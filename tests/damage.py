@@ -1,4 +1,4 @@
-"""Damaged, hostile and odd files of every format that the library reads; prints what became of them as JSON.
+"""DamagedError, hostile and odd files of every format that the library reads; prints what became of them as JSON.
 
     python tests/damage.py [FILES] [FORMAT ...]
 
@@ -46,6 +46,7 @@ from test_data_files import characters, write_batch, write_emnist, write_femnist
 
 import fedjax_drift as fd
 from fedjax_drift.data import datasets
+from fedjax_drift.errors import ConfigurationError, DamagedError
 
 SECONDS, MEMORY = 120, 2 * 2**30
 BAD = ("RAW", "HANG", "MEMORY", "CRASH")
@@ -738,7 +739,7 @@ def ours(error: BaseException, folder: Path, path: Path) -> bool:
     named = path.name in str(error) or str(folder) in str(error) or str(error).startswith("records")  # of any source
     return (
         by_us
-        and type(error) in (ValueError, FileNotFoundError, OSError)
+        and type(error) in (ConfigurationError, DamagedError, FileNotFoundError, OSError)
         and named
         and "\n" not in str(error)
         and len(str(error)) < 1500

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
+from fedjax_drift.storage import client_store
 
 ROUNDS = 7
 LIBRARY = str(Path(fd.__file__).parent)
@@ -38,14 +39,16 @@ def simulation(bank: str) -> fd.Simulation:
 
 
 def bits(state: fd.ServerState) -> list[bytes]:
-    clients = state.clients.gather(np.arange(5)) if isinstance(state.clients, fd.bank.Bank) else state.clients
+    clients = (
+        state.clients.gather(np.arange(5)) if isinstance(state.clients, client_store.ClientStore) else state.clients
+    )
     clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded, there may be more rows
     key = jax.random.key_data(state.key)
     return [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get((state.round, key, state.server, clients)))]
 
 
 def close(state: fd.ServerState | None) -> None:
-    if state is not None and isinstance(state.clients, fd.bank.Bank):
+    if state is not None and isinstance(state.clients, client_store.ClientStore):
         state.clients.close()
 
 

@@ -31,7 +31,8 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift import checkpoint
+from fedjax_drift.simulation.loop import Loop
+from fedjax_drift.storage import checkpoint, client_store
 
 EVERY, ROUNDS, FINAL = 2, 1_000_000, 6
 CHILD_SECONDS = 60
@@ -51,7 +52,9 @@ def simulation(bank: str) -> fd.Simulation:
 
 def fingerprint(state: fd.ServerState, history: list[dict]) -> str:
     """All bits of a run but the times."""
-    clients = state.clients.gather(np.arange(5)) if isinstance(state.clients, fd.bank.Bank) else state.clients
+    clients = (
+        state.clients.gather(np.arange(5)) if isinstance(state.clients, client_store.ClientStore) else state.clients
+    )
     leaves = jax.tree.leaves(jax.device_get((state.round, jax.random.key_data(state.key), state.server, clients)))
     told = [{name: value for name, value in record.items() if name != "seconds"} for record in history]
     return json.dumps([[leaf.tobytes().hex() for leaf in leaves], told])
@@ -64,7 +67,7 @@ def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
         os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
 
     settle, write = checkpoint.Saver._settle, checkpoint.Saver._write
-    run, score = fd.Simulation.run, fd.simulation.Recorder.score
+    run, score = fd.Simulation.run, Loop._score
 
     def writing(saver: checkpoint.Saver, contents: checkpoint.Contents, history: list) -> None:
         say("saving", contents.round)
@@ -76,11 +79,12 @@ def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
         if started is not None:
             say("saved", started)
 
-    def scoring(recorder: object, scores: dict) -> None:
-        say("evaluating", recorder._flying[-1].done)
-        score(recorder, scores)
+    def scoring(loop: Loop) -> None:
+        if loop._flying:
+            say("evaluating", loop._flying[-1].done)
+        score(loop)
 
-    checkpoint.Saver._settle, checkpoint.Saver._write, fd.simulation.Recorder.score = settled, writing, scoring
+    checkpoint.Saver._settle, checkpoint.Saver._write, Loop._score = settled, writing, scoring
     sim = simulation(str(folder / "bank") if bank == "files" else bank)
     checkpoints = fd.Checkpoints(folder / "run", every=EVERY, seconds=None, keep=2)
     say("begun", 0)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift import hyper, programs
 from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.simulation import hyper, programs
 from fedjax_drift.types import ClientResult
 
 
@@ -175,13 +175,14 @@ def check_client_update(simulation: fd.Simulation) -> None:
 
 def check_hyper_parameters(simulation: fd.Simulation) -> None:
     """They are arguments of the compiled round: others compile nothing, and count."""
-    form, numbers = programs.split(simulation._engine)
+    form, numbers = programs.split(simulation.setup.engine)
     engine = hyper.join(form, [0.9 * number for number in numbers])
     failing = {"dropout": engine.failures.dropout, "stragglers": engine.failures.stragglers}
     parts = (simulation.model, simulation.data, engine.algorithm)
     other = fd.Simulation(*parts, local=engine.local, cohort_size=3, lanes=2, **failing)
-    assert other._programs is simulation._programs and not simulation._constant
-    assert [float(number) for number in other._numbers] == pytest.approx([0.9 * number for number in numbers])
+    mine, others = simulation.executor.programs, other.executor.programs
+    assert others.compiled is mine.compiled and not mine.constant
+    assert [float(number) for number in others.numbers] == pytest.approx([0.9 * number for number in numbers])
     state = simulation.init(jax.random.key(SEED))
     ours, theirs = (jax.tree.leaves(sim.round_fn(state)[0].params) for sim in (simulation, other))
     assert not all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))

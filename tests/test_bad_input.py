@@ -253,7 +253,7 @@ def test_rounds() -> None:
             sim.run(state, rounds)
     with pytest.raises(ValueError, match="evaluating needs a test set"):
         simulation(data=federation(test=None)).evaluate(state)
-    assert sim._programs.round._cache_size() == 0  # nothing was compiled
+    assert sim.executor.programs.compiled.round._cache_size() == 0  # nothing was compiled
 
 
 def test_cpu_devices_must_come_first() -> None:

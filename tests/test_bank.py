@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_drift import bank as bank_module
-from fedjax_drift.bank import Bank, Damaged
+from fedjax_drift.storage import client_store as bank_module
+from fedjax_drift.storage.client_store import ClientStore, DamagedError
 
 INITIAL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(-1)}
 
@@ -28,7 +28,7 @@ def states_of(ids: np.ndarray, round: int) -> dict:
     return {"w": w.astype(np.float32), "n": np.full(len(ids), round, np.int32)}
 
 
-def check(bank: Bank, last: dict[int, int]) -> None:
+def check(bank: ClientStore, last: dict[int, int]) -> None:
     """The bank holds for every client what `states_of` gave it in its last round, or the initial state."""
     N = bank.num_clients
     got = bank.gather(np.arange(N + 1))
@@ -41,7 +41,7 @@ def check(bank: Bank, last: dict[int, int]) -> None:
 
 @pytest.fixture(params=["memory", "file"])
 def bank(request, tmp_path):
-    with Bank.create(INITIAL, 20, None if request.param == "memory" else tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, None if request.param == "memory" else tmp_path / "bank") as bank:
         yield bank
 
 
@@ -62,7 +62,7 @@ def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> N
     N, rng = 13, np.random.default_rng(0)
     path = None if where == "memory" else tmp_path / "bank"
     monkeypatch.setattr(bank_module, "CHUNK_BYTES", 200)
-    bank, model = Bank.create(MIXED, N, path), {}
+    bank, model = ClientStore.create(MIXED, N, path), {}
 
     def random_states(K: int) -> dict:
         return jax.tree.map(lambda a: rng.integers(0, 2, (K, *np.shape(a))).astype(np.asarray(a).dtype), MIXED)
@@ -76,7 +76,7 @@ def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> N
                 model[i] = jax.tree.map(lambda leaf, k=k: leaf[k].copy(), new)
         if path is not None and round % 5 == 0:
             bank.close()
-            bank = Bank.open(path, MIXED, N)
+            bank = ClientStore.open(path, MIXED, N)
         asked = rng.integers(0, N + 1, 9)
         got = bank.gather(asked)
         want = jax.tree.map(lambda *leaves: np.stack(leaves), *[model.get(i, MIXED) for i in asked])
@@ -88,7 +88,7 @@ def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> N
 
 def test_only_clients_ever_seen_take_space(tmp_path) -> None:
     N, initial = 100_000, {"w": np.zeros(2_500, np.float32)}
-    with Bank.create(initial, N) as memory, Bank.create(initial, N, tmp_path / "bank") as file:
+    with ClientStore.create(initial, N) as memory, ClientStore.create(initial, N, tmp_path / "bank") as file:
         for bank in (memory, file):
             for round in range(1, 6):  # again and again the same 50
                 ids = np.arange(0, N, N // 50)
@@ -97,7 +97,7 @@ def test_only_clients_ever_seen_take_space(tmp_path) -> None:
             assert bank.nbytes <= 4 * N + 101 * 10_004
         on_disk = sum(512 * path.stat().st_blocks for path in (tmp_path / "bank").iterdir())
         assert on_disk < 4 * N + 110 * 10_000
-        assert repr(file) == f"Bank(100000 clients, 50 seen, round 5, 1.4 MB in {tmp_path / 'bank'})"
+        assert repr(file) == f"ClientStore(100000 clients, 50 seen, round 5, 1.4 MB in {tmp_path / 'bank'})"
 
 
 def test_gathered_states_need_no_copy_on_cpu(bank) -> None:
@@ -133,7 +133,7 @@ def test_an_interrupt_anywhere_in_a_commit_leaves_a_round_boundary(bank, tmp_pat
             sys.settrace(previous)
         if (tmp_path / "bank").exists():
             shutil.copytree(tmp_path / "bank", tmp_path / "copy")
-            with Bank.open(tmp_path / "copy", INITIAL, 20) as copy:
+            with ClientStore.open(tmp_path / "copy", INITIAL, 20) as copy:
                 assert copy.round == bank.round
                 check(copy, last | (dict.fromkeys(ids.tolist(), before + 1) if copy.round > before else {}))
             shutil.rmtree(tmp_path / "copy")
@@ -149,7 +149,7 @@ def test_an_interrupt_anywhere_in_a_commit_leaves_a_round_boundary(bank, tmp_pat
 KILLS = """
 import os, random, signal, sys, time
 import numpy as np
-from fedjax_drift.bank import Bank
+from fedjax_drift.storage.client_store import ClientStore
 
 path, N, K = sys.argv[1], 30, 6
 
@@ -158,7 +158,7 @@ def ids_of(round):
 
 def kills(number, least):
     # Kills a child each time, at a random moment after it has committed so many rounds.
-    Bank.create(initial, N, path).close()
+    ClientStore.create(initial, N, path).close()
     random.seed(0)
     for kill in range(number):
         read, write = os.pipe()
@@ -179,7 +179,7 @@ COMMITS = """
 initial = {"a": np.zeros(3_000, np.float32), "b": np.int64(0)}
 
 def commit_for_ever(committed):
-    bank = Bank.open(path, initial, N)
+    bank = ClientStore.open(path, initial, N)
     while True:
         round = bank.round + 1
         bank.commit(ids_of(round), {"a": np.full((K, 3_000), round, np.float32), "b": np.full(K, round)}, round)
@@ -187,7 +187,7 @@ def commit_for_ever(committed):
 
 checked, last = 0, np.zeros(N)
 for kill in kills(30, 1):
-    with Bank.open(path, initial, N) as bank:
+    with ClientStore.open(path, initial, N) as bank:
         for round in range(checked + 1, bank.round + 1):
             last[ids_of(round)] = round
         checked = bank.round
@@ -200,7 +200,7 @@ PINS = """
 initial = {"a": np.zeros(300, np.float32)}
 
 def commit_for_ever(committed):
-    bank = Bank.open(path, initial, N)
+    bank = ClientStore.open(path, initial, N)
     while True:
         round = bank.round + 1
         bank.commit(ids_of(round), {"a": np.full((K, 300), round, np.float32)}, round)
@@ -218,12 +218,12 @@ def states(round):
 
 checked = 0
 for kill in kills(20, 3):
-    with Bank.open(path, initial, N) as bank:
+    with ClientStore.open(path, initial, N) as bank:
         pins = bank.pins
         assert (bank.gather(np.arange(N))["a"] == states(bank.round)).all()
         assert len(pins) <= 3 and bank.nbytes < 40 * 4 * N * 300
     for round in pins[::-1]:  # from the newest to the oldest, as a restore that finds damage would
-        with Bank.open(path, initial, N, round=round) as bank:
+        with ClientStore.open(path, initial, N, round=round) as bank:
             assert bank.round == round and (bank.gather(np.arange(N))["a"] == states(round)).all(), (kill, round)
         checked += 1
 print("pins", checked)
@@ -239,7 +239,7 @@ def test_a_kill_at_any_moment_leaves(program, least, tmp_path) -> None:
 
 
 def test_a_pin_is_a_way_back(tmp_path) -> None:
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         for round in range(1, 6):
             bank.commit([3, round + 3], states_of([3, round + 3], round), round)
             if round in (2, 4):
@@ -251,22 +251,22 @@ def test_a_pin_is_a_way_back(tmp_path) -> None:
         bank.commit([3, 9], states_of([3, 9], 6), 6)
         assert bank.pins == [2] and bank._table.end <= end + 1  # what the pin of round 4 alone held is used again
     (tmp_path / "bank/index").unlink()  # not needed to go back
-    with Bank.open(tmp_path / "bank", INITIAL, 20, round=2) as bank:
+    with ClientStore.open(tmp_path / "bank", INITIAL, 20, round=2) as bank:
         check(bank, {3: 2, 4: 1, 5: 2})
         assert bank.round == 2
         bank.commit([3], states_of([3], 3), 3)
-    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+    with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
         check(bank, {3: 3, 4: 1, 5: 2})
     with pytest.raises(ValueError, match="which has no index.4"):
-        Bank.open(tmp_path / "bank", INITIAL, 20, round=4)
+        ClientStore.open(tmp_path / "bank", INITIAL, 20, round=4)
     pin = tmp_path / "bank/index.2"
     pin.write_bytes(pin.read_bytes()[:-1])
     with pytest.raises(ValueError, match="index.2 is not what was written"):
-        Bank.open(tmp_path / "bank", INITIAL, 20, round=2)
-    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+        ClientStore.open(tmp_path / "bank", INITIAL, 20, round=2)
+    with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
         assert bank.pins == []
     with pytest.raises(ValueError, match="only a bank in files can be pinned"):
-        Bank.create(INITIAL, 20).pin()
+        ClientStore.create(INITIAL, 20).pin()
 
 
 @contextlib.contextmanager
@@ -293,7 +293,7 @@ def file_limit(most: int = 3 * 32 + 10):
 @pytest.mark.parametrize("full, taken", [(no_fallocate, 0), (file_limit, 0), (lambda: file_limit(230), 2 * 32)])
 def test_a_full_disk_loses_nothing(full, taken, tmp_path) -> None:
     """No room for the records, or (230 bytes: six records, but no index) for the table."""
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 4], states_of([3, 4], 1), 1)
         size = (tmp_path / "bank/states").stat().st_size
         with full(), pytest.raises(OSError, match="round 2 could not be stored .*: the bank stays at round 1") as error:
@@ -304,25 +304,26 @@ def test_a_full_disk_loses_nothing(full, taken, tmp_path) -> None:
         assert bank.round == 1
         check(bank, {3: 1, 4: 1})
         bank.commit([4, 5], states_of([4, 5], 2), 2)
-    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+    with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
         check(bank, {3: 1, 4: 2, 5: 2})
 
 
 def test_no_room_for_a_new_bank(tmp_path) -> None:
     with file_limit(300), pytest.raises(ValueError, match="File too large"):
-        Bank.create(INITIAL, 1000, tmp_path / "bank")
-    Bank.create(INITIAL, 1000, tmp_path / "bank").close()
+        ClientStore.create(INITIAL, 1000, tmp_path / "bank")
+    ClientStore.create(INITIAL, 1000, tmp_path / "bank").close()
 
 
 def test_one_user_at_a_time(tmp_path) -> None:
-    program = "import sys; from fedjax_drift.bank import Bank; Bank.open(sys.argv[1], {'w': 0.0}, 5)"
-    with Bank.create({"w": 0.0}, 5, tmp_path / "bank"):
+    program = "import sys; from fedjax_drift.storage.client_store import ClientStore as Store; "
+    program += "Store.open(sys.argv[1], {'w': 0.0}, 5)"
+    with ClientStore.create({"w": 0.0}, 5, tmp_path / "bank"):
         command = [sys.executable, "-c", program, str(tmp_path / "bank")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert "ValueError: path must be a bank that nobody else uses" in done.stderr
+        assert "InUseError: path must be a bank that nobody else uses" in done.stderr
         with pytest.raises(ValueError, match="open already, in another process or in this one: close it"):
-            Bank.open(tmp_path / "bank", {"w": 0.0}, 5)
-    Bank.open(tmp_path / "bank", {"w": 0.0}, 5).close()
+            ClientStore.open(tmp_path / "bank", {"w": 0.0}, 5)
+    ClientStore.open(tmp_path / "bank", {"w": 0.0}, 5).close()
 
 
 OTHERS = [
@@ -339,18 +340,18 @@ OTHERS = [
 @pytest.mark.parametrize("other, message", OTHERS)
 def test_a_bank_of_something_else_is_refused(other, message, tmp_path) -> None:
     mine = {"initial": INITIAL, "num_clients": 20, "identity": {"algorithm": "scaffold", "rows": 7}}
-    with Bank.create(path=tmp_path / "bank", **mine) as bank:
+    with ClientStore.create(path=tmp_path / "bank", **mine) as bank:
         bank.commit([3], states_of([3], 1), 1)
     with pytest.raises(ValueError, match=f"belongs to another simulation: .*{message}"):
-        Bank.open(tmp_path / "bank", **(mine | other))
-    with Bank.open(tmp_path / "bank", **mine) as bank:
+        ClientStore.open(tmp_path / "bank", **(mine | other))
+    with ClientStore.open(tmp_path / "bank", **mine) as bank:
         check(bank, {3: 1})
 
 
 def test_the_initial_state_is_that_of_the_creation(tmp_path) -> None:
     """A resumed simulation has later parameters, of which an algorithm would make another one."""
-    Bank.create(INITIAL, 20, tmp_path / "bank").close()
-    with Bank.open(tmp_path / "bank", jax.tree.map(np.zeros_like, INITIAL), 20) as bank:
+    ClientStore.create(INITIAL, 20, tmp_path / "bank").close()
+    with ClientStore.open(tmp_path / "bank", jax.tree.map(np.zeros_like, INITIAL), 20) as bank:
         check(bank, {})
 
 
@@ -363,13 +364,13 @@ DAMAGES = [
     ("index", lambda b: b.replace(b'"format": 3', b'"format": 2'), "must be of format 3, got 2: use the version"),
     ("states", lambda b: b[:-1], "states must have 96 bytes, got 95"),
     ("states", lambda b: None, "states is missing"),
-    ("index", lambda b: None, "which has no index: use Bank.create"),
+    ("index", lambda b: None, "which has no index: use ClientStore.create"),
 ]
 
 
 @pytest.mark.parametrize("name, damage, message", DAMAGES)
 def test_a_damaged_bank_is_refused_and_left_alone(name, damage, message, tmp_path) -> None:
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 5], states_of([3, 5], 1), 1)
     file = tmp_path / "bank" / name
     damaged = damage(file.read_bytes())
@@ -379,73 +380,77 @@ def test_a_damaged_bank_is_refused_and_left_alone(name, damage, message, tmp_pat
         file.write_bytes(damaged)
     before = {path.name: path.read_bytes() for path in (tmp_path / "bank").iterdir()}
     with pytest.raises(ValueError, match=message):
-        Bank.open(tmp_path / "bank", INITIAL, 20)
+        ClientStore.open(tmp_path / "bank", INITIAL, 20)
     assert {path.name: path.read_bytes() for path in (tmp_path / "bank").iterdir()} == before
 
 
 @pytest.mark.parametrize("byte", [0, 20, 31, 32, 63, 64, 95])
 def test_a_flipped_bit_in_a_record_is_noticed_when_it_is_read(byte, tmp_path) -> None:
     """The initial state, client 5's and client 3's, each with its checksum."""
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([5, 3], states_of([5, 3], 1), 1)
     content = bytearray((tmp_path / "bank/states").read_bytes())
     content[byte] ^= 16
     (tmp_path / "bank/states").write_bytes(content)
     if byte < 32:
-        with pytest.raises(Damaged, match=r"/bank is damaged, the initial state is not what was written: go back to"):
-            Bank.open(tmp_path / "bank", INITIAL, 20)
+        with pytest.raises(
+            DamagedError, match=r"/bank is damaged, the initial state is not what was written: go back to"
+        ):
+            ClientStore.open(tmp_path / "bank", INITIAL, 20)
         return
     whose, intact = (5, 3) if byte < 64 else (3, 5)
-    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
-        with pytest.raises(Damaged, match=f"/bank is damaged, the state of client {whose} is not what was written"):
+    with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
+        with pytest.raises(
+            DamagedError, match=f"/bank is damaged, the state of client {whose} is not what was written"
+        ):
             bank.gather([intact, whose])
         assert bank.gather([intact])["n"] == [1]
 
 
 def test_records_of_each_other_are_noticed(tmp_path) -> None:
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([5, 3], states_of([5, 3], 1), 1)
         content = (tmp_path / "bank/states").read_bytes()
         (tmp_path / "bank/states").write_bytes(content[:32] + content[64:] + content[32:64])
-        with pytest.raises(Damaged, match="the state of client 3 is not what was written"):
+        with pytest.raises(DamagedError, match="the state of client 3 is not what was written"):
             bank.gather([3])
 
 
 def test_a_bank_that_nobody_has_used_is_made_again(tmp_path) -> None:
     """As a kill before the first save leaves it; for the same arguments alone."""
     mine = {"initial": INITIAL, "num_clients": 20, "path": tmp_path / "bank", "identity": {"key": "1"}}
-    with Bank.create(**mine) as bank:
+    with ClientStore.create(**mine) as bank:
         bank.pin()  # for a save that was not completed
         with pytest.raises(ValueError, match="must be a bank that nobody else uses"):
-            Bank.create(**mine)
+            ClientStore.create(**mine)
     for other in ({"initial": INITIAL | {"n": np.int32(3)}}, {"num_clients": 21}, {"identity": {"key": "2"}}):
         with pytest.raises(ValueError, match="must be a new or empty folder, got .*, which holds a bank"):
-            Bank.create(**mine | other)
-    with Bank.create(**mine) as bank:
+            ClientStore.create(**mine | other)
+    with ClientStore.create(**mine) as bank:
         check(bank, {})
         bank.commit([3], states_of([3], 1), 1)
     with pytest.raises(ValueError, match="must be a new or empty folder, got .*, which holds a bank"):
-        Bank.create(**mine)
-    with Bank.open(tmp_path / "bank", INITIAL, 20, {"key": "1"}) as bank:
+        ClientStore.create(**mine)
+    with ClientStore.open(tmp_path / "bank", INITIAL, 20, {"key": "1"}) as bank:
         check(bank, {3: 1})
 
 
 def test_a_pin_in_anothers_place_is_noticed(tmp_path) -> None:
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         for round in (1, 2):
             bank.commit([3], states_of([3], round), round)
             bank.pin()
     shutil.copy(tmp_path / "bank/index.1", tmp_path / "bank/index.2")
-    with pytest.raises(Damaged, match=r"is damaged, its file index.2 is of round 1"):
-        Bank.open(tmp_path / "bank", INITIAL, 20, round=2)
+    with pytest.raises(DamagedError, match=r"is damaged, its file index.2 is of round 1"):
+        ClientStore.open(tmp_path / "bank", INITIAL, 20, round=2)
     (tmp_path / "bank/index.2").unlink()
     (tmp_path / "bank/index.2").mkdir()
-    with Bank.open(tmp_path / "bank", INITIAL, 20) as bank:
+    with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
         assert bank.pins == [1]
 
 
 def test_records_cut_short_while_in_use_are_an_error(tmp_path) -> None:
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 5], states_of([3, 5], 1), 1)
         os.truncate(tmp_path / "bank/states", 60)
         with pytest.raises(ValueError, match="states has been cut short"):
@@ -456,7 +461,7 @@ def test_folders_that_will_not_do(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "used").mkdir()
     (tmp_path / "used/states").write_text("mine")
-    with Bank.create(INITIAL, 20, tmp_path / "bank") as bank:
+    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3], states_of([3], 1), 1)
     for path, message in [
         ("file", "must be a folder, got the file"),
@@ -467,7 +472,7 @@ def test_folders_that_will_not_do(tmp_path) -> None:
         ("bank", "which holds a bank: choose another, or go on"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Bank.create(INITIAL, 20, tmp_path / path)
+            ClientStore.create(INITIAL, 20, tmp_path / path)
     assert (tmp_path / "used/states").read_text() == "mine"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bank", "file", "used"]
 
@@ -485,8 +490,8 @@ BAD = [
     (lambda b: b.commit([3], {"w": 0}, 1), r"\['n'\]: nothing instead of int32\[1\]"),
     (lambda b: b.commit([3], states_of([3], 1) | {"n": np.zeros(1, np.int64)}, 1), r"int64\[1\] instead of int32\[1\]"),
     (lambda b: b.commit([3], states_of([3], 1), 1, keep=np.ones(1)), r"keep must be bool\[1\], .* got float64\[1\]"),
-    (lambda b: Bank.create(INITIAL, 0), "num_clients must be in 1..1073741824, got 0"),
-    (lambda b: Bank.create({"w": object()}, 1), r"numeric arrays, got Python objects at \['w'\]"),
+    (lambda b: ClientStore.create(INITIAL, 0), "num_clients must be in 1..1073741824, got 0"),
+    (lambda b: ClientStore.create({"w": object()}, 1), r"numeric arrays, got Python objects at \['w'\]"),
     (lambda b: (b.close(), b.gather([3])), "the bank is closed: open it again"),
 ]
 

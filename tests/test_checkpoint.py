@@ -25,8 +25,10 @@ import pytest
 from test_bank import file_limit
 
 import fedjax_drift as fd
-from fedjax_drift import checkpoint, cli, identity, progress
-from fedjax_drift.identity import settings
+from fedjax_drift import cli
+from fedjax_drift.simulation import progress
+from fedjax_drift.storage import checkpoint, client_store, files, identity
+from fedjax_drift.storage.identity import settings
 
 ROWS = np.random.default_rng(0)
 CLIENTS = [(ROWS.normal(size=(4, 30)).astype(np.float32), ROWS.integers(0, 2, 4)) for _ in range(5)]
@@ -51,7 +53,7 @@ def told(history: list[dict]) -> list[dict]:
 
 def arrays(state: fd.ServerState) -> list[np.ndarray]:
     clients = state.clients
-    if isinstance(clients, fd.bank.Bank):
+    if isinstance(clients, client_store.ClientStore):
         clients = clients.gather(np.arange(6))
     clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded, there is one more row
     return jax.tree.leaves(jax.device_get((state.round, jax.random.key_data(state.key), state.server, clients)))
@@ -168,8 +170,8 @@ def test_format_and_versions(device, saved, monkeypatch) -> None:
         patch.setattr(checkpoint, "versions", lambda: {"fedjax_drift": "9.0", "jax": "1.0"})
         with pytest.warns(UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run goes on"):
             saved.restore(device)
-    monkeypatch.setattr(checkpoint, "FORMAT", 4)
-    with pytest.raises(ValueError, match="must be of format 4, got 3 in .*: use the version of fedjax_drift"):
+    monkeypatch.setattr(checkpoint, "FORMAT", 5)
+    with pytest.raises(ValueError, match="must be of format 5, got 4 in .*: use the version of fedjax_drift"):
         saved.restore(device)
 
 
@@ -271,7 +273,7 @@ def test_the_best_evaluated_round_is_kept(bank, ends, tmp_path, monkeypatch) -> 
     where = str(tmp_path / "bank") if bank == "files" else bank
     sim = simulation(bank=where)
     scores = iter([0.5, 0.6, 0.4])  # at rounds 4, 8 and 11
-    monkeypatch.setattr(sim, "_scores", lambda server: {"accuracy": next(scores), "loss": jnp.float32(1)})
+    monkeypatch.setattr(sim.executor, "scores", lambda server: {"accuracy": next(scores), "loss": jnp.float32(1)})
     checkpoints = fd.Checkpoints(tmp_path / "run", every=3, keep=1)
 
     def stop(record: dict) -> None:
@@ -291,7 +293,7 @@ def test_the_best_evaluated_round_is_kept(bank, ends, tmp_path, monkeypatch) -> 
     for a, b in zip(arrays(best), arrays(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
     again = fd.Checkpoints(tmp_path / "run", every=3, keep=1)
-    monkeypatch.setattr(sim, "_scores", lambda server: {"accuracy": 0.55, "loss": jnp.float32(1)})
+    monkeypatch.setattr(sim.executor, "scores", lambda server: {"accuracy": 0.55, "loss": jnp.float32(1)})
     if bank == "files":
         best.clients.close()
     state, history = again.restore(sim)
@@ -326,7 +328,7 @@ def test_a_kill_before_the_best_is_written_loses_no_more_than_the_interval(devic
 
 def test_one_run_at_a_time(device, saved) -> None:
     state = saved.restore(device)[0]
-    with saved.saving(device, state, contextlib.nullcontext):
+    with saved.saving(device.specification, state, contextlib.nullcontext):
         for refused in (lambda: saved.restore(device), lambda: run(device, state, 1, saved)):
             with pytest.raises(ValueError, match="must be used by one run at a time, got .*/saved, which is in use"):
                 refused()
@@ -341,7 +343,7 @@ def test_folders_that_will_not_do(device, tmp_path, monkeypatch) -> None:
             run(device, state, 1, folder)
     with monkeypatch.context() as read_only:
         refused = OSError(errno.EROFS, "Read-only file system")
-        read_only.setattr(checkpoint.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(refused))
+        read_only.setattr(files.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(refused))
         with pytest.raises(ValueError, match=r"can be written, got .*/new \(Read-only file system\)"):
             run(device, state, 1, tmp_path / "new")
     with pytest.raises(ValueError, match="must hold a checkpoint, got .*, which has none: start with sim.init"):
@@ -395,14 +397,14 @@ def test_a_full_disk(ends, device, uninterrupted, tmp_path, monkeypatch) -> None
 
 def test_no_room_for_a_pin_is_said_of_its_round(tmp_path, monkeypatch) -> None:
     sim = simulation(bank=tmp_path / "bank")
-    copy = fd.bank._Folder.copy_index
+    copy = client_store._Folder.copy_index
 
     def full(store, name: str, to: str) -> None:
         if to == "index.2":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         copy(store, name, to)
 
-    monkeypatch.setattr(fd.bank._Folder, "copy_index", full)
+    monkeypatch.setattr(client_store._Folder, "copy_index", full)
     checkpoints = fd.Checkpoints(tmp_path / "run", every=1, best=None)
     with pytest.warns(UserWarning, match="round 2 could not be saved in .* the run goes on, and the next save"):
         state, _ = run(sim, sim.init(KEY), 4, checkpoints)
@@ -543,7 +545,7 @@ def test_settings_are_found_wherever_they_are(one, other) -> None:
 def test_settings_that_are_the_same(tmp_path) -> None:
     assert settings(closed(1), "s") == settings(closed(1.0), "s") == settings(closed(np.float32(1)), "s")
     script = """
-from fedjax_drift.identity import settings
+from fedjax_drift.storage.identity import settings
 print(settings((lambda x: x in {"one", "two", "three"}, {"four", "five", "six"}), "s"))
 """
     found = {
@@ -632,15 +634,15 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "folder"
     assert cli.main([*TINY, "--rounds", "7", "--output", str(whole)]) == 0
 
-    kept = progress.Recorder._record
+    update = progress.Bar.update
 
-    def terminated(recorder, done, *rest):
-        kept(recorder, done, *rest)
-        if done == 3 and recorder.bar.name == "scaffold":
+    def terminated(bar, record):
+        update(bar, record)
+        if record["round"] == 3 and bar.name == "scaffold":
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(progress.Recorder, "_record", terminated)
+        patch.setattr(progress.Bar, "update", terminated)
         assert cli.main([*TINY, "--output", str(folder)]) == 143
     said = capsys.readouterr().err
     assert f" rounds; to go on: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said

@@ -19,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 from together import ASKED_AT, ROUNDS, outcome, rows, simulate
 
 import fedjax_drift as fd
-from fedjax_drift import cli, distributed, exchange
-from fedjax_drift.sharding import AXIS
+from fedjax_drift import cli
+from fedjax_drift.devices import distributed
+from fedjax_drift.devices.mesh import AXIS
+from fedjax_drift.round import exchange
 
 WORKER = Path(__file__).with_name("together.py")
 
@@ -178,10 +180,10 @@ def test_communication_is_what_the_program_says() -> None:
     bytes = sim.communication()
     assert bytes["message sum"] == 2 * 4 * (6 * 4 + 4) + 4  # SCAFFOLD: two models' worth, and the weight
     assert bytes["client states"] == 2 * 5 * 4 * (6 * 4 + 4)  # five of nine clients on a device, there and back
-    S = exchange.longest_share(sim._engine.rows_by_rank, 2, 5, 1)
+    S = exchange.longest_share(sim.setup.engine.rows_by_rank, 2, 5, 1)
     assert bytes["rows"] == S * (6 + 4)
     program = (
-        sim._programs.round.lower(sim._numbers, sim.init(jax.random.key(0)), sim._arrays, None).compile().as_text()
+        sim.executor.programs.lower("round", sim.init(jax.random.key(0)), sim.setup.arrays, None).compile().as_text()
     )
     assert program.count(" all-reduce(") == 1
     half = bytes["client states"] // 2  # the new states alone
@@ -193,9 +195,9 @@ def test_auto_cuts_what_fits_on_all_devices_only(monkeypatch) -> None:
     need = data.x.nbytes + data.y.nbytes
 
     def rows_are(memory, data=data, **options) -> str:
-        monkeypatch.setattr("fedjax_drift.simulation.memory_of", lambda mesh: memory)
+        monkeypatch.setattr("fedjax_drift.simulation.placement.memory_of", lambda mesh: memory)
         sim = simulate(data, bank="device", **options)
-        return "host" if sim._stream else "parts" if sim._engine.rows_by_rank is not None else "devices"
+        return "host" if sim.setup.streamed else "parts" if sim.setup.engine.rows_by_rank is not None else "devices"
 
     assert rows_are(2 * need) == "devices"
     assert rows_are(2 * need - 2) == rows_are(need) == rows_are(1, stream=False) == "parts"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift import drift
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.sharding import clients_mesh
+from fedjax_drift.devices.mesh import clients_mesh
+from fedjax_drift.measures import drift
 from fedjax_drift.types import ClientResult
 
 FEATURES, C, EPOCHS, LR = 5, 4, 3, 0.5
@@ -238,7 +238,7 @@ def test_every_algorithm_is_measured(data, name):
 def test_measuring_leaves_rounds_alone(data, measured):
     plain = simulate(data)
     state = plain.init(jax.random.key(0))
-    text = [sim._programs.round.lower(sim._numbers, state, sim._arrays, None).as_text() for sim in (plain, measured)]
+    text = [sim.executor.programs.lower("round", state, sim.setup.arrays, None).as_text() for sim in (plain, measured)]
     assert text[0] == text[1]
     a, b = state, measured.init(jax.random.key(0))
     for _ in range(2):

@@ -9,9 +9,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import fedjax_drift as fd
-from fedjax_drift import hyper
 from fedjax_drift.algorithms.constrained import PARTS
 from fedjax_drift.algorithms.fedreg import remove
+from fedjax_drift.simulation import hyper
 from fedjax_drift.types import ServerState
 
 

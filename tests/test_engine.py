@@ -226,7 +226,7 @@ def test_states_may_come_from_other_devices_or_from_numpy(data) -> None:
 def test_the_data_set_is_an_argument_not_a_constant(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))
-    text = sim._programs.round.lower(sim._numbers, state, sim._arrays, None).as_text()
+    text = sim.executor.programs.lower("round", state, sim.setup.arrays, None).as_text()
     assert f"tensor<{sum(SIZES)}x{FEATURES}xf32>" in text  # as an argument
     assert not [line for line in text.splitlines() if "constant" in line and len(line) > 2000]
 
@@ -238,7 +238,7 @@ def test_memory_does_not_grow_with_the_cohort() -> None:
     def scratch(cohort_size: int) -> int:
         model = fd.models.linear((500,), 10)
         sim = simulate(many, fd.algorithms.fedavg(), model=model, cohort_size=cohort_size, lanes=2)
-        compiled = sim._programs.round.lower(sim._numbers, sim.init(jax.random.key(0)), sim._arrays, None).compile()
+        compiled = sim.executor.programs.lower("round", sim.init(jax.random.key(0)), sim.setup.arrays, None).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     one_message = 4 * 5010
@@ -263,7 +263,7 @@ def test_every_epoch_visits_every_row_once() -> None:
 def test_devices_meet_once_to_add_up(data) -> None:
     sim = simulate(data, fd.algorithms.feddc(0.1), devices=2)  # which has three messages and two states
     state = sim.init(jax.random.key(0))
-    program = sim._programs.round.lower(sim._numbers, state, sim._arrays, None).compile().as_text()
+    program = sim.executor.programs.lower("round", state, sim.setup.arrays, None).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", program)) == 1
     gathered = re.findall(r" = (\S+) all-gather(?:-start)?\(", program)
     whole = [shape for shape in gathered if not re.match(r"\w+\[2,5,1\]", shape)]  # what is there for each client aside
@@ -397,7 +397,7 @@ def test_uint8_images_reach_the_model_scaled() -> None:
     model = fd.Model(lambda key: jnp.ones(()), lambda w, x: w * x[:, 0], loss=lambda z, y: z)
     sim = simulate(plain, model=model, cohort_size=1)
     assert sim.evaluate(sim.init(jax.random.key(0)))["loss"] == pytest.approx((0 + 0.2 + 1) / 3)
-    assert sim._arrays.rows.x.dtype == jnp.uint8
+    assert sim.setup.arrays.rows.x.dtype == jnp.uint8
     scaled = dataclasses.replace(plain, mean=np.float32(0.2), std=np.float32(0.5))
     sim = simulate(scaled, model=model, cohort_size=1)
     assert sim.evaluate(sim.init(jax.random.key(0)))["loss"] == pytest.approx((-0.4 + 0 + 1.6) / 3)
@@ -481,14 +481,14 @@ def test_a_second_ctrl_c_in_the_last_evaluation_returns_what_is_done(data, monke
     sim = simulate(data)
     start = sim.init(jax.random.key(0))
     sim.round_fn(start)
-    evaluate = sim._scores
+    evaluate = sim.executor.scores
 
     def interrupted(*arguments):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(sim, "_scores", interrupted)
+    monkeypatch.setattr(sim.executor, "scores", interrupted)
     state, history = sim.run(start, 3, eval_every=100, progress=False)
     assert int(state.round) == 3 == len(history) and "accuracy" not in history[-1]
 
@@ -514,7 +514,7 @@ def test_an_insistent_ctrl_c_waits_for_the_next_state(data, monkeypatch) -> None
     """`run` donates each state to the next round: an interrupt between the two would leave neither."""
     sim = simulate(data)
     start = sim.init(jax.random.key(0))
-    advance = sim._rounds_from
+    advance = sim.executor.rounds
 
     def interrupted(state, *arguments):
         if int(state.round) == 2:
@@ -522,7 +522,7 @@ def test_an_insistent_ctrl_c_waits_for_the_next_state(data, monkeypatch) -> None
             signal.raise_signal(signal.SIGINT)
         return advance(state, *arguments)
 
-    monkeypatch.setattr(sim, "_rounds_from", interrupted)
+    monkeypatch.setattr(sim.executor, "rounds", interrupted)
     state, history = sim.run(start, 50, eval_every=1, progress=False)
     assert int(state.round) == 3 == len(history) and np.isfinite(state.params["a"]).all()
     assert np.isfinite(start.params["a"]).all()  # the caller's own is untouched
@@ -605,9 +605,9 @@ def test_data_on_the_devices_are_shared_and_never_traced() -> None:
 
     jax.jit(lambda key: build().init(key))(jax.random.key(0))  # inside jax.jit: what is placed must not be a tracer
     one, two = build(), build(eval_batch_size=3)
-    assert one._arrays.rows.x is two._arrays.rows.x and one._arrays.rows.x.dtype == jnp.float32
+    assert one.setup.arrays.rows.x is two.setup.arrays.rows.x and one.setup.arrays.rows.x.dtype == jnp.float32
     with jax.enable_x64(True):
-        assert build()._arrays.rows.x.dtype == jnp.float64
+        assert build().setup.arrays.rows.x.dtype == jnp.float64
 
 
 def test_keys(data) -> None:

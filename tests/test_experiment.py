@@ -245,7 +245,7 @@ def test_ctrl_c_ends_it_and_it_goes_on_as_if_nothing_had_been(place, whole, tmp_
 def test_a_kill_between_two_saves_leaves_seeds_at_different_rounds(place, whole, tmp_path, monkeypatch):
     output, only = tmp_path / "o", "--methods=FedAvg"
     monkeypatch.setattr(experiment, "CHUNK", 0.0)
-    save = fd.checkpoint.Saver.save
+    save = checkpoint.Saver.save
     saved: list[int] = []
 
     def killed(self, state, history):
@@ -254,7 +254,7 @@ def test_a_kill_between_two_saves_leaves_seeds_at_different_rounds(place, whole,
             raise SystemExit("killed")
         save(self, state, history)
 
-    monkeypatch.setattr(fd.checkpoint.Saver, "save", killed)
+    monkeypatch.setattr(checkpoint.Saver, "save", killed)
     with pytest.raises(SystemExit):
         do(place, output, only)
     assert [fd.Checkpoints(next(output.rglob(f"seed-{seed}"))).rounds for seed in (0, 1)] == [[8], [4]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 
 import fedjax_drift as fd
-from fedjax_drift import failures, tree
-from fedjax_drift.engine import plan
+from fedjax_drift import tree
+from fedjax_drift.round import failures
+from fedjax_drift.round.cohort import plan
 
 LOCAL = fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)
 
@@ -100,11 +103,11 @@ def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
     # What a client takes is proportional to its steps: a deadline finds each client's slowness.
     by = {"deadline": 1.0, "cohort_size": 30} | slow
     sim = simulate(data, fd.algorithms.fedavg(), **by)
-    how, start, rows = sim._engine, sim.init(jax.random.key(0)), sim._arrays.rows
+    how, start, rows = sim.setup.engine, sim.init(jax.random.key(0)), sim.setup.arrays.rows
 
     @jax.jit
     def heard(deadline):
-        engine = how._replace(failures=how.failures._replace(deadline=deadline))
+        engine = how._replace(failures=dataclasses.replace(how.failures, deadline=deadline))
         return plan(engine, start, rows, jnp.arange(30)).cohort.id < 30
 
     deadlines = np.geomspace(0.05, 10, 80)
@@ -253,10 +256,10 @@ BAD = [
 def test_how_many_are_asked() -> None:
     for K in range(1, 120):
         for percent in (100, 110, 130, 250):
-            asked = failures.check(0.0, 0.0, None, 0.0, percent / 100, K, 1000)[1]
+            asked = fd.Failures(over_selection=percent / 100).clients_asked(K, 1000)
             assert asked == -(-percent * K // 100)
         for N in range(K, 2 * K):
-            assert failures.check(0.0, 0.0, None, 0.0, N / K, K, N)[1] == N  # all clients
+            assert fd.Failures(over_selection=N / K).clients_asked(K, N) == N  # all clients
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift.hyper import join, split
+from fedjax_drift.simulation.hyper import join, split
 
 SCALE = 2.0
 SETTINGS = types.SimpleNamespace(power=2)
@@ -140,7 +140,7 @@ def test_another_setting_compiles_nothing_and_counts(data) -> None:
         seen.append(after(sim))
         sim.sweep(2, [0, 1], progress=False)
         sim.round_fn(sim.init(jax.random.key(0)))
-        assert sim._programs is first._programs
+        assert sim.executor.programs.compiled is first.executor.programs.compiled
     assert model.apply.traces == traces + checked
     assert len({tuple(params.ravel()) for params in seen}) == len(seen)
 
@@ -177,7 +177,7 @@ def test_evaluations_are_shared_by_algorithms(data) -> None:
     sims = [fd.Simulation(model, data, a, cohort_size=2) for a in (fd.algorithms.feddyn(0.1), fd.algorithms.fedavg())]
     scores = [sim.evaluate(sim.init(jax.random.key(0))) for sim in sims]
     assert scores[0]["loss"] == scores[1]["loss"] == scores[0]["client_mean_loss"]
-    assert sims[0]._programs.evaluate is sims[1]._programs.evaluate
+    assert sims[0].executor.programs.compiled.evaluate is sims[1].executor.programs.compiled.evaluate
 
 
 def test_a_changed_global_is_seen(data) -> None:

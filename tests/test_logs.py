@@ -14,7 +14,8 @@ import pytest
 from test_bank import file_limit
 
 import fedjax_drift as fd
-from fedjax_drift import logs, plots, progress
+from fedjax_drift import logs, plots
+from fedjax_drift.simulation import progress
 
 FIRST = {"round": 1, "train_loss": 2.5, "gain": math.nan}
 SECOND = {"round": 2, "train_loss": 1.5, "gain": 0.25, "cka": [0.5, math.inf], "accuracy": 0.75}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift import personal
+from fedjax_drift.measures import personal
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # training rows of 20 ragged clients
 TESTS = [4, 0, 1, 9, 2, 3, 0, 17, 1, 1] * 2  # their test rows

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift import engine, sharding
-from fedjax_drift.bank import Bank
+from fedjax_drift.devices import mesh as sharding
+from fedjax_drift.round.cohort import first_distinct
+from fedjax_drift.storage.client_store import ClientStore
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 ragged clients
 ROUNDS = 5
@@ -108,7 +109,7 @@ def test_a_part_of_the_states_is_on_each_device(data) -> None:
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
     leaf = jax.tree.leaves(state.clients)[0]
     assert leaf.shape[0] == 10 and {shard.data.shape[0] for shard in leaf.addressable_shards} == {5}
-    compiled = sim._programs.donating_round.lower(sim._numbers, state, sim._arrays, None).compile()
+    compiled = sim.executor.programs.lower("donating_round", state, sim.setup.arrays, None).compile()
     assert "all-gather" not in "".join(
         line for line in compiled.as_text().splitlines() if "f32[10," in line
     )  # nobody ever holds the whole bank
@@ -196,7 +197,7 @@ def test_a_round_that_is_refused_leaves_the_states(data) -> None:
 def test_a_full_disk_ends_the_run_at_the_round_before(data, tmp_path, monkeypatch) -> None:
     sim = simulate(data, bank=tmp_path / "bank")
     start = sim.init(jax.random.key(0))
-    commit = Bank.commit
+    commit = ClientStore.commit
 
     def full(bank, ids, states, round, keep) -> None:
         if round == 3:
@@ -205,7 +206,7 @@ def test_a_full_disk_ends_the_run_at_the_round_before(data, tmp_path, monkeypatc
                 return commit(bank, ids, states, round, keep)
         return commit(bank, ids, states, round, keep)
 
-    monkeypatch.setattr(Bank, "commit", full)
+    monkeypatch.setattr(ClientStore, "commit", full)
     with pytest.raises(OSError, match="No space left") as error:
         sim.run(start, 5, progress=False)
     state, history = error.value.state, error.value.history
@@ -242,15 +243,17 @@ def test_streaming_says_what_it_cannot_do(mapped) -> None:
 
 
 def test_auto_looks_at_what_a_device_holds(data, monkeypatch) -> None:
-    monkeypatch.setattr("fedjax_drift.simulation.memory_of", lambda mesh: 2 * 30 * 4 * 28)  # the bank just fits
+    monkeypatch.setattr(
+        "fedjax_drift.simulation.placement.memory_of", lambda mesh: 2 * 30 * 4 * 28
+    )  # the bank just fits
     assert simulate(data, stream=False).bank == "device"
     for memory, found in ((30 * 4 * 28, "sharded"), (1000, "host")):
-        monkeypatch.setattr("fedjax_drift.simulation.memory_of", lambda mesh, memory=memory: memory)
+        monkeypatch.setattr("fedjax_drift.simulation.placement.memory_of", lambda mesh, memory=memory: memory)
         with pytest.warns(UserWarning, match=f"bank='{found}'"):
             assert simulate(data, stream=False).bank == found
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert simulate(data, fd.algorithms.fedavg())._stream is not None
+        assert simulate(data, fd.algorithms.fedavg()).setup.streamed
     with pytest.raises(ValueError, match="bank must be"):
         simulate(data, bank=3)
     with pytest.raises(ValueError, match="did you mean 'host'"):
@@ -260,14 +263,14 @@ def test_auto_looks_at_what_a_device_holds(data, monkeypatch) -> None:
 @pytest.mark.parametrize("method", ["round_fn", "run"])
 def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
     sim = simulate(data, lanes=4, devices=1, sampling="uniform")
-    launch = sim._launch
+    launch = sim.executor.launch
 
     def small(program, *arguments):
         if sim.lanes > 1 and program in ("round", "rounds"):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
         return launch(program, *arguments)
 
-    monkeypatch.setattr(sim, "_launch", small)
+    monkeypatch.setattr(sim.executor, "launch", small)
     start = sim.init(jax.random.key(0))
     with pytest.warns(UserWarning, match="lanes do not fit in a device's memory, going on with") as said:
         state = sim.round_fn(start)[0] if method == "round_fn" else sim.run(start, 1, progress=False)[0]
@@ -276,7 +279,7 @@ def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
     assert {w.filename for w in said} == {__file__}  # the caller's line, not one of the library
     assert lanes == ["4", "2"] and sim.lanes == 1
     assert_close(state.server, simulate(data, devices=1, sampling="uniform").round_fn(start)[0].server)
-    monkeypatch.setattr(sim, "_launch", lambda *_: (_ for _ in ()).throw(
+    monkeypatch.setattr(sim.executor, "launch", lambda *_: (_ for _ in ()).throw(
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")))  # fmt: skip
     with pytest.raises(MemoryError, match="even with 1 lane"):
         sim.round_fn(start)
@@ -372,13 +375,13 @@ def test_a_containers_memory_counts(groups, limits, expected, tmp_path, monkeypa
 
 def test_cohorts_of_huge_federations_are_uniform() -> None:
     N, K, draws = 3000, 6, 4000
-    cohorts = np.asarray(jax.jit(jax.vmap(lambda key: engine.first_distinct(key, N, K)))(
+    cohorts = np.asarray(jax.jit(jax.vmap(lambda key: first_distinct(key, N, K)))(
         jax.random.split(jax.random.key(0), draws)))  # fmt: skip
     assert all(len(set(cohort)) == K for cohort in cohorts) and cohorts.min() >= 0 and cohorts.max() < N
     for place in range(K):  # every place of the order, in 30 bins: chi-square with 29 degrees of freedom
         counts = np.bincount(cohorts[:, place] * 30 // N, minlength=30)
         assert ((counts - draws / 30) ** 2 / (draws / 30)).sum() < 58.3  # exceeded once in 1,000
-    half = np.asarray(engine.first_distinct(jax.random.key(1), 2000, 1000))
+    half = np.asarray(first_distinct(jax.random.key(1), 2000, 1000))
     assert len(set(half)) == 1000
 
 

@@ -17,10 +17,10 @@ import optax
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift.sweep import Run, grid, sweep
+from fedjax_drift.simulation.sweep import Run, grid, sweep
 
 FEATURES, CLASSES = 6, 4
-MODULE, TURNS = import_module("fedjax_drift.sweep"), import_module("fedjax_drift.turns")
+MODULE, TURNS = import_module("fedjax_drift.simulation.sweep"), import_module("fedjax_drift.simulation.turns")
 
 
 @pytest.fixture(scope="module")

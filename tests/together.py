@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedjax_drift as fd
-from fedjax_drift import exchange
+from fedjax_drift.round import exchange
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # 20 ragged clients
 ROUNDS, ASKED_AT = 6, 3

@@ -28,8 +28,8 @@ import measure
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.bank import Bank
-from fedjax_drift.sharding import memory_of
+from fedjax_drift.devices.mesh import memory_of
+from fedjax_drift.storage.client_store import ClientStore
 
 STATE = 66_126 * 4  # bytes that a client keeps
 
@@ -116,7 +116,7 @@ def states(arguments: argparse.Namespace, folder: Path) -> Iterator[measure.Row]
                 models[bank] = jax.device_get(jax.tree.leaves(state.params))
             if N == everyone:
                 yield state_row(bank, own.num_clients, state, times, arguments.turns)
-            if isinstance(state.clients, Bank):
+            if isinstance(state.clients, ClientStore):
                 state.clients.close()
     apart = [np.abs(a - b).max() for model in models.values() for a, b in zip(model, models["device"], strict=True)]
     note = f"{', '.join(models)}; {few:,} clients, 3 rounds"
@@ -154,14 +154,14 @@ def state_row(bank: str, N: int, state: fd.ServerState, times: list[float], turn
     ids = np.arange(100) if N >= 100 else np.arange(N // 2)
     gather, scatter = moving(state, ids, turns)
     note = f"gather {1e3 * gather:.2f} ms, scatter {1e3 * scatter:.2f} ms for {len(ids) * STATE / 1e6:.0f} MB"
-    if isinstance(state.clients, Bank):
+    if isinstance(state.clients, ClientStore):
         note += f"; {state.clients.seen:,} clients seen take {state.clients.nbytes / 1e9:.2f} GB"
     return measure.row(f"SCAFFOLD, {N:,} clients, states: {bank}", times, "s a round", note=note)
 
 
 def moving(state: fd.ServerState, ids: np.ndarray, turns: int) -> tuple[float, float]:
     """Seconds to gather the clients' states, and to put them back; median."""
-    if isinstance(state.clients, Bank):
+    if isinstance(state.clients, ClientStore):
         bank = state.clients
         found = bank.gather(ids)
         scatters = measure.seconds(lambda: bank.commit(ids, found, bank.round + 1), turns)

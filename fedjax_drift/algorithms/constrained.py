@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Params, PyTree, Work, batch_mean
 
@@ -90,5 +91,5 @@ def parameters(model: Model, params: Params, x: jax.Array) -> dict[str, PyTree]:
         parts[name] = jax.tree.unflatten(structure, [new and not old for new, old in zip(used, known, strict=True)])
         known = [new or old for new, old in zip(used, known, strict=True)]
         if not any(jax.tree.leaves(parts[name])):
-            raise ValueError(f"the model's {name} has no parameters of its own: choose another part")
+            raise ConfigurationError(f"the model's {name} has no parameters of its own: choose another part")
     return parts

@@ -21,6 +21,7 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedgm import fedgm
 from fedjax_drift.algorithms.fedgvr import LITERAL, fedgvr
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import Algorithm, Params, PyTree, Round
 
 
@@ -59,7 +60,9 @@ def fedgvrgm(
     gvr = fedgvr(mu, window, server_lr, recursion, [name for name in literal if name in LITERAL])
     gm = fedgm(mu, beta, server_lr, scale, "momentum" in literal)
     if "variate_momentum" in literal and not variate_momentum:
-        raise ValueError('variate_momentum must be True for literal="variate_momentum", got False: leave one out')
+        raise ConfigurationError(
+            'variate_momentum must be True for literal="variate_momentum", got False: leave one out'
+        )
     gain = 1.0 if "variate_momentum" in literal else 1 - beta
 
     def init_server(params: Params) -> Server:

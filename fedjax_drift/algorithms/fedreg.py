@@ -26,6 +26,7 @@ from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, batch_mean
 
@@ -69,7 +70,9 @@ def fedreg(
         def make(k: jax.Array) -> tuple:
             x, y, mask = first_pass(k)
             if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise ValueError(f"fedreg moves inputs along their gradient and needs floating inputs, got {x.dtype}")
+                raise ConfigurationError(
+                    f"fedreg moves inputs along their gradient and needs floating inputs, got {x.dtype}"
+                )
             C = jax.eval_shape(apply, w, x).shape[-1]
             y = jax.nn.one_hot(y, C, dtype=x.dtype)
             x_s = ascend(x, y, mask, eta_s)

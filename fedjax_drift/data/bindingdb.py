@@ -11,6 +11,7 @@ import numpy as np
 
 from fedjax_drift.data import lines
 from fedjax_drift.data.federated import Pair
+from fedjax_drift.errors import ConfigurationError
 
 FILENAME = "BindingDB_All.tsv"
 HOW = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
@@ -32,7 +33,9 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
     path = lines.find(FILENAME, places, HOW)
     pairs = measurements(path)
     if len(pairs) < 2:
-        raise ValueError(f"cannot use {path}: at least 2 pairs must have a Kd, got {len(pairs)}: take the whole file")
+        raise ConfigurationError(
+            f"cannot use {path}: at least 2 pairs must have a Kd, got {len(pairs)}: take the whole file"
+        )
     ligands, proteins = zip(*pairs, strict=True)
     x = np.concatenate([encoded(ligands, ligand), encoded(proteins, protein)], 1)
     y = np.array(list(pairs.values()), np.int32)

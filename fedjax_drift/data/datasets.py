@@ -28,6 +28,7 @@ from fedjax_drift.data.federated_files import from_leaf as from_leaf
 from fedjax_drift.data.federated_files import from_tff as from_tff
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.partition import by_writer, dirichlet, iid, shards
+from fedjax_drift.errors import ConfigurationError
 
 GLYPHS_VERSION = 1  # of the cached files: raise it when make_glyphs draws other images
 EMNIST = {"letters": 26, "byclass": 62, "balanced": 47, "digits": 10}  # its splits and their classes
@@ -159,7 +160,7 @@ def load(
     """
     options = _checked(name, options)
     if partition is not None and (not callable(partition) or partition in (iid, dirichlet, shards, by_writer)):
-        raise ValueError(
+        raise ConfigurationError(
             f"partition must be a recipe such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
         )
     files.folders(data_dir)
@@ -179,7 +180,7 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     for option, value in options.items():
         if option not in known:
             listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
-            raise ValueError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
+            raise ConfigurationError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
         if value is None and known[option] is None:
             continue
         if option in CHOICES:
@@ -204,7 +205,7 @@ def _deal(name: str, samples: Samples, recipe: Partition, standardize: bool) -> 
         try:
             parts = recipe(y, writer=writer)
         except TypeError as error:
-            raise ValueError(
+            raise ConfigurationError(
                 f"partition must be a function of labels and writer=, got one that says {error}"
             ) from error
         return FederatedData.from_partition(x, y, parts, test, mean=mean, std=std, name=name)
@@ -355,12 +356,12 @@ def _mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
             "extended labels (numpy.savez with writer_train, one id per training row), or choose another partition"
         ) from error
     if len(writer) != len(y):
-        raise ValueError(
+        raise ConfigurationError(
             f"{writers}: writer_train must have as many rows as {image_file}, {len(y)}, got {len(writer)}: "
             "the two belong row by row"
         )
     if len(y) == 60_000 and zlib.crc32(y.astype(np.uint8).tobytes()) != MNIST_ORDER:
-        raise ValueError(
+        raise ConfigurationError(
             f"{image_file}: by_writer() needs the rows in MNIST's official order, got another one: "
             "make the file from the original idx files"
         )
@@ -403,7 +404,9 @@ def _emnist(
     train, test = ((x[y < wanted], y[y < wanted]) for x, y in (train, test))
     for part, (_, y) in (("training", train), ("test", test)):
         if not len(y):
-            raise ValueError(f"num_classes must leave {part} rows, got {num_classes}, which leaves none: raise it")
+            raise ConfigurationError(
+                f"num_classes must leave {part} rows, got {num_classes}, which leaves none: raise it"
+            )
     mean, std = _mean_and_std(train[0])
     return Samples(train, test, mean=(mean,), std=(std,))
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -60,46 +61,48 @@ class FederatedData:
         x, y = _checked_pair(self.x, self.y, "training data")
         keep(x=x, y=y, sizes=_counts(self.sizes, "sizes", len(x)))
         if len(self.sizes) == 0:
-            raise ValueError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
+            raise ConfigurationError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
         if self.sizes.min() < 1:
-            raise ValueError(
+            raise ConfigurationError(
                 f"every client needs at least 1 row, but client {int(self.sizes.argmin())} is empty: leave it out, "
                 "or choose a partition with min_size >= 1"
             )
         if (self.x_test is None) != (self.y_test is None):
-            raise ValueError("a test set needs both inputs and labels: pass test=(x, y)")
+            raise ConfigurationError("a test set needs both inputs and labels: pass test=(x, y)")
         if self.x_test is not None and self.y_test is not None:
             x_test, y_test = _checked_pair(self.x_test, self.y_test, "test data")
             keep(x_test=x_test, y_test=y_test)
             for kind, train, test in (("inputs", self.x, self.x_test), ("labels", self.y, self.y_test)):
                 same_dtype = train.dtype == test.dtype or kind == "labels"
                 if test.shape[1:] != train.shape[1:] or not same_dtype:
-                    raise ValueError(
+                    raise ConfigurationError(
                         f"test {kind} must look like the training {kind}, {_row(train)} a row, got {_row(test)}: "
                         "convert them alike"
                     )
         if self.test_sizes is not None:
             tests = _counts(self.test_sizes, "test_sizes", 0 if self.x_test is None else len(self.x_test))
             if len(tests) != len(self.sizes):
-                raise ValueError(f"test_sizes must be {len(self.sizes)} numbers, one a client, got {len(tests)}")
+                raise ConfigurationError(
+                    f"test_sizes must be {len(self.sizes)} numbers, one a client, got {len(tests)}"
+                )
             keep(test_sizes=tests)
         if (self.mean is None) != (self.std is None):
-            raise ValueError("standardising needs both mean and std: pass both, or neither")
+            raise ConfigurationError("standardising needs both mean and std: pass both, or neither")
         for name, value in (("mean", self.mean), ("std", self.std)):
             if value is None:
                 continue
             if self.x.dtype != np.uint8:
-                raise ValueError(
+                raise ConfigurationError(
                     f"{name} is for uint8 images, got inputs of {self.x.dtype}, which reach the model unchanged: "
                     "standardise them yourself"
                 )
             each = np.asarray(checks.array(name, [value])[0], np.float32)
             if each.shape not in ((), self.x.shape[-1:]) or not np.isfinite(each).all():
-                raise ValueError(
+                raise ConfigurationError(
                     f"{name} must be a finite number, or one for each of the {self.x.shape[-1]} channels, got {value}"
                 )
             if name == "std" and not (each > 0).all():
-                raise ValueError(f"std must be > 0, got {value}: use the data's, with pixels scaled to [0, 1]")
+                raise ConfigurationError(f"std must be > 0, got {value}: use the data's, with pixels scaled to [0, 1]")
             keep(**{name: each})
         checks.text("name", self.name)
         if self.redeal is not None and not (isinstance(self.redeal, str) and self.redeal == "evenly"):
@@ -113,7 +116,9 @@ class FederatedData:
             names = tuple(map(str, self.client_names)) if several else ()
             if len(names) != len(self.sizes) or len(set(names)) < len(names):
                 got = f"{len(names)}, of which {len(set(names))} differ" if several else checks.shown(self.client_names)
-                raise ValueError(f"client_names must be {len(self.sizes)} different names, one a client, got {got}")
+                raise ConfigurationError(
+                    f"client_names must be {len(self.sizes)} different names, one a client, got {got}"
+                )
             keep(client_names=names)
 
     @property
@@ -171,15 +176,19 @@ class FederatedData:
             test_clients = _in_order(test_clients, clients)
             clients = list(clients.values())
         elif isinstance(test_clients, Mapping):
-            raise ValueError("test_clients must be a list, as clients is, got a dict: give the clients names, too")
+            raise ConfigurationError(
+                "test_clients must be a list, as clients is, got a dict: give the clients names, too"
+            )
         x, y, sizes = _concatenate(clients, "client", allow_empty=False)
         test_sizes = None
         if test_clients is not None:
             if test is not None:
-                raise ValueError("pass either test or test_clients, got both: test_clients is pooled by evaluate")
+                raise ConfigurationError(
+                    "pass either test or test_clients, got both: test_clients is pooled by evaluate"
+                )
             _check_list(test_clients, "test client")
             if len(test_clients) != len(clients):
-                raise ValueError(
+                raise ConfigurationError(
                     f"test_clients must have one pair for each of the {len(clients)} clients, got {len(test_clients)}"
                 )
             *pooled, test_sizes = _concatenate(test_clients, "test client", allow_empty=True)
@@ -211,7 +220,7 @@ class FederatedData:
         test_sizes = None
         if test_parts is not None:
             if x_test is None or y_test is None:
-                raise ValueError("test_parts cuts the test set into clients: pass test=(x, y) too")
+                raise ConfigurationError("test_parts cuts the test set into clients: pass test=(x, y) too")
             test_rows, test_sizes = _join_parts(test_parts, len(x_test), "test_parts")
             x_test, y_test = x_test[test_rows], y_test[test_rows]
         return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
@@ -226,7 +235,7 @@ class FederatedData:
         """The id, in 0..N-1, of the client of this name. ValueError for a name that no client has."""
         if (found := self._ids.get(checks.text("name", name))) is None:
             known = "clients have numbers only" if self.client_names is None else f"{self.num_clients} have names"
-            raise ValueError(f"no client is called {name!r} ({known}){checks.nearest(name, self._ids)}")
+            raise ConfigurationError(f"no client is called {name!r} ({known}){checks.nearest(name, self._ids)}")
         return found
 
     @cached_property
@@ -241,7 +250,9 @@ class FederatedData:
         """
         x = x if isinstance(x, jax.Array) else checks.array("x", x)
         if self.mean is not None and x.shape[-1:] != self.x.shape[-1:]:
-            raise ValueError(f"x must have the data's {self.x.shape[-1]} channels last, got {x.shape}: data.x_test")
+            raise ConfigurationError(
+                f"x must have the data's {self.x.shape[-1]} channels last, got {x.shape}: data.x_test"
+            )
         return decode(jnp.asarray(x), self.mean, self.std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
@@ -262,13 +273,15 @@ class FederatedData:
         for labels that are not integers >= 0, one a row, and for test rows of a class that no client has.
         """
         if self.x_test is None or self.y_test is None:
-            raise ValueError("with_client_tests cuts the test set into clients: pass test=(x, y) too")
+            raise ConfigurationError("with_client_tests cuts the test set into clients: pass test=(x, y) too")
         counts, rng = self.label_counts(), np.random.default_rng(checks.integer("seed", seed, 0, math.inf))
         _check_classes(self.y_test, "cutting the test set by labels needs")
         owner = np.empty(len(self.y_test), np.int64)
         for c in np.unique(self.y_test):
             if c >= counts.shape[1] or not counts[:, c].any():
-                raise ValueError(f"the test set must hold classes that clients have, got {c}: leave its rows out")
+                raise ConfigurationError(
+                    f"the test set must hold classes that clients have, got {c}: leave its rows out"
+                )
             rows = rng.permutation(np.flatnonzero(self.y_test == c))
             ends = np.cumsum(counts[:, c]) * (len(rows) / counts[:, c].sum())
             owner[rows] = np.searchsorted(np.round(ends), np.arange(len(rows)), side="right")
@@ -309,12 +322,12 @@ def _in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] 
     if test_clients is None:
         return None
     if not isinstance(test_clients, Mapping):
-        raise ValueError(
+        raise ConfigurationError(
             f"test_clients must be a dict of the clients' names, as clients is, got a {type(test_clients).__name__}"
         )
     if unknown := [name for name in test_clients if name not in clients]:
         near = checks.nearest(unknown[0], map(str, clients))
-        raise ValueError(f"test_clients must name clients, got {unknown[0]!r}, which is none of them{near}")
+        raise ConfigurationError(f"test_clients must name clients, got {unknown[0]!r}, which is none of them{near}")
     pairs = (_pair(pair, f"test client {name}") for name, pair in test_clients.items())
     empty = next(((x[:0], y[:0]) for x, y in pairs), None)
     return [test_clients.get(name, empty) for name in clients]
@@ -323,7 +336,7 @@ def _in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] 
 def _pair(pair: Pair, what: str) -> Pair:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-        raise ValueError(f"{what} must be a pair (inputs, labels), got a {type(pair).__name__}{size}")
+        raise ConfigurationError(f"{what} must be a pair (inputs, labels), got a {type(pair).__name__}{size}")
     return checks.array(f"{what}: inputs", pair[0]), checks.array(f"{what}: labels", pair[1])
 
 
@@ -339,12 +352,14 @@ def _checked_pair(x: Any, y: Any, what: str) -> Pair:
     """The pair as arrays; ValueError unless they are finite numbers, as many rows of each, at least one."""
     x, y = _pair((x, y), what)
     if len(x) != len(y):
-        raise ValueError(f"{what} must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels")
+        raise ConfigurationError(f"{what} must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels")
     if len(x) == 0:
-        raise ValueError(f"{what} must have at least 1 row, got 0")
+        raise ConfigurationError(f"{what} must have at least 1 row, got 0")
     for array, kind in ((x, "inputs"), (y, "labels")):
         if np.issubdtype(array.dtype, np.floating) and (bad := _first_nonfinite(array)) is not None:
-            raise ValueError(f"{what}: {kind} must be finite, but row {bad} holds NaN or infinity: clean or drop it")
+            raise ConfigurationError(
+                f"{what}: {kind} must be finite, but row {bad} holds NaN or infinity: clean or drop it"
+            )
     return x, y
 
 
@@ -353,11 +368,13 @@ def _counts(values: Any, name: str, total: int) -> np.ndarray:
     counts = checks.array(name, values)
     counts = counts if counts.size else np.zeros(0, int)
     if counts.ndim != 1 or counts.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers, one a client, got {counts.dtype}{list(counts.shape)}")
+        raise ConfigurationError(f"{name} must be integers, one a client, got {counts.dtype}{list(counts.shape)}")
     if len(counts) and not 0 <= counts.min() <= counts.max() <= total:
-        raise ValueError(f"{name} must be in 0..{total}, the number of rows, got {counts.min()}..{counts.max()}")
+        raise ConfigurationError(
+            f"{name} must be in 0..{total}, the number of rows, got {counts.min()}..{counts.max()}"
+        )
     if (found := int(counts.sum())) != total:
-        raise ValueError(
+        raise ConfigurationError(
             f"{name} must sum to the {total} rows, got {found}: build the federation with from_clients or "
             "from_partition"
         )
@@ -381,24 +398,24 @@ def integers_as_int32(y: np.ndarray) -> np.ndarray:
 
 def _check_classes(y: np.ndarray, needs: str) -> None:
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
-        raise ValueError(f"{needs} integer labels, one a row, got {y.dtype}{list(y.shape)}")
+        raise ConfigurationError(f"{needs} integer labels, one a row, got {y.dtype}{list(y.shape)}")
     if y.min() < 0:
-        raise ValueError(f"{needs} labels >= 0, got {y.min()}: number the classes from 0")
+        raise ConfigurationError(f"{needs} labels >= 0, got {y.min()}: number the classes from 0")
 
 
 def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     _check_list(clients, what)
     pairs = [_pair(pair, f"{what} {i}") for i, pair in enumerate(clients)]
     if not pairs:
-        raise ValueError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
+        raise ConfigurationError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
     first_x, first_y = pairs[0]
     for i, (x, y) in enumerate(pairs):
         if len(x) != len(y):
-            raise ValueError(f"{what} {i} must have as many inputs as labels, got {len(x)} and {len(y)}")
+            raise ConfigurationError(f"{what} {i} must have as many inputs as labels, got {len(x)} and {len(y)}")
         if len(x) == 0 and not allow_empty:
-            raise ValueError(f"every client needs at least 1 row, but {what} {i} is empty: leave it out")
+            raise ConfigurationError(f"every client needs at least 1 row, but {what} {i} is empty: leave it out")
         if len(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
-            raise ValueError(
+            raise ConfigurationError(
                 f"{what} {i} must look like client 0, inputs {_row(first_x)} and labels {_row(first_y)}, "
                 f"got {_row(x)} and {_row(y)}: give every client one dtype and row shape"
             )
@@ -408,24 +425,28 @@ def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tu
 
 def _check_list(clients: Any, what: str) -> None:
     if not isinstance(clients, Sequence) or isinstance(clients, str | bytes | range):
-        raise ValueError(f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}")
+        raise ConfigurationError(
+            f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}"
+        )
 
 
 def _join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
     if callable(parts):
-        raise ValueError(
+        raise ConfigurationError(
             f"{what} must be one array of row numbers per client, got a recipe: call it on the labels, {what}(y)"
         )
     one = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
     if one or not isinstance(parts, Iterable):
-        raise ValueError(f"{what} must be one array of row numbers per client, got {checks.shown(parts)}")
+        raise ConfigurationError(f"{what} must be one array of row numbers per client, got {checks.shown(parts)}")
     arrays = [checks.array(f"{what}[{i}]", part) for i, part in enumerate(parts)]
     if not arrays:
-        raise ValueError(f"{what} must list at least 1 client, got none")
+        raise ConfigurationError(f"{what} must list at least 1 client, got none")
     for i, part in enumerate(arrays):
         if part.ndim != 1 or (len(part) and not np.issubdtype(part.dtype, np.integer)):
-            raise ValueError(f"{what}[{i}] must be one axis of row numbers, got {part.dtype}{list(part.shape)}")
+            raise ConfigurationError(f"{what}[{i}] must be one axis of row numbers, got {part.dtype}{list(part.shape)}")
         if len(part) and not (0 <= part.min() and part.max() < rows):
-            raise ValueError(f"{what}[{i}] must hold row numbers in 0..{rows - 1}, got {part.min()}..{part.max()}")
+            raise ConfigurationError(
+                f"{what}[{i}] must hold row numbers in 0..{rows - 1}, got {part.min()}..{part.max()}"
+            )
     sizes = np.array([len(part) for part in arrays], np.int32)
     return np.concatenate(arrays).astype(np.int64), sizes

@@ -22,6 +22,7 @@ from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 FilePath = str | os.PathLike[str]
 
@@ -84,7 +85,7 @@ def _from_files(
 ) -> FederatedData:
     for name, column in (("x", x), ("y", y)):
         if not isinstance(column, str):
-            raise ValueError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
+            raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
     place = checks.path("train", train)
     tests = None if test is None else read(checks.path("test", test), x, y)
     return _federation(read(place, x, y), tests, place)
@@ -106,7 +107,7 @@ def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
     clients: dict[str, Pair] = {}
     for client, x, y in rows:
         if client in clients:
-            raise ValueError(f"client {client!r} must be in one file of the folder, got it in two: remove one")
+            raise ConfigurationError(f"client {client!r} must be in one file of the folder, got it in two: remove one")
         clients[client] = (x, y)
     return clients
 
@@ -160,7 +161,7 @@ def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> fil
         files.check({"labels": y}, {"labels": Column(classes=62)}, name)
         clients.append((number.setdefault(writer, len(number)), _ink(x, name), y))
     if not clients:
-        raise ValueError(f"{place} must hold at least 1 row, got none: copy or download it again")
+        raise ConfigurationError(f"{place} must hold at least 1 row, got none: copy or download it again")
     ids, x, y = zip(*sorted(clients, key=lambda client: client[0]), strict=True)
     return {"x": np.concatenate(x), "y": np.concatenate(y), "writer": np.repeat(ids, [len(labels) for labels in y])}
 
@@ -168,7 +169,7 @@ def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> fil
 def _ink(x: np.ndarray, name: str) -> np.ndarray:
     """uint8 [n, 28, 28, 1], 255 = ink, from numbers with 1 = background; they are bytes / 255, so this is exact."""
     if x[0].size != 28 * 28 or not (0 <= x.min() and x.max() <= 1):
-        raise ValueError(f"{name} must have images of 28 x 28 numbers in 0..1, got {list(x.shape[1:])}, "
+        raise ConfigurationError(f"{name} must have images of 28 x 28 numbers in 0..1, got {list(x.shape[1:])}, "
                          f"{x.min()}..{x.max()}: is it FEMNIST?")  # fmt: skip
     return np.rint(255 * (1 - x.reshape(-1, 28, 28, 1))).astype(np.uint8)
 
@@ -310,4 +311,4 @@ def _require(package: str, path: Path) -> None:
     try:
         __import__(package)
     except ImportError as error:
-        raise ImportError(f"reading {path} needs {package}: {INSTALL}") from error
+        raise MissingPackageError(f"reading {path} needs {package}: {INSTALL}") from error

@@ -22,6 +22,7 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
 
 Arrays = dict[str, np.ndarray]
 UNPACKED = 2**30  # bytes to which compressed ones may unpack: a few MiB can be made to fill any memory
@@ -75,7 +76,7 @@ def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     if data_dir is not None:
         folder = checks.path("data_dir", data_dir)
         if os.path.isfile(folder):
-            raise ValueError(f"data_dir must be a folder, got the file {folder}: pass the folder that it is in")
+            raise ConfigurationError(f"data_dir must be a folder, got the file {folder}: pass the folder that it is in")
         return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
     return [*([Path(shared).expanduser()] if shared else []), cache_dir()]
@@ -92,7 +93,7 @@ def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            raise ValueError(
+            raise ConfigurationError(
                 f"cannot look for {path}: {error.strerror}: allow this user to read the folder, "
                 "or pass another data_dir"
             ) from error
@@ -178,11 +179,13 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except (FileNotFoundError, ImportError):
         raise
     except Wrong as error:
-        raise ValueError(f"cannot use {path}: {error}") from error
+        raise ConfigurationError(f"cannot use {path}: {error}") from error
     except Exception as error:
         if isinstance(error, OSError) and error.strerror:
-            raise ValueError(f"cannot read {path}: {error.strerror}: check the file and its permissions") from error
-        raise ValueError(
+            raise ConfigurationError(
+                f"cannot read {path}: {error.strerror}: check the file and its permissions"
+            ) from error
+        raise ConfigurationError(
             f"{path} is damaged, cut short, too large or of another kind ({one_line(error)}): copy or make it again"
         ) from error
 
@@ -199,31 +202,33 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
     for key, column in spec.items():
         array = np.asarray(arrays[key])
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"{source}: {key} must be finite, got NaN or infinity: clean or drop those rows")
+            raise ConfigurationError(f"{source}: {key} must be finite, got NaN or infinity: clean or drop those rows")
         if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":
             fix = "save pixels as uint8, 0 to 255" if column.dtype == "uint8" else "convert it"
-            raise ValueError(f"{source}: {key} must be {column.dtype}, got {array.dtype}: {fix}")
+            raise ConfigurationError(f"{source}: {key} must be {column.dtype}, got {array.dtype}: {fix}")
         if column.row[-1:] == (1,) and array.ndim == len(column.row):
             array = array[..., None]
         leading = 0 if column.table is None else 1
         if array.ndim != leading + len(column.row) or array.shape[leading:] != column.row:
             wanted = ", ".join([*["rows"] * leading, *map(str, column.row)])
-            raise ValueError(f"{source}: {key} must have shape [{wanted}], got {list(arrays[key].shape)}: reshape it")
+            raise ConfigurationError(
+                f"{source}: {key} must have shape [{wanted}], got {list(arrays[key].shape)}: reshape it"
+            )
         if column.table is not None:
             first, length = rows.setdefault(column.table, (key, len(array)))
             if len(array) != length:
-                raise ValueError(
+                raise ConfigurationError(
                     f"{source}: {key} must have as many rows as {first}, {length}, got {len(array)}: "
                     "the two belong row by row"
                 )
             if length == 0:
-                raise ValueError(f"{source}: {key} must have at least 1 row, got 0: fill or remake the file")
+                raise ConfigurationError(f"{source}: {key} must have at least 1 row, got 0: fill or remake the file")
         if column.lowest is not None and array.min() < column.lowest:
-            raise ValueError(
+            raise ConfigurationError(
                 f"{source}: {key} must be an integer >= {column.lowest}, got {array.min()}: copy or make the file again"
             )
         if column.classes is not None and not (0 <= array.min() and array.max() < column.classes):
-            raise ValueError(
+            raise ConfigurationError(
                 f"{source}: {key} must be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: "
                 "renumber the labels, or check that it is the right file"
             )
@@ -317,7 +322,7 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
         _require_connection(name)
         builder.download_and_prepare(file_format="array_record")
     if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
-        raise ValueError(
+        raise ConfigurationError(
             f"{builder.data_path} must be in array_record format, got {builder.info.file_format.value}, which only "
             "TensorFlow reads: move that folder away, or set TFDS_DATA_DIR to another one, and load again"
         )

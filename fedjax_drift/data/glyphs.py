@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedjax_drift.errors import ConfigurationError
+
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"  # LEAF's class order
 
 _FACES = (
@@ -79,9 +81,9 @@ def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) 
         ValueError: if `num_writers` < 1 or `seed` < 0.
     """
     if num_writers < 1:
-        raise ValueError(f"num_writers must be >= 1, got {num_writers}: FEMNIST has 3400")
+        raise ConfigurationError(f"num_writers must be >= 1, got {num_writers}: FEMNIST has 3400")
     if seed < 0:
-        raise ValueError(f"seed must be >= 0, got {seed}: use any non-negative integer such as 0")
+        raise ConfigurationError(f"seed must be >= 0, got {seed}: use any non-negative integer such as 0")
 
     atlas = _atlas()
     seeds = [np.random.SeedSequence(seed, spawn_key=(w,)) for w in range(num_writers)]

@@ -18,6 +18,7 @@ import numpy as np
 
 from fedjax_drift.data import files, lines
 from fedjax_drift.data.files import Arrays, Column
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 FORMATS = ("PNG", "JPEG")
 Listing = tuple[list[str], np.ndarray]
@@ -128,9 +129,11 @@ def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
     m, n = len(labels), int(n_train)
     offsets = offsets.astype(np.int64)  # differences of unsigned ones are never negative
     if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
-        raise ValueError(f"{path}: offsets must rise from 0 to {len(jpeg)} in {m} steps: copy or make the file again")
+        raise ConfigurationError(
+            f"{path}: offsets must rise from 0 to {len(jpeg)} in {m} steps: copy or make the file again"
+        )
     if not 0 < n < m:
-        raise ValueError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave rows for the test set")
+        raise ConfigurationError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave rows for the test set")
     x = np.empty((m, side, side, 3), np.uint8)
     for i in range(m):
         x[i] = _decode(jpeg[offsets[i] : offsets[i + 1]].tobytes(), side, f"{path}: image {i}")
@@ -154,7 +157,7 @@ def _decode(content: bytes, side: int, name: str) -> np.ndarray:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError(f"decoding {name} needs Pillow: pip install pillow") from error
+        raise MissingPackageError(f"decoding {name} needs Pillow: pip install pillow") from error
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             size = image.size
@@ -163,8 +166,8 @@ def _decode(content: bytes, side: int, name: str) -> np.ndarray:
                 return np.asarray(Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB"))
     except Exception as error:  # Pillow's readers raise SyntaxError, struct.error and more for a broken image
         why = files.one_line(error)
-        raise ValueError(f"{name} is no readable image ({why}): copy or make the file again") from error
-    raise ValueError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
+        raise ConfigurationError(f"{name} is no readable image ({why}): copy or make the file again") from error
+    raise ConfigurationError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
 
 
 def list_folders(folder: Path, classes: Sequence[str], pattern: str) -> Listing:
@@ -175,7 +178,7 @@ def list_folders(folder: Path, classes: Sequence[str], pattern: str) -> Listing:
     found = [sorted(glob.glob(os.path.join(glob.escape(str(folder / name)), pattern))) for name in classes]
     for name, paths in zip(classes, found, strict=True):
         if not paths:
-            raise ValueError(f"{folder / name} must hold images, {pattern}, got none: unpack the archive again")
+            raise ConfigurationError(f"{folder / name} must hold images, {pattern}, got none: unpack the archive again")
     return [path for paths in found for path in paths], np.repeat(np.arange(len(classes)), list(map(len, found)))
 
 

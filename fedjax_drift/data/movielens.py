@@ -16,6 +16,7 @@ import numpy as np
 from fedjax_drift.data import files, lines
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
+from fedjax_drift.errors import ConfigurationError
 
 SIZES = ("1m", "latest-small")
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
@@ -61,7 +62,9 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     order = np.lexsort((ratings.time, ratings.user))
     order = order[np.bincount(ratings.user)[ratings.user[order]] > 1]
     if not len(order):
-        raise ValueError(f"cannot use {ratings.path}: some user must have rated 2 films, got none: download it again")
+        raise ConfigurationError(
+            f"cannot use {ratings.path}: some user must have rated 2 films, got none: download it again"
+        )
     user, item = ratings.user[order], ratings.item[order]
     first = np.diff(user, prepend=-1) > 0
     latest = np.append(first[1:], True)
@@ -70,7 +73,7 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     unrated, free = _unrated(user, item)
     if (short := free[user] < test_negatives).any():
         which = user[short][0]
-        raise ValueError(
+        raise ConfigurationError(
             f"test_negatives must be at most the {free[which]} films that user {ratings.profile[which, 0]} never "
             f"rated in {ratings.path}, got {test_negatives}: lower it, and the group of fd.ranking.scores with it"
         )
@@ -95,7 +98,7 @@ def sizes(data: FederatedData) -> tuple[int, ...]:
     Raises ValueError for rows of another kind.
     """
     if data.x.ndim != 2 or data.x.dtype.kind not in "iu" or data.x.shape[1] < 7:
-        raise ValueError(
+        raise ConfigurationError(
             f"din needs rows of at least 7 integer ids, got {data.x.dtype}{list(data.x.shape[1:])}: load movielens, or "
             "choose another model"
         )
@@ -147,7 +150,9 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)
     known = np.array(ids, int)
     if (twice := known[1:][known[1:] == known[:-1]]).size:
-        raise ValueError(f"cannot use {users}: user {twice[0]} must be on one line, got several: download it again")
+        raise ConfigurationError(
+            f"cannot use {users}: user {twice[0]} must be on one line, got several: download it again"
+        )
     profile = np.column_stack([
         known,
         1 + (np.array(genders) == "M"),
@@ -158,14 +163,16 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     rated = np.array(_matches(path, RATING, "user::movie::stars::seconds as in ML-1M"), np.int64)
     if (early := rated[:, 3] < OPENED).any():
         line = early.argmax()
-        raise ValueError(
+        raise ConfigurationError(
             f"cannot use {path}: seconds must be an integer >= {OPENED} (1995), got {rated[line, 3]} in line "
             f"{line + 1}: it is cut short or not MovieLens, download it again"
         )
     user = np.searchsorted(known, rated[:, 0]).clip(max=len(known) - 1)
     if (strange := known[user] != rated[:, 0]).any():
         line = strange.argmax()
-        raise ValueError(f"cannot use {path}: line {line + 1} is of user {rated[line, 0]}, whom {users} does not list")
+        raise ConfigurationError(
+            f"cannot use {path}: line {line + 1} is of user {rated[line, 0]}, whom {users} does not list"
+        )
     return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
 
 
@@ -193,5 +200,7 @@ def _read_latest_small(places: Sequence[Path]) -> Ratings:
     profile = np.pad(known[:, None], ((0, 0), (0, 4)))
     for name, highest in (("user_id", known.max()), ("movie_id", item.max())):
         if highest >= 2**15:
-            raise ValueError(f"cannot use {path}: {name} must stay below {2**15}, got {highest}: take a smaller set")
+            raise ConfigurationError(
+                f"cannot use {path}: {name} must stay below {2**15}, got {highest}: take a smaller set"
+            )
     return Ratings(user, item, time, profile, path)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
 
 PRIORS = ("client", "class", "global")
 ATTEMPTS = 100  # draws of prior="class" before the short clients are topped up
@@ -52,7 +53,7 @@ class Partition:
         """
         y = checks.array("y", y)
         if y.ndim != 1 or y.dtype.kind not in "iu" or y.size == 0:
-            raise ValueError(
+            raise ConfigurationError(
                 "y must be one-dimensional integer labels, at least one, "
                 f"got {y.dtype} of shape {y.shape}: pass one class number per row"
             )
@@ -120,7 +121,7 @@ def dirichlet(
     checks.choice("prior", prior, PRIORS)
     alpha = checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one", computed=False)
     if prior == "class" and size_sigma > 0:
-        raise ValueError(
+        raise ConfigurationError(
             f"size_sigma must be 0 with prior='class', got {size_sigma!r}: there the label mixes "
             "decide the sizes; use prior='client' or prior='global' for log-normal sizes"
         )
@@ -137,7 +138,7 @@ def dirichlet(
     capped = checks.flag("capped", capped)
     if not capped:
         if prior != "class":
-            raise ValueError(f"capped=False is for prior='class', got prior={prior!r}: sizes are given there")
+            raise ConfigurationError(f"capped=False is for prior='class', got prior={prior!r}: sizes are given there")
         arguments["capped"] = False
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
@@ -186,15 +187,15 @@ def by_writer() -> Partition:
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         if writer is None:
-            raise ValueError(
+            raise ConfigurationError(
                 "the data set has no writers: use iid, dirichlet or shards, or pass writer=, one id per row"
             )
         try:
             writer = np.asarray(writer)
         except Exception as error:  # ragged, or somebody else's object
-            raise ValueError(f"writer must be one id per row, got {checks.shown(writer)}") from error
+            raise ConfigurationError(f"writer must be one id per row, got {checks.shown(writer)}") from error
         if writer.shape != y.shape or writer.dtype.kind not in "iuUS":
-            raise ValueError(
+            raise ConfigurationError(
                 f"writer must be integers or strings of shape {y.shape}, "
                 f"got {writer.dtype} of shape {writer.shape}: pass one id per row"
             )
@@ -335,7 +336,7 @@ def _require_rows(num_rows: int, num_clients: int, name: str, each: int) -> None
     asked = f"num_clients={num_clients}" + (f" with {name}={each}" if each > 1 else "")
     fixes = [f"{name} <= {num_rows // num_clients}"] if num_clients <= num_rows else []
     fixes += [f"num_clients <= {num_rows // each}"] if each <= num_rows else []
-    raise ValueError(
+    raise ConfigurationError(
         f"{asked} needs at least {num_clients * each} rows, the data set has {num_rows}: "
         f"use {' or '.join(fixes) or 'more data'}"
     )

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import checks, ranking, tree
+from fedjax_drift import checks, tree
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.models import ranking
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
 from fedjax_drift.models.pretrained import load_params, save_params
@@ -121,7 +123,7 @@ def resnet18(
     """
     stem = checks.integer("stem", stem, 3, 7, "3: 3x3, no pooling; 7: 7x7 with pooling")
     if stem not in (3, 7):
-        raise ValueError(f"stem must be 3 (3x3, no pooling) or 7 (7x7 with pooling), got {stem!r}")
+        raise ConfigurationError(f"stem must be 3 (3x3, no pooling) or 7 (7x7 with pooling), got {stem!r}")
     return _model(ResNet18(num_classes, stem, cosine), input_shape)
 
 
@@ -137,7 +139,7 @@ def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int
     """
     found = checks.array("sizes", sizes)
     if found.shape != (6,):
-        raise ValueError(
+        raise ConfigurationError(
             "sizes must be six, of users, genders, ages, occupations, zips and items, got "
             f"{checks.shown(sizes)}: take fedjax_drift.data.movielens.sizes(data)"
         )

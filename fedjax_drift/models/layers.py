@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
+from fedjax_drift.errors import ConfigurationError
+
 Padding = str | tuple[int, int]
 
 
@@ -210,7 +212,7 @@ def pad(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding, va
     elif isinstance(padding, tuple):
         amounts = [padding, padding]
     else:
-        raise ValueError(f'padding must be "VALID", "SAME" or a pair of numbers, got {padding!r}')
+        raise ConfigurationError(f'padding must be "VALID", "SAME" or a pair of numbers, got {padding!r}')
     return jnp.pad(x, ((0, 0), *amounts, (0, 0)), constant_values=value)
 
 
@@ -222,7 +224,9 @@ def _same(size: int, window: int, stride: int) -> tuple[int, int]:
 def _positions(x: jax.Array, window: tuple[int, int], stride: int) -> tuple[int, int]:
     H, W = ((n - k) // stride + 1 for n, k in zip(x.shape[1:3], window, strict=True))
     if H < 1 or W < 1:
-        raise ValueError(f"a window of {window} does not fit an image of {x.shape[1:3]}: use larger images or padding")
+        raise ConfigurationError(
+            f"a window of {window} does not fit an image of {x.shape[1:3]}: use larger images or padding"
+        )
     return H, W
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.data import files
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import Model, Params
 
 STEM = "conv/kernel"
@@ -21,7 +22,7 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
     place = checks.path("path", path)
     named = {_name(where): np.asarray(leaf) for where, leaf in jax.tree.leaves_with_path(params)}
     if not named:
-        raise ValueError(f"params must hold at least one array, got {checks.shown(params)}: pass state.params")
+        raise ConfigurationError(f"params must hold at least one array, got {checks.shown(params)}: pass state.params")
     for name, leaf in named.items():
         checks.array(f"params, at {name or 'its root'},", leaf.reshape(-1))
     with open(place, "wb") as file:
@@ -46,10 +47,12 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
         if os.path.isfile(path) and _is_safetensors(path):
             what = "it is a safetensors file, not an npz"
             fix = 'numpy.savez("params.npz", **safetensors.numpy.load_file(path)), named as by save_params'
-        raise ValueError(f"cannot read parameters from {path}: {what}: {fix}") from error
+        raise ConfigurationError(f"cannot read parameters from {path}: {what}: {fix}") from error
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf":
-            raise ValueError(f"{path}: {name} must be real numbers, got {array.dtype}: write it with save_params")
+            raise ConfigurationError(
+                f"{path}: {name} must be real numbers, got {array.dtype}: write it with save_params"
+            )
     expected = jax.eval_shape(model.init, jax.random.key(0))
     shapes, drawn = {_name(where): leaf.shape for where, leaf in jax.tree.leaves_with_path(expected)}, set[str]()
     if "layer1.0.conv1.weight" in arrays:
@@ -62,7 +65,7 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
             "nothing" if shape is None else f"shape {list(shape)}"
             for shape in (_shape(arrays, wrong[0]), shapes.get(wrong[0]))
         )
-        raise ValueError(
+        raise ConfigurationError(
             f"{path} must hold the model's parameters, got {held} for {wrong[0]}, which is {wanted} in the model "
             f"({len(wrong)} arrays don't fit): choose the model it was saved from"
         )

@@ -1,0 +1,284 @@
+"""What is measured of drift: the measures, and the pass over a round's clients that takes them.
+
+`measure` trains the round's clients again, exactly as the round does (a client's training is a function of the
+round's key, its id and its rows), so a simulation that does not measure is not touched by any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_drift import checks, tree
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import full_gradient
+from fedjax_drift.round.client_states import gather, state_of
+from fedjax_drift.round.cohort import Plan, deal_out, look_up, plan, undealt
+from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, partitionable
+from fedjax_drift.round.train import check_finite, client_work, over_clients, update
+from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Watcher, Work
+
+MEASURES = {
+    "updates": "norm of each client's update and its cosine with their mean, after every local epoch",
+    "gradients": "period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity (FedGVRGM, 4)",
+    "predictions": "linear CKA and KL between local and global predictions on the test set, after every local epoch",
+    "forgetting": "LP (LfD, equation 11) for the classes that a client has, and for those it has not",
+    "labels": "share of each class in the cohort's rows",
+}
+TESTED = ("predictions", "forgetting")  # on the test set
+
+
+def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, streamed: bool) -> tuple[str, ...]:
+    """The names as a tuple. Raises ConfigurationError for one that is unknown, or that the data or the model forbid.
+
+    streamed: whether the training rows are kept on the host.
+    """
+    names = checks.choices("measure", names, MEASURES)
+    for name in names:
+        if name in TESTED and not has_test:
+            raise ConfigurationError(f"measure={name!r} looks at predictions on test data: pass test=(x, y)")
+        if name == "predictions" and engine.test_size < 2:
+            raise ConfigurationError(
+                'measure="predictions" compares how test rows differ: it needs at least 2 of them, got 1'
+            )
+        if name in (*TESTED, "labels") and engine.num_classes is None:
+            raise ConfigurationError(
+                f"measure={name!r} is about classes: it needs a classifier with the default loss and one integer label "
+                'a row; "updates" and "gradients" need none'
+            )
+    if streamed and "gradients" in names:
+        raise ConfigurationError(
+            'measure="gradients" takes the rows of all clients, which stream=True leaves on the host'
+        )
+    return names
+
+
+def allowing_nan(program: Callable) -> Callable:
+    """The program, run with `jax_debug_nans` off: what is measured of absent clients is NaN."""
+
+    @wraps(program)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with jax.debug_nans(False):
+            return program(*arguments, **options)
+
+    return call
+
+
+@allowing_nan
+def of_one_round(measured: dict[str, jax.Array], *, axis: int) -> dict[str, jax.Array]:
+    """What was measured of a round, with an axis of rounds."""
+    return {name: jnp.expand_dims(values, axis) for name, values in measured.items()}
+
+
+class Training(NamedTuple):
+    """One client's training, as its algorithm does it."""
+
+    result: ClientResult
+    start: Params  # the model that the client was sent
+    theta: Params  # theta_i, after the last epoch
+    epochs: PyTree  # what was measured after every epoch, leaves [E, ...]
+
+
+@partitionable
+def measure(
+    engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
+) -> dict[str, jax.Array]:
+    """The drift that `round_fn` shows on the same state and cohort; see `Simulation.measure`."""
+    today = plan(engine, state, arrays.rows, cohort)
+    shared = today.shared
+    measured: dict[str, jax.Array] = {}
+    if "labels" in names:
+        measured["label_mix"] = label_mix(engine, shared, today)
+    if "gradients" in names:
+        measured |= gradients(engine, shared, today)
+    if set(names) - {"labels"}:
+        gathered = gather(engine, state.clients, today.dealt.place)
+        test = arrays.test if set(names) & set(TESTED) else None
+        of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
+        measured |= jax.tree.map(of_cohort, trainings(engine, names, shared, today, gathered, test))
+    return measured
+
+
+def watched(
+    engine: Engine,
+    shared: Shared,
+    client: Client,
+    gathered: PyTree,
+    work: Work,
+    after_epoch: Callable[[Params, Params], PyTree],
+) -> Training:
+    """Trains one client as the round does. Of several calls of `local.train` in one update the last one counts."""
+    calls: list[tuple] = []
+    watcher = Watcher(after_epoch, lambda start, theta, measured: calls.append((start, theta, measured)))
+    result = update(engine, shared, state_of(engine, shared, client, gathered), work._replace(watcher=watcher))
+    if not calls:
+        raise ConfigurationError(
+            f"measuring drift needs clients that train with fedjax_drift.local.train (or call it), but those of "
+            f"{engine.algorithm.name} don't: train with it, or leave measure= out"
+        )
+    return Training(result, *calls[-1])
+
+
+def trainings(
+    engine: Engine, names: Sequence[str], shared: Shared, today: Plan, gathered: PyTree, test: TestRows | None
+) -> dict[str, jax.Array]:
+    """What is measured while the cohort trains, leaves [D, G, L] or [D, G, L, E]."""
+    w = shared.server.params
+
+    def model_of(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        """Sums for the means of the local models, w_S, and of the updates, with the algorithm's weights."""
+        work = client_work(engine, shared, client, longest)
+        training = watched(engine, shared, client, gathered, work, lambda start, theta: ())
+        answered, _ = check_finite(engine, client, training.result)
+        weight = jnp.where(answered, training.result.weight, 0)
+        models = (training.theta, tree.subtract(training.theta, training.start))
+        return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), ()
+
+    w_S = mean_update = w  # placeholders, unless a measure needs the means
+    if {"updates", "gradients"} & set(names):
+        (sums, weight), _ = over_clients(engine, model_of, shared, today.dealt, gathered)
+        w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, w))
+    z_global = None if test is None else predictions(engine, w, test)
+
+    def one(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        w_S, mean_update, test, z_global = shared.extra
+        work = client_work(engine, shared, client, longest)
+        at_mean = full_gradient(work, w_S) if "gradients" in names else None
+
+        def after_epoch(start: Params, theta: Params) -> dict[str, jax.Array]:
+            measured: dict[str, jax.Array] = {}
+            if "updates" in names:
+                D = tree.subtract(theta, start)
+                measured["update_norm"] = jnp.sqrt(tree.dot(D, D))
+                scale = measured["update_norm"] * jnp.sqrt(tree.dot(mean_update, mean_update))
+                measured["update_cosine"] = jnp.where(scale == 0, 0, tree.dot(D, mean_update) / scale)
+            if "gradients" in names:
+                gap = tree.subtract(full_gradient(work, theta), at_mean)
+                measured["client_drift"] = tree.dot(gap, gap)  # FedEve (4)
+            if "predictions" in names:
+                z, mask = predictions(engine, theta, test), test.mask.reshape(-1)
+                measured["cka"] = linear_cka(z, z_global, mask)
+                measured["kl"] = mean_kl(z_global, z, mask)
+            return measured
+
+        training = watched(engine, shared, client, gathered, work, after_epoch)
+        _, bad_leaf = check_finite(engine, client, training.result)
+        measured = dict(training.epochs)
+        if "forgetting" in names:
+            z, y, mask = predictions(engine, training.theta, test), test.y.reshape(-1), test.mask.reshape(-1)
+            local_accuracy, global_accuracy = (class_accuracy(z, y, mask) for z in (z, z_global))
+            present = label_counts(engine, work) > 0
+            measured["lp_present"] = local_performance(local_accuracy, global_accuracy, present)
+            measured["lp_absent"] = local_performance(local_accuracy, global_accuracy, ~present)
+        known = (client.id < engine.num_clients) & (bad_leaf < 0)
+        return (), jax.tree.map(lambda a: jnp.where(known, a, jnp.nan), measured)
+
+    extra = (w_S, mean_update, test, z_global)
+    return over_clients(engine, one, shared._replace(extra=extra), today.dealt, gathered)[1]
+
+
+def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Array]:
+    """Of all clients' gradients at w, over all their rows: how much clients differ, and how far this cohort is off.
+
+    grad f = sum_i p_i grad F_i, p_i = n_i / n. Period drift: ||mean_S grad F_i - grad f||^2 (FedEve, 3, of this
+    cohort); dissimilarity: Gamma = sum_i p_i ||grad F_i - grad f||^2.
+    """
+    N = engine.num_clients
+    n = round(engine.mean_size * N)  # M: the rows on the devices may be padded
+    chosen = jnp.zeros(N + 1, bool).at[today.cohort.id].set(True).at[N].set(False)
+    everyone = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
+    everyone = jax.tree.map(lambda a, own: a.at[today.drawn].set(own, mode="drop"), everyone, today.held)
+    _, _, dealt = deal_out(engine, everyone, everyone.steps)
+
+    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        chosen, S = shared.extra
+        work = client_work(engine, shared, client, longest)
+        g = full_gradient(work, shared.server.params)
+        n_i = work.size.astype(work.lr.dtype)
+        # 1 / |S| - p_i over one denominator: exactly 0 where all clients of one size are in, as the drift then is.
+        excess = (jnp.where(chosen[client.id], n, 0) - n_i * S) / (S * n)
+        p = n_i / n
+        of_all, of_gap = (jax.tree.map(lambda g, c=c: c * g, g) for c in (p, excess))
+        return (of_all, of_gap, p * tree.dot(g, g)), ()
+
+    extra = (chosen, chosen.sum().astype(shared.lr.dtype))
+    (grad_f, gap, square), _ = over_clients(engine, one, shared._replace(extra=extra), dealt, ())
+    norm2 = tree.dot(grad_f, grad_f)
+    return {
+        "period_drift": tree.dot(gap, gap),
+        "dissimilarity": jnp.maximum(square - norm2, 0),
+        "gradient_norm": jnp.sqrt(norm2),
+    }
+
+
+def label_mix(engine: Engine, shared: Shared, today: Plan) -> jax.Array:
+    """float [C]: share of each class in the cohort's rows."""
+
+    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        return label_counts(engine, client_work(engine, shared, client, longest)), ()
+
+    counts, _ = over_clients(engine, one, shared, today.dealt, ())
+    return counts / counts.sum()
+
+
+def predictions(engine: Engine, params: Params, test: TestRows) -> jax.Array:
+    """Logits [T * B, C] on the test batches, padding included."""
+    logits = lax.map(lambda x: engine.model.apply(params, engine.decode(x)), test.x)
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def linear_cka(X: jax.Array, Y: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Linear centred kernel alignment of X [M, p] and Y [M, q] over the rows where mask [M] holds, in [0, 1].
+
+    ||Y'X||_F^2 / (||X'X||_F ||Y'Y||_F), columns centred (Kornblith et al. 2019, arXiv 1905.00414, equation 3 and
+    section 3). 1: the same up to a rotation and a scale; 0 where one is constant.
+    """
+
+    def centred(Z: jax.Array) -> jax.Array:
+        Z = Z - jnp.mean(Z, 0, keepdims=True, where=None if mask is None else mask[:, None])
+        return Z if mask is None else jnp.where(mask[:, None], Z, 0)
+
+    X, Y = centred(X), centred(Y)
+    # In full float32: the default of an accelerator may round its factors to 10 bits.
+    xy, xx, yy = ((jnp.matmul(A.T, B, precision="highest") ** 2).sum() for A, B in ((Y, X), (X, X), (Y, Y)))
+    scale = jnp.sqrt(xx) * jnp.sqrt(yy)
+    return jnp.where(scale == 0, 0, xy / scale)
+
+
+def mean_kl(p_logits: jax.Array, q_logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Mean over rows of KL(p || q) in nats, from logits [M, C]; LfD's study has p global, q local."""
+    log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
+    return jnp.mean((jnp.exp(log_p) * (log_p - log_q)).sum(-1), where=mask)
+
+
+def class_accuracy(logits: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
+    """Acc_c [C] over the rows of class c where mask holds; NaN for a class without rows."""
+    of_class = jax.nn.one_hot(y, logits.shape[-1]) * mask[:, None]
+    right = (logits.argmax(-1) == y) & ~jnp.isnan(logits).any(-1)
+    return (of_class * right[:, None]).sum(0) / of_class.sum(0)
+
+
+def local_performance(local: jax.Array, whole: jax.Array, classes: jax.Array) -> jax.Array:
+    """LP (LfD, equation 11): mean of Acc_c(theta_i) / Acc_c(w) over the ``classes`` (bool [C]) with Acc_c(w) > 0.
+
+    1: nothing forgotten, 0: everything. NaN without such a class.
+    """
+    counted = classes & (whole > 0)
+    return jnp.where(counted, local / jnp.where(counted, whole, 1), 0).sum() / counted.sum()
+
+
+def label_counts(engine: Engine, work: Work) -> jax.Array:
+    """float [C]: the client's rows of each class."""
+    C = engine.num_classes or 0  # never None: `check_measures` lets only classifiers get here
+    batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
+
+    def add(k: jax.Array, counts: jax.Array) -> jax.Array:
+        _, y, mask = batch(k)
+        return counts + (jax.nn.one_hot(y, C) * mask[:, None]).sum(0)
+
+    return lax.fori_loop(0, work.num_batches, add, jnp.zeros(C))

@@ -1,0 +1,75 @@
+"""Client states on the way to the clients that train, and back.
+
+A state that every device has is read in place. States that are sharded over the devices are sent where their clients
+train, and the new states are sent back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift import tree
+from fedjax_drift.devices.mesh import AXIS
+from fedjax_drift.round.engine import Client, Engine, Shared, on_each_device, replicated
+from fedjax_drift.round.exchange import local_slice
+from fedjax_drift.types import PyTree
+
+
+def gather(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
+    """The states at places [D, G, L] of sharded ones, sent to where their clients train: leaves [D, G, L, ...].
+
+    Replicated states are not copied: `state_of` reads a client's state when it trains.
+    """
+    if not engine.sharded:
+        return ()
+
+    def one_device(states: PyTree, places: jax.Array) -> PyTree:
+        """states: this device's part; places: of all devices."""
+
+        def leaf(s: jax.Array) -> jax.Array:
+            is_here, index = local_slice(s, places)
+            known = jnp.where(is_here.reshape(is_here.shape + (1,) * (s.ndim - 1)), s[index], jnp.zeros((), s.dtype))
+            summed = known.astype(jnp.int32) if s.dtype == bool else known
+            return lax.psum_scatter(summed, AXIS, scatter_dimension=0, tiled=True).astype(s.dtype)
+
+        return jax.tree.map(leaf, states)
+
+    return on_each_device(engine, one_device, (P(AXIS), P()), P(AXIS))(states, places)
+
+
+def state_of(engine: Engine, shared: Shared, client: Client, gathered: PyTree) -> PyTree:
+    """One client's state: what `gather` sent, or its row of the replicated states."""
+    if engine.sharded:
+        return gathered
+    return jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, client.place, keepdims=False), shared.states)
+
+
+def scatter(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
+    """All client states, with ``new`` [D, G, L, ...] at places [D, G, L]. Places beyond the last row are dropped."""
+    if not engine.sharded:
+        return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), states, replicated(engine, new))
+
+    def one_device(states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
+        def leaf(s: jax.Array, new: jax.Array) -> jax.Array:
+            is_here, index = local_slice(s, places)
+            return s.at[jnp.where(is_here, index, len(s))].set(lax.all_gather(new, AXIS, tiled=True), mode="drop")
+
+        return jax.tree.map(leaf, states, new)
+
+    return on_each_device(engine, one_device, (P(AXIS), P(), P(AXIS)), P(AXIS))(states, places, new)
+
+
+def finish(function: Callable[[Any, PyTree], PyTree], server: Any, answered: jax.Array, states: PyTree) -> PyTree:
+    """The states [D, G, L, ...], where ``function(server, state)`` replaces those of the clients that answered."""
+
+    def one(answered: jax.Array, state: PyTree) -> PyTree:
+        finished = tree.cast_like(function(server, state), state, "a client's finished state")
+        return tree.select(answered, finished, state)
+
+    return jax.vmap(jax.vmap(jax.vmap(one)))(answered, states)

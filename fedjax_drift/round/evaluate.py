@@ -1,0 +1,73 @@
+"""Evaluation of a model on the test set, whose batches are spread over the devices."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift.devices.mesh import AXIS
+from fedjax_drift.round.engine import Engine, TestRows, on_each_device, replicated
+from fedjax_drift.types import Params, PyTree
+
+
+def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
+    """The scores of every test row, [T, B] (see `score_rows`), and its logits [T, B, ...].
+
+    The logits are () unless a score of the whole test set needs them.
+    """
+
+    def batch(params: Params, xy: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
+        x, y = xy
+        logits = engine.model.apply(params, engine.decode(x))
+        return score_rows(engine, logits, y), logits if engine.set_scores else ()
+
+    def one_device(params: Params, xy: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
+        return lax.map(partial(batch, params), xy)
+
+    return on_each_device(engine, one_device, (P(), P(AXIS)), P(AXIS))(params, (test.x, test.y))
+
+
+def score_rows(engine: Engine, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+    """Scores of each row, [B]: "loss", the row scores of `Model.scores`, and "accuracy" for classifiers.
+
+    The accuracy of a row is 0 or 1, or with many labels a row the share of correct ones. A row with a NaN logit counts
+    as wrong. An accuracy among the model's own scores replaces it.
+    """
+    model = engine.model
+    rows = {"loss": model.loss(logits, y)}
+    classifies = jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1
+    if classifies and "accuracy" not in engine.set_scores:
+        finite = ~jnp.isnan(logits).any(-1)  # the argmax of NaNs would be class 0
+        correct = (finite & (logits.argmax(-1) == y)).astype(rows["loss"].dtype)
+        rows["accuracy"] = correct.mean(axis=tuple(range(1, correct.ndim)))
+    if model.scores is not None and engine.row_scores:
+        scores = model.scores(logits, y)
+        rows |= {name: jnp.asarray(scores[name], rows["loss"].dtype) for name in engine.row_scores}
+    return rows
+
+
+def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
+    """Scalars: the means over the test rows of all row scores, and the scores of the whole test set."""
+    rows, logits = evaluate_rows(engine, params, test)
+    means = {}
+    for name, values in rows.items():
+        values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        means[name] = jnp.where(test.mask, values, 0).sum() / test.mask.sum()
+    if engine.model.scores is None or not engine.set_scores:
+        return means
+    whole = replicated(engine, (logits, test.y))
+    scores = engine.model.scores(*(a.reshape(-1, *a.shape[2:])[: engine.test_size] for a in whole))
+    return means | {name: scores[name] for name in engine.set_scores}
+
+
+def evaluate_server(engine: Engine, server: Any, test: TestRows) -> dict[str, jax.Array]:
+    """`evaluate` of the global model and, as client_mean_<name>, of the mean of the cohort's models if there is one."""
+    scores = evaluate(engine, server.params, test)
+    if (mean := getattr(server, "client_mean", None)) is not None:
+        scores |= {f"client_mean_{name}": value for name, value in evaluate(engine, mean, test).items()}
+    return scores

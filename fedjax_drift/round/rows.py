@@ -1,0 +1,56 @@
+"""The data set on the devices. Simulations of the same data share it, for as long as the data live."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift.data.federated import FederatedData, integers_as_int32
+from fedjax_drift.devices.mesh import AXIS, put
+from fedjax_drift.round.engine import Arrays, Rows, TestRows
+from fedjax_drift.round.exchange import place_parts
+
+_PLACED: WeakKeyDictionary[FederatedData, dict[tuple, Any]] = WeakKeyDictionary()
+
+
+def place(data: FederatedData, mesh: Mesh, rows_at: str, eval_batch_size: int, whole_test: bool = False) -> Arrays:
+    """The data set on the devices of the mesh.
+
+    rows_at: "devices" (replicated), "parts" (sharded) or "host" (not placed: they are streamed).
+    whole_test: replicate the test set, whose batches are sharded otherwise.
+    """
+    placed = _PLACED.setdefault(data, {})
+    where = (mesh, jax.dtypes.canonicalize_dtype(np.float64))
+    rows, test = (*where, rows_at), (*where, eval_batch_size, whole_test)
+    with jax.ensure_compile_time_eval():  # a Simulation made inside jax.jit must not leave tracers here
+        if rows not in placed:
+            placed[rows] = _place_rows(data, mesh, rows_at)
+        if test not in placed:
+            placed[test] = _place_test(data, mesh, eval_batch_size, whole_test)
+    return Arrays(placed[rows], placed[test])
+
+
+def _place_rows(data: FederatedData, mesh: Mesh, rows_at: str) -> Rows | None:
+    if rows_at == "host":
+        return None
+    if rows_at == "parts":
+        return Rows(*place_parts(data, mesh))
+    arrays = (data.x, integers_as_int32(data.y), data.offsets.astype(np.int32), data.sizes)
+    return Rows(*put(arrays, NamedSharding(mesh, P())))
+
+
+def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int, whole: bool) -> TestRows | None:
+    if data.x_test is None or data.y_test is None:
+        return None
+    M, D = len(data.x_test), 1 if whole else mesh.size
+    B = min(eval_batch_size, -(-M // D))
+    T = -(-M // (B * D)) * D
+    index = np.arange(T * B).reshape(T, B)
+    padded = np.minimum(index, M - 1)
+    arrays = (data.x_test[padded], integers_as_int32(data.y_test)[padded], index < M)
+    return TestRows(*put(arrays, NamedSharding(mesh, P() if whole else P(AXIS))))

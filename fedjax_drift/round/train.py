@@ -1,0 +1,173 @@
+"""Training of a cohort: groups of L clients side by side, one group after another, on every device.
+
+Memory for messages is L of them and one running sum, whatever K is. A client's result depends only on its id, the
+round's key and its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift import tree
+from fedjax_drift.devices.mesh import AXIS
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import shuffle
+from fedjax_drift.round.engine import (
+    Client,
+    Engine,
+    Rows,
+    Shared,
+    mean_steps,
+    on_each_device,
+    partitionable,
+    sum_over_devices,
+)
+from fedjax_drift.round.exchange import exchange, longest_share
+from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Work
+
+
+def over_clients(
+    engine: Engine,
+    update: Callable[[Shared, Client, PyTree, jax.Array], tuple[PyTree, PyTree]],
+    shared: Shared,
+    dealt: Client,
+    states: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Calls ``update(shared, client, state, longest) -> (added, kept)`` for every client dealt, [D, G, L].
+
+    ``longest`` is the number of rows of the largest client in the group. Returns the sum of ``added`` over all clients,
+    and ``kept`` of each client, leaves [D, G, L, ...].
+    """
+    rows_sharded = engine.rows_by_rank is not None
+
+    def one_device(shared: Shared, clients: Client, states: PyTree, everyone: Any) -> tuple[PyTree, PyTree]:
+        """clients, states: this device's, [1, G, L]; everyone: all clients, [D, G, L], where rows are sharded."""
+        if rows_sharded:
+            shared, clients = with_own_rows(engine, shared, everyone)
+
+        def group(total: PyTree, lanes: tuple[Client, PyTree]) -> tuple[PyTree, PyTree]:
+            clients, states = lanes
+            longest = clients.size.max()
+            if engine.lanes == 1:
+                client, state = jax.tree.map(lambda a: a[0], (clients, states))
+                added, kept = jax.tree.map(lambda a: a[None], update(shared, client, state, longest))
+            else:
+                added, kept = jax.vmap(update, in_axes=(None, 0, 0, None))(shared, clients, states, longest)
+            return jax.tree.map(lambda s, a: s + a.sum(0), total, added), kept
+
+        clients, states = jax.tree.map(lambda a: a[0], (clients, states))  # [G, L, ...]
+        first = jax.tree.map(lambda a: a[0, 0], (clients, states))
+        added, _ = jax.eval_shape(update, shared, *first, clients.size[0, 0])
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), added)
+        total, kept = lax.scan(group, zeros, (clients, states))
+        return sum_over_devices(engine, total), jax.tree.map(lambda a: a[None], kept)
+
+    whole: Any = P()
+    part: Any = P(AXIS)
+    rows: Any = Rows(part, part, whole, whole, whole) if rows_sharded else whole
+    shared_specs = Shared(*[whole] * len(Shared._fields))._replace(rows=rows)
+    on_devices = on_each_device(engine, one_device, (shared_specs, part, part, whole), (whole, part))
+    return on_devices(shared, dealt, states, dealt if rows_sharded else ())
+
+
+def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Shared, Client]:
+    """On each device its clients [1, G, L] of everyone [D, G, L], and their rows, which any device may have had."""
+    assert engine.rows_by_rank is not None
+    D, G, L = everyone.size.shape
+    sizes, offsets = (a.reshape(D, G * L) for a in (everyone.size, everyone.offset))
+    S = longest_share(engine.rows_by_rank, D, G, L)
+    (x, y), begins = exchange((shared.rows.x, shared.rows.y), sizes, offsets, S)
+    everyone = everyone._replace(offset=begins.reshape(D, G, L))
+    clients = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, lax.axis_index(AXIS), 1), everyone)
+    return shared._replace(rows=Rows(x, y)), clients
+
+
+def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Array) -> Work:
+    """One client's work in the round. longest: the number of rows of the largest client in its group."""
+    data, size = shared.rows, client.size
+    B = min(engine.local.batch_size, engine.max_size)
+    most_batches = -(-engine.max_size // B)
+
+    def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
+        order = shuffle(key, size, longest, most_batches * B)
+
+        def batch(k: jax.Array) -> Batch:
+            mask = k * B + jnp.arange(B) < size
+            rows = client.offset + jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0)
+            rows = rows if data.places is None else data.places[rows]
+            return Batch(engine.decode(data.x[rows]), data.y[rows], mask)
+
+        return batch
+
+    return Work(
+        t=shared.t,
+        size=size,
+        q=size / engine.mean_size,
+        num_batches=-(-size // B),
+        num_steps=client.steps,
+        mean_steps=mean_steps(engine),
+        lr=shared.lr,
+        initial_lr=engine.local.lr,
+        key=jax.random.fold_in(shared.key, client.id),
+        epochs=engine.local.epochs,
+        most_batches=most_batches,
+        optimizer=engine.local.direction(),
+        epoch=epoch,
+        model=engine.model,
+    )
+
+
+def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientResult:
+    """One client's update. Raises ConfigurationError unless the algorithm returns a proper `ClientResult`."""
+    algorithm = engine.algorithm
+    result = algorithm.client_update(shared.server, old, work)
+    if not isinstance(result, ClientResult):
+        raise ConfigurationError(
+            f"{algorithm.name}: client_update must return a ClientResult, got {type(result).__name__}: "
+            "fd.ClientResult(message, weight, state, metrics)"
+        )
+    message, metrics = jax.tree.map(jnp.asarray, (result.message, dict(result.metrics)))
+    weight = jnp.asarray(result.weight, shared.lr.dtype)
+    scalars(algorithm, {"the weight": weight} | metrics)
+    state = tree.cast_like(result.state, old, f"{algorithm.name}: a client's new state")
+    return ClientResult(message, weight, state, metrics)
+
+
+def scalars(algorithm: Algorithm, values: dict[str, Any]) -> dict[str, Any]:
+    """The values. Raises ConfigurationError for one that has axes."""
+    for name, value in values.items():
+        if shape := jnp.shape(value):
+            raise ConfigurationError(
+                f"{algorithm.name}: {name} must be one number, got {jnp.result_type(value)}{[*shape]}: take its mean"
+            )
+    return values
+
+
+@partitionable
+def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
+    """The update of a client with one row or more, to learn its shapes."""
+    zero = jnp.zeros((), jnp.int32)
+    shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float), ())
+    work = client_work(engine, shared, Client(zero, zero, zero, zero, zero), zero)
+    return update(engine, shared, engine.algorithm.init_client(state.params), work)
+
+
+def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:
+    """Whether the client counts, bool []; and the index of the first leaf of `uploaded` that is not finite, or -1.
+
+    An absent client has done no step. Its weight, or 0/0 in its message, must not reach a sum.
+    """
+    bad_leaf = tree.first_nonfinite(uploaded(result))
+    present = client.id < engine.num_clients
+    return present & (bad_leaf < 0) if engine.drop_nonfinite else present, bad_leaf
+
+
+def uploaded(result: ClientResult) -> PyTree:
+    """The parts of an update that must be finite."""
+    return {"message": result.message, "state": result.state, "weight": result.weight}

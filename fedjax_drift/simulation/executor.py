@@ -1,0 +1,202 @@
+"""Runs the compiled programs of a simulation, and adapts them where they do not work as they are.
+
+An `Executor` is the one part of a simulation that changes: it halves the lanes when a device's memory does not suffice,
+and makes the hyper-parameters constants when an algorithm uses one where a program cannot have an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.devices.mesh import copied, leaf_shardings, put, spans_processes, traced
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.measures.drift import of_one_round
+from fedjax_drift.round.engine import TestRows
+from fedjax_drift.simulation import validate
+from fedjax_drift.simulation.host import Fetched, Host
+from fedjax_drift.simulation.loop import rounds_of_one
+from fedjax_drift.simulation.programs import Programs
+from fedjax_drift.simulation.records import nonfinite_message
+from fedjax_drift.simulation.setup import Setup
+from fedjax_drift.storage.client_store import ClientStore
+from fedjax_drift.types import ServerState
+
+UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)  # what a number raises where it must be a constant
+
+
+def out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+class Executor:
+    """Runs the programs of one `Setup`."""
+
+    def __init__(self, setup: Setup, description: Callable[[], str]) -> None:
+        self.setup = setup
+        self.programs = Programs(setup.engine, setup.states_on_host)
+        self.host = Host(setup)
+        self._description = description
+        self._fits = False  # whether a round has run with these lanes
+
+    def use_lanes(self, lanes: int) -> None:
+        self.setup = self.setup.with_lanes(lanes)
+        self.programs = Programs(self.setup.engine, self.setup.states_on_host, self.programs.constant)
+        self._fits = False
+
+    def use_constants(self) -> None:
+        self.programs = Programs(self.setup.engine, self.setup.states_on_host, constant=True)
+
+    def launch(self, name: str, *arguments: Any) -> Any:
+        """Calls the program of this name."""
+        try:
+            return self.programs.launch(name, *arguments)
+        except UNTRACEABLE:
+            if self.programs.constant:
+                raise
+        self.use_constants()  # an algorithm uses a number in an ``if``, for example
+        return self.launch(name, *arguments)
+
+    def test(self) -> TestRows:
+        if self.setup.arrays.test is None:
+            raise ConfigurationError("evaluating needs a test set: pass test=(x, y) to FederatedData.from_clients")
+        return self.setup.arrays.test
+
+    def scores(self, server: Any) -> dict[str, jax.Array]:
+        """The evaluation of the global model and, as client_mean_<name>, of the mean of the cohort's models."""
+        test = self.test()
+        scores = self.programs.launch_scoring("evaluate", server.params, test)
+        if (mean := getattr(server, "client_mean", None)) is not None:
+            of_mean = self.programs.launch_scoring("evaluate", mean, test)
+            scores |= {f"client_mean_{name}": value for name, value in of_mean.items()}
+        return scores
+
+    def fetch(self, key: jax.Array, t: int, cohort: jax.Array | None = None) -> Fetched:
+        """What round t needs, where rows or states are kept on the host."""
+        return self.host.fetch(np.asarray(self.programs.compiled.draw(key, t) if cohort is None else cohort))
+
+    def with_states(self, state: ServerState, fetched: Fetched) -> ServerState:
+        """The state with its cohort's client states on the devices, where a client store keeps the others."""
+        if not isinstance(state.clients, ClientStore) or fetched.ids is None:
+            return state
+        return state._replace(clients=put(state.clients.gather(fetched.ids), self.setup.everywhere))
+
+    def one_round(
+        self, state: ServerState, fetched: Fetched, measures: Sequence[str], donate: bool
+    ) -> tuple[ServerState, dict]:
+        """One round, with the measures of its drift. Raises if its result must be refused."""
+        setup, store = self.setup, state.clients
+        state = self.with_states(state, fetched)
+        arrays, cohort = fetched.arrays, fetched.cohort
+        measured = self.launch("measure", tuple(measures), state, arrays, cohort) if measures else {}
+        new, info = self.launch("donating_round" if donate else "round", state, arrays, cohort)
+        info = with_measured(setup, info, measured)
+        if traced((new, info)):
+            return new, info
+        if setup.engine.algorithm.observe is not None:
+            scores = jax.device_get({name: value for name, value in info.items() if name.startswith("test_")})
+            validate.check_scores(setup.engine.algorithm, int(new.round) - 1, scores)
+        if setup.on_nonfinite == "raise" and not np.asarray(info["finite"]).all():
+            raise FloatingPointError(nonfinite_message(int(new.round) - 1, info, setup.update_leaves))
+        if isinstance(store, ClientStore) and fetched.ids is not None:
+            answered = np.isin(fetched.ids, np.asarray(info["cohort"]))
+            store.commit(fetched.ids, jax.device_get(new.clients), int(new.round), keep=answered)
+            new = new._replace(clients=store)
+        return new, info
+
+    def rounds(
+        self, state: ServerState, n: int, fetched: Fetched, measures: Sequence[str], may_overwrite: bool
+    ) -> tuple[ServerState, dict]:
+        """n rounds; unless a round can be refused, they overwrite the state, or a copy of it if they may not."""
+        setup = self.setup
+
+        def call() -> tuple[ServerState, dict]:
+            if setup.can_be_refused:
+                return self.one_round(state, fetched, measures, donate=False)
+            start = state if may_overwrite else copied(state, leaf_shardings(setup.shardings, state))
+            if setup.needs_host:
+                return self.one_round(start, fetched, measures, donate=True)
+            measured = self.launch("measure", measures, start, setup.arrays, None) if measures else {}
+            new, infos = self.launch("rounds", start, setup.arrays, np.int32(n))
+            return new, with_measured(setup, infos, of_one_round(measured, axis=0))
+
+        return self.fitting(call, state)
+
+    def fitting(self, call: Callable[[], Any], state: ServerState) -> Any:
+        """``call()``, which is given the state; again with half the lanes whenever a device's memory does not suffice.
+
+        Raises MemoryError if that is impossible, for example since the failed program has overwritten the state.
+        """
+        while True:
+            try:
+                result = call()
+                if not (self._fits or traced(result)):
+                    jax.block_until_ready(result)  # or else an error would show later, elsewhere
+                    self._fits = True
+                return result
+            except jax.errors.JaxRuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                lanes = self.setup.engine.lanes
+                leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+                lost = any(leaf.is_deleted() for leaf in leaves)
+                if lanes == 1:
+                    kept = "the state was donated to it, and is lost" if lost else "the state is still valid"
+                    raise MemoryError(
+                        f"a round of {self._description()} does not fit in a device's memory even with 1 lane: take a "
+                        f'smaller model, batch_size or cohort_size, or stream=True, or bank="host"; {kept}'
+                    ) from error
+                if lost:
+                    raise MemoryError(
+                        f"{lanes} lanes do not fit in a device's memory, and the state was donated to the round that "
+                        f"failed: go on from an earlier one with lanes={lanes // 2}"
+                    ) from error
+                if spans_processes(self.setup.mesh):  # the others may have found room, and wait for this one
+                    raise MemoryError(
+                        f"{lanes} lanes do not fit in a device's memory: lower lanes= (over several processes they are "
+                        "not halved by themselves); the state is still valid"
+                    ) from error
+                checks.warn(f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}")
+                self.use_lanes(lanes // 2)
+
+
+def with_measured(setup: Setup, info: dict, measured: dict) -> dict:
+    """``info`` with what was measured. Raises ConfigurationError where a metric has the name of a measure."""
+    if clash := info.keys() & measured.keys():
+        names = ", ".join(sorted(clash))
+        raise ConfigurationError(
+            f"{setup.engine.algorithm.name}: a metric needs a name that measure= leaves free, got {names}"
+        )
+    return info | measured
+
+
+class RunTrack:
+    """The one run of `Simulation.run`, as the loop advances it. fetch: gives what a round needs from the host."""
+
+    def __init__(self, executor: Executor, state: ServerState, fetch: Callable[[int], Fetched]) -> None:
+        self.executor, self.state = executor, state
+        self._fetch = fetch
+        self._may_overwrite = executor.setup.donate  # the first state is the caller's, the following ones are not
+
+    def prepare(self, t: int) -> None:
+        self._fetched = self._fetch(t)
+
+    def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
+        measures = self.executor.setup.measures if measured else ()
+        self.state, infos = self.executor.rounds(self.state, n, self._fetched, measures, self._may_overwrite)
+        self._may_overwrite = True
+        return infos
+
+    def score(self) -> dict[str, jax.Array]:
+        return self.executor.scores(self.state.server)
+
+    def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
+        for j, info, last in rounds_of_one(n, infos, scores, not self.executor.setup.one_round_a_program):
+            yield 0, j, info, last
+
+    def states(self) -> Iterable[tuple[int, ServerState]]:
+        return [(0, self.state)]

@@ -1,0 +1,255 @@
+"""The loop behind `Simulation.run` and `sweep`: rounds, evaluations, records, saves, and an orderly end.
+
+    track      runs that advance together in one program: the one of `Simulation.run`, or several of a sweep
+    flight     a program that has been dispatched, whose results have not been fetched yet
+    record     what is kept of a round of a run, made when its flight has landed
+
+The host dispatches the next program before it fetches the results of the one before, so that no device ever waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from fedjax_drift import checks
+from fedjax_drift.devices.mesh import agree, spans_processes, wait_for_turn
+from fedjax_drift.simulation.programs import MOST_ROUNDS
+from fedjax_drift.simulation.progress import Bar, Stop
+from fedjax_drift.simulation.records import record
+from fedjax_drift.storage.checkpoint import Savers
+from fedjax_drift.types import Record, ServerState
+
+CHUNK_SECONDS = 0.1  # how long a program of several rounds should take, and so how long Ctrl-C waits
+
+
+class Track(Protocol):
+    """Runs that advance together."""
+
+    def prepare(self, t: int) -> None:
+        """Waits for what round t needs from the host."""
+
+    def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
+        """Dispatches n rounds from round t, the last of which is measured or not; returns their infos."""
+
+    def score(self) -> dict[str, jax.Array]:
+        """Dispatches the evaluation of the newest state."""
+
+    def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
+        """(run, j, info, scores) for each round j < n of each run, from results on the host."""
+
+    def states(self) -> Iterable[tuple[int, ServerState]]:
+        """(run, newest state) for each run."""
+
+
+class Flight(NamedTuple):
+    """n rounds of a track that have been dispatched, the last of which is round ``done``."""
+
+    track: int
+    done: int
+    n: int
+    infos: dict[str, Any]
+    scores: dict[str, Any]  # of the state after the last round
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is done in which rounds. 0 for ``every``: never."""
+
+    last: int  # the round at which the runs end
+    eval_every: int
+    measure_every: int
+    save_every: int
+    one_round_a_program: bool
+
+    def rounds_at_once(self, seconds: float) -> int:
+        """Rounds in one program, where a round takes so many seconds."""
+        return 1 if self.one_round_a_program else max(1, min(MOST_ROUNDS, int(CHUNK_SECONDS / seconds)))
+
+    def step(self, t: int, most: int) -> tuple[int, bool]:
+        """How many rounds, at most ``most``, the program after round t runs; and whether they are measured."""
+
+        def rounds_to(every: int) -> int:
+            return every - t % every if every else self.last - t
+
+        n = min(most, self.last - t, rounds_to(self.eval_every), rounds_to(self.save_every))
+        if not self.measure_every:
+            return n, False
+        measured = rounds_to(self.measure_every) == 1
+        return (1 if measured else min(n, rounds_to(self.measure_every) - 1)), measured
+
+    def evaluates(self, t: int) -> bool:
+        return bool(self.eval_every) and t % self.eval_every == 0
+
+
+class Loop:
+    """Advances the tracks of a mesh together, round by round, and keeps the history of every run.
+
+    Args:
+      tracks: at the same round, each with at least one run.
+      num_runs: in all tracks.
+      schedule: what is done in which rounds.
+      bar: shown while the loop runs.
+      stop: tells that Ctrl-C or SIGTERM has asked the loop to end.
+      savers: saves the runs; None: nothing is saved.
+      on_record: ``on_record(run, record)`` is called for each record. It is not called again once it has raised.
+      complaints: ``complaints(run, t, info, record) -> {kind: message}`` finds what a person should be warned of; each
+        kind is reported once for each run.
+    """
+
+    def __init__(
+        self,
+        tracks: Sequence[Track],
+        num_runs: int,
+        mesh: Mesh,
+        schedule: Schedule,
+        bar: Bar,
+        stop: Stop,
+        savers: Savers | None,
+        on_record: Callable[[int, Record], None] | None,
+        complaints: Callable[[int, int, dict, Record], Mapping[str, str]],
+    ) -> None:
+        self.tracks, self.mesh, self.schedule = tracks, mesh, schedule
+        self.bar, self.stop, self.savers = bar, stop, savers
+        self.on_record, self.complaints = on_record, complaints
+        self.histories: list[list[Record]] = [[] for _ in range(num_runs)]
+        self.seconds = float("inf")  # that a round of all runs took lately
+        self.terminated = False  # whether SIGTERM has ended the loop, in this process or in another one
+        self._flying: deque[Flight] = deque()
+        self._landed: deque[tuple] = deque()  # rounds fetched and not yet recorded
+        self._clock = time.perf_counter()
+        self._reported: set[tuple[int, str]] = set()
+
+    def states(self) -> list[ServerState]:
+        """The newest state of every run."""
+        newest = dict(pair for track in self.tracks for pair in track.states())
+        return [newest[run] for run in range(len(self.histories))]
+
+    def run(self, t: int, attach: Callable[[Exception], None]) -> None:
+        """From round t to the last.
+
+        attach: called with an exception that ends the loop, to attach what has been done to it.
+        """
+        with self._saved_on_error(attach):
+            with suppress(KeyboardInterrupt):
+                t = self._advance(t)
+            try:
+                # Of a run that was stopped and is to go on, the last round is not evaluated.
+                if self.schedule.eval_every and (self.savers is None or t == self.schedule.last):
+                    self._score()
+                self._catch_up(0)
+            except KeyboardInterrupt:  # what is done, without this evaluation
+                self._flying = deque(flight._replace(scores={}) for flight in self._flying)
+                with suppress(KeyboardInterrupt), self.stop.held():
+                    self._catch_up(0)
+        if self.savers is not None:
+            with suppress(KeyboardInterrupt), self.stop.held():  # even then all is saved, and returned
+                self.savers.finish(self.states(), self.histories)
+
+    def _advance(self, t: int) -> int:
+        """To the last round, or to one after which the loop is asked to stop; returns it."""
+        savers, schedule, started = self.savers, self.schedule, False
+        while t < schedule.last:
+            due = savers is not None and started and savers.due(t)
+            numbers = [schedule.rounds_at_once(self.seconds), int(due)]
+            (most, save), (stopped, terminated) = agree(self.mesh, numbers, [self.stop.asked, self.stop.terminated])
+            self.terminated |= bool(terminated)
+            if stopped:
+                break
+            if savers is not None and save:
+                self._catch_up(0)
+                savers.save(self.states(), self.histories)
+            n, measured = schedule.step(t, most)
+            for number, track in enumerate(self.tracks):
+                track.prepare(t)
+                wait_for_turn(self.mesh)  # here Ctrl-C may interrupt
+                with self.stop.held():  # between donating a state and having the next one
+                    self._flying.append(Flight(number, t + n, n, track.advance(t, n, measured), {}))
+            t, started = t + n, True
+            if schedule.evaluates(t):
+                self._score()
+            if savers is not None:
+                savers.confirm()
+                if schedule.evaluates(t) and savers.follows_best:
+                    self._catch_up(0)
+                    savers.consider(self.states(), self.histories)
+            self._catch_up(len(self.tracks))
+        return t
+
+    def _score(self) -> None:
+        """Dispatches the evaluation of each track's newest state, unless that is done or its records are made."""
+        newest = {flight.track: position for position, flight in enumerate(self._flying)}
+        for track, position in newest.items():
+            if not self._flying[position].scores:
+                self._flying[position] = self._flying[position]._replace(scores=self.tracks[track].score())
+
+    def _catch_up(self, behind: int) -> None:
+        """Waits until only ``behind`` programs are in flight, and records the rounds of the others."""
+        while len(self._flying) > behind:
+            flight = self._flying[0]
+            infos, scores = jax.device_get((flight.infos, flight.scores))  # here Ctrl-C may interrupt
+            with self.stop.held():
+                self._flying.popleft()
+                if flight.track == len(self.tracks) - 1:
+                    self.seconds = (time.perf_counter() - self._clock) / flight.n
+                    self._clock = time.perf_counter()
+                for run, j, info, last in self.tracks[flight.track].rounds(flight.n, infos, scores):
+                    self._landed.append((run, flight.done - flight.n + j, info, last, self.seconds))
+            self._record_landed()
+        self._record_landed()  # what an exception of on_record has left
+
+    def _record_landed(self) -> None:
+        while self._landed:
+            with self.stop.held():
+                run, t, info, scores, seconds = self._landed.popleft()
+                entry = record(t + 1, info) | {"seconds": seconds}
+                entry |= {name: float(value) for name, value in scores.items()}
+                self.histories[run].append(entry)
+            self.bar.update(entry)
+            for kind, message in self.complaints(run, t, info, entry).items():
+                if (run, kind) not in self._reported:
+                    self._reported.add((run, kind))
+                    checks.warn(message, RuntimeWarning)
+            if self.on_record is not None:
+                try:
+                    self.on_record(run, entry)
+                except Exception:  # it is not called for what is still to be recorded
+                    self.on_record = None
+                    raise
+
+    @contextmanager
+    def _saved_on_error(self, attach: Callable[[Exception], None]) -> Iterator[None]:
+        """In it an error of a round, or of on_record, carries what has been done, which is saved."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:  # the devices have nothing more to give
+            raise
+        except Exception as error:
+            self._catch_up(0)
+            attach(error)
+            if self.savers is not None and any(self.histories) and not spans_processes(self.mesh):
+                self.savers.save(self.states(), self.histories)
+            raise
+
+
+def attach_to(error: Exception, **results: Any) -> None:
+    """Sets attributes of an exception, unless it is of a kind that has none."""
+    with suppress(TypeError):
+        vars(error).update(results)
+
+
+def rounds_of_one(
+    n: int, infos: dict[str, np.ndarray], scores: dict, stacked: bool
+) -> Iterator[tuple[int, dict, dict]]:
+    """(j, info, scores) for each round of one run; stacked: every info has an axis of rounds in front."""
+    for j in range(n):
+        info = {name: values[j] for name, values in infos.items()} if stacked else infos
+        yield j, info, scores if j == n - 1 else {}

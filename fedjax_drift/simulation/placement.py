@@ -1,0 +1,183 @@
+"""Where a simulation's arrays live, and how many clients train side by side."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift import checks
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.devices.mesh import AXIS, clients_mesh, memory_of, put, spans_processes, traced
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.round.engine import Engine
+from fedjax_drift.tree import nbytes
+from fedjax_drift.types import THREEFRY, PyTree, ServerState
+
+ON_DEVICES = ("device", "sharded")  # values of ``bank`` that keep client states on the devices
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where rows and client states live; pass it as ``Simulation(placement=)``.
+
+    Results depend on nothing here, beyond rounding. Raises ValueError for values out of range.
+    """
+
+    lanes: int | str | None = "auto"
+    """L, clients that train side by side on one device. "auto": 1 on a CPU, where clients train fastest one after
+    another, and many on an accelerator. None: 1."""
+    mesh: Mesh | None = None
+    """A mesh with the one axis "clients" (`clients_mesh`). None: all devices of all processes (`fd.distributed`)."""
+    stream: bool | str = "auto"
+    """True keeps the training rows on the host, in memory or in a memory-mapped file, and prefetches the rows of each
+    cohort while the round before trains. "auto": if the rows take more than half of a device's memory and cannot be
+    sharded, or take more than half of the memory of all devices."""
+    shard_data: bool | str = "auto"
+    """True shards the training rows over the devices, each client on one device; the devices exchange the cohort's rows
+    in every round. Each of several processes reads only the rows of its own clients. False replicates the rows.
+    "auto": True if they take more than half of a device's memory, but not more than half of the memory of all."""
+    bank: str | os.PathLike = "auto"
+    """Where client states are kept. "device": replicated on every device. "sharded": sharded over the devices. "host":
+    in host memory (of every process). A path: in files in that folder. On the host and in files only clients that have
+    taken part need space, and every round overwrites the states of the round before, which is then invalid. "auto": the
+    first of these that takes no more than half of a device's memory, or else "host"."""
+    donate: bool = False
+    """Whether a round may overwrite the state it is given. It saves one copy; the old state is then invalid."""
+    eval_batch_size: int = 500
+    """Rows a batch in `Simulation.evaluate`."""
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "eval_batch_size": checks.integer("eval_batch_size", self.eval_batch_size, 1),
+            "donate": checks.flag("donate", self.donate),
+        }
+        for name in ("stream", "shard_data"):
+            value = getattr(self, name)
+            checked[name] = value if checks.is_auto(value) else checks.flag(name, value, 'or pass "auto"')
+        if self.lanes is not None and not checks.is_auto(self.lanes):
+            checked["lanes"] = checks.integer("lanes", self.lanes, 1, fix='or pass "auto"')
+        if not checks.is_auto(self.bank):
+            checked["bank"] = _checked_bank(self.bank)
+        if self.mesh is not None and not (isinstance(self.mesh, Mesh) and self.mesh.axis_names == (AXIS,)):
+            raise ConfigurationError(
+                f'mesh must be a jax.sharding.Mesh with the one axis "{AXIS}", got {checks.shown(self.mesh)}'
+            )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def devices(self) -> Mesh:
+        """The mesh, with the axis type that compiled rounds need."""
+        mesh = clients_mesh(None if self.mesh is None else list(self.mesh.devices.flat))
+        if not mesh.local_devices:
+            raise ConfigurationError(
+                "mesh must have a device of this process, got none: make it, and use it, where there is one"
+            )
+        return mesh
+
+    def lanes_for(self, capacity: int, mesh: Mesh) -> int:
+        """L for cohorts of up to ``capacity`` clients."""
+        per_device = -(-capacity // mesh.size)
+        if checks.is_auto(self.lanes):
+            if mesh.devices.flat[0].platform == "cpu":
+                return 1
+            # Measured on an H200: more lanes than a quarter of the cohort waste more on uneven clients than they gain.
+            return min(per_device, max(16, min(128, per_device // 4)))
+        return 1 if self.lanes is None else min(int(self.lanes), per_device)
+
+    def rows_at(self, data: FederatedData, mesh: Mesh) -> str:
+        """ "devices": replicated; "parts": sharded; "host": streamed."""
+        if self.shard_data is True:
+            if self.stream is True:
+                raise ConfigurationError(
+                    "shard_data=True keeps the rows on the devices, stream=True on the host: choose one"
+                )
+            if data.redeal is not None:
+                raise ConfigurationError(
+                    "shard_data must be False for data.redealt(), whose cohorts pool their rows, got True"
+                )
+        needed, D = data.x.nbytes + data.y.nbytes, mesh.size
+        # Rows are counted in int32, including the padding of sharded rows.
+        fits_int32, fits_sharded = len(data.x) < 2**31, len(data.x) + D * int(data.sizes.max()) < 2**31
+        if self.shard_data is True and not fits_sharded:
+            raise ConfigurationError(f"shard_data=True takes up to 2**31 rows, got {len(data.x)}: stream=True")
+        if self.stream is True:
+            return "host"
+        if self.shard_data is True:
+            return "parts" if D > 1 else "devices"
+        if "auto" not in (self.stream, self.shard_data):
+            return "devices"
+        room = memory_of(mesh) / 2
+        if needed <= room and fits_int32:
+            return "devices"
+        can_shard = self.shard_data == "auto" and D > 1 and data.redeal is None and fits_sharded
+        if can_shard and (needed <= room * D or self.stream is False):
+            return "parts"
+        return "host" if self.stream == "auto" else "devices"
+
+    def states_at(self, client: PyTree, N: int, mesh: Mesh) -> str:
+        """ "device", "sharded", "host" or a folder, for N client states like this one."""
+        if not checks.is_auto(self.bank):
+            chosen = str(self.bank)
+            if chosen not in (*ON_DEVICES, "host") and spans_processes(mesh):
+                raise ConfigurationError(
+                    f'bank must be "device", "sharded" or "host" over several processes, got the folder {chosen}: its '
+                    "files are for one process"
+                )
+            return chosen
+        needed, room = N * nbytes(client), memory_of(mesh) / 2
+        if needed <= room:
+            return "device"
+        chosen = "sharded" if needed <= room * mesh.size else "host"
+        checks.warn(
+            f"{N} client states take {needed / 1e9:.1f} GB, more than half of a device's memory: bank={chosen!r}"
+        )
+        return chosen
+
+
+def _checked_bank(bank: Any) -> str:
+    """Where client states are kept, as a string; a folder as its path."""
+    folder = checks.path("bank", bank, '"auto", "device", "sharded", "host" or a folder')
+    known = ("auto", *ON_DEVICES, "host")
+    if isinstance(bank, str) and os.sep not in bank and bank not in known and (meant := checks.nearest(bank, known)):
+        raise ConfigurationError(
+            f"bank must be one of {known}, or a folder, got {bank!r}{meant} (pathlib.Path: the folder)"
+        )
+    return str(folder if isinstance(bank, str) else folder.absolute())  # Path("host") is a folder of that name
+
+
+def shardings_of(engine: Engine) -> ServerState:
+    """The sharding of each part of a state."""
+    everywhere = NamedSharding(engine.mesh, P())
+    clients = NamedSharding(engine.mesh, P(AXIS)) if engine.sharded else everywhere
+    return ServerState(*(everywhere, everywhere, everywhere, clients))  # type: ignore[arg-type]
+
+
+def moved(tree: PyTree, shardings: PyTree) -> PyTree:
+    """The tree's arrays with these shardings (one, or a tree of them); tracers stay as they are."""
+    if traced(tree):
+        return tree
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    if all(getattr(leaf, "sharding", None) == sharding for leaf, sharding in pairs):
+        return tree
+    return put(tree, shardings)
+
+
+def on_host(key: jax.Array) -> jax.Array:
+    """A copy of the key on a CPU device, which draws cohorts while an accelerator is busy with the round before.
+
+    Where JAX has no CPU device (JAX_PLATFORMS=cuda) it is on the first device.
+    """
+    words = np.array(jax.random.key_data(key))
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = jax.local_devices()[0]
+    return jax.random.wrap_key_data(jax.device_put(words, device), impl=THREEFRY)

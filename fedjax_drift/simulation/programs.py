@@ -1,0 +1,167 @@
+"""The compiled programs of a simulation. Simulations that differ in hyper-parameters alone share them.
+
+Programs take the hyper-parameters as their first argument: the numbers that `hyper.split` takes out of the engine. So
+another learning rate, mu or alpha compiles nothing. The programs of the last `KEPT` forms of an engine are kept, also
+when their simulations no longer exist: a function that builds a simulation, runs it and returns compiles once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift.devices.mesh import launch, spans_processes
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.measures import drift, personal
+from fedjax_drift.round.aggregation import mean
+from fedjax_drift.round.cohort import draw
+from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.evaluate import evaluate, evaluate_rows
+from fedjax_drift.round.exchange import rows_by_rank
+from fedjax_drift.round.round import init, round_fn, rounds
+from fedjax_drift.simulation import hyper
+from fedjax_drift.simulation.placement import shardings_of
+
+KEPT = 64  # forms of an engine
+MOST_ROUNDS = 64  # in one program of `run`
+CONTINUOUS = ("algorithm", "local", "failures", "aggregation")  # the fields of an engine that contain numbers
+SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # those that an evaluation depends on
+Numbers = tuple[Any, ...]
+
+
+class Compiled(NamedTuple):
+    """Jitted functions, compiled when they are first called."""
+
+    init: Callable  # (numbers, key, params) -> state
+    round: Callable  # (numbers, state, arrays, cohort) -> (state, info)
+    donating_round: Callable  # the same; the state is overwritten
+    rounds: Callable  # (numbers, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; the state is overwritten
+    measure: Callable  # (numbers, names, state, arrays, cohort) -> measures
+    draw: Callable  # (key, t) -> ids
+    evaluate: Callable  # (params, test) -> scores
+    evaluate_rows: Callable  # (params, test) -> (scores of each row, logits)
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of one engine and the hyper-parameters that they take. Compiled when they are first called."""
+
+    engine: Engine
+    one_state: bool  # `init` makes the state of one client, as a client store keeps those of the others
+    constant: bool = False  # hyper-parameters are constants of the programs, and not their arguments
+
+    @cached_property
+    def _form(self) -> tuple[hyper.Form, Numbers]:
+        form, numbers = split(self.engine, self.constant)
+        return form, _placed(self.engine, numbers, form.private)
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """The jitted functions, which take `numbers` first."""
+        form, _ = self._form
+        return _compiled.__wrapped__(form, self.one_state) if form.private else _compiled(form, self.one_state)
+
+    @property
+    def numbers(self) -> Numbers:
+        """The hyper-parameters, on the devices."""
+        return self._form[1]
+
+    def launch(self, name: str, *arguments: Any) -> Any:
+        """Calls the program of this name with the hyper-parameters, once the devices are ready for it."""
+        return launch(self.engine.mesh, getattr(self.compiled, name), self.numbers, *arguments)
+
+    def launch_scoring(self, name: str, *arguments: Any) -> Any:
+        """Calls an evaluation, which takes no hyper-parameters."""
+        return launch(self.engine.mesh, getattr(self.compiled, name), *arguments)
+
+    def lower(self, name: str, *arguments: Any) -> Any:
+        """The program of this name, lowered for inspection: ``.compile()``, ``.as_text()``."""
+        return getattr(self.compiled, name).lower(self.numbers, *arguments)
+
+    def fine_tuning(self, local: LocalTraining, sizes: Any, eval_batch_size: int) -> Callable:
+        """``(state, rows, clients, tests) -> scores`` of models fine-tuned by ``local``, see `personal.fine_tuned`."""
+        by_rank = None if self.engine.rows_by_rank is None else rows_by_rank(sizes, local.steps(sizes))
+        engine = self.engine._replace(local=local, rows_by_rank=by_rank)
+        engine = engine._replace(algorithm=None, failures=None, aggregation=mean())  # type: ignore[arg-type]
+        form, numbers = split(engine)
+        return partial(launch, engine.mesh, _fine_tuning(form, eval_batch_size), _placed(engine, numbers))
+
+
+def split(engine: Engine, constant: bool = False) -> tuple[hyper.Form, tuple[float, ...]]:
+    """The form of an engine, for which programs are compiled, and its numbers.
+
+    constant: the numbers stay in the form, and none are returned.
+    """
+    if constant:
+        return hyper.split(engine, Engine._fields)
+    # The name of an aggregation contains its numbers.
+    rule = engine.aggregation._replace(name=engine.aggregation.name.partition("(")[0])
+    return hyper.split(engine._replace(aggregation=rule), [name for name in Engine._fields if name not in CONTINUOUS])
+
+
+def _placed(engine: Engine, numbers: Numbers, private: bool = False) -> Numbers:
+    """The numbers on the devices, so that they are sent once. Over several processes, or beside tracers, unchanged."""
+    if private or spans_processes(engine.mesh):
+        return numbers
+    with jax.ensure_compile_time_eval():  # inside jax.jit, too, they are arrays that may be kept
+        return jax.device_put(numbers, NamedSharding(engine.mesh, P()))
+
+
+@lru_cache(KEPT)
+def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
+    engine: Engine = form.value
+    # A state always leaves a round with the sharding that it came with, so that the next round need not compile. What
+    # the host looks at is replicated over the processes.
+    state, seen = shardings_of(engine), _seen(engine)
+
+    def jit(function: Callable, *fixed: Any, changes: dict[str, Any] | None = None, **options: Any) -> Callable:
+        """``function(engine, *fixed, ...)`` as a program of the numbers, of the engine with these changes."""
+
+        def of_numbers(numbers: Numbers, *arguments: Any) -> Any:
+            return function(hyper.join(form, numbers)._replace(**(changes or {})), *fixed, *arguments)
+
+        of_numbers.__name__ = function.__name__
+        return jax.jit(of_numbers, **options)
+
+    scoring = engine._replace(**{name: None for name in Engine._fields if name not in SCORING})  # type: ignore[arg-type]
+    score, score_rows = _scoring(hyper.split(scoring, Engine._fields)[0])
+    return Compiled(
+        init=jit(init, changes={"state_rows": 1} if one_state else None, out_shardings=state),
+        round=jit(round_fn, out_shardings=(state, seen)),
+        donating_round=jit(round_fn, donate_argnums=1, out_shardings=(state, seen)),
+        rounds=jit(rounds, MOST_ROUNDS, donate_argnums=1, out_shardings=(state, seen)),
+        measure=drift.allowing_nan(jit(drift.measure, static_argnums=1, out_shardings=seen)),
+        draw=jax.jit(partial(draw, engine)),
+        evaluate=score,
+        evaluate_rows=score_rows,
+    )
+
+
+@lru_cache(KEPT)
+def _scoring(form: hyper.Form) -> tuple[Callable, Callable]:
+    """The evaluations, which algorithms on the same data share."""
+    engine: Engine = form.value
+    seen = _seen(engine)
+    return (
+        jax.jit(partial(evaluate, engine), out_shardings=seen),
+        jax.jit(partial(evaluate_rows, engine), out_shardings=seen),
+    )
+
+
+@lru_cache(KEPT)
+def _fine_tuning(form: hyper.Form, eval_batch_size: int) -> Callable:
+    def fine_tuned(numbers: Numbers, *arguments: Any) -> Any:
+        return personal.fine_tuned(hyper.join(form, numbers), eval_batch_size, *arguments)
+
+    return jax.jit(fine_tuned, out_shardings=_seen(form.value))
+
+
+def _seen(engine: Engine) -> NamedSharding | None:
+    """The sharding of what the host looks at."""
+    return NamedSharding(engine.mesh, P()) if spans_processes(engine.mesh) else None

@@ -1,0 +1,63 @@
+"""The record of a round: what `Simulation.run` keeps of its ``info``, and what a person should be warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedjax_drift.types import Record
+
+SUMMARISED = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps", "client_steps",
+              "bad_leaf", "asked")  # fmt: skip
+"""Entries of ``info`` that `record` sums up or leaves out; it takes all others as they are."""
+
+
+def record(done: int, info: dict[str, np.ndarray]) -> Record:
+    """The record after ``done`` rounds; clients' values become their mean over the cohort."""
+    counted = info["weight"] != 0  # neither absent nor dropped
+    sizes = np.where(counted, info["size"], 0)
+    loss = {}
+    if "loss" in info:
+        share = sizes / sizes.sum() if counted.any() else np.full(len(sizes), np.nan)
+        loss["train_loss"] = float(np.where(counted, info["loss"], 0) @ share)
+    return {
+        "round": done,
+        **loss,
+        "clients": int(counted.sum()),
+        "lr": float(str(info["lr"])),  # the shortest number that is the same in float32
+        "steps": int(info["steps"]),
+        "executed_steps": int(info["executed_steps"]),
+        **{name: _recorded(name, value, counted) for name, value in info.items() if name not in SUMMARISED},
+    }
+
+
+def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list[float]:
+    """A scalar as it is, clients' values as their mean over the cohort, in the form that JSON stores."""
+    if value.ndim and name != "label_mix":
+        value = value[counted]
+        known = ~np.isnan(value)
+        value = np.where(known, value, 0).sum(0) / np.maximum(known.sum(0), 1) + np.where(known.any(0), 0, np.nan)
+    return value.tolist()
+
+
+def complaints(t: int, info: Mapping[str, Any], entry: Record, leaves: Callable[[], Sequence[str]]) -> dict[str, str]:
+    """What went wrong in round t, by kind. leaves: names of the leaves that ``bad_leaf`` counts."""
+    found = {}
+    if not info["finite"].all():
+        found["not finite"] = nonfinite_message(t, info, leaves)
+    if not entry["clients"]:
+        found["nobody"] = f"round {t}: no client answered, and there was nothing to average"
+    return found
+
+
+def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequence[str]]) -> str:
+    """Names the clients of round t whose updates are not finite, and the first such leaf of each."""
+    cohort, bad_leaf = np.asarray(info["cohort"]), np.asarray(info["bad_leaf"])
+    names, bad = leaves(), np.flatnonzero(bad_leaf >= 0)
+    some = ", ".join(f"client {cohort[k]} in {names[bad_leaf[k]]}" for k in bad[:5]) + (", ..." if len(bad) > 5 else "")
+    return (
+        f"round {t}: {len(bad)} of {len(bad_leaf)} client updates are not finite ({some}): lower lr, set clip_norm, or "
+        'choose on_nonfinite="drop_client"'
+    )

@@ -1,0 +1,242 @@
+"""A simulation before anything is compiled: its arguments checked, and every decision taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift import checks, tree
+from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
+from fedjax_drift.devices.mesh import leaf_shardings, traced
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.measures import drift
+from fedjax_drift.round import rows
+from fedjax_drift.round.aggregation import Aggregation, mean
+from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows
+from fedjax_drift.round.evaluate import evaluate
+from fedjax_drift.round.exchange import rows_by_rank
+from fedjax_drift.round.failures import Failures
+from fedjax_drift.round.round import init
+from fedjax_drift.round.train import any_update, uploaded
+from fedjax_drift.simulation import validate
+from fedjax_drift.simulation.placement import ON_DEVICES, Placement, moved, shardings_of
+from fedjax_drift.storage.client_store import ClientStore
+from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, ServerState
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What a simulation consists of. Make one with `assemble`."""
+
+    data: FederatedData
+    engine: Engine
+    arrays: Arrays  # the data set on the devices
+    measures: tuple[str, ...]  # names of drift measures that every round takes
+    on_nonfinite: str
+    donate: bool
+    eval_batch_size: int
+    client_store: str  # "device", "sharded", "host" or a folder
+    state: ServerState  # shapes and dtypes; if the states are on the host, ``clients`` are those of one client [1, ...]
+    shardings: ServerState  # of each part of a state
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.engine.mesh
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Replicated on all devices."""
+        return NamedSharding(self.mesh, P())
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether client states are kept in host memory or in files."""
+        return self.client_store not in ON_DEVICES
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the training rows are kept on the host."""
+        return self.arrays.rows is None
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a round needs rows or states that are kept on the host."""
+        return self.streamed or self.states_on_host
+
+    @property
+    def can_be_refused(self) -> bool:
+        """Whether a round may fail after it was computed, so that the state before it is still needed then."""
+        full_disk = self.states_on_host
+        return self.on_nonfinite == "raise" or self.engine.algorithm.observe is not None or full_disk
+
+    @property
+    def one_round_a_program(self) -> bool:
+        """Whether the host has work to do in every round."""
+        return self.can_be_refused or self.needs_host
+
+    def with_lanes(self, lanes: int) -> Setup:
+        return replace(self, engine=self.engine._replace(lanes=lanes))
+
+    def any_row(self) -> tuple[Any, Any]:
+        """The shapes of one row as it is on the devices."""
+        x, y = self.data.x[:1], self.data.y[:1]
+        return jax.eval_shape(lambda: (jnp.asarray(x), jnp.asarray(integers_as_int32(y))))
+
+    def any_update(self) -> ClientResult:
+        """The shapes of one client's update."""
+        return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.any_row()))
+
+    def update_leaves(self) -> list[str]:
+        """The names of the leaves that ``bad_leaf`` counts."""
+        leaves = jax.tree.leaves_with_path(uploaded(self.any_update()))
+        return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
+
+    def admit(self, state: Any) -> ServerState:
+        """The state on this simulation's devices; it may come from another simulation, or from a file.
+
+        Raises ConfigurationError for a state of another algorithm, model or federation, and for one that was donated.
+        """
+        validate.check_state(state)
+        clients, expected = state.clients, self.state
+        if self.states_on_host:
+            if traced(state):
+                raise ConfigurationError(
+                    f"bank={self.client_store!r} keeps client states outside JAX: not inside jax.jit, vmap or scan"
+                )
+            state, expected = state._replace(clients=()), expected._replace(clients=())
+        tree.check_layout(state, expected, "this state is of another algorithm, model or federation")
+        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not traced(leaf)]
+        if any(array.is_deleted() for array in arrays):
+            raise ConfigurationError(
+                "this state was donated to a round: go on from the state which that round returned"
+            )
+        state = moved(state, leaf_shardings(self.shardings, state))
+        if not self.states_on_host:
+            return state
+        if not isinstance(clients, ClientStore):
+            raise ConfigurationError(
+                f"this state keeps its clients on the devices, but bank={self.client_store!r}: use the same bank="
+            )
+        if clients.round != int(state.round):
+            raise ConfigurationError(
+                f"this state is of round {int(state.round)}, but its clients have been overwritten up to round "
+                f"{clients.round}: go on from the newest state (bank={self.client_store!r} keeps one)"
+            )
+        return state._replace(clients=clients)
+
+
+def assemble(
+    model: Model,
+    data: FederatedData,
+    algorithm: Algorithm,
+    local: LocalTraining | None,
+    cohort_size: int,
+    sampling: str,
+    failures: Failures,
+    aggregation: Aggregation | None,
+    placement: Placement,
+    on_nonfinite: str,
+    measure: str | Sequence[str],
+) -> Setup:
+    """Checks that everything fits together, decides what is left open, and places the data on the devices."""
+    local = LocalTraining() if local is None else local
+    validate.check_types(model, data, algorithm, local)
+    N = data.num_clients
+    cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
+    clients_asked = failures.clients_asked(cohort_size, N)
+    sampling = checks.choice("sampling", sampling, ("uniform", "bernoulli"))
+    on_nonfinite = checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
+    if placement.donate and on_nonfinite == "raise":
+        raise ConfigurationError(
+            'donate=True needs on_nonfinite="keep" or "drop_client", got "raise": '
+            "the state that went into a failed round would be lost"
+        )
+    aggregation = mean() if aggregation is None else aggregation
+    over_selected = clients_asked > cohort_size
+    validate.check_aggregation(aggregation, sampling, over_selected, data)
+    validate.check_requirements(algorithm, model, local, data.x_test is not None)
+
+    mesh = placement.devices()
+    capacity = _bernoulli_capacity(N, clients_asked) if sampling == "bernoulli" else clients_asked
+    decoded = partial(decode, mean=data.mean, std=data.std)
+    shapes = validate.check_model(model, data, decoded)
+    redeal = _redeal(data)
+    max_size = int(data.sizes.max())
+    if redeal is not None and redeal.alpha is not None:
+        max_size = redeal.most_rows[capacity - 1]  # one client may get all rows of a cohort
+    validate.check_local(local, shapes.params, max_size)
+    rows_at = placement.rows_at(data, mesh)
+    client_store = placement.states_at(jax.eval_shape(algorithm.init_client, shapes.params), N, mesh)
+    sharded = client_store == "sharded" and mesh.size > 1
+    engine = Engine(
+        model=model,
+        algorithm=algorithm,
+        local=local,
+        mesh=mesh,
+        lanes=placement.lanes_for(min(capacity, cohort_size) if over_selected else capacity, mesh),
+        cohort_size=cohort_size,
+        clients_asked=clients_asked,
+        bernoulli=sampling == "bernoulli",
+        drop_nonfinite=on_nonfinite == "drop_client",
+        num_clients=N,
+        mean_size=len(data.x) / N,
+        max_size=max_size,
+        capacity=capacity,
+        state_rows=-(-N // mesh.size) * mesh.size if sharded else N,
+        sharded=sharded,
+        rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
+        decode=decoded,
+        num_classes=shapes.num_classes,
+        test_size=0 if data.x_test is None else len(data.x_test),
+        row_scores=shapes.row_scores,
+        set_scores=shapes.set_scores,
+        redeal=redeal,
+        failures=failures if failures.any else None,
+        aggregation=aggregation,
+    )
+    measures = drift.check_measures(measure, engine, data.x_test is not None, rows_at == "host")
+    arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size)
+    if "accuracy" in algorithm.requires:
+        scores = jax.eval_shape(partial(evaluate, engine), shapes.params, arrays.test)
+        if "accuracy" not in scores:
+            raise ConfigurationError(
+                f"{algorithm.name} follows the test accuracy: use a classifier and integer labels, or a model "
+                "whose scores have an accuracy"
+            )
+    one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)
+    return Setup(
+        data=data,
+        engine=engine,
+        arrays=arrays,
+        measures=measures,
+        on_nonfinite=on_nonfinite,
+        donate=placement.donate,
+        eval_batch_size=placement.eval_batch_size,
+        client_store=client_store,
+        state=jax.eval_shape(partial(init, one_state), jax.random.key(0, impl=THREEFRY), None),
+        shardings=shardings_of(engine),
+    )
+
+
+def _redeal(data: FederatedData) -> Redeal | None:
+    if data.redeal is None:
+        return None
+    alpha = None if data.redeal == "evenly" else float(data.redeal)
+    most_rows = np.cumsum(np.sort(data.sizes)[::-1], dtype=np.int64).tolist()
+    return Redeal(alpha, int(data.y.max()) + 1 if alpha else 1, tuple(most_rows))
+
+
+def _bernoulli_capacity(N: int, cohort_size: int) -> int:
+    """The size that a Binomial(N, K/N) cohort exceeds with probability below 1e-12."""
+    from scipy.stats import binom
+
+    return min(N, max(1, int(binom.isf(1e-12, N, cohort_size / N))))

@@ -1,0 +1,335 @@
+"""Checks that the model, the data, the local training, the cohort and the state fit together.
+
+They run before a round is compiled, and raise ConfigurationError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.checks import first_line
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.round.aggregation import Aggregation
+from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, cross_entropy
+
+ROUNDS = 2**31 - 1  # a state counts them in int32
+
+
+def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
+    """Each is what its name says, and not a factory of it."""
+    for name, value, kind, hint in (
+        (
+            "model",
+            model,
+            Model,
+            "fd.models.lenet5(), fd.Model(init, apply) or fd.Model.from_linen(module, input_shape)",
+        ),
+        ("data", data, FederatedData, "fd.datasets.load(...) or fd.FederatedData.from_clients(...)"),
+        ("algorithm", algorithm, Algorithm, "fd.algorithms.fedavg() (with the parentheses)"),
+        ("local", local, LocalTraining, "fd.LocalTraining(...)"),
+    ):
+        if not isinstance(value, kind):
+            if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
+                hint = "an Equinox module's arrays and function, see the page on models: fd.Model(init, apply)"
+            raise ConfigurationError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
+    for what, of, needed, optional in (
+        ("Model", model, ("init", "apply", "loss"), ("train_apply", "features", "head", "extractor", "scores")),
+        (
+            "Algorithm",
+            algorithm,
+            ("init_server", "init_client", "client_update", "server_update"),
+            ("observe", "finish", "report"),
+        ),
+    ):
+        for name in (*needed, *(name for name in optional if getattr(of, name) is not None)):
+            checks.function(f"{what}.{name}", getattr(of, name))
+    checks.flag("Model.cosine", model.cosine)
+
+
+MISSING = {
+    "features": "pass Model(features=...), the representation before the classifier; the zoo's models have it",
+    "head": "pass Model(head=...), the classifier alone; the zoo's models have it",
+    "extractor": "pass Model(extractor=...), what the projection head is given; fd.models.simple_cnn() has it",
+    "cosine": "use a model of the zoo with cosine=True; in one of your own, end apply with fd.models.cosine_logits and "
+    "pass Model(cosine=True)",
+}
+
+
+def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
+    """The model, the local training and the data have what the algorithm cannot do without."""
+    for name in algorithm.requires:
+        checks.choice("Algorithm.requires", name, (*MISSING, "classifier", "sgd", "accuracy"))
+        if name in MISSING and not getattr(model, name):
+            what = "whose logits are cosines" if name == "cosine" else f"with {name}"
+            raise ConfigurationError(f"{algorithm.name} needs a model {what}, got one without: {MISSING[name]}")
+        if name == "classifier" and model.loss is not cross_entropy:
+            raise ConfigurationError(
+                f"{algorithm.name} is for classifiers with the default loss (softmax cross-entropy), got a loss of the "
+                "model's own: leave Model(loss=...) out"
+            )
+        if name == "sgd" and local.has_memory:
+            raise ConfigurationError(
+                f"{algorithm.name} needs plain local SGD, got {local!r}: leave momentum and optimizer out of "
+                "LocalTraining"
+            )
+    if algorithm.observe is not None and not has_test:
+        raise ConfigurationError(
+            f"{algorithm.name} evaluates the model every round and needs test data: pass test=(x, y)"
+        )
+
+
+def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
+    """The evaluation that steers the algorithm gave numbers."""
+    for name, value in scores.items():
+        if not np.isfinite(value):
+            raise ConfigurationError(
+                f"round {t}: the evaluation that {algorithm.name} steers by must be finite, got a {name} of {value}: "
+                "the model has diverged; lower lr, or set clip_norm, and start from an earlier state"
+            )
+
+
+def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data: FederatedData) -> None:
+    if not isinstance(aggregation, Aggregation):
+        raise ConfigurationError(
+            f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
+            "fd.aggregation.clipped(1.0), for example; None is the weighted mean"
+        )
+    if aggregation.noise_multiplier is not None and sampling != "bernoulli":
+        raise ConfigurationError(
+            f"{aggregation.name} is accounted for cohorts drawn by independent coins, got sampling={sampling!r}: "
+            'pass sampling="bernoulli"'
+        )
+    if aggregation.noise_multiplier is not None and (over_selected or data.redeal is not None):
+        what = "over_selection" if over_selected else "data.redealt()"
+        raise ConfigurationError(
+            f"{aggregation.name} is accounted for clients that don't depend on each other, got {what}, in which one "
+            "changes what others send or whether they count: leave it out"
+        )
+
+
+def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -> tuple[int, int, int, bool | None]:
+    """How long a run is, and what is done in which rounds, as Python's values."""
+    return (
+        checks.integer("rounds", rounds, 0, ROUNDS),
+        checks.integer("eval_every", eval_every, 0, fix="0 means never"),
+        checks.integer("measure_every", measure_every, 1),
+        None if progress is None else checks.flag("progress", progress, "None: where somebody looks"),
+    )
+
+
+def check_key(key: Any) -> jax.Array:
+    """The key as a typed one; the older uint32 [2] kind is wrapped."""
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == (2,):
+        key = jax.random.wrap_key_data(key, impl=THREEFRY)
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise ConfigurationError(f"key must be a JAX key such as jax.random.key(0), got {checks.shown(key)}")
+    if key.shape != ():
+        raise ConfigurationError(
+            f"key must be one key, got {list(key.shape)} of them: jax.vmap(sim.init)(keys) makes many states"
+        )
+    if str(jax.random.key_impl(key)) != THREEFRY:
+        raise ConfigurationError(
+            f"key must be of the {THREEFRY} generator, on which shuffles rely, got {jax.random.key_impl(key)}: "
+            f'jax.random.key(0, impl="{THREEFRY}")'
+        )
+    return key
+
+
+def check_state(state: Any) -> None:
+    if not isinstance(state, ServerState):
+        raise ConfigurationError(
+            f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
+            "return a pair whose first it is"
+        )
+
+
+def check_cohort(cohort: Any, N: int) -> jax.Array:
+    try:
+        ids = np.asarray(cohort)
+    except Exception as error:  # ragged, or somebody else's object
+        raise ConfigurationError(f"cohort must be one axis of client ids, got {checks.shown(cohort)}") from error
+    if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ConfigurationError(f"cohort must be one axis of at least 1 client id, got {ids.dtype}{list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= N:
+        bad = ids[(ids < 0) | (ids >= N)][0]
+        raise ConfigurationError(f"cohort must hold client ids in 0..{N - 1}, got {bad}")
+    values, counts = np.unique(ids, return_counts=True)
+    if counts.max() > 1:
+        raise ConfigurationError(
+            f"cohort must hold every client once, got client {values[counts.argmax()]} {counts.max()} times"
+        )
+    return jnp.asarray(ids, jnp.int32)
+
+
+def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
+    """The optimizer maps a gradient to a direction uphill; step numbers fit in int32."""
+    if local.steps(max_size) >= 2**31:
+        raise ConfigurationError(f"epochs must keep a client's local steps below 2**31, got {local.epochs}: lower it")
+    optimizer = local.optimizer
+    if optimizer is None:
+        return
+
+    def first_direction() -> jax.Array:
+        ones = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
+        direction, _ = optimizer.update(ones, optimizer.init(ones), ones)
+        return jnp.stack([leaf.mean() for leaf in jax.tree.leaves(direction)]).min()
+
+    lowest = jax.jit(first_direction)()
+    if not isinstance(lowest, jax.core.Tracer) and float(lowest) < 0:  # a tracer: made inside jax.jit, as in a sweep
+        raise ConfigurationError(
+            "optimizer must map a gradient to a direction uphill, got one that already steps downhill: pass "
+            "optax.scale_by_adam(), not optax.adam(lr); the rate is LocalTraining's lr"
+        )
+
+
+class Shapes(NamedTuple):
+    """What a model makes of a federation's rows."""
+
+    params: Params  # the shapes of its parameters
+    num_classes: int | None  # C, of a classifier with one label a row
+    row_scores: tuple[str, ...]  # what `Model.scores` gives of each row
+    set_scores: tuple[str, ...]  # and of the whole test set
+
+
+def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
+    """The model accepts the data's rows, its loss gives one number a row, and integer labels are classes it knows."""
+    B = 7  # a number of rows that is unlikely to be a size of something else
+
+    for name in ("x", "y", "x_test", "y_test"):
+        _check_range(data, name)
+
+    def rows(array: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((B, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))
+
+    try:
+        params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    except Exception as error:  # a leaf that is no array, most often
+        raise ConfigurationError(
+            f"Model.init must take a key and return a pytree of arrays alone ({first_line(error)}): keep functions and "
+            "settings outside; of an Equinox module eqx.partition(module, eqx.is_inexact_array)[0] are the arrays, and "
+            "apply puts both together with eqx.combine"
+        ) from error
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path)
+            fix = "keep constants outside params"
+            if "rngs" in name:
+                fix = "of an nnx module take the parameters alone: fd.Model.from_nnx(lambda rngs: Net(rngs))"
+            raise ConfigurationError(f"parameters must be floating, got {leaf.dtype} at {name}: {fix}")
+    try:
+        logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows(data.x))
+    except Exception as error:
+        fix = "make it for rows of this shape (input_shape=), or reshape them"
+        if type(error).__name__ == "TraceContextError":
+            fix = "it changes a state of its own, as nnx.Dropout counts its keys: use fd.Model.from_nnx, which keeps it"
+        raise ConfigurationError(
+            f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each "
+            f"({first_line(error)}): {fix}"
+        ) from error
+    default_loss = model.loss is cross_entropy
+    for kind, y in (("training", data.y), ("test", data.y_test)):
+        if y is None or not default_loss:
+            continue
+        if not np.issubdtype(y.dtype, np.integer):
+            fix = "y.astype(int)" if y.dtype == bool else "y.astype(int) if they are class numbers, or Model(loss=...)"
+            raise ConfigurationError(f"{kind} labels must be integers for the default loss, got {y.dtype}: pass {fix}")
+        if logits.shape[:-1] != (B, *y.shape[1:]):
+            raise ConfigurationError(
+                f"{kind} labels must be one integer for each row of logits, which are {[*logits.shape[1:]]} a row, got "
+                f"{[*y.shape[1:]]} a row: relabel (one-hot labels: y.argmax(-1)), or pass Model(loss=...)"
+            )
+        C = logits.shape[-1]
+        low, high = data.range_of("y" if kind == "training" else "y_test")
+        if low < 0 or high >= C:
+            fix = "use a model with more classes, or relabel"
+            if low < 0:
+                fix = "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
+            raise ConfigurationError(
+                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {low}..{high}: {fix}"
+            )
+    try:
+        loss = jax.eval_shape(model.loss, logits, rows(data.y)).shape
+    except Exception as error:
+        raise ConfigurationError(
+            f"the loss does not accept logits {[*logits.shape]} with labels {[B, *data.y.shape[1:]]}: "
+            f"{first_line(error)}"
+        ) from error
+    if loss != (B,):
+        raise ConfigurationError(
+            f"the loss must return one number a row, [{B}] for {B} rows, got {[*loss]} for logits {[*logits.shape]} "
+            f"and labels {[B, *data.y.shape[1:]]}: don't average over rows, and give both the same shape"
+        )
+    scored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    if model.scores is not None and data.y_test is not None:
+        y_test = rows(data.y_test)
+        by_size = [
+            [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in (logits, y_test)]
+            for size in (len(data.y_test), B)
+        ]
+        scored = _check_scores(model.scores, *by_size)
+    one_label = default_loss and data.y.ndim == 1 and logits.ndim == 2
+    return Shapes(params, logits.shape[-1] if one_label else None, *scored)
+
+
+def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of what `Model.scores` gives of each row, and of the whole test set."""
+    made = _scores_of(scores, *whole)
+    by_row = tuple(name for name, value in made.items() if value.shape == whole[0].shape[:1])
+    if wrong := [name for name, value in made.items() if value.shape and name not in by_row]:
+        raise ConfigurationError(
+            f"Model.scores must return numbers, or one a row, [{whole[0].shape[0]}] for the test set, got "
+            f"{[*made[wrong[0]].shape]} for {wrong[0]!r}"
+        )
+    if "loss" in made:
+        raise ConfigurationError(
+            "Model.scores needs names of its own, got loss, which is the mean of Model.loss: choose another"
+        )
+    if by_row:  # also of a batch, and of one client's rows
+        few = _scores_of(scores, *some)
+        if any(few[name].shape != some[0].shape[:1] for name in by_row if name in few) or few.keys() != made.keys():
+            raise ConfigurationError(
+                f"Model.scores must give one number a row for any number of rows, got something else for "
+                f"{some[0].shape[0]} rows: {', '.join(f'{name} {[*value.shape]}' for name, value in few.items())}"
+            )
+    return by_row, tuple(name for name in made if name not in by_row)
+
+
+def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    """The shapes of named scores."""
+    try:
+        made = jax.eval_shape(scores, logits, y)
+    except Exception as error:
+        raise ConfigurationError(
+            f"Model.scores does not accept {logits.shape[0]} rows of logits {[*logits.shape[1:]]} with labels "
+            f"{[*y.shape[1:]]}: {first_line(error)}"
+        ) from error
+    if not isinstance(made, dict) or not all(hasattr(value, "shape") for value in made.values()):
+        kind = type(made).__name__
+        raise ConfigurationError(f'Model.scores must return a dict of numbers such as {{"auc": ...}}, got a {kind}')
+    return made
+
+
+def _check_range(data: FederatedData, name: str) -> None:
+    """What is stored in more bits than are computed with fits in these."""
+    stored = getattr(data, name)
+    if stored is None or stored.dtype.kind not in "iuf":
+        return
+    labels = name in ("y", "y_test") and stored.dtype.kind in "iu"
+    computed = np.dtype(np.int32) if labels else jax.dtypes.canonicalize_dtype(stored.dtype)
+    if np.can_cast(stored.dtype, computed):
+        return
+    limits: Any = np.finfo(computed) if stored.dtype.kind == "f" else np.iinfo(computed)
+    low, high = data.range_of(name)
+    if low < limits.min or high > limits.max:
+        fix = "number the classes from 0" if labels else 'rescale, or jax.config.update("jax_enable_x64", True)'
+        raise ConfigurationError(
+            f"data must fit in {computed}, which JAX computes with, got {low}..{high} in {name}: {fix}"
+        )

@@ -1,0 +1,62 @@
+"""Files and folders that survive a kill: locks, replacement of a file as a whole, unused names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+from fedjax_drift.errors import ConfigurationError, InUseError
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes the file as a whole: a process that is killed leaves the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def unused(path: Path) -> Path:
+    """The path or, with a number, one that does not exist."""
+    names = [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, 1000))]
+    return next(name for name in names if not name.exists())
+
+
+def lock(file: FileIO, refusal: str) -> None:
+    """Locks the file for as long as it is open. Raises InUseError(refusal) where another has locked it."""
+    import fcntl  # on Unix only, as positioned reads and writes are
+
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InUseError(refusal) from None
+
+
+@contextlib.contextmanager
+def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
+    """Locks the folder for this process by its file "lock".
+
+    Raises InUseError where it is in use, and ConfigurationError where it cannot be written. Without ``create`` nothing
+    is written.
+    """
+    try:
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+        file = FileIO(str(path / "lock"), "rb", opener=lambda name, _: os.open(name, flags, 0o666))
+    except OSError as error:
+        raise ConfigurationError(
+            f"{what} must be where files can be written, got {path} ({error.strerror}): choose another, or see to that"
+        ) from error
+    with file:
+        lock(file, f"{what} must be used by one run at a time, got {path}, which is in use, by another process or this "
+             "one: wait until that has ended, or choose another")  # fmt: skip
+        yield
