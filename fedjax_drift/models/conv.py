@@ -10,8 +10,8 @@ from jax import lax
 from fedjax_drift.models import conv_cpu, windows
 from fedjax_drift.models.windows import Padding
 
-# Functions (x [C, H, W, B], padded; kernel [h, w, C, F]; stride; pool) -> [F, H', W', B], by `lax.platform_dependent`'s
-# names of the platforms.
+# Functions (x [C, H, W, B], already padded; kernel [h, w, C, F]; stride; pool) -> [F, H', W', B]. The keys are those of
+# `lax.platform_dependent`.
 FORMS = {"cpu": conv_cpu.convolve, "default": windows.convolve}
 
 
@@ -26,9 +26,11 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "V
       pool: window and stride of the pooling; 1: none.
 
     Returns:
-      [F, H', W', B].
+      [F, H', W', B], differentiable on every platform in reverse and in forward mode, to any order: `jax.grad`,
+      `jax.jvp`, and each of the other.
 
-    Both modes of differentiation work on every platform, to any order: `jax.grad`, `jax.jvp`, and one of the other.
+    Raises:
+      ValueError: ``padding`` is something else; the kernel is larger than the padded image.
     """
     window = kernel.shape[0], kernel.shape[1]
     x = windows.pad(x, window, stride, padding, 0.0)

@@ -1,7 +1,6 @@
-"""The convolution on a CPU.
+"""The convolution on a CPU, where clients train one after another and speed depends on the caches.
 
-Clients train one after another there, and the time depends on how often images leave the caches. Rounds take 0.92
-(LeNet-5), 0.87 (MNIST CNN) and 0.74 (CIFAR CNN) of the time that they take with `windows.convolve` alone.
+Rounds take 0.92 (LeNet-5), 0.87 (MNIST CNN) and 0.74 (CIFAR CNN) of the time that they take with `windows.convolve`.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def pool_blocks(x: jax.Array, pool: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """``x.max(axes)``; ties share the gradient, as in JAX's own rule, which makes a LeNet-5 step a third longer."""
+    """``x.max(axes)``. Ties share the gradient, as in JAX's own rule, which makes a LeNet-5 step a third longer."""
     return x.max(axes)
 
 
@@ -69,16 +68,17 @@ def _largest_derivative(axes: tuple[int, ...], primals: tuple, tangents: tuple) 
 
 # --- many channels ----------------------------------------------------------------------------------------------------
 #
-# Stride 1, no padding, x [B, H, W, C], kernel [h, w, C, F], g [B, H', W', F]. In this layout, and in no other, `lax.conv`
-# takes its patches on the fly, as fast as a large product. So the weight gradient is written in it as well, and the
-# image gradient as a product. All go through a few images at a time, whose patches stay in the cache.
+# Stride 1, no padding: x [B, H, W, C], kernel [h, w, C, F], g [B, H', W', F], the gradient of the output. Only in this
+# layout does XLA's convolution take its patches on the fly, as fast as a large product. So the weight gradient is a
+# convolution in the same layout, and the image gradient is a product. All three process a few images at a time, whose
+# patches stay in the cache.
 
 
 def _convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x, kernel -> [B, H', W', F]."""
+    """x, kernel -> [B, H', W', F], the output."""
     h, w, C, _ = kernel.shape
-    numbers = h * w * C * (x.shape[1] - h + 1) * (x.shape[2] - w + 1)
-    out = lax.map(lambda x: _correlate(x, kernel), _chunks(x, numbers))
+    patch_numbers = h * w * C * (x.shape[1] - h + 1) * (x.shape[2] - w + 1)
+    out = lax.map(lambda x: _correlate(x, kernel), _chunks(x, patch_numbers))
     return out.reshape(-1, *out.shape[2:])
 
 
@@ -91,13 +91,14 @@ def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
         x, g = chunk
         return total + _correlate(x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3)), None
 
-    numbers = h * w * C * H * W
-    total, _ = lax.scan(add, jnp.zeros((C, h, w, F), g.dtype), (_chunks(x, numbers), _chunks(g, numbers)))
+    patch_numbers = h * w * C * H * W
+    chunks = _chunks(x, patch_numbers), _chunks(g, patch_numbers)
+    total, _ = lax.scan(add, jnp.zeros((C, h, w, F), g.dtype), chunks)
     return total.transpose(1, 2, 0, 3)
 
 
 def _image_gradient(g: jax.Array, kernel: jax.Array) -> jax.Array:
-    """g, kernel -> [B, H, W, C]: the gradient of the patches, each part added in its place."""
+    """g, kernel -> [B, H, W, C]: the gradient of the patches, added in place for each weight of the window."""
     h, w, C, F = kernel.shape
     _, H, W, _ = g.shape
 
@@ -113,9 +114,9 @@ def _image_gradient(g: jax.Array, kernel: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _chunks(x: jax.Array, numbers: int) -> jax.Array:
-    """[B, ...] -> [B / n, n, ...]: n images of ``numbers`` numbers of patches each, at most 2**20 (4 MB) in all."""
-    most = min(len(x), max(1, 2**20 // numbers))
+def _chunks(x: jax.Array, patch_numbers: int) -> jax.Array:
+    """[B, ...] -> [B / n, n, ...]. The patches of one image are ``patch_numbers`` floats, of n images at most 4 MB."""
+    most = min(len(x), max(1, 2**20 // patch_numbers))
     n = max(n for n in range(1, most + 1) if len(x) % n == 0)
     return x.reshape(-1, n, *x.shape[1:])
 
@@ -124,33 +125,34 @@ def _correlate(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-# --- their derivatives ------------------------------------------------------------------------------------------------
+# --- derivatives ------------------------------------------------------------------------------------------------------
 #
-# Each of the three functions is bilinear, and its transposes are the other two: they are the partial derivatives of
-# <g, x * kernel>. As primitives with these rules they have derivatives of both modes and of any order, all of which are
-# made of the same three functions. `jax.custom_vjp` has no forward mode, and `jax.custom_jvp` leaves the transposes to
-# JAX, whose own weight gradient takes a hundred times as long.
+# The three functions are the partial derivatives of <g, x * kernel>: each is bilinear, and its transposes are the other
+# two. As primitives with these rules they have forward-mode and reverse-mode derivatives of any order, all made of the
+# same three functions. `jax.custom_vjp` has no forward mode. `jax.custom_jvp` leaves the transposes to JAX, which makes
+# the weight gradient a hundred times slower.
 
 
 def _primitive(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Primitive:
-    """The function as a primitive, of which `jax.vmap` makes a loop."""
+    """The function as a primitive. `jax.vmap` makes a loop of it; `lax.conv` would become a grouped convolution."""
     primitive = Primitive(f"cpu{function.__name__}")
-    primitive.def_impl(jax.jit(function))
-    primitive.def_abstract_eval(lambda *inputs: jax.make_jaxpr(function)(*inputs).out_avals[0])
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
 
-    def one_after_another(inputs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[jax.Array, int]:
-        """Over clients, `lax.conv` would become a grouped convolution."""
+    def batch(inputs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[jax.Array, int]:
         mapped = {i: jnp.moveaxis(inputs[i], axis, 0) for i, axis in enumerate(axes) if axis is not None}
         return lax.map(lambda one: primitive.bind(*(one.get(i, x) for i, x in enumerate(inputs))), mapped), 0
 
-    batching.primitive_batchers[primitive] = one_after_another
+    primitive.def_impl(jax.jit(function))
+    primitive.def_abstract_eval(lambda *inputs: jax.make_jaxpr(function)(*inputs).out_avals[0])
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    batching.primitive_batchers[primitive] = batch
     return primitive
 
 
-_convolution_p, _image_gradient_p, _weight_gradient_p = map(
-    _primitive, (_convolution, _image_gradient, _weight_gradient)
-)
+_convolution_p = _primitive(_convolution)
+_image_gradient_p = _primitive(_image_gradient)
+_weight_gradient_p = _primitive(_weight_gradient)
+
+# The transposes: functions of the gradient of the output and of both inputs.
 ad.defbilinear(
     _convolution_p,
     lambda g, x, kernel: _image_gradient_p.bind(g, kernel),
