@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import flax.linen as nn
@@ -135,6 +136,76 @@ def test_conv_has_second_derivatives() -> None:
     both = (jax.jit(partial(products, conv))() for conv in (own_conv, reference_conv))
     for ours, theirs in zip(*both, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("channels", "filters", "size", "window", "stride", "pool"),
+    [
+        (1, 6, (7, 8), 3, 1, 2),  # one patch for four windows
+        (20, 3, (5, 4), 1, 1, 1),  # the product
+        (3, 20, (6, 5), 3, 2, 1),  # the product, strided
+        (3, 20, (6, 5), 3, 1, 2),  # XLA's convolution, pooled
+        (20, 3, (42, 41), 3, 1, 1),  # the same, in two chunks
+    ],
+)
+def test_forward_mode_is_reverse_mode_and_that_of_lax_conv(channels, filters, size, window, stride, pool) -> None:
+    rng = np.random.default_rng(0)
+    shapes = ((4, *size, channels), (2, window, window, channels, filters)) * 2
+    x, kernels, dx, dkernels = (rng.normal(size=shape) / window for shape in shapes)
+
+    def own(x, kernel):
+        return layers.conv(layers.to_grid(x), kernel, stride, (1, 0), pool).transpose(3, 1, 2, 0)
+
+    def reference(x, kernel):
+        return nn.max_pool(reference_conv(x, kernel, stride, (1, 0)), (pool, pool), (pool, pool))
+
+    def derivatives(conv, *arrays):
+        def summed(x, kernels):
+            each = jax.vmap(jax.checkpoint(conv), (None, 0))(x, kernels)  # every client has its own filters
+            return (jnp.sin(each) * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum()
+
+        point, direction = arrays[:2], arrays[2:]
+        gradient = jax.grad(summed, (0, 1))
+
+        def forward_slope(*point):
+            return jax.jvp(summed, point, direction)[1]
+
+        def reverse_slope(*point):
+            return sum(map(jnp.vdot, gradient(*point), direction))
+
+        slopes = forward_slope(*point), jax.linearize(summed, *point)[1](*direction), reverse_slope(*point)
+        hessian_products = (
+            jax.jvp(gradient, point, direction)[1],
+            jax.grad(forward_slope, (0, 1))(*point),
+            jax.grad(reverse_slope, (0, 1))(*point),
+        )
+        return slopes, hessian_products
+
+    arrays = x, kernels, dx, dkernels
+    ours = jax.jit(partial(derivatives, own))(*(a.astype(np.float32) for a in arrays))
+    with jax.enable_x64(True):
+        theirs = jax.jit(partial(derivatives, reference))(*arrays)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(np.asarray(b)).max())
+
+
+def test_jacobians_of_both_modes_agree() -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 4, 5, 2)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(3, 3, 2, 18)), jnp.float32)
+    forward, reverse = (jax.jit(jacobian(partial(layers.conv, x)))(kernel) for jacobian in (jax.jacfwd, jax.jacrev))
+    np.testing.assert_allclose(forward, reverse, rtol=1e-6)
+
+
+def test_no_derivative_on_a_cpu_is_a_grouped_convolution() -> None:
+    x, kernels = jnp.ones((20, 5, 5, 2)), jnp.ones((3, 3, 3, 20, 20))
+
+    def hessian_product(kernel):
+        gradient = jax.grad(lambda x, kernel: jnp.sin(layers.conv(x, kernel)).sum(), (0, 1))
+        return jax.jvp(gradient, (x, kernel), (x, kernel))
+
+    lowered = jax.jit(jax.vmap(hessian_product)).trace(kernels).lower(lowering_platforms=("cpu",))
+    assert set(re.findall(r"(?:batch|feature)_group_count = (\d+)", lowered.as_text())) == {"1"}
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])

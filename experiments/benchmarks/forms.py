@@ -29,7 +29,7 @@ from jax import lax
 from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
 
 import fedjax_drift as fd
-from fedjax_drift.models import layers
+from fedjax_drift.models import conv, conv_cpu, windows
 from fedjax_drift.models.networks import CNN
 from fedjax_drift.types import Params
 
@@ -39,7 +39,7 @@ START = time.perf_counter()
 
 # --- the forms --------------------------------------------------------------------------------------------------------
 
-ours = layers._product
+ours = windows.convolve
 
 
 def pooled(form: Form, maximum: Callable[[jax.Array, int], jax.Array]) -> Form:
@@ -60,7 +60,7 @@ def recomputed(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.A
 def columns(x: jax.Array, w: int, stride: int) -> jax.Array:
     """[C, H, W, B] -> [w * C, H, W', B]: the patches of one row of the window, for all rows of the image."""
     W = (x.shape[2] - w) // stride + 1
-    return jnp.concatenate([layers._every(x, 2, j, W, stride) for j in range(w)])
+    return jnp.concatenate([windows.strided_slice(x, 2, j, W, stride) for j in range(w)])
 
 
 def total(terms: list[jax.Array]) -> jax.Array:
@@ -73,7 +73,7 @@ def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
     H = (x.shape[1] - h) // stride + 1
     x = columns(x, w, stride)
     products = jnp.einsum("ikf,khwb->ifhwb", kernel.reshape(h, w * C, F), x)
-    return layers.max_pool(total([layers._every(products[i], 1, i, H, stride) for i in range(h)]), pool)
+    return windows.max_pool(total([windows.strided_slice(products[i], 1, i, H, stride) for i in range(h)]), pool)
 
 
 def in_bfloat16(form: Form) -> Form:
@@ -95,7 +95,7 @@ def lax_conv(images: str, weights: str) -> Form:
         out = lax.conv_general_dilated(
             x, kernel, (stride, stride), "VALID", dimension_numbers=(images, weights, images)
         )
-        return layers.max_pool(out.transpose(order), pool)
+        return windows.max_pool(out.transpose(order), pool)
 
     return convolve
 
@@ -107,20 +107,20 @@ FORMS: dict[str, Form] = {
     "grouped NCHW": lax_conv("NCHW", "OIHW"),
     "rows": rows,
     "recomputed": recomputed,
-    "blocks pooled": pooled(ours, layers._pool_blocks),
+    "blocks pooled": pooled(ours, conv_cpu.pool_blocks),
 }  # the most promising first
 
 
 @contextmanager
 def convolving(form: Form) -> Iterator[None]:
     """The package's layers convolve in this form."""
-    before = layers._product, layers._on_cpu
-    layers._product = layers._on_cpu = form  # type: ignore[assignment]
+    before = dict(conv.FORMS)
+    conv.FORMS.update(dict.fromkeys(before, form))
     jax.clear_caches()  # traced functions hold the form of their time
     try:
         yield
     finally:
-        layers._product, layers._on_cpu = before
+        conv.FORMS.update(before)
 
 
 # --- local steps ------------------------------------------------------------------------------------------------------

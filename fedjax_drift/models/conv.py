@@ -1,0 +1,39 @@
+"""The convolution, in the form that is fastest on each platform."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from jax import lax
+
+from fedjax_drift.models import conv_cpu, windows
+from fedjax_drift.models.windows import Padding
+
+# Functions (x [C, H, W, B], already padded; kernel [h, w, C, F]; stride; pool) -> [F, H', W', B]. The keys are those of
+# `lax.platform_dependent`.
+FORMS = {"cpu": conv_cpu.convolve, "default": windows.convolve}
+
+
+def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "VALID", pool: int = 1) -> jax.Array:
+    """Two-dimensional convolution (cross-correlation, as in `lax.conv_general_dilated`), then `max_pool`.
+
+    Args:
+      x: [C, H, W, B].
+      kernel: [h, w, C, F].
+      stride: same in both directions.
+      padding: "VALID", "SAME" (XLA's and TensorFlow's convention), or (p, p'): rows and columns added before and after.
+      pool: window and stride of the pooling; 1: none.
+
+    Returns:
+      [F, H', W', B], differentiable on every platform in reverse and in forward mode, to any order: `jax.grad`,
+      `jax.jvp`, and each of the other.
+
+    Raises:
+      ValueError: ``padding`` is something else; the kernel is larger than the padded image.
+    """
+    window = kernel.shape[0], kernel.shape[1]
+    x = windows.pad(x, window, stride, padding, 0.0)
+    windows.positions(x, window, stride)  # raises if the window does not fit
+    forms = {platform: partial(form, stride=stride, pool=pool) for platform, form in FORMS.items()}
+    return lax.platform_dependent(x, kernel, **forms)

@@ -1,0 +1,81 @@
+"""Windows of images [C, H, W, B]: padding, pooling, and the convolution as one product of patches and weights.
+
+What the forms of the convolution share; conv.py chooses among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Padding = str | tuple[int, int]
+
+
+def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+    """The default form of `conv.conv`: one product. x [C, H, W, B] is already padded; ``pool`` is as in `conv.conv`.
+
+    Patches are made of shifted slices, each a contiguous copy, and every elementwise operation vectorises over the
+    batch. Under `jax.vmap` over clients it is a batched product; `lax.conv` would become a grouped convolution.
+    """
+    h, w, C, F = kernel.shape
+    H, W = positions(x, (h, w), stride)
+    # First the columns of each window, then its rows: w + h slices instead of w * h. Rows of the patches are (i, j, c).
+    columns = jnp.concatenate([strided_slice(x, 2, j, W, stride) for j in range(w)])
+    patches = jnp.concatenate([strided_slice(columns, 1, i, H, stride) for i in range(h)])
+    out = kernel.reshape(h * w * C, F).T @ patches.reshape(h * w * C, -1)
+    out = out.reshape(F, H, W, -1)
+    return max_pool(out, pool) if pool > 1 else out
+
+
+def max_pool(x: jax.Array, window: int = 2, stride: int | None = None, padding: Padding = "VALID") -> jax.Array:
+    """Maximum over window x window; [C, H, W, B] -> [C, H', W', B]. ``stride`` defaults to the window."""
+    return _pool(x, window, stride or window, padding, -jnp.inf, jnp.maximum)
+
+
+def avg_pool(x: jax.Array, window: int = 2, stride: int | None = None, padding: Padding = "VALID") -> jax.Array:
+    """Mean over window x window (padding counts as zero); [C, H, W, B] -> [C, H', W', B]."""
+    return _pool(x, window, stride or window, padding, 0.0, jnp.add) / window**2
+
+
+def pad(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding, value: float) -> jax.Array:
+    """Pads H and W of [C, H, W, B] with ``value``."""
+    if padding == "VALID":
+        return x
+    if padding == "SAME":
+        amounts = [_same(n, k, stride) for n, k in zip(x.shape[1:3], window, strict=True)]
+    elif isinstance(padding, tuple):
+        amounts = [padding, padding]
+    else:
+        raise ConfigurationError(f'padding must be "VALID", "SAME" or a pair of numbers, got {padding!r}')
+    return jnp.pad(x, ((0, 0), *amounts, (0, 0)), constant_values=value)
+
+
+def positions(x: jax.Array, window: tuple[int, int], stride: int) -> tuple[int, int]:
+    """(H', W'), how many positions a window has in x [C, H, W, B]. Raises ValueError if it has none."""
+    H, W = ((n - k) // stride + 1 for n, k in zip(x.shape[1:3], window, strict=True))
+    if H < 1 or W < 1:
+        raise ConfigurationError(f"a window of {window} does not fit an image of {x.shape[1:3]}: use larger images or padding")
+    return H, W
+
+
+def strided_slice(x: jax.Array, axis: int, start: int, count: int, stride: int) -> jax.Array:
+    """``count`` entries of x along an axis, ``stride`` apart."""
+    return lax.slice_in_dim(x, start, start + (count - 1) * stride + 1, stride, axis)
+
+
+def _same(size: int, window: int, stride: int) -> tuple[int, int]:
+    total = max((-(-size // stride) - 1) * stride + window - size, 0)
+    return total // 2, total - total // 2
+
+
+def _pool(
+    x: jax.Array, window: int, stride: int, padding: Padding, empty: float, combine: Callable[..., jax.Array]
+) -> jax.Array:
+    x = pad(x, (window, window), stride, padding, empty)
+    H, W = positions(x, (window, window), stride)
+    x = reduce(combine, [strided_slice(x, 1, i, H, stride) for i in range(window)])
+    return reduce(combine, [strided_slice(x, 2, j, W, stride) for j in range(window)])
