@@ -16,6 +16,7 @@ from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
 from fedjax_drift.local import LocalTraining
+from fedjax_drift.options import ParsedRun, parse_run
 from fedjax_drift.records import rounds_to_target
 from fedjax_drift.run_folder import load_run
 from fedjax_drift.sharding import clients_mesh, use_compilation_cache, use_cpu_devices
@@ -33,6 +34,7 @@ __all__ = [
     "FederatedData",
     "LocalTraining",
     "Model",
+    "ParsedRun",
     "Round",
     "Run",
     "ServerState",
@@ -49,6 +51,7 @@ __all__ = [
     "load_run",
     "logs",
     "models",
+    "parse_run",
     "partition",
     "personal",
     "plots",
