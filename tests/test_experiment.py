@@ -219,7 +219,7 @@ def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
         assert path.read_text() == (results / path.name).read_text()
 
 
-@pytest.mark.parametrize("file", (papers.EXPERIMENTS / "tables").glob("*.py"), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((papers.EXPERIMENTS / "tables").glob("*.py")), ids=lambda file: file.stem)
 def test_tables_use_public_names_alone(file):
     text = file.read_text()
     assert set(re.findall(r"^(?:from|import) fedjax_drift.*", text, re.MULTILINE)) <= {"import fedjax_drift as fd"}
