@@ -184,6 +184,8 @@ def test_the_command_of_a_result_gives_its_numbers(whole, tmp_path, monkeypatch)
     prox = read(whole, "FedProx")
     words = shlex.split(prox[1].command)[1:]
     assert cli.main([*words, "--output=alone", "--no-progress"]) == 0
+    config = json.loads(Path("alone/config.json").read_text())
+    assert json.loads(json.dumps(fd.parse_run(words[1:]).config)).items() <= config.items()
     records = [json.loads(line) for line in Path("alone/rounds.jsonl").read_text().splitlines()]
     for name in ("accuracy", "loss"):
         alone = [record[name] for record in records if name in record]
