@@ -19,6 +19,7 @@ from fedjax_drift.devices.mesh import clients_mesh, use_compilation_cache, use_c
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.models import ranking
+from fedjax_drift.options import ParsedRun, parse_run
 from fedjax_drift.records import rounds_to_target
 from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
@@ -41,6 +42,7 @@ __all__ = [
     "LocalTraining",
     "Model",
     "Placement",
+    "ParsedRun",
     "Round",
     "Run",
     "ServerState",
@@ -58,6 +60,7 @@ __all__ = [
     "load_run",
     "logs",
     "models",
+    "parse_run",
     "partition",
     "personal",
     "plots",

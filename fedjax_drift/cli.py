@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift import checks, experiment, options, papers, report
+from fedjax_drift import checks, options
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.devices.mesh import agree, first_does, spans_processes
@@ -87,29 +87,6 @@ examples:
   fedjax-drift data
   fedjax-drift data mnist --partition dirichlet:0.3 --clients 100
   fedjax-drift data synthetic:variant=fedprox --output runs/look
-"""
-EXPERIMENT_EXAMPLES = """\
-examples:
-  fedjax-drift experiment --list
-  fedjax-drift experiment feddc/table1 --rows mnist --seeds 3
-  fedjax-drift experiment fedadc/figure1 --methods FedADC,SlowMo --tune
-
-What is done is skipped: the results lie in OUTPUT/<paper>/<table>/<setting>/,
-a file for each method, a line for each seed. Ctrl-C loses nothing, a kill about
-half a minute (five of tuning, or the rounds between two evaluations); the same
-command goes on. Then:
-
-  fedjax-drift report feddc/table1
-"""
-REPORT_EXAMPLES = """\
-examples:
-  fedjax-drift report feddc/table1
-  fedjax-drift report --all --results experiments/results
-
-Writes RESULTS/<paper>/<table>.md (ours, the paper's, the difference; how
-each cell was run) and <table>.png (the curves), and with --all the page of
-all tables, RESULTS/README.md, and what came of the papers' orderings,
-RESULTS/orderings.md.
 """
 
 
@@ -197,8 +174,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         ("quickstart", "compare three algorithms on generated handwriting, in a minute or two", None, _fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, _fill_run),
         ("data", "list the data sets, or draw what the clients of one hold", DATA_EXAMPLES, _fill_data),
-        ("experiment", "run a table of a paper", EXPERIMENT_EXAMPLES, _fill_experiment),
-        ("report", "put our numbers beside the paper's, and draw the curves", REPORT_EXAMPLES, _fill_report),
     ):
         subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
         fill(subparsers[name])
@@ -210,9 +185,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError(f"the command must be one of {', '.join(subparsers)}, got {argv[0]!r}{near}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [flag for flag in subparsers[argv[0]]._option_string_actions if flag.startswith("--")]
-        near = nearest(unknown[0].partition("=")[0], known)
-        raise ConfigurationError(f"unknown argument {unknown[0]!r}{near} (see fedjax-drift {argv[0]} --help)")
+        subparsers[argv[0]].refuse(unknown[0])
     return args
 
 
@@ -251,6 +224,15 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]\n       %(prog)s --resume OUTPUT"
     parser.description = "Simulates algorithms on a data set, one after another, and compares them."
     group = add_run(parser)
+    group.add_argument(
+        "--distributed",
+        nargs="?",
+        const=(None, None, None),
+        type=_processes,
+        metavar="HOST:PORT,P,I",
+        help="this is one of several processes started with the same command, as by srun or mpirun; where nobody tells "
+        "them of each other: the address of the first, how many there are, and the number of this one, from 0",
+    )
     _add_output(group)
     add(
         group, "--seeds", "N", "runs of each algorithm, with the seeds SEED to SEED + N - 1: other cohorts and another "
@@ -269,7 +251,7 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
     add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: by the clock alone)", count)
     add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; each algorithm's end has one", float, 60.0)
     add(group, "--keep", "K", "checkpoints that an algorithm keeps, beside its best; 0: none are made", count0, 3)
-    parser.set_defaults(command=_run, resumed=False)
+    parser.set_defaults(command=_run)
 
 
 def _fill_quickstart(parser: argparse.ArgumentParser) -> None:
@@ -298,56 +280,6 @@ def _fill_data(parser: argparse.ArgumentParser) -> None:
     add_data(parser, required=False)
     _add_output(parser, progress=False)
     parser.set_defaults(command=_data)
-
-
-def _fill_experiment(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s NAME [options]\n       %(prog)s --list"
-    parser.description = textwrap.fill(
-        "Runs a table of a paper, from its file in experiments/: all methods on the same data, cohorts and initial "
-        "models.", 78,
-    )  # fmt: skip
-    parser.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>, as --list shows them")
-    parser.add_argument(
-        "--list", action="store_true", help="list the tables, and how much of each there are results of"
-    )
-    _add_choice(parser)
-    add(parser, "--seeds", "N", "seeds 0 to N - 1 of every cell (default: as the table says)", options.seeds)
-    add(
-        parser, "--rounds", "N", "at most so many, to look at a table quickly; put these elsewhere with --output", count
-    )
-    parser.add_argument(
-        "--tune", action="store_true", help="first try the table's grid for each method, then run with what was best"
-    )
-    parser.add_argument("--no-progress", action="store_true", help="no progress bars")
-    add(
-        parser, "--devices", "N", "CPU devices (default: one per core). With 1, several processes may share a table: "
-        "each takes cells that no other is at", count,
-    )  # fmt: skip
-    add(parser, "--output", "DIR", "folder of the results", Path, Path("runs/experiments"))
-    parser.set_defaults(command=_experiment)
-
-
-def _fill_report(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s NAME [options]\n       %(prog)s --all [options]"
-    parser.description = "Puts the results of tables beside the papers' numbers."
-    parser.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>")
-    parser.add_argument(
-        "--all", action="store_true", help="every table of which there are results, and the page of all"
-    )
-    _add_choice(parser, rows=False)
-    add(parser, "--results", "DIR", "folder of the results (default: runs/experiments if the table is there, else "
-        "experiments/results, those that come with the project)", Path)  # fmt: skip
-    parser.set_defaults(command=_report)
-
-
-def _add_choice(parser: argparse.ArgumentParser, rows: bool = True) -> None:
-    if rows:
-        for flag, what in (
-            ("--rows", "settings whose names start with this, or else have it in them"),
-            ("--methods", "methods, by their names"),
-        ):
-            parser.add_argument(flag, action="append", default=[], metavar="TEXT[,TEXT...]", help=f"only {what}")
-    add(parser, "--experiments", "DIR", "folder of the tables (default: experiments/ here, or of the sources)", Path)
 
 
 def _add_output(group: Any, progress: bool = True) -> None:
@@ -381,6 +313,12 @@ def _output(args: argparse.Namespace, what: str) -> Path:
     return path
 
 
+def _processes(text: str) -> tuple[str, int, int]:
+    if not (match := re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", text)):
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT,P,I, such as node0:1234,4,0, got {text!r}")
+    return match[1], int(match[2]), int(match[3])
+
+
 def _target(text: str) -> float:
     try:
         accuracy = float(text)
@@ -410,7 +348,10 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         )
     if args.target is not None and not args.eval_every:
         raise ConfigurationError(f"--target needs evaluations, got {args.target} with --eval-every 0: leave that out")
-    simulations, params, config = options.asked(args)
+    if not args.distributed:
+        options.use_devices(args.devices)
+    parsed = options.assemble(args)
+    simulations, params, config = parsed.simulations, parsed.params, parsed.config
     if args.seeds > 1:
         for sim in simulations.values():
             try:
@@ -725,54 +666,6 @@ def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
         "picture": str(output / "federation.png"),
     }))  # fmt: skip
     return 0
-
-
-def _experiment(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    place = papers.folder(args.experiments)
-    if args.list or not args.names:
-        return lambda: print(report.listing(place, [args.output, place / "results"])) or 0
-    tables = papers.read_all(place, args.names)
-    cells = [papers.chosen(table, args.rows, args.methods) for table in tables]
-    seeds = None if args.seeds is None else range(args.seeds)
-    progress = not args.no_progress and watched()
-    options.use_devices(args.devices)
-
-    def work() -> int:
-        for table, own in zip(tables, cells, strict=True):
-            print(f"{table.name}: {table.title}", flush=True)
-            say = functools.partial(print, flush=True)
-            if not experiment.run(
-                table, own, seeds, args.output, rounds=args.rounds, tune=args.tune, progress=progress, say=say
-            ):
-                return 130
-        names = shlex.join(args.names)
-        print(f"the results are in {args.output}; to see them: fedjax-drift report {names} --results {args.output}")
-        return 0
-
-    return work
-
-
-def _report(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    place = papers.folder(args.experiments)
-    if args.all == bool(args.names):
-        raise ConfigurationError("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
-    tables = papers.read_all(place, args.names or papers.names(place))
-
-    def work() -> int:
-        ours = place / "results"
-        for table in tables:
-            own = args.results or (ours if args.all else report.where(table, [Path("runs/experiments"), ours]))
-            if report.has_results(table, own):
-                print(f"{table.name}: {', '.join(map(str, report.write(table, own)))}", flush=True)
-            elif not args.all:
-                raise ConfigurationError(
-                    f"{table.name} must have results in {own}, got none: fedjax-drift experiment {table.name}"
-                )
-        if args.all:
-            print(", ".join(map(str, report.write_index(tables, args.results or ours))))
-        return 0
-
-    return work
 
 
 # What is shown and written.

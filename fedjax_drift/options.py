@@ -1,7 +1,6 @@
-"""The options of `fedjax-drift run`: their flags, and the simulations they ask for.
+"""The options of `fedjax-drift run`: their flags, and the simulations that they describe.
 
-The command line types them, and the tables of experiments/ write them as TOML; both get what is wrong with them said
-before anything compiles.
+The command line and `parse_run` share them. Wrong options raise ValueError before anything compiles.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import inspect
 import math
 import platform
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -22,22 +22,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checks import nearest
-from fedjax_drift.data import movielens
+from fedjax_drift.data import datasets, movielens, partition
 from fedjax_drift.data.datasets import DATASETS, num_classes
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.devices.mesh import use_cpu_devices
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS, num_parameters
+from fedjax_drift.models.pretrained import load_params
+from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
+from fedjax_drift.simulation.simulation import Simulation
+from fedjax_drift.storage.checkpoint import versions
+from fedjax_drift.types import Algorithm, Model, Params
 
-PARTITIONS: dict[str, Callable[..., fd.partition.Partition]] = {
-    "iid": fd.partition.iid,
-    "dirichlet": fd.partition.dirichlet,
-    "shards": fd.partition.shards,
-    "by_writer": fd.partition.by_writer,
+PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
+    "iid": partition.iid,
+    "dirichlet": partition.dirichlet,
+    "shards": partition.shards,
+    "by_writer": partition.by_writer,
 }
 DEFAULT_MODEL = {
     "synthetic": "linear",
@@ -82,6 +89,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
 
+    def refuse(self, word: str, fix: str = "") -> NoReturn:
+        """Raises ValueError for a word that is no option's; names the nearest option, or else the fix."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        self.error(f"unknown argument {word!r}{nearest(word.partition('=')[0], flags) or fix}")
+
 
 def add_data(group: Any, required: bool) -> None:
     text = f"one of {', '.join(DATASETS)}; options, for example, glyphs:num_writers=500 or synthetic:alpha=1,beta=1"
@@ -116,12 +128,6 @@ def count(text: str, lowest: int = 1, highest: int = 2**31 - 1) -> int:
 
 def count0(text: str) -> int:
     return count(text, 0)
-
-
-def _processes(text: str) -> tuple[str, int, int]:
-    if not (match := re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", text)):
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT,P,I, such as node0:1234,4,0, got {text!r}")
-    return match[1], int(match[2]), int(match[3])
 
 
 def seed(text: str) -> int:
@@ -190,28 +196,16 @@ def _value(text: str) -> bool | int | float | str | None:
     return text
 
 
-def written(found: Spec) -> str:
-    """NAME:key=value,... as `spec` reads it."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, tuple):
-            return "+".join(map(text, value))
-        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-    items = ",".join(f"{key}={text(value)}" for key, value in found.options.items())
-    return f"{found.name}:{items}" if items else found.name
-
-
 def data_seed(args: argparse.Namespace) -> int:
     """Of the data and how they are dealt."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def load(args: argparse.Namespace) -> fd.FederatedData:
+def load(args: argparse.Namespace) -> FederatedData:
     """The federation."""
     dataset = spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
     recipe = _recipe(args, dataset)
-    data = fd.datasets.load(dataset.name, recipe, args.data_dir, seed=data_seed(args), **dataset.options)
+    data = datasets.load(dataset.name, recipe, args.data_dir, seed=data_seed(args), **dataset.options)
     if getattr(args, "per_client", False) and data.test_sizes is None:
         data = data.with_client_tests(data_seed(args))
     if getattr(args, "redeal", None) is None:
@@ -225,7 +219,7 @@ def dealt(args: argparse.Namespace) -> str:
     return repr(recipe) if recipe else "the data set's own clients"
 
 
-def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition | None:
+def _recipe(args: argparse.Namespace, dataset: Spec) -> partition.Partition | None:
     natural = dataset.name in ("glyphs", "femnist", "synthetic", "movielens")
     if args.partition is None and natural:
         for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
@@ -250,7 +244,7 @@ def _recipe(args: argparse.Namespace, dataset: Spec) -> fd.partition.Partition |
     return factory(**{k: v for k, v in given.items() if k in takes}, **found.options)
 
 
-def _model(args: argparse.Namespace, dataset: Spec, data: fd.FederatedData) -> tuple[Spec, fd.Model]:
+def _model(args: argparse.Namespace, dataset: Spec, data: FederatedData) -> tuple[Spec, Model]:
     found = spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape", "sizes"))
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
     classes = max(num_classes(dataset.name, **dataset.options), highest + 1)
@@ -263,18 +257,18 @@ def _model(args: argparse.Namespace, dataset: Spec, data: fd.FederatedData) -> t
     return found, MODELS[found.name](**found.options)
 
 
-def _aggregation(args: argparse.Namespace) -> fd.aggregation.Aggregation | None:
+def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:
     norm, noise = args.clip_updates, args.noise_multiplier
     if noise is None:
-        return None if norm is None else fd.aggregation.clipped(norm)
+        return None if norm is None else aggregation.clipped(norm)
     if norm is None:
         raise ConfigurationError(
             f"--noise-multiplier is relative to --clip-updates, got {noise} alone: add --clip-updates 1"
         )
-    return fd.aggregation.private(norm, noise)
+    return aggregation.private(norm, noise)
 
 
-def _algorithm(spec: Spec) -> fd.Algorithm:
+def _algorithm(spec: Spec) -> Algorithm:
     try:
         return ALGORITHMS[spec.name](**spec.options)
     except ValueError as error:
@@ -317,7 +311,7 @@ def _bank(args: argparse.Namespace, algorithm: str) -> str:
     return str(folder)
 
 
-def summary(data: fd.FederatedData) -> dict[str, Any]:
+def summary(data: FederatedData) -> dict[str, Any]:
     counts = data.label_counts()
     labels = (counts > 0).sum(axis=1)
     return {
@@ -338,7 +332,7 @@ def _resolved(spec: Spec) -> dict[str, Any]:
 
 def add_run(parser: argparse.ArgumentParser) -> Any:
     """The flags of a simulation and how it is executed; returns the last group."""
-    local = fd.LocalTraining()
+    local = LocalTraining()
     add_data(parser.add_argument_group("data"), required=True)
     group = parser.add_argument_group("what is simulated")
     group.add_argument(
@@ -410,15 +404,6 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         group, "--devices", "N", "CPU devices to share a round (default: one per core, with --distributed one; no "
         "effect on a GPU)", count,
     )  # fmt: skip
-    group.add_argument(
-        "--distributed",
-        nargs="?",
-        const=(None, None, None),
-        type=_processes,
-        metavar="HOST:PORT,P,I",
-        help="this is one of several processes started with the same command, as by srun or mpirun; where nobody tells "
-        "them of each other: the address of the first, how many there are, and the number of this one, from 0",
-    )
     add(group, "--lanes", "L", "clients trained side by side on one device", _lanes, "auto")
     group.add_argument("--bfloat16", action="store_true", help="networks compute in bfloat16; parameters stay float32")
     group.add_argument(
@@ -429,21 +414,14 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     )
     bank = "where client states are kept: auto, device, sharded, host, or a new folder for files of them"
     add(group, "--bank", "WHERE", bank, str, "auto")
+    parser.set_defaults(resumed=False)
     return group
-
-
-class Asked(NamedTuple):
-    """What the options ask for, checked; nothing has been compiled."""
-
-    simulations: dict[str, fd.Simulation]  # by the algorithm as it was written
-    params: Any  # that all start from; None: each seed's own
-    config: dict[str, Any]  # all that was set, as JSON
 
 
 def use_devices(number: int | None) -> None:
     """So many CPU devices; None: one per core, unless JAX has started, as in a notebook: its devices are kept."""
     try:
-        fd.use_cpu_devices(number)
+        use_cpu_devices(number)
     except RuntimeError as error:
         if number is not None:
             raise ConfigurationError(f"--devices must be set before JAX starts, got {number}: leave it out") from error
@@ -459,25 +437,102 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     return found
 
 
-def asked(
-    args: argparse.Namespace, data: fd.FederatedData | None = None, values: Mapping[str, Any] | None = None
-) -> Asked:
-    """Checks everything, reads the data (unless given) and puts the simulations together.
+class ParsedRun(NamedTuple):
+    """A run as its options describe it, see `parse_run`. Nothing has been compiled."""
 
-    values: numbers, maybe traced, in place of options of local training and of the algorithm.
-    Raises ValueError for bad values, OSError for files that can't be read.
+    simulations: dict[str, Simulation]
+    """One for each ``--algorithm``, by the text that was given for it, such as "fedprox:mu=0.1"."""
+    data: FederatedData
+    """The federation that all of them share."""
+    params: Params | None
+    """The initial parameters, from ``--init``; None: each seed draws its own."""
+    config: dict[str, Any]
+    """Everything that was set, resolved, as `fedjax-drift run` writes it to config.json."""
+    rounds: int
+    eval_every: int
+    """0: never."""
+    measure_every: int
+    seed: int
+
+
+def parse_run(
+    words: str | Sequence[str], *, data: FederatedData | None = None, values: Mapping[str, Any] | None = None
+) -> ParsedRun:
+    """The simulations that the options of `fedjax-drift run` describe, to go on with in Python.
+
+    As on the command line, JAX gets ``--devices`` CPU devices, by default one per core, unless it has started.
+
+    >>> import fedjax_drift as fd
+    >>> words = "--dataset synthetic:num_clients=8 --algorithm fedprox:mu=0.1 --cohort 4 --rounds 3 --lr 0.5"
+    >>> run = fd.parse_run(words)
+    >>> sim = run.simulations["fedprox:mu=0.1"]
+    >>> state, history = sim.run(sim.init(jax.random.key(run.seed), run.params), run.rounds, run.eval_every)
+    >>> len(history), run.config["local"]["lr"], run.data.num_clients
+    (3, 0.5, 8)
+
+    Args:
+      words: what one types after ``fedjax-drift run``, as one string or already split into words; without the options
+        that belong to the command alone (``--output``, ``--seeds``, ``--target``, ``--distributed``, checkpoints, ...).
+      data: the federation, in place of loading the one that the options name: the ``data`` of an earlier call.
+      values: numbers, which may be traced, in place of options of local training (``lr``) and of every algorithm
+        (``mu``), so that `fd.sweep` can try a grid of them:
+        ``lambda **values: fd.parse_run(words, data=data, values=values).simulations["fedprox:mu=0.1"]``.
+
+    Raises:
+      ValueError: unknown options, values out of range, options that contradict each other or do not suit the data.
+      FileNotFoundError: the data set is not on this machine; the message says how to get it.
     """
-    dataset, algorithms = spec("data set", args.dataset, DATASETS, hidden=HIDDEN), specs(args)
+    parser = Parser(prog="fedjax-drift run", add_help=False)
+    add_run(parser)
+    args, unknown = parser.parse_known_args(_words(words))
+    if unknown:
+        parser.refuse(unknown[0], ": leave out what belongs to the command alone, such as --output and --seeds")
+    if data is not None:
+        checks.instance("data", data, FederatedData, "pass the data of an earlier parse_run, or leave it out")
+    numbers = _values(values, specs(args))
+    use_devices(args.devices)
+    return assemble(args, data, numbers)
+
+
+def _words(words: Any) -> list[str]:
+    """The words one by one."""
+    if isinstance(words, str):
+        try:
+            return shlex.split(words)
+        except ValueError as error:
+            raise ConfigurationError(f"words must be options of fedjax-drift run, got {words!r}: {error}") from error
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise ConfigurationError(
+            f"words must be a string or a list of strings, got {checks.shown(words)}: "
+            '"--dataset mnist --algorithm fedavg", for example'
+        )
+    return list(words)
+
+
+def _values(values: Any, algorithms: Sequence[Spec]) -> dict[str, Any]:
+    """The values by their names, which are options of local training or of all the algorithms."""
+    if values is None:
+        return {}
+    checks.instance("values", values, Mapping, 'pass {"lr": 0.1}, for example')  # type: ignore[type-abstract]
+    options = [set(inspect.signature(ALGORITHMS[each.name]).parameters) for each in algorithms]
+    for name in values:
+        checks.choice("a name in values", name, [*LOCAL, *sorted(set.intersection(*options).difference(LOCAL))])
+    return dict(values)
+
+
+def assemble(
+    args: argparse.Namespace, data: FederatedData | None = None, values: Mapping[str, Any] | None = None
+) -> ParsedRun:
+    """Checks the options, loads the data unless they are given, and makes the simulations; see `parse_run`."""
+    dataset, written = spec("data set", args.dataset, DATASETS, hidden=HIDDEN), specs(args)
     values = dict(values or {})
     trained = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
-    local = fd.LocalTraining(**trained, optimizer=None if args.optimizer is None else optimizer(args.optimizer))
-    made = {each.text: _algorithm(each._replace(options=each.options | values)) for each in algorithms}
+    local = LocalTraining(**trained, optimizer=None if args.optimizer is None else optimizer(args.optimizer))
+    algorithms = {each.text: _algorithm(each._replace(options=each.options | values)) for each in written}
     measure_every = _measure_every(args)
-    if not args.distributed:
-        use_devices(args.devices)
     data = load(args) if data is None else data
     model_spec, model = _model(args, dataset, data)
-    for name, algorithm in made.items():
+    for name, algorithm in algorithms.items():
         if "cosine" in algorithm.requires and not model.cosine:
             raise ConfigurationError(
                 f"{name} needs a model whose logits are cosines, got {model_spec.name} without: add --cosine"
@@ -489,18 +544,18 @@ def asked(
     options |= {name: getattr(args, name) for name in FAILURES}
     options["stream"] = {"auto": "auto", "yes": True, "no": False}[args.stream]
     simulations = {
-        name: fd.Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), **options)
-        for name, algorithm in made.items()
+        name: Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), **options)
+        for name, algorithm in algorithms.items()
     }
     first = next(iter(simulations.values()))
     config = {
         "dataset": {"name": dataset.name, **dataset.options},
         "partition": dealt(args),
-        "source": fd.datasets.found(dataset.name, args.data_dir, **dataset.options),
+        "source": datasets.found(dataset.name, args.data_dir, **dataset.options),
         "data": summary(data),
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
         "init": args.init,
-        "algorithms": {each.text: _resolved(each) for each in algorithms},
+        "algorithms": {each.text: _resolved(each) for each in written},
         "local": {f.name: getattr(local, f.name) for f in dataclasses.fields(local) if f.name != "optimizer"}
         | {"optimizer": args.optimizer},
         "rounds": args.rounds,
@@ -521,8 +576,9 @@ def asked(
         "devices": {"platform": jax.default_backend(), "count": jax.device_count()},
         "processes": jax.process_count(),
         "versions": {
-            "fedjax_drift": fd.__version__, "jax": jax.__version__, "numpy": np.__version__,
-            "python": platform.python_version(), "platform": platform.platform(),
+            **versions(), "numpy": np.__version__, "python": platform.python_version(),
+            "platform": platform.platform(),
         },
     }  # fmt: skip
-    return Asked(simulations, None if args.init is None else fd.models.load_params(model, args.init), config)
+    params = None if args.init is None else load_params(model, args.init)
+    return ParsedRun(simulations, data, params, config, args.rounds, args.eval_every, measure_every, args.seed)

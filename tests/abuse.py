@@ -630,6 +630,17 @@ def command_line() -> Iterator[Call]:
         yield Call(
             f"run --{name}", lambda word, name=name: typed([*run, "--output=out", f"--{name}={word}"]), {}, words
         )
+    text = "--dataset synthetic:num_clients=3 --algorithm fedprox:mu=0.1 --cohort 2"
+    split, more = text.split(), [f"{text} {word}" for word in WORDS]
+    no_values = [value for value in ANYTHING if not isinstance(value, dict)]
+    values = Kind(
+        [*no_values, {"a": 1}, {"alpha": 1}, {1: 1}, {"lr": "a"}, {"mu": -1}],
+        [{}, {"lr": 1}, {"mu": np.float32(1)}, {"epochs": 2}],
+        like={"lr": 1, "mu": 0.1},
+    )
+    kinds = {"words": Kind(ANYTHING, [split, tuple(split)], more, split), "values": without_none(values)}
+    kinds["data"] = without_none(only(fd.FederatedData))
+    yield Call("fd.parse_run", fd.parse_run, {"words": text}, kinds)
     yield Call("data", lambda word: typed(["data", word, "--output=out"]), {}, words)
     yield Call("a command", lambda word: typed([word]), {}, {"word": Kind(either=[word for word in WORDS if word])})
 

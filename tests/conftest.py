@@ -5,9 +5,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import jax
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))  # of experiments/; the last, so that an installed library is tested
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)

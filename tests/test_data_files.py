@@ -20,7 +20,7 @@ from fedjax_drift import cli
 from fedjax_drift.data import datasets, files, image_files
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import iid
-from fedjax_drift.options import DEFAULT_MODEL, asked
+from fedjax_drift.options import DEFAULT_MODEL
 
 RNG = np.random.default_rng(0)
 
@@ -551,8 +551,6 @@ def test_the_command_line_knows_them(tmp_path: Path) -> None:
     write_emnist(tmp_path)
     assert datasets.found("emnist").endswith("letters-train-images-idx3-ubyte.gz")
     assert datasets.found("emnist", split="balanced") == "no"
-    args = cli._parse(
-        ["run", "--dataset", "emnist:num_classes=10", "--algorithm", "fedavg", "--clients", "4", "--cohort", "2"]
-    )
-    model = asked(args).config["model"]
+    run = fd.parse_run("--dataset emnist:num_classes=10 --algorithm fedavg --clients 4 --cohort 2")
+    model = run.config["model"]
     assert model["name"] == "emnist_nn" and model["parameters"] == 89_610  # FedDC's network for EMNIST-L

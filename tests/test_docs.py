@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import fedjax_drift as fd
+from experiments.tables import __main__ as tables
 from fedjax_drift import cli
 from fedjax_drift.algorithms import ALGORITHMS
 
@@ -80,6 +81,8 @@ def test_a_pages_commands_are_understood_and_its_links_lead_somewhere(page) -> N
                 cli._parse(argv)
             except SystemExit as end:
                 assert end.code == 0, line  # --help
+        if command := re.search(r"^python -m experiments\.tables (.*)", line):
+            tables._parser().parse_args(shlex.split(command[1], comments=True))
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / link).exists(), link
 

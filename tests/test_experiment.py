@@ -1,11 +1,13 @@
+"""Tables of papers: from a table's file to its page, and what goes on after an interruption."""
+
 from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,13 @@ from PIL import Image
 from scipy import stats
 
 import fedjax_drift as fd
-from fedjax_drift import cli, experiment, options, papers, plots, report
-from fedjax_drift.experiment import Result
-from fedjax_drift.papers import Printed, Score, Series
+from experiments.tables import papers, report, runner
+from experiments.tables.__main__ import main
+from experiments.tables.papers import Printed, Score, Series
+from experiments.tables.runner import Result
+from fedjax_drift import cli, options
+from fedjax_drift.plots import Compared
 
-TABLES = Path(__file__).parents[1] / "experiments"
 TINY = """
 title = "A tiny table"
 paper = "Nobody, table 1"
@@ -64,17 +68,18 @@ as = "natural, half of them"
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
     """Simulations of the same options share their programs in all tests here: nearly all of the time is compiling."""
-    made: dict[str, options.Asked] = {}
-    asked = options.asked
+    simulations: dict[str, dict[str, fd.Simulation]] = {}
+    parse_run = fd.parse_run
 
-    def once(args, data=None, values=None):
-        key = repr({name: value for name, value in vars(args).items() if name not in ("seed", "rounds")})
-        if data is None or values is not None:
-            return asked(args, data, values)
-        return made.get(key) or made.setdefault(key, asked(args, data))
+    def parse_once(words, *, data=None, values=None):
+        parsed = parse_run(words, data=data, values=values)
+        if values is not None:
+            return parsed
+        key = " ".join(word for word in words if not word.startswith(("--seed", "--rounds")))
+        return parsed._replace(simulations=simulations.setdefault(key, parsed.simulations))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "asked", once)
+        patch.setattr(fd, "parse_run", parse_once)
         yield
 
 
@@ -100,12 +105,12 @@ def with_tables(place: Path, **tables: str) -> Path:
 
 
 def do(place: Path, output: Path, *arguments: str) -> int:
-    words = ["experiment", "tiny/table", "--rows=natural", f"--experiments={place}", f"--output={output}"]
-    return cli.main([*words, "--no-progress", *arguments])
+    words = ["run", "tiny/table", "--rows=natural", f"--tables={place}", f"--output={output}"]
+    return main([*words, "--no-progress", *arguments])
 
 
 def read(output: Path, method: str = "FedAvg") -> dict[int, Result]:
-    return experiment.results(output / "tiny/table/natural-half-of-them" / f"{method}.jsonl")
+    return runner.read_results(output / "tiny/table/natural-half-of-them" / f"{method}.jsonl")
 
 
 def series(runs: dict[int, Result]) -> dict[int, dict[str, Series]]:
@@ -134,8 +139,8 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     assert do(place, output) == 0 and capsys.readouterr().out.count("done before") == 2
     assert {path: path.read_bytes() for path in output.rglob("*.jsonl")} == before
 
-    shown = [f"--experiments={place}", f"--results={output}"]
-    assert cli.main(["report", "tiny/table", *shown]) == 0
+    shown = [f"--tables={place}", f"--results={output}"]
+    assert main(["report", "tiny/table", *shown]) == 0
     page = (output / "tiny/table.md").read_text()
     last = [100 * next(c["accuracy"] for c in run["series"] if "accuracy" in c)[-1] for run in runs]
     assert row(page, "ours")[0] == f"{np.mean(last):.2f} ± {np.std(last, ddof=1):.2f}"
@@ -144,14 +149,15 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     mark = "" if not np.ptp(last) else " ≈" if alike else " ▲" if gap > 0 else " ▼"
     assert row(page, "paper") == ["50±1", "99"] and row(page, "difference")[0] == f"{gap:+.2f}{mark}"
     assert "reached ▲" in page and "- never: patience" in page
-    assert f"| {runs[0]['hardware']} | {runs[0]['commit']} | {runs[0]['date']} |" in page
+    assert f"| {runs[0]['hardware']} | {runs[0]['commit'] or '?'} | {runs[0]['date']} |" in page
     assert runs[0]["command"] in page and runs[0]["command"].endswith("--seed=0")
     with Image.open(output / "tiny/table.png") as picture:
         assert picture.format == "PNG" and picture.width > 500
 
-    assert cli.main(["report", "--all", *shown]) == 0
+    assert main(["report", "--all", *shown]) == 0
     index = (output / "README.md").read_text()
-    verdict = report.compare(read(output, "FedProx"), read(output), papers.read(place, "tiny/table").scores["last (%)"])
+    score = papers.read_table(place, "tiny/table").scores["last (%)"]
+    verdict = report.compare(read(output, "FedProx"), read(output), score)
     orders = {"holds": "1 / 0 / 1", "does not hold": "0 / 1 / 1", "open": "0 / 0 / 2"}[verdict[0]]
     marks = "".join(line for line in page.splitlines() if line.startswith("|  | difference |"))
     marked = ", ".join(f"{mark} {marks.count(mark)}" for mark in "▲≈▼" if mark in marks)
@@ -169,7 +175,7 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     claim = f"| FedProx better than FedAvg | yes | {verdict[0]} | {verdict[1]} |" if verdict[2] else verdict[1]
     assert claim in (output / "orderings.md").read_text()
     capsys.readouterr()
-    assert cli.main(["experiment", "--list", f"--experiments={place}", f"--output={output}"]) == 0
+    assert main(["list", f"--tables={place}", f"--output={output}"]) == 0
     assert "2 of 4 cells" in capsys.readouterr().out
 
 
@@ -178,20 +184,22 @@ def test_the_command_of_a_result_gives_its_numbers(whole, tmp_path, monkeypatch)
     prox = read(whole, "FedProx")
     words = shlex.split(prox[1].command)[1:]
     assert cli.main([*words, "--output=alone", "--no-progress"]) == 0
+    config = json.loads(Path("alone/config.json").read_text())
+    assert json.loads(json.dumps(fd.parse_run(words[1:]).config)).items() <= config.items()
     records = [json.loads(line) for line in Path("alone/rounds.jsonl").read_text().splitlines()]
     for name in ("accuracy", "loss"):
         alone = [record[name] for record in records if name in record]
         assert prox[1].series[name].values == pytest.approx(alone, rel=1e-4)  # five digits are kept
 
 
-@pytest.mark.parametrize("name", papers.names(TABLES))
+@pytest.mark.parametrize("name", papers.table_names(papers.EXPERIMENTS))
 def test_every_committed_table_is_one_that_can_be_run(name):
-    table = papers.read(TABLES, name)
+    table = papers.read_table(papers.EXPERIMENTS, name)
     cells = [cell for setting in table.settings.values() for cell in setting.cells.values()]
     assert {cell.method for cell in cells} == set(table.methods)
     assert len({str(cell.file).lower() for cell in cells}) == len({(c.table, c.setting, c.method) for c in cells})
     for cell in cells:
-        args = papers.parsed(cell, 0)
+        args = cli._parse(["run", *cell.words(0)])
         assert options.specs(args) and options.dealt(args)
     for setting in table.settings.values():
         for numbers in setting.printed.values():
@@ -199,79 +207,95 @@ def test_every_committed_table_is_one_that_can_be_run(name):
 
 
 def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
-    pages = list((TABLES / "results").glob("*/*.md"))
-    if not pages:
-        pytest.skip("no results are committed")
-    for path in (TABLES / "results").rglob("*.jsonl"):
-        copy = tmp_path / path.relative_to(TABLES / "results")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    tables = [papers.read(TABLES, name) for name in papers.names(TABLES)]
+    results = papers.EXPERIMENTS / "results"
+    tables = papers.read_tables(papers.EXPERIMENTS, papers.table_names(papers.EXPERIMENTS))
     for table in tables:
-        if report.has_results(table, tmp_path):
-            ours, committed = report.found(table, tmp_path), TABLES / "results" / table.name
-            drawn = [f"{committed}.png", *(f"{committed}-label-mix-{papers.slug(name)}.png" for name in ours)]
-            pictures = [Path(each) for each in drawn if Path(each).exists()]
-            assert report.page(table, tmp_path, ours, pictures) == Path(f"{committed}.md").read_text(), table.name
-    for path in report.write_index(tables, tmp_path):
-        assert path.read_text() == (TABLES / "results" / path.name).read_text()
+        if report.has_results(table, results):
+            ours, file = report.results_of(table, results), results / f"{table.name}.md"
+            pictures = [file.with_suffix(".png")]
+            pictures += [results / f"{table.name}-label-mix-{papers.slug(name)}.png" for name in ours]
+            page = report.page(table, results, ours, [picture for picture in pictures if picture.exists()])
+            assert page == file.read_text(), table.name
+    shutil.copytree(results, tmp_path / "results")
+    for path in report.write_index(tables, tmp_path / "results"):
+        assert path.read_text() == (results / path.name).read_text()
+
+
+@pytest.mark.parametrize("file", sorted((papers.EXPERIMENTS / "tables").glob("*.py")), ids=lambda file: file.stem)
+def test_tables_use_public_names_alone(file):
+    text = file.read_text()
+    assert set(re.findall(r"^(?:from|import) fedjax_drift.*", text, re.MULTILINE)) <= {"import fedjax_drift as fd"}
+    assert set(re.findall(r"\bfd\.(\w+)", text)) <= {*fd.__all__, "__version__", "__file__"}
+    assert not re.findall(r"\._(?!_|replace|asdict|fields)\w+", text)
 
 
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("round", [4, 1])  # where the rounds up to a save end, and among them
-def test_ctrl_c_ends_it_and_it_goes_on_as_if_nothing_had_been(place, whole, tmp_path, monkeypatch, capsys, round):
-    output, only = tmp_path / "o", "--methods=FedAvg"
-    monkeypatch.setattr(experiment, "CHUNK", 0.0)  # saved after every evaluation
-    monkeypatch.setattr(sys.modules["fedjax_drift.sweep"], "CHUNK_SECONDS", 0.0)  # a round in a program
-    update = experiment.Bar.update
+def interrupted(sweep, rounds: list[int], at: int | None = None):
+    """The sweep, which notes the rounds that it records; Ctrl-C is pressed once, in round ``at`` of its first run."""
 
-    def press(self, record):
-        update(self, record)
-        if record["round"] == round and not pressed:
-            pressed.append(signal.raise_signal(signal.SIGINT))
+    def swept(*arguments, **options):
+        def on_round(seed, setting, record):
+            rounds.append(record["round"])
+            if rounds.count(at) == 1 and record["round"] == at:
+                signal.raise_signal(signal.SIGINT)
 
-    pressed: list = []
-    monkeypatch.setattr(experiment.Bar, "update", press)
-    assert do(place, output, only) == 130
-    assert "the same command goes on" in capsys.readouterr().out and not read(output)
-    saved = next(output.rglob("seed-1"))
-    assert fd.Checkpoints(saved).rounds[-1] in {4: (4, 5, 6), 1: (2, 3)}[round]
-    assert do(place, output, only) == 0 and not list(output.rglob("*.partial"))
-    assert series(read(output)) == series(read(whole))
+        return sweep(*arguments, on_round=on_round, **options)
+
+    return swept
 
 
-def test_a_kill_between_two_saves_leaves_seeds_at_different_rounds(place, whole, tmp_path, monkeypatch):
-    output, only = tmp_path / "o", "--methods=FedAvg"
-    monkeypatch.setattr(experiment, "CHUNK", 0.0)
-    save = checkpoint.Saver.save
-    saved: list[int] = []
+LONG = TINY.replace("rounds = 8", "rounds = 60")
 
-    def killed(self, state, history):
-        saved.append(int(state.round))
-        if saved == [4, 4, 8, 8]:
-            raise SystemExit("killed")
-        save(self, state, history)
 
-    monkeypatch.setattr(checkpoint.Saver, "save", killed)
-    with pytest.raises(SystemExit):
-        do(place, output, only)
-    assert [fd.Checkpoints(next(output.rglob(f"seed-{seed}"))).rounds for seed in (0, 1)] == [[8], [4]]
-    assert do(place, output, only) == 0
-    for seed, run in read(whole).items():
-        assert read(output)[seed].rounds == 8
-        for name, (rounds, values) in run.series.items():
-            assert read(output)[seed].series[name].rounds == rounds
-            assert read(output)[seed].series[name].values == pytest.approx(values, abs=2e-5)
+def test_ctrl_c_ends_it_and_it_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys):
+    place, only = with_tables(tmp_path / "tables", table=LONG), "--methods=FedAvg"
+    assert do(place, tmp_path / "whole", only) == 0
+    monkeypatch.setattr(runner, "SAVE_SECONDS", 1e-6)  # a save whenever there is none on its way
+    before, after = [], []
+    with monkeypatch.context() as patch:
+        patch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, before, at=1))
+        assert do(place, tmp_path / "o", only) == 130
+    assert "the same command goes on" in capsys.readouterr().out and not read(tmp_path / "o")
+    saved = [fd.Checkpoints(next((tmp_path / "o").rglob(f"seed-{seed}"))) for seed in (0, 1)]
+    (early, late), (_, other) = (one.rounds for one in saved)
+    assert late == other == max(before) < 60
+
+    shutil.rmtree(saved[1].place(late))  # as after a kill between the saves of the two seeds
+    monkeypatch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, after))
+    assert do(place, tmp_path / "o", only) == 0 and not list((tmp_path / "o").rglob("*.partial"))
+    assert min(after) == early + 1
+    assert series(read(tmp_path / "o")) == series(read(tmp_path / "whole"))
+
+
+def test_seeds_that_have_not_begun_do_not_hold_back_those_that_have(tmp_path, monkeypatch):
+    place, only, rounds = with_tables(tmp_path / "tables", table=LONG), "--methods=FedAvg", []
+    with monkeypatch.context() as patch:
+        patch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, [], at=1))
+        assert do(place, tmp_path / "o", only, "--seeds=1") == 130
+    monkeypatch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, rounds))
+    assert do(place, tmp_path / "o", only, "--seeds=2") == 0
+    assert rounds.count(1) == 1 and [run.together for run in read(tmp_path / "o").values()] == [1, 1]
+
+
+def test_another_process_at_a_cell_is_left_alone(place, whole, tmp_path, capsys):
+    output = Path(shutil.copytree(whole, tmp_path / "o"))
+    table = papers.read_table(place, "tiny/table")
+    cell = table.settings["natural, half of them"].cells["FedAvg"]
+    with runner._locked(runner._partial(cell, output)) as is_ours:
+        assert is_ours and do(place, output) == 0
+    assert "FedAvg: another process is at it" in (said := capsys.readouterr().out) and "FedProx: done before" in said
+    assert do(place, output) == 0 and "another process" not in capsys.readouterr().out
+    assert not list(output.rglob("*.partial"))
 
 
 def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
     output = tmp_path / "o"
     assert do(place, output, "--methods=FedAvg", "--rounds=2") == 0
     assert {seed: run.rounds for seed, run in read(output).items()} == {0: 2, 1: 2}
-    table = papers.read(place, "tiny/table")
-    assert report.status(table, report.found(table, output)) == "0 of 4 cells, 1 in part"
+    table = papers.read_table(place, "tiny/table")
+    assert report.status(table, report.results_of(table, output)) == "0 of 4 cells, 1 in part"
     assert do(place, output, "--methods=FedAvg") == 0
     first = read(output)
     assert {seed: run.rounds for seed, run in first.items()} == {0: 8, 1: 8}
@@ -281,91 +305,96 @@ def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
     assert sorted(read(output)) == [0, 1, 2, 3] and {seed: read(output)[seed] for seed in first} == first
 
     with_tables(tmp_path / "other", table=TINY.replace("batch_size = 4", "batch_size = 3"))
-    assert do(tmp_path / "other", output, "--methods=FedAvg") == 2
-    assert "must be of the table's options, got another batch_size" in capsys.readouterr().err
-    assert do(place, output, "--methods=FedAvgg") == 2 and "did you mean 'FedAvg'?" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="must be of the table's options, got another batch_size"):
+        do(tmp_path / "other", output, "--methods=FedAvg")
+    with pytest.raises(SystemExit, match="2"):
+        do(place, output, "--methods=FedAvgg")
+    assert "did you mean 'FedAvg'?" in capsys.readouterr().err
 
 
 def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys):
     output, text = tmp_path / "o", TINY.replace("seeds = 2", 'seeds = 1\nuntil = "rounds to 1 %"')
     place = with_tables(tmp_path / "tables", table=text)
-    table = papers.read(place, "tiny/table")
+    table = papers.read_table(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedProx"]
-    assert experiment._grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
+    assert runner._grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
         {"lr": 1e-4},
         {"lr": 0.5},
     ]
     assert do(place, output, "--tune", "--methods=FedProx") == 0
     assert "FedProx: tuning 4 combinations" in capsys.readouterr().out
-    tried = experiment.tuned(cell, output)
+    tried = runner.read_tuned(cell, output)
     best = max(tried, key=lambda each: each.score).values
     run = read(output, "FedProx")[0]
     assert run.options["lr"] == best["lr"] and run.options["algorithm"] == f"fedprox:mu={best['mu']}"
     assert f"--lr={best['lr']}" in run.command
     assert run.reached and run.rounds == 4 and run.series["accuracy"].rounds == [4]
     assert do(place, output, "--tune", "--methods=FedProx") == 0 and "done before" in capsys.readouterr().out
-    page = report.page(table, output, report.found(table, output), [])
+    page = report.page(table, output, report.results_of(table, output), [])
     assert "FedProx: lr" in page and "(best of 4 combinations after 2 rounds, another seed than those reported)" in page
 
     untuned = with_tables(tmp_path / "untuned", table=text[: text.index("[tune]")] + text[text.index("[settings") :])
-    assert do(untuned, output, "--tune") == 2 and "must have a grid" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="must have a grid"):
+        do(untuned, output, "--tune")
+
+
+def test_a_cell_with_a_target_goes_on_in_parts_to_the_same_end(whole, tmp_path, monkeypatch):
+    never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
+    place, totals = with_tables(tmp_path / "tables", table=never), []
+    sweep = fd.Simulation.sweep
+    monkeypatch.setattr(fd.Simulation, "sweep", lambda sim, n, *a, **b: totals.append(n) or sweep(sim, n, *a, **b))
+    monkeypatch.setattr(runner, "TARGET_SECONDS", 0.0)  # looks after every evaluation
+    assert do(place, tmp_path / "o", "--methods=FedAvg") == 0 and totals == [4, 8]
+    assert series(read(tmp_path / "o")) == series(read(whole)) and not read(tmp_path / "o")[0].reached
 
 
 def test_seeds_in_any_order_are_the_same_runs(place, whole, tmp_path):
-    table = papers.read(place, "tiny/table")
+    table = papers.read_table(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedAvg"]
-    assert experiment.run(table, [cell], [1, 0], tmp_path, progress=False)
+    assert runner.run_cells(table, [cell], [1, 0], tmp_path, progress=False)
     assert series(read(tmp_path)) == series(read(whole))
 
 
 def test_tuning_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys):
-    place = with_tables(tmp_path / "tables", table=TINY.replace("[tune]\nrounds = 2", "[tune]\nrounds = 6"))
+    place = with_tables(tmp_path / "tables", table=LONG.replace("[tune]\nrounds = 2", "[tune]\nrounds = 60"))
     only = ["--tune", "--methods=FedProx"]
     assert do(place, tmp_path / "whole", *only) == 0
-    monkeypatch.setattr(experiment, "TUNING_CHUNK", 0.0)
-    monkeypatch.setattr(sys.modules["fedjax_drift.sweep"], "CHUNK_SECONDS", 0.0)
-    update, pressed = experiment.Bar.update, []
-
-    def press(self, record):
-        update(self, record)
-        if not pressed:
-            pressed.append(signal.raise_signal(signal.SIGINT))
-
-    monkeypatch.setattr(experiment.Bar, "update", press)
-    assert do(place, tmp_path / "o", *only) == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(fd, "sweep", interrupted(fd.sweep, [], at=1))
+        assert do(place, tmp_path / "o", *only) == 130
     assert "the same command goes on" in capsys.readouterr().out
-    assert {fd.Checkpoints(each).rounds[-1] for each in (tmp_path / "o").rglob("tuning-*")} < {1, 2, 3, 4}
+    saved = [fd.Checkpoints(each).rounds for each in (tmp_path / "o").rglob("tuning/lr=*")]
+    assert len(saved) == 4 and all(0 < rounds[-1] < 60 for rounds in saved)
     assert do(place, tmp_path / "o", *only) == 0 and not list((tmp_path / "o").rglob("*.partial"))
     tried = [next(output.rglob("*.tuning.jsonl")).read_text() for output in (tmp_path / "whole", tmp_path / "o")]
     assert tried[0] == tried[1] and len(tried[0].splitlines()) == 4
 
 
 def test_tuning_to_a_target_that_some_never_reach():
-    tried = [experiment.Tuned({"lr": lr}, score, 5) for lr, score in ((1, math.nan), (2, 9.0), (3, 4.0), (4, math.inf))]
-    assert experiment.best_of(tried, Score("s", take="rounds_to")) == {"lr": 3}
-    assert experiment.best_of(tried, Score("s")) == {"lr": 2}
+    tried = [runner.Tuned({"lr": lr}, score, 5) for lr, score in ((1, math.nan), (2, 9.0), (3, 4.0), (4, math.inf))]
+    assert runner.best_of(tried, Score("s", take="rounds_to")) == {"lr": 3}
+    assert runner.best_of(tried, Score("s")) == {"lr": 2}
 
 
 def test_what_tuning_kept_of_a_target_not_reached_is_read_again(tmp_path):
     cell = papers.Cell("t", "s", "m", {"algorithm": "fedavg"})
-    file = experiment.tuning_file(cell, tmp_path)
+    file = runner.tuning_file(cell, tmp_path)
     file.parent.mkdir(parents=True)
     file.write_text('{"values": {"lr": 1}, "score": null, "rounds": 2}\n{"values": {"lr": 2}, "score": 7, "rounds": 2}')
-    assert experiment.best_of(experiment.tuned(cell, tmp_path), Score("s", take="rounds_to")) == {"lr": 2}
+    assert runner.best_of(runner.read_tuned(cell, tmp_path), Score("s", take="rounds_to")) == {"lr": 2}
 
 
 def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole, monkeypatch):
-    def absent(args):
-        raise FileNotFoundError(f"no {args.dataset}")
+    def absent(words, **options):
+        raise FileNotFoundError(next(word for word in words if word.startswith("--dataset")))
 
-    monkeypatch.setattr(options, "load", absent)
-    table, said = papers.read(place, "tiny/table"), []
-    cells = papers.chosen(table, ["never", "natural"], ["FedAvg"])[::-1]
-    assert experiment.run(table, cells, None, whole, say=said.append)
-    assert said == ["1/2  never  FedAvg: 8 rounds, seeds 0, 1", "1/2  never  FedAvg: not run: no mnist",
+    monkeypatch.setattr(fd, "parse_run", absent)
+    table, said = papers.read_table(place, "tiny/table"), []
+    cells = papers.select(table, ["never", "natural"], ["FedAvg"])[::-1]
+    assert runner.run_cells(table, cells, None, whole, say=said.append)
+    assert said == ["1/2  never  FedAvg: 8 rounds, seeds 0, 1", "1/2  never  FedAvg: not run: --dataset=mnist",
                     "2/2  natural, half of them  FedAvg: done before"]  # fmt: skip
-    with pytest.raises(FileNotFoundError, match="no mnist"):
-        experiment.run(table, cells[:1], None, whole, say=said.append)
+    assert not runner.run_cells(table, cells[:1], None, whole, say=said.append)
 
 
 # --- what a table may say ---------------------------------------------------------------------------------------------
@@ -374,19 +403,18 @@ def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole,
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("claims =", "claim =", "a table has an unknown entry 'claim': did you mean 'claims'?"),
-        ("batch_size", "bach_size", "unknown entry 'bach_size': did you mean 'batch_size'?"),
-        ("take = ", "takes = ", "score 'last (%)' has an unknown entry 'takes'"),
+        ("claims =", "claim =", "got 'claim': did you mean 'claims'?"),
+        ("take = ", "takes = ", "an entry of score 'last (%)' must be one of"),
         ('"last", ', '"lats", ', "take must be one of"),
         ('"FedProx", "FedAvg"', '"FedPorx", "FedAvg"', "did you mean 'FedProx'?"),
-        ("{FedAvg =", "{FedAv =", "printed has an unknown entry 'FedAv'"),
+        ("{FedAvg =", "{FedAv =", "printed in natural, half of them must be one of 'FedAvg', 'FedProx', got 'FedAv'"),
         ('printed."last (%)"', 'printed."last"', "a score that is printed must be one of"),
-        ("lr = [", "lrr = [", "tune.grid has an unknown entry 'lrr'"),
-        ("grid = ", "gird = ", "tune has an unknown entry 'gird': did you mean 'grid'?"),
+        ("lr = [", "lrr = [", "got 'lrr': did you mean 'lr'?"),
+        ("grid = ", "gird = ", "an entry of tune must be one of 'grid', 'rounds', 'score', got 'gird'"),
         ("rounds = 8", "", "FedAvg needs rounds, got none"),
         ('title = "A tiny table"', "", "'title' is missing"),
-        ("[settings.never]", "[settings.never]\nmethods.FedAvgg = {lr = 1}", "never, methods has an unknown entry"),
-        ('dataset = "mnist"', 'runs = "tiny/figure"\nlr = 1', "has an unknown entry 'lr'"),
+        ("[settings.never]", "[settings.never]\nmethods.FedAvgg = {lr = 1}", "a method of never must be one of"),
+        ('dataset = "mnist"', 'runs = "tiny/figure"\nlr = 1', "which is tiny/figure's, must be one of"),
         ('dataset = "mnist"', 'base = "mnist"', "'mnist' is missing"),
         ("[methods]", "[methods", "Expected"),
         ("50±1", "50±", "could not convert"),
@@ -396,35 +424,42 @@ def test_what_is_wrong_with_a_table_is_said(place, old, new, said):
     assert old in TINY
     (place / "tiny/table.toml").write_text(TINY.replace(old, new, 1))
     with pytest.raises(ValueError, match="table.toml: ") as error:
-        papers.read(place, "tiny/table")
+        papers.read_table(place, "tiny/table")
     assert said in str(error.value)
 
 
+def test_an_option_that_no_run_has_is_refused_before_it_runs(tmp_path):
+    place = with_tables(tmp_path / "tables", table=TINY.replace("batch_size", "bach_size"))
+    with pytest.raises(ValueError, match="unknown argument '--bach-size=4': did you mean '--batch-size'"):
+        do(place, tmp_path / "o")
+    assert not list((tmp_path / "o").rglob("*.partial"))
+
+
 def test_a_setting_of_another_table_is_run_there_and_shown_here(place, tmp_path, capsys):
-    other = papers.read(place, "tiny/table").settings["natural, half of them"]
-    assert papers.read(place, "tiny/figure").settings["half"].cells == {"FedProx": other.cells["FedProx"]}
-    words = ["experiment", "tiny/figure", f"--experiments={place}", f"--output={tmp_path}", "--rounds=8"]
-    assert cli.main(words) == 0 and "\n      loss: " in capsys.readouterr().out
+    other = papers.read_table(place, "tiny/table").settings["natural, half of them"]
+    assert papers.read_table(place, "tiny/figure").settings["half"].cells == {"FedProx": other.cells["FedProx"]}
+    words = ["run", "tiny/figure", f"--tables={place}", f"--output={tmp_path}", "--rounds=8"]
+    assert main(words) == 0 and "\n      loss: " in capsys.readouterr().out
     assert sorted(read(tmp_path, "FedProx")) == [0, 1]
     with pytest.raises(ValueError, match="did you mean 'tiny/table'"):
-        papers.read(place, "tiny/tabel")
+        papers.read_table(place, "tiny/tabel")
 
 
 def test_a_choice_of_rows_and_methods(place):
-    table = papers.read(place, "tiny/table")
-    assert [(c.setting, c.method) for c in papers.chosen(table, ["NATURAL"], ["fedavg"])] == [
+    table = papers.read_table(place, "tiny/table")
+    assert [(c.setting, c.method) for c in papers.select(table, ["NATURAL"], ["fedavg"])] == [
         ("natural, half of them", "FedAvg")
     ]
-    assert len(papers.chosen(table, [], [])) == 4
-    with pytest.raises(ValueError, match="--methods must match"):
-        papers.chosen(table, [], ["Fed"])
+    assert len(papers.select(table, [], [])) == 4
+    with pytest.raises(ValueError, match="--methods must be one of .*FedAvg"):
+        papers.select(table, [], ["Fed"])
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"seed": 0}', '{"series": []}', '{"seed": 0, "series": {}, "x": 1}'])
 def test_a_damaged_line_is_named(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match="a.jsonl, line 1 is no result .*: delete the file"):
-        experiment.results(tmp_path / "a.jsonl")
+        runner.read_results(tmp_path / "a.jsonl")
 
 
 # --- scores and their comparison --------------------------------------------------------------------------------------
@@ -481,10 +516,10 @@ def test_signs_and_digits():
 
 
 def test_a_printed_number(place):
-    of = papers._printed
+    of = papers.printed_number
     assert of(98.5) == Printed(98.5, None, "98.5") and of("69.1±0.6") == Printed(69.1, 0.6, "69.1±0.6")
     assert of(">600") == Printed(math.inf, None, ">600")
-    assert [experiment.summary(values, 1) for values in ([1.0, 3.0], [2.0], [2.0, math.inf], [math.inf], [math.nan])] \
+    assert [runner.summary(values, 1) for values in ([1.0, 3.0], [2.0], [2.0, math.inf], [math.inf], [math.nan])] \
         == ["2.0 ± 1.4", "2.0", "2.0 (1 of 2)", "not reached", "-"]  # fmt: skip
 
 
@@ -523,7 +558,7 @@ ROUNDS = Score("rounds", take="rounds_to", target=0.5)
     ],
 )
 def test_the_difference_to_the_paper(ours, printed, score, shown):
-    number = papers._printed(printed)
+    number = papers.printed_number(printed)
     assert report._difference_text(ours, number, score, True) == shown
     assert report._difference_text(ours, number, score, False) == shown.rstrip(" ▲▼≈")
 
@@ -558,7 +593,7 @@ def test_a_claim_is_judged_by_a_t_interval():
 
 
 def test_a_claim_that_the_papers_numbers_contradict_is_counted_apart():
-    printed = {"A": papers._printed(">300"), "B": papers._printed(133), "C": papers._printed(">300")}
+    printed = {"A": papers.printed_number(">300"), "B": papers.printed_number(133), "C": papers.printed_number(">300")}
     orders = [report._printed_order(printed, a, b, ROUNDS) for a, b in ("BA", "AB", "AC", "AD")]
     assert orders == ["yes", "no", "equal", "-"]
     verdict = report.Verdict("s", "rounds", "A", "B", "no", "holds", "+1.0 [+0.5, +1.5], 3 seeds", True)
@@ -571,18 +606,21 @@ def test_a_claim_that_the_papers_numbers_contradict_is_counted_apart():
 
 def test_a_setting_whose_runs_diverged_has_no_panel_and_does_not_end_the_page(tmp_path):
     good, bad = ([1, 2], [0.5, 0.5]), ([1, 2], [math.nan, math.nan])
-    settings = [plots.Compared("bad", {"A": [bad]}, {"A": [(None, 3.0)]}), plots.Compared("good", {"A": [good]}, {})]
-    panels = [axes for axes in plots.compared(settings, "y").axes if axes.axison]
+    settings = [
+        Compared("bad", {"A": [bad]}, {"A": [(None, 3.0)]}),
+        Compared("good", {"A": [good]}, {}),
+    ]
+    panels = [axes for axes in fd.plots.compared(settings, "y").axes if axes.axison]
     assert [axes.get_title() for axes in panels] == ["good"]
     with pytest.raises(ValueError, match="at least 1 round"):
-        plots.compared(settings[:1], "y")
+        fd.plots.compared(settings[:1], "y")
 
 
 def test_panels_of_one_method_share_their_axis_and_those_of_several_do_not():
     def axes_of(methods):
         low, high = ([1, 2], [0.1, 0.2]), ([1, 2], [0.7, 0.9])
-        settings = [plots.Compared(name, dict.fromkeys(methods, [run]), {}) for name, run in (("x", low), ("y", high))]
-        return [axes.get_ylim() for axes in plots.compared(settings, "gain").axes if axes.axison]
+        settings = [Compared(name, dict.fromkeys(methods, [run]), {}) for name, run in (("x", low), ("y", high))]
+        return [axes.get_ylim() for axes in fd.plots.compared(settings, "gain").axes if axes.axison]
 
     one, two = axes_of("A"), axes_of("AB")
     assert one[0] == one[1] == pytest.approx((0.06, 0.94)) and two[0] != two[1]

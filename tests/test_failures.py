@@ -12,7 +12,6 @@ from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 
 import fedjax_drift as fd
 from fedjax_drift import tree
-from fedjax_drift.round import failures
 from fedjax_drift.round.cohort import plan
 
 LOCAL = fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)

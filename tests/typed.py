@@ -25,6 +25,8 @@ def what_users_type() -> tuple[float, fd.Algorithm]:
     with fd.logs.Log("runs/typed") as log:
         state, history = sim.run(state, rounds=3, on_round=log, checkpoints=fd.Checkpoints("runs/typed"))
     runs = fd.sweep(lambda lr: sim, 3, settings=fd.grid(lr=[0.1]))
+    parsed = fd.parse_run("--dataset glyphs --algorithm fedavg", data=data, values={"lr": 0.1})
+    state, history = parsed.simulations["fedavg"].run(state, parsed.rounds, parsed.eval_every)
     for records in (history, runs):
         fd.plots.curves(records)
     fd.plots.curves({"a": history})

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_drift.errors import ConfigurationError
+
 Padding = str | tuple[int, int]
 
 
@@ -58,7 +60,9 @@ def positions(x: jax.Array, window: tuple[int, int], stride: int) -> tuple[int, 
     """(H', W'), how many positions a window has in x [C, H, W, B]. Raises ValueError if it has none."""
     H, W = ((n - k) // stride + 1 for n, k in zip(x.shape[1:3], window, strict=True))
     if H < 1 or W < 1:
-        raise ConfigurationError(f"a window of {window} does not fit an image of {x.shape[1:3]}: use larger images or padding")
+        raise ConfigurationError(
+            f"a window of {window} does not fit an image of {x.shape[1:3]}: use larger images or padding"
+        )
     return H, W
 
 

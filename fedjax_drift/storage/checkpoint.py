@@ -709,7 +709,7 @@ def _check_arrays(path: Path, spec: Specification, about: About) -> None:
         """Of client states the rows don't count: they depend on the devices, or on who has been seen."""
         return {name: f"{dtype}{shape[name.startswith('.clients') :]}" for name, dtype, shape, *_ in leaves}
 
-    expected = spec.state._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
+    expected = _with_key_words(spec.state)
     if spec.states_on_host:
         clients = {"ids": np.zeros(0, np.int64), "states": expected.clients} if spec.client_store == "host" else ()
         expected = expected._replace(clients=clients)
@@ -721,9 +721,14 @@ def _check_arrays(path: Path, spec: Specification, about: About) -> None:
         )
 
 
+def _with_key_words(shapes: Any) -> ServerState:
+    """The shapes of a state whose key is stored as its words."""
+    return shapes._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
+
+
 def _read_all(place: Path, spec: Specification, about: About) -> list[Leaf]:
     """Every array, where this simulation has it."""
-    expected = spec.state._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
+    expected = _with_key_words(spec.state)
     if spec.states_on_host:
         expected = expected._replace(clients=())
     here = zip(jax.tree.leaves(expected), jax.tree.leaves(leaf_shardings(spec.shardings, expected)), strict=True)

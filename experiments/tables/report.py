@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_drift import plots
-from fedjax_drift.experiment import Result, best_of, results, summary, tuned, tuning_score
-from fedjax_drift.papers import Cell, Printed, Score, Series, Setting, Table, last_number, names, read_all, slug
+import fedjax_drift as fd
+from experiments.tables.papers import Cell, Printed, Score, Series, Setting, Table, last_number, slug
+from experiments.tables.runner import Result, best_of, read_results, read_tuned, summary, tuning_score
 
 CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")
@@ -21,8 +21,10 @@ PRINTED_OR_NOT = (
     "elsewhere (settings of our own, and what its text says but its numbers do not show)",
 )
 INITIALS = ("auc", "cka", "kl", "lp")  # among what is drawn
+ENDED_EARLY = " A run that reached its target ended there, before its command's rounds."
 BETTER, WORSE, ALIKE = "▲", "▼", "≈"
-Found = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
+COMMAND = "python -m experiments.tables"
+Results = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
 
 
 class Verdict(NamedTuple):
@@ -38,33 +40,33 @@ class Verdict(NamedTuple):
     interval: bool  # whether there is one
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- which results exist ----------------------------------------------------------------------------------------------
 
 
-def found(table: Table, place: Path) -> Found:
+def results_of(table: Table, folder: Path) -> Results:
     """All results of a table, for the settings that have any."""
-    everything = {
-        setting.name: {method: runs for method, cell in setting.cells.items() if (runs := results(place / cell.file))}
+    results = {
+        setting.name: {m: runs for m, cell in setting.cells.items() if (runs := read_results(folder / cell.file))}
         for setting in table.settings.values()
     }
-    return {name: methods for name, methods in everything.items() if methods}
+    return {name: methods for name, methods in results.items() if methods}
 
 
-def has_results(table: Table, place: Path) -> bool:
-    return any((place / cell.file).exists() for setting in table.settings.values() for cell in setting.cells.values())
+def has_results(table: Table, folder: Path) -> bool:
+    return any((folder / cell.file).exists() for setting in table.settings.values() for cell in setting.cells.values())
 
 
-def where(table: Table, places: Sequence[Path]) -> Path:
+def folder_with_results(table: Table, folders: Sequence[Path]) -> Path:
     """The first folder that has results of the table, else the last."""
-    return next((place for place in places if has_results(table, place)), places[-1])
+    return next((folder for folder in folders if has_results(table, folder)), folders[-1])
 
 
-def status(table: Table, ours: Found) -> str:
+def status(table: Table, ours: Results) -> str:
     """ "complete", "12 of 30 cells, 3 in part", or "not run"."""
     cells = sum(len(setting.cells) for setting in table.settings.values())
     begun = [(table.settings[name].cells[m], runs) for name, methods in ours.items() for m, runs in methods.items()]
     done = sum(complete(cell, runs) for cell, runs in begun)
-    part = f", {len(begun) - done} in part" * (done < len(begun))
+    part = f", {len(begun) - done} in part" if done < len(begun) else ""
     return "complete" if done == cells else f"{done} of {cells} cells{part}" if begun else "not run"
 
 
@@ -74,35 +76,35 @@ def complete(cell: Cell, runs: Mapping[int, Result]) -> bool:
     return len(done) >= max(cell.seeds, len(runs))
 
 
-def listing(place: Path, outputs: Sequence[Path]) -> str:
-    """One line a table."""
-    tables = read_all(place, names(place))
+def listing(tables: Sequence[Table], folders: Sequence[Path]) -> str:
+    """One line for each table."""
     width = max(len(table.name) for table in tables)
     lines = [f"{'table':{width}}  {'results':26}  what"]
     for table in tables:
-        lines.append(f"{table.name:{width}}  {status(table, found(table, where(table, outputs))):26}  {table.title}")
+        ours = results_of(table, folder_with_results(table, folders))
+        lines.append(f"{table.name:{width}}  {status(table, ours):26}  {table.title}")
     return "\n".join(lines)
 
 
 # --- one table --------------------------------------------------------------------------------------------------------
 
 
-def write(table: Table, place: Path) -> list[Path]:
-    """Writes <table>.md and its pictures from the results in ``place``; returns their paths."""
-    where, ours = place / f"{table.name}.md", found(table, place)
-    drawn = {place / f"{table.name}.png": draw(table, ours, place / f"{table.name}.png")}
-    drawn |= {path: True for path in draw_label_mixes(table, ours, place)}
-    pictures = [path for path, there in drawn.items() if there]
-    where.write_text(page(table, place, ours, pictures))
-    return [where, *pictures]
+def write_page(table: Table, folder: Path) -> list[Path]:
+    """Writes <table>.md and its pictures from the results in the folder; returns their paths."""
+    file, ours = folder / f"{table.name}.md", results_of(table, folder)
+    curves = file.with_suffix(".png")
+    pictures = [curves] if draw(table, ours, curves) else []
+    pictures += draw_label_mixes(table, ours, folder)
+    file.write_text(page(table, folder, ours, pictures))
+    return [file, *pictures]
 
 
-def page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> str:
-    """The results in ``place`` as markdown, with pictures that lie beside it."""
-    return "\n".join(_page(table, place, ours, pictures)) + "\n"
+def page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -> str:
+    """The results in the folder as markdown, with the pictures beside it."""
+    return "\n".join(_page(table, folder, ours, pictures)) + "\n"
 
 
-def _page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> Iterator[str]:
+def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -> Iterator[str]:
     yield from (f"# {table.paper}: {table.title}", "", table.note.strip())
     for picture in pictures:
         mixes = picture.stem.removeprefix(table.name.split("/")[-1]).replace("-", " ").strip()
@@ -119,11 +121,11 @@ def _page(table: Table, place: Path, ours: Found, pictures: Sequence[Path]) -> I
     verdicts = list(orderings(table, ours))
     if verdicts:
         yield from ("", "## The paper's order", "", *_verdict_lines(verdicts))
-    yield from ("", "## How each cell was run", "", *_runs(table, place, ours))
+    yield from ("", "## How each cell was run", "", *_runs(table, folder, ours))
     if missing := _missing(table, ours):
         yield from ("", "## Not run", "", *_not_run(missing))
-    made, run = f"`fedjax-drift report {table.name}`", f"`fedjax-drift experiment {table.name}`"
-    yield from ("", f"This page is made by {made} from the JSONL beside it; {run} runs it.")
+    report, run = (f"`{COMMAND} {command} {table.name}`" for command in ("report", "run"))
+    yield from ("", f"This page is made by {report} from the JSONL beside it; {run} runs it.")
 
 
 def _has(setting: Setting, score: Score) -> bool:
@@ -135,9 +137,9 @@ def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
     return any(not math.isnan(value) for runs in methods.values() for value in _values(score, runs))
 
 
-def _caption(table: Table, ours: Found) -> Iterator[str]:
+def _caption(table: Table, ours: Results) -> Iterator[str]:
     several = any(len(runs) > 1 for methods in ours.values() for runs in methods.values())
-    band = "; the band is from the lowest to the highest seed" * several
+    band = "; the band is from the lowest to the highest seed" if several else ""
     yield f"Lines: means over seeds, and over neighbouring rounds where there are many{band}."
     marks = [_marks(table, name, methods, 1.0) for name, methods in ours.items()]
     points = [at for of in marks for each in of.values() for at, _ in each]
@@ -147,7 +149,7 @@ def _caption(table: Table, ours: Found) -> Iterator[str]:
         yield "◁ at the right edge: the paper's number, which has no round."
 
 
-def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Found) -> Iterator[str]:
+def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Results) -> Iterator[str]:
     methods = [m for m in table.methods if any(m in ours[setting.name] for setting in shown)]
     yield "| setting | | " + " | ".join(methods) + " |"
     yield "|---|---|" + "---:|" * len(methods)
@@ -193,15 +195,15 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
     if not known:
         rounds = min(score.within(run.rounds) for run in runs.values())
         late = all(map(math.isinf, values)) and rounds >= printed.value
-        return ("not reached" if late else "-"), WORSE * (late and marks)
+        return ("not reached" if late else "-"), WORSE if late and marks else ""
     if not math.isfinite(printed.value):
-        return "reached", BETTER * (marks and len(known) == n)
+        return "reached", BETTER if marks and len(known) == n else ""
     gap = float(np.mean(known)) - printed.value
-    text, own = f"{gap:+.{score.digits}f}", float(np.var(known, ddof=1)) if len(known) > 1 else 0.0
-    if not marks or not own or not score.sign or len(known) < n:
+    text, variance = f"{gap:+.{score.digits}f}", float(np.var(known, ddof=1)) if len(known) > 1 else 0.0
+    if not marks or not variance or not score.sign or len(known) < n:
         return text, ""
-    theirs = own if printed.std is None else printed.std**2
-    alike = abs(gap) <= _quantile(n) * math.sqrt(own / n + theirs)
+    theirs = variance if printed.std is None else printed.std**2
+    alike = abs(gap) <= _quantile(n) * math.sqrt(variance / n + theirs)
     return text, ALIKE if alike else BETTER if gap * score.sign > 0 else WORSE
 
 
@@ -216,7 +218,7 @@ def _difference_text(runs: Mapping[int, Result], printed: Printed, score: Score,
     return " ".join(filter(None, difference(runs, printed, score, marks)))
 
 
-def _legend(ours: Found) -> Iterator[str]:
+def _legend(ours: Results) -> Iterator[str]:
     seeds = sorted({len(runs) for methods in ours.values() for runs in methods.values()})
     yield (
         f"Ours: mean ± standard deviation over seeds ({', '.join(map(str, seeds))} of them; one has no ±). Seeds are "
@@ -226,7 +228,7 @@ def _legend(ours: Found) -> Iterator[str]:
     )
 
 
-def _runs(table: Table, place: Path, ours: Found) -> Iterator[str]:
+def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
     yield "| setting | method | seeds | rounds | minutes | hardware | commit | date |"
     yield "|---|---|---|---:|---:|---|---|---|"
     commands, tunings = [], []
@@ -241,18 +243,15 @@ def _runs(table: Table, place: Path, ours: Found) -> Iterator[str]:
             yield f"| {name} | {method} | {seeds} | {rounds} | {minutes:.1f} | " + " | ".join(about) + " |"
             commands.append(f"{next(iter(runs.values())).command}")
             cell = table.settings[name].cells[method]
-            if tried := tuned(cell, place):
-                best = ", ".join(f"{key} {value:g}" for key, value in best_of(tried, tuning_score(table)).items())
+            if tuned := read_tuned(cell, folder):
+                best = ", ".join(f"{key} {value:g}" for key, value in best_of(tuned, tuning_score(table)).items())
                 tunings.append(
-                    f"- {name}, {method}: {best} (best of {len(tried)} combinations after {tried[0].rounds} rounds, "
+                    f"- {name}, {method}: {best} (best of {len(tuned)} combinations after {tuned[0].rounds} rounds, "
                     "another seed than those reported)"
                 )
     every = [run for methods in ours.values() for runs in methods.values() for run in runs.values()]
     versions = dict.fromkeys(", ".join(f"{name} {number}" for name, number in run.versions.items()) for run in every)
-    early = " A run that reached its target ended there, before its command's rounds." * any(
-        run.reached for run in every
-    )
-    yield from ("", f"Versions: {'; '.join(versions)}.{early}")
+    yield from ("", f"Versions: {'; '.join(versions)}." + (ENDED_EARLY if any(run.reached for run in every) else ""))
     if tunings:
         yield from ("", "Tuned:", "", *tunings)
     yield from ("", "<details><summary>The command of each, for its first seed</summary>", "", "```")
@@ -260,20 +259,19 @@ def _runs(table: Table, place: Path, ours: Found) -> Iterator[str]:
     yield from ("```", "", "</details>")
 
 
-def _missing(table: Table, ours: Found) -> dict[str, list[str]]:
+def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
     """Why something was not run -> the settings, with their methods where some were."""
     reasons: dict[str, list[str]] = {}
     for setting in table.settings.values():
-        found_there = ours.get(setting.name, {})
-        missing = [method for method in setting.cells if method not in found_there]
+        runs = ours.get(setting.name, {})
+        missing = [method for method in setting.cells if method not in runs]
         missing += [
-            f"{method}: {len(found_there[method])} of {cell.seeds} seeds"
+            f"{method}: {len(runs[method])} of {cell.seeds} seeds"
             for method, cell in setting.cells.items()
-            if method in found_there and len(found_there[method]) < cell.seeds
+            if method in runs and len(runs[method]) < cell.seeds
         ]
         if missing:
-            whole = not found_there
-            what = setting.name if whole else f"{setting.name} ({', '.join(missing)})"
+            what = f"{setting.name} ({', '.join(missing)})" if runs else setting.name
             reasons.setdefault(setting.needs or "not run yet", []).append(what)
     return reasons
 
@@ -285,7 +283,7 @@ def _not_run(missing: Mapping[str, Sequence[str]]) -> list[str]:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def draw(table: Table, ours: Found, path: Path) -> bool:
+def draw(table: Table, ours: Results, path: Path) -> bool:
     """The curves of all settings that were run, with the paper's numbers where they are of what is drawn.
 
     False, and no picture, where no run has a number to draw.
@@ -299,17 +297,17 @@ def draw(table: Table, ours: Found, path: Path) -> bool:
             method: [_curve(run, table.picture, scale) for run in methods.get(method, {}).values()] for method in shown
         }
         runs = {method: [curve for curve in of if curve[0]] for method, of in curves.items()}
-        own = {method: _reached_marks(table, name, of, scale) for method, of in methods.items()}
-        settings.append(plots.Compared(name, runs, _marks(table, name, methods, scale), own))
+        reached = {method: _reached_marks(table, name, of, scale) for method, of in methods.items()}
+        settings.append(fd.plots.Compared(name, runs, _marks(table, name, methods, scale), reached))
     curves_of_all = (curve for setting in settings for curves in setting.runs.values() for curve in curves)
     if not any(math.isfinite(value) for _, values in curves_of_all for value in values):
         return False
     words = " ".join(word.upper() if word in INITIALS else word for word in table.picture.split("_"))
-    plots.compared(settings, words[0].upper() + words[1:] + (" (%)" if scale == 100 else ""), path)
+    fd.plots.compared(settings, words[0].upper() + words[1:] + (" (%)" if scale == 100 else ""), path)
     return True
 
 
-def draw_label_mixes(table: Table, ours: Found, place: Path) -> list[Path]:
+def draw_label_mixes(table: Table, ours: Results, folder: Path) -> list[Path]:
     """A picture of the cohorts' labels for each setting, of the first seed of the method that the table names."""
     mixes = {}
     for name, methods in ours.items():
@@ -319,8 +317,8 @@ def draw_label_mixes(table: Table, ours: Found, place: Path) -> list[Path]:
     largest = max((max(record["label_mix"]) for history in mixes.values() for record in history), default=None)
     written = []
     for name, history in mixes.items():
-        written.append(place / f"{table.name}-label-mix-{slug(name)}.png")
-        plots.label_mix(history, written[-1], title=f"Labels of the cohort: {name}", largest=largest)
+        written.append(folder / f"{table.name}-label-mix-{slug(name)}.png")
+        fd.plots.label_mix(history, written[-1], title=f"Labels of the cohort: {name}", largest=largest)
     return written
 
 
@@ -362,7 +360,7 @@ def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale
 # --- orderings --------------------------------------------------------------------------------------------------------
 
 
-def orderings(table: Table, ours: Found) -> Iterator[Verdict]:
+def orderings(table: Table, ours: Results) -> Iterator[Verdict]:
     """What came of every claim that a method is better than another, in every setting and score that was run."""
     pairs = dict.fromkeys(pair for chain in table.claims for pair in itertools.pairwise(chain))
     for score in table.scores.values():
@@ -405,7 +403,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
         {seed: score.within(runs[seed].rounds) + 1.0 if math.isinf(value) else value for seed, value in values.items()}
         for runs, values in ((a, x), (b, y))
     )
-    digits, within = max(score.digits, 1), f", of the first {most} rounds" * bool(most)
+    digits, within = max(score.digits, 1), f", of the first {most} rounds" if most else ""
     gaps = np.array([score.sign * (one[seed] - other[seed]) for seed in sorted(set(one) & set(other))])
     if len(gaps) < 2:
         mean = score.sign * (np.mean(list(one.values())) - np.mean(list(other.values())))
@@ -471,19 +469,20 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
 # --- all tables -------------------------------------------------------------------------------------------------------
 
 
-def write_index(tables: Sequence[Table], place: Path) -> list[Path]:
+def write_index(tables: Sequence[Table], folder: Path) -> list[Path]:
     """Writes README.md, the page of all tables, and orderings.md; returns their paths."""
-    index, orders = place / "README.md", place / "orderings.md"
-    everything = [(table, ours, list(orderings(table, ours))) for table in tables for ours in [found(table, place)]]
+    index, orders = folder / "README.md", folder / "orderings.md"
+    results = [(table, results_of(table, folder)) for table in tables]
+    everything = [(table, ours, list(orderings(table, ours))) for table, ours in results]
     index.write_text("\n".join(_index(everything)) + "\n")
     orders.write_text("\n".join(_orderings(everything)) + "\n")
     return [index, orders]
 
 
-def _index(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iterator[str]:
+def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterator[str]:
     yield from ("# All tables of the five papers", "")
     yield (
-        "Made by `fedjax-drift report --all` from the JSONL in these folders: a file for each method in each setting, "
+        f"Made by `{COMMAND} report --all` from the JSONL in these folders: a file for each method in each setting, "
         "a line for each seed; a table's page has their commands, times, hardware and commits. "
         f"{_coverage(everything)} Beside the paper's: how many numbers are {BETTER} better, {ALIKE} alike, {WORSE} "
         "worse, as the table's page explains; those of a single seed are not counted. Orders: how many claims that one "
@@ -503,7 +502,7 @@ def _index(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iterator
     yield from ("", "Which of the papers' orderings hold in these results: [orderings.md](orderings.md).")
 
 
-def _coverage(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> str:
+def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str:
     """How much of all that the tables are made of has been run, each cell counted once."""
     done: dict[Path, bool] = {}
     for table, ours, _ in everything:
@@ -513,7 +512,7 @@ def _coverage(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> str:
     return f"{sum(done.values())} of {len(done)} cells have been run (one that several tables share counts once)."
 
 
-def _marks_of(table: Table, ours: Found) -> str:
+def _marks_of(table: Table, ours: Results) -> str:
     """How many numbers are better, alike, worse."""
     marked = [
         difference(ours[name][method], number, table.scores[score], table.settings[name].marks)[1]
@@ -526,7 +525,7 @@ def _marks_of(table: Table, ours: Found) -> str:
     return ", ".join(counts) or "-"
 
 
-def _orderings(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iterator[str]:
+def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterator[str]:
     yield from ("# The papers' orderings in our results", "")
     yield (
         'For every claim "method a is better than b" of a paper, in every setting that was run: it holds if the 95 % '
@@ -535,22 +534,21 @@ def _orderings(everything: Sequence[tuple[Table, Found, list[Verdict]]]) -> Iter
         "Intervals are of one comparison each, not of all of them together, and of one partition: another may have "
         "another order."
     )
-    verdicts, seen = [], set()
-    for table, _, found_there in everything:
-        own = []
-        for verdict in found_there:
+    by_table, seen = [], set()
+    for table, _, verdicts in everything:
+        new = []
+        for verdict in verdicts:
             cells = table.settings[verdict.setting].cells
             key = cells[verdict.a].file, cells[verdict.b].file, table.scores[verdict.score]._replace(name="")
-            if key not in seen:  # or else the same runs, shown in another table too
+            if key not in seen:  # else these are the same runs, which another table shows, too
                 seen.add(key)
-                own.append(verdict)
-        verdicts.append((table, own))
+                new.append(verdict)
+        by_table.append((table, new))
     yield from ("", f"Printed so: {PRINTED_OR_NOT[0]}; others: {PRINTED_OR_NOT[1]}.", "")
     columns = [f"{word}, {where}" for where in ("printed so", "others") for word in WORDS]
     yield from (f"| table | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns))
-    for table, own in verdicts:
-        if own:
-            yield f"| {table.paper} | " + " | ".join(str(n) for counts in _two_counts(own) for n in counts) + " |"
-    for table, own in verdicts:
-        if own:
-            yield from ("", f"## {table.paper}", "", *_verdict_lines(own))
+    by_table = [(table, verdicts) for table, verdicts in by_table if verdicts]
+    for table, verdicts in by_table:
+        yield f"| {table.paper} | " + " | ".join(str(n) for counts in _two_counts(verdicts) for n in counts) + " |"
+    for table, verdicts in by_table:
+        yield from ("", f"## {table.paper}", "", *_verdict_lines(verdicts))

@@ -1,0 +1,140 @@
+"""The command line: `python -m experiments.tables list`, `run` and `report`, from the project's root."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+import fedjax_drift as fd
+from experiments.tables import papers, report, runner
+from experiments.tables.papers import Cell, Table
+
+OUTPUT = Path("runs/experiments")
+EPILOG = """\
+examples:
+  python -m experiments.tables list
+  python -m experiments.tables run feddc/table1 --rows mnist --seeds 3
+  python -m experiments.tables run fedadc/figure1 --methods SlowMo,FedAvg --tune
+  python -m experiments.tables report feddc/table1
+  python -m experiments.tables report --all --results experiments/results
+
+run skips what is done: the results are in OUTPUT/<paper>/<table>/<setting>/, a
+file for each method with a line for each seed. Ctrl-C loses nothing, a kill
+about half a minute; the same command goes on.
+
+report writes RESULTS/<paper>/<table>.md (our numbers, the paper's, and how each
+cell was run) and <table>.png (the curves); with --all also the page of all
+tables, README.md, and which of the papers' orderings hold, orderings.md.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns 0, 1 where nothing could be run or reported, or 130 after Ctrl-C."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        tables = papers.read_tables(args.tables, args.names or papers.table_names(args.tables))
+        cells = [papers.select(table, args.rows, args.methods) for table in tables]
+    except ValueError as error:
+        parser.error(str(error))
+    if args.command == "list":
+        print(report.listing(tables, [args.output, args.tables / "results"]))
+        return 0
+    if args.command == "run":
+        return _run(args, list(zip(tables, cells, strict=True)))
+    if args.all == bool(args.names):
+        parser.error("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
+    return _report(args, tables)
+
+
+def _run(args: argparse.Namespace, tables: Sequence[tuple[Table, list[Cell]]]) -> int:
+    if args.devices is not None:
+        fd.use_cpu_devices(args.devices)
+        jax.devices()  # starts JAX, which keeps them
+    seeds = None if args.seeds is None else range(args.seeds)
+    progress, say = False if args.no_progress else None, functools.partial(print, flush=True)
+    try:
+        for table, cells in tables:
+            say(f"{table.name}: {table.title}")
+            options = {"rounds": args.rounds, "tune": args.tune, "progress": progress, "say": say}
+            if not runner.run_cells(table, cells, seeds, args.output, **options):
+                return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here")
+        return 130
+    command = shlex.join(["report", *args.names, f"--results={args.output}"])
+    print(f"the results are in {args.output}; to see them: {report.COMMAND} {command}")
+    return 0
+
+
+def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
+    committed = args.tables / "results"
+    for table in tables:
+        folders = [args.results] if args.results else [committed] if args.all else [args.output, committed]
+        folder = report.folder_with_results(table, folders)
+        if report.has_results(table, folder):
+            print(f"{table.name}: {', '.join(map(str, report.write_page(table, folder)))}", flush=True)
+        elif not args.all:
+            print(f"{table.name} has no results in {folder}: {report.COMMAND} run {table.name}", file=sys.stderr)
+            return 1
+    if args.all:
+        print(", ".join(map(str, report.write_index(tables, args.results or committed))))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=report.COMMAND,
+        description="Runs tables of papers again, and writes our numbers beside the printed ones.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(names=[], rows=[], methods=[], output=OUTPUT)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--tables", metavar="DIR", type=Path, default=papers.EXPERIMENTS, help="folder of the tables (%(default)s)"
+    )
+    commands = parser.add_subparsers(dest="command", title="commands", required=True)
+    listing = commands.add_parser("list", parents=[shared], help="list the tables, and how much of each has been run")
+    run = commands.add_parser("run", parents=[shared], help="run tables, or parts of them")
+    pages = commands.add_parser("report", parents=[shared], help="write the pages of tables from their results")
+    for command in (listing, run):
+        command.add_argument(
+            "--output", metavar="DIR", type=Path, default=OUTPUT, help="folder of the results (%(default)s)"
+        )
+
+    run.add_argument("names", nargs="+", metavar="NAME", help="<paper>/<table>, as list shows them")
+    for flag, text in (
+        ("--rows", "only settings whose names start with this, or else contain it"),
+        ("--methods", "only these methods"),
+    ):
+        run.add_argument(flag, action="append", default=[], metavar="TEXT[,TEXT...]", help=text)
+    run.add_argument("--seeds", metavar="N", type=int, help="seeds 0 to N - 1 of every cell (default: the table's)")
+    run.add_argument("--rounds", metavar="N", type=int, help="at most so many, for a quick look; add another --output")
+    run.add_argument("--tune", action="store_true", help="first try the table's grid, and run with what was best")
+    run.add_argument("--no-progress", action="store_true", help="no progress bars")
+    run.add_argument(
+        "--devices", metavar="N", type=int, help="CPU devices (default: one per core). With 1, several processes may "
+        "share a table: each takes cells that no other process is at",
+    )  # fmt: skip
+
+    pages.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>")
+    pages.add_argument("--all", action="store_true", help="all tables that have results, and the page of all")
+    pages.add_argument(
+        "--results", metavar="DIR", type=Path, help=f"folder of the results (default: {OUTPUT} if it has some of "
+        "the table, else experiments/results, those that come with the project)",
+    )  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):  # without a folder for compiled programs everything is compiled again
+        fd.use_compilation_cache()
+    sys.exit(main())

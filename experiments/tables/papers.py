@@ -1,0 +1,360 @@
+"""A paper's table as a file: settings, methods, scores, and the numbers as printed.
+
+experiments/<paper>/<table>.toml describes a table: settings (its rows: data, partition, model, rounds), methods (its
+columns: algorithms with their hyper-parameters), scores, and the numbers as printed. Settings and methods are written
+in the options of `fedjax-drift run` (underscores for dashes), so every cell is a command that anybody can type.
+
+    title = "Best test accuracy"
+    paper = "FedDC, CVPR 2022, table 3"
+    [common]                        # options of every run; a setting's options override them, and a method's those
+    epochs = 5
+    [bases.mnist]                   # options that several settings share
+    dataset = "mnist"
+    [methods]
+    FedAvg = "fedavg"
+    FedDC = {algorithm = "feddc:alpha=0.1", rounds = 300}
+    [scores]
+    "best accuracy (%)" = {of = "accuracy", take = "best", scale = 100}
+    [settings."MNIST, D1"]
+    base = "mnist"
+    partition = "dirichlet:0.6"
+    printed = {FedAvg = 98.13, FedDC = 98.49}
+
+A setting with ``runs = "paper/table"`` is that table's setting of the same name (or of the name ``as``): it is run once
+and shown in both tables. All methods of a setting have the same data, cohorts and, for each seed, the same initial
+model. Options of `fedjax-drift run` are checked by `fd.parse_run` when a cell is run, everything else when the file is
+read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import fedjax_drift as fd
+
+EXPERIMENTS = Path(__file__).parents[1]  # the folder of all tables
+TAKES = ("best", "last", "at", "rounds_to", "median")
+TABLE_KEYS = {
+    "title", "paper", "note", "common", "bases", "methods", "scores", "settings", "tune", "claims", "needs", "picture",
+    "label_mix",
+}  # fmt: skip
+REFERENCE_KEYS = {"runs", "as", "printed", "marks"}  # of a setting that is another table's
+NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # of a setting
+TUNE_KEYS = {"rounds", "grid", "score"}
+LOCAL_OPTIONS = {field.name for field in fields(fd.LocalTraining)} - {"optimizer"}
+
+
+class Score(NamedTuple):
+    """A number of a run, computed from one entry of its records."""
+
+    name: str
+    of: str = "accuracy"  # the entry; where it is a list, its last number
+    take: str = "best"
+    """best: the largest (smallest of a loss); last: the mean over the last `window` rounds that have the entry; at: in
+    round `round`; rounds_to: the first round with `target` or better; median: over all rounds but the first tenth."""
+    target: float = math.nan
+    round: int = 0  # at: this round; best, rounds_to: later rounds do not count (0: all count)
+    window: int = 1
+    scale: float = 1.0  # 100 for percent
+
+    @property
+    def sign(self) -> int:
+        """1 where more is better, -1 where less is better, 0 where neither is."""
+        if self.take == "median":
+            return 0
+        return -1 if self.take == "rounds_to" or self.of.endswith("loss") else 1
+
+    def within(self, rounds: int) -> int:
+        """How many of a run's rounds count."""
+        return min(rounds, self.round or rounds)
+
+    @property
+    def digits(self) -> int:
+        """Decimals that are shown."""
+        return 0 if self.take == "rounds_to" else 2 if self.scale > 1 else 4 if self.of == "accuracy" else 3
+
+    def __call__(self, series: Mapping[str, Series]) -> float:
+        """NaN for a run without the entry; infinity for a target that was not reached.
+
+        best, rounds_to and median leave out values that are not finite; they make last and at NaN.
+        """
+        if self.of not in series or not series[self.of].rounds:
+            return math.nan
+        rounds = np.asarray(series[self.of].rounds)
+        values = np.array([last_number(value) for value in series[self.of].values])
+        if self.take == "at":
+            return self.scale * float(values[rounds == self.round][-1]) if self.round in rounds else math.nan
+        if self.take == "last":
+            return self.scale * float(values[-self.window :].mean())
+        if self.take == "median":
+            known = values[(rounds > rounds[-1] / 10) & np.isfinite(values)]
+            return self.scale * float(np.median(known)) if known.size else math.nan
+        counts = np.isfinite(values) & ((rounds <= self.round) if self.round else True)
+        better = -1 if self.of.endswith("loss") else 1
+        if self.take == "best":
+            return self.scale * better * float(np.max(better * values[counts])) if counts.any() else math.nan
+        reached = counts & (better * values >= better * self.target)
+        return float(rounds[reached][0]) if reached.any() else math.inf
+
+
+def last_number(value: Any) -> float:
+    """A record's entry, or its last number where it is a list (one for each local epoch); NaN for None."""
+    value = value[-1] if isinstance(value, list) else value
+    return math.nan if value is None else float(value)
+
+
+class Series(NamedTuple):
+    """One entry of a run's records."""
+
+    rounds: Sequence[int]
+    values: Sequence[Any]
+
+
+class Cell(NamedTuple):
+    """One method in one setting."""
+
+    table: str  # the table that runs it
+    setting: str
+    method: str
+    options: dict[str, Any]  # of `fedjax-drift run`
+    seeds: int = 1  # how many the table was run with
+    until: Score | None = None  # the target at which a run may end
+    keep: tuple[str, ...] = ()  # entries of the records that are kept for every round, not only for evaluated ones
+
+    @property
+    def file(self) -> Path:
+        """Its results, relative to the folder of all results."""
+        return Path(self.table) / slug(self.setting) / f"{slug(self.method)}.jsonl"
+
+    def words(self, seed: int) -> list[str]:
+        """What one types after `fedjax-drift run` for one seed; the data and the partition are the same for all."""
+        words = []
+        for name, value in {"data_seed": 0, **self.options, "seed": seed}.items():
+            flag = "--" + name.replace("_", "-")
+            if value is not False:
+                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                words += [flag] if value is True else [f"{flag}={text}"]
+        return words
+
+
+class Setting(NamedTuple):
+    """One row of a table."""
+
+    name: str
+    cells: dict[str, Cell]  # of each method
+    printed: dict[str, dict[str, Printed]]  # score -> method -> the paper's number
+    needs: str  # what one must have to run it
+    marks: bool = True  # whether differences from the paper's numbers are marked; not where the data are another draw
+
+
+class Printed(NamedTuple):
+    """A number in a paper."""
+
+    value: float  # infinity: not within the rounds
+    std: float | None
+    text: str
+
+
+class Table(NamedTuple):
+    """A table of a paper."""
+
+    name: str  # "feddc/table3"
+    title: str
+    paper: str
+    note: str
+    settings: dict[str, Setting]
+    methods: list[str]
+    scores: dict[str, Score]
+    claims: list[list[str]]  # chains of methods, the best first, as the paper orders them
+    tune: dict[str, Any]
+    picture: str  # the entry that is drawn
+    label_mix: str = ""  # the method whose cohorts' labels are drawn, too
+
+
+def slug(name: str) -> str:
+    """A file name."""
+    return re.sub(r"[^A-Za-z0-9.()=-]+", "-", name).strip("-")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def table_names(folder: Path) -> list[str]:
+    """The names of all tables in the folder; ValueError where there are none."""
+    names = sorted(f"{path.parent.name}/{path.stem}" for path in folder.glob("*/*.toml"))
+    if not names:
+        raise ValueError(f"tables must be files {folder}/<paper>/<table>.toml, got none: choose another --tables")
+    return names
+
+
+def read_table(folder: Path, name: str, tables: dict[str, Table] | None = None) -> Table:
+    """A table by its name. ValueError where its file is wrong, or where there is none.
+
+    tables: those that have been read; this one, and those that it refers to, are added.
+    """
+    tables = {} if tables is None else tables
+    if name in tables:
+        return tables[name]
+    check_name("a table", name, table_names(folder))
+    path = folder / f"{name}.toml"
+    try:
+        return tables.setdefault(name, _table(folder, name, tomllib.loads(path.read_text()), tables))
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        message = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: {message}") from error
+
+
+def read_tables(folder: Path, names: Iterable[str]) -> list[Table]:
+    """Tables by their names; each file is read once."""
+    tables: dict[str, Table] = {}
+    return [read_table(folder, name, tables) for name in names]
+
+
+def check_name(what: str, name: str, known: Iterable[str]) -> None:
+    """ValueError unless the name is a known one."""
+    known = list(known)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f": did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, known))}, got {name!r}{hint}")
+
+
+def _check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        check_name(what, name, sorted(known))
+
+
+def _table(folder: Path, name: str, entries: dict[str, Any], tables: dict[str, Table]) -> Table:
+    _check_names("an entry of a table", entries, TABLE_KEYS)
+    scores = {}
+    for title, score in entries["scores"].items():
+        _check_names(f"an entry of score {title!r}", score, set(Score._fields) - {"name"})
+        scores[title] = Score(title, **score)
+        check_name("take", scores[title].take, TAKES)
+    methods = {method: _method_options(spec) for method, spec in entries["methods"].items()}
+    settings = {
+        title: _setting(folder, name, title, setting, entries, methods, scores, tables)
+        for title, setting in entries["settings"].items()
+    }
+    claims = entries.get("claims", [])
+    _check_names("a method that is claimed to be better", itertools.chain(*claims), methods)
+    tune = entries.get("tune", {})
+    if tune:
+        _check_names("an entry of tune", tune, TUNE_KEYS)
+        _check_names("a name in tune.grid", tune["grid"], set().union(*map(tunable, methods.values())))
+        signed = [title for title, score in scores.items() if score.sign]
+        check_name(
+            "the score to tune for, of which more or less is better,", tune.get("score", next(iter(scores))), signed
+        )
+    return Table(
+        name, entries["title"], entries["paper"], entries.get("note", ""), settings, list(methods), scores, claims,
+        tune, entries.get("picture", next(iter(scores.values())).of), entries.get("label_mix", ""),
+    )  # fmt: skip
+
+
+def _setting(
+    folder: Path,
+    table: str,
+    name: str,
+    entries: dict[str, Any],
+    table_entries: dict[str, Any],
+    methods: dict[str, dict[str, Any]],
+    scores: dict[str, Score],
+    tables: dict[str, Table],
+) -> Setting:
+    needs = entries.get("needs", table_entries.get("needs", ""))
+    if "runs" in entries:
+        _check_names(f"an entry of {name}, which is {entries['runs']}'s,", entries, REFERENCE_KEYS)
+        other = read_table(folder, entries["runs"], tables).settings[entries.get("as", name)]
+        cells, needs = {method: other.cells[method] for method in methods if method in other.cells}, other.needs
+    else:
+        _check_names(f"a method of {name}", entries.get("methods", {}), methods)
+        base = table_entries.get("bases", {})[entries["base"]] if "base" in entries else {}
+        of_setting = {key: value for key, value in entries.items() if key not in NOT_OPTIONS}
+        cells = {}
+        for method, of_method in methods.items():
+            of_cell = _method_options(entries.get("methods", {}).get(method, {}))
+            options = {**table_entries.get("common", {}), **base, **of_setting, **of_method, **of_cell}
+            seeds, until, keep = options.pop("seeds", 1), options.pop("until", None), options.pop("keep", ())
+            for key in ("dataset", "rounds"):
+                if key not in options:
+                    raise ValueError(f"{name}, {method} needs {key}, got none: write it there, or under [common]")
+            target = None if until is None else scores[until]
+            cells[method] = Cell(table, name, method, options, seeds, target, tuple(keep))
+    numbers = entries.get("printed", {})
+    if numbers and not isinstance(next(iter(numbers.values())), Mapping):
+        numbers = {next(iter(scores)): numbers}
+    _check_names("a score that is printed", numbers, scores)
+    for of_methods in numbers.values():
+        _check_names(f"a method printed in {name}", of_methods, methods)
+    printed = {
+        score: {method: printed_number(number) for method, number in of_methods.items()}
+        for score, of_methods in numbers.items()
+    }
+    return Setting(name, cells, printed, needs, entries.get("marks", True))
+
+
+def _method_options(spec: str | dict[str, Any]) -> dict[str, Any]:
+    return {"algorithm": spec} if isinstance(spec, str) else spec
+
+
+def tunable(options: Mapping[str, Any]) -> set[str]:
+    """The numbers that can be tuned: local training's and the algorithm's."""
+    factory = fd.algorithms.ALGORITHMS[options["algorithm"].partition(":")[0]]
+    return {*LOCAL_OPTIONS, *inspect.signature(factory).parameters}
+
+
+def printed_number(number: float | str) -> Printed:
+    """98.5, "69.1±0.6", ">600" (not within 600 rounds)."""
+    text = str(number)
+    if text.startswith(">"):
+        return Printed(math.inf, None, text)
+    value, spread, std = text.partition("±")
+    return Printed(float(value), float(std) if spread else None, text)
+
+
+# --- a part of a table ------------------------------------------------------------------------------------------------
+
+
+def select(table: Table, rows: Sequence[str], methods: Sequence[str]) -> list[Cell]:
+    """The cells of some settings and methods; of all of them where no text is given.
+
+    rows: settings whose names start with the text, or else those that contain it, in any case; methods: their names, in
+    any case. A text may be several, separated by commas or semicolons.
+    """
+    settings = _matching("--rows", rows, list(table.settings), _beginning_or_containing)
+    columns = _matching("--methods", methods, table.methods, _equal)
+    return [cell for name in settings for method, cell in table.settings[name].cells.items() if method in columns]
+
+
+def _beginning_or_containing(names: Sequence[str], text: str) -> list[str]:
+    return [name for name in names if name.lower().startswith(text)] or [name for name in names if text in name.lower()]
+
+
+def _equal(names: Sequence[str], text: str) -> list[str]:
+    return [name for name in names if name.lower() == text]
+
+
+def _matching(
+    flag: str, texts: Sequence[str], names: Sequence[str], match: Callable[[Sequence[str], str], list[str]]
+) -> list[str]:
+    selected = set[str]()
+    for text in itertools.chain(*(several.split(";") for several in texts)):
+        whole = match(names, text.strip().lower())  # a name may contain a comma
+        for part in [text] if whole else text.split(","):
+            matches = match(names, part.strip().lower())
+            if not matches:
+                check_name(flag, part.strip(), names)
+            selected |= set(matches)
+    return [name for name in names if not texts or name in selected]

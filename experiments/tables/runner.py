@@ -1,0 +1,412 @@
+"""Runs the cells of a paper's table, and keeps their results as lines of JSON.
+
+All seeds of a cell are one sweep, which saves each of them and goes on where it was stopped or killed. The results of a
+cell are one file with a line for each seed; what is saved of an unfinished cell is in a folder beside it. Several
+processes may run one table: each takes cells that no other process is at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import fedjax_drift as fd
+from experiments.tables.papers import LOCAL_OPTIONS, Cell, Score, Series, Table, last_number, tunable
+
+SAVE_SECONDS = 30.0  # between two saves
+TARGET_SECONDS = 30.0  # of rounds, about, after which a cell with a target looks whether all seeds have reached it
+BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "asked"}  # not kept
+DATA_OPTIONS = ("dataset", "partition", "clients", "size_sigma", "data_dir", "data_seed", "redeal")
+TUNING_SEED = 1_000_000  # of the runs that tune; none of those reported has it
+Record = dict[str, Any]
+
+
+class Result(NamedTuple):
+    """One run, as a line of JSON."""
+
+    setting: str
+    method: str
+    seed: int
+    rounds: int  # that were run
+    reached: bool  # ended early, because the target was reached
+    seconds: float  # of all seeds together
+    together: int  # seeds
+    command: str
+    options: dict[str, Any]
+    commit: str | None
+    hardware: str
+    versions: dict[str, str]
+    date: str
+    series: dict[str, Series]
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def read_results(file: Path) -> dict[int, Result]:
+    """The runs of a cell by their seeds; none where there is no file."""
+    results: dict[int, Result] = {}
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
+        try:
+            entry = json.loads(line)
+            series: dict[str, Series] = {}
+            for columns in entry["series"]:
+                rounds = columns.pop("round")
+                series |= {name: Series(rounds, values) for name, values in columns.items()}
+            results[entry["seed"]] = Result(**entry | {"series": series})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{file}, line {number} is no result ({error}): delete the file to run it again"
+            ) from error
+    return results
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    """Entries of the same rounds stand together, as the columns of one table."""
+    columns: dict[tuple[int, ...], dict[str, Any]] = {}
+    for name, (rounds, values) in result.series.items():
+        columns.setdefault(tuple(rounds), {"round": rounds})[name] = values
+    return result._asdict() | {"series": list(columns.values())}
+
+
+def _write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """A line of JSON for each entry. The file is replaced as a whole: a kill leaves the old one or the new one."""
+    new = file.with_name(file.name + ".new")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new.write_text("".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in entries))
+    os.replace(new, file)
+
+
+def kept_series(history: Sequence[Record], eval_every: int, every_round: Iterable[str]) -> dict[str, Series]:
+    """What is kept of a run, with five digits: its evaluated rounds, and every round of some entries."""
+    rounds: dict[str, list[int]] = {}
+    values: dict[str, list[Any]] = {}
+    for record in history:
+        t = record["round"]
+        evaluated = t == history[-1]["round"] or eval_every > 0 and t % eval_every == 0
+        for name, value in record.items():
+            if name not in BOOKKEEPING and (evaluated or name in every_round):
+                rounds.setdefault(name, []).append(t)
+                values.setdefault(name, []).append(_five_digits(value))
+    return {name: Series(rounds[name], values[name]) for name in rounds}
+
+
+def _five_digits(value: Any) -> Any:
+    """A number, or a list of them; None for one that is not finite."""
+    if isinstance(value, list):
+        return [_five_digits(each) for each in value]
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def summary(values: Sequence[float], digits: int) -> str:
+    """Mean ± standard deviation of the finite values, and how many are finite unless all are."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return "not reached" if any(map(math.isinf, values)) else "-"
+    spread = f" ± {np.std(known, ddof=1):.{digits}f}" if len(known) > 1 else ""
+    number = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+    return f"{np.mean(known):.{digits}f}{spread}{number}"
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run_cells(
+    table: Table,
+    cells: Sequence[Cell],
+    seeds: Sequence[int] | None,
+    output: Path,
+    *,
+    rounds: int | None = None,
+    tune: bool = False,
+    progress: bool | None = None,
+    say: Callable[[str], None] = print,
+) -> bool:
+    """Runs those seeds of the cells that have no result yet in ``output``, and keeps their results there.
+
+    Args:
+      seeds: of every cell; default: as many as the table was run with.
+      rounds: at most so many, instead of the table's.
+      tune: first try the table's grid for each cell, and run it with the values that were best.
+      progress: as in `fd.sweep`.
+      say: is told of each cell.
+
+    Returns:
+      False where none of the cells' data are on this machine. Cells whose data are not are left out.
+
+    Raises:
+      KeyboardInterrupt: after Ctrl-C, once the rounds in progress are saved.
+      ValueError: an option that a cell can't have; results of other options.
+    """
+    if tune and not table.tune:
+        raise ValueError(f"{table.name} must have a grid to be tuned, got a table without [tune]: leave --tune out")
+    federations: dict[tuple, fd.FederatedData] = {}
+    without_data = 0
+    for number, cell in enumerate(cells, 1):
+        title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
+        with _locked(_partial(cell, output)) as is_ours:
+            if not is_ours:
+                say(f"{title}: another process is at it")
+                continue
+            try:
+                if tune and not read_tuned(cell, output):
+                    grid = _grid(table, cell)
+                    say(f"{title}: tuning {len(grid)} combinations")
+                    _tune(table, cell, grid, output, _parsed(cell, TUNING_SEED, federations), progress)
+                cell = with_tuned(cell, table, output)
+                cell = cell if rounds is None else cell._replace(options=_at_most(cell.options, rounds))
+                wanted = list(range(cell.seeds) if seeds is None else seeds)
+                if missing := _missing(cell, output, wanted):
+                    say(f"{title}: {cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}")
+                    _run_cell(cell, missing, output, _parsed(cell, missing[0], federations), progress)
+                    _say_scores(table, cell, output, wanted, say)
+                else:
+                    say(f"{title}: done before")
+            except FileNotFoundError as error:
+                say(f"{title}: not run: {error}")
+                without_data += 1
+    return not cells or without_data < len(cells)
+
+
+def _parsed(cell: Cell, seed: int, federations: dict[tuple, fd.FederatedData]) -> fd.ParsedRun:
+    """The simulation of a cell. Its data are kept for the cells that follow: methods of one setting share them."""
+    key = tuple(str(cell.options.get(name)) for name in DATA_OPTIONS)
+    if key not in federations:
+        federations.clear()  # one federation at a time fits in memory
+    parsed = fd.parse_run(cell.words(seed), data=federations.get(key))
+    federations[key] = parsed.data
+    return parsed
+
+
+def _at_most(options: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The options with fewer rounds."""
+    names = [name for name in ("rounds", "measure_every", "eval_every") if name in options]
+    return options | {name: min(rounds, options[name]) for name in names}
+
+
+def _missing(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
+    """The seeds that have no result yet; ValueError where the file holds results of other options."""
+    results, rounds = read_results(output / cell.file), cell.options["rounds"]
+    for result in results.values():
+        shared = min(result.options["rounds"], rounds)
+        old, new = _at_most(result.options, shared), _at_most(cell.options, shared)
+        if changed := sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
+            raise ValueError(
+                f"{output / cell.file} must be of the table's options, got another {', '.join(changed)}: move the file "
+                "away, or choose another --output"
+            )
+    complete = {seed for seed, result in results.items() if result.reached or result.rounds >= rounds}
+    return [seed for seed in seeds if seed not in complete]
+
+
+def _run_cell(cell: Cell, seeds: Sequence[int], output: Path, parsed: fd.ParsedRun, progress: bool | None) -> None:
+    """Runs the seeds side by side, to their end or their target, and writes their results."""
+    folder = _partial(cell, output)
+    begun = [seed for seed in seeds if fd.Checkpoints(folder / f"seed-{seed}").rounds]
+    for group in (begun, [seed for seed in seeds if seed not in begun]):  # seeds of a sweep are at one round
+        if group:
+            runs = _sweep(cell, group, folder, parsed, progress)
+            results = read_results(output / cell.file)
+            results |= {run.seed: _result(cell, run, len(group), parsed) for run in runs}
+            _write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
+    for seed in seeds:
+        shutil.rmtree(folder / f"seed-{seed}")
+
+
+def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun, progress: bool | None) -> list[fd.Run]:
+    """The runs of these seeds. One with a target goes on in parts, each to a round that is evaluated."""
+    (sim,) = parsed.simulations.values()
+    every = max(parsed.eval_every, 1)
+    saved = [0, *fd.Checkpoints(folder / f"seed-{seeds[0]}").rounds]
+    total = parsed.rounds if cell.until is None else min(parsed.rounds, every * max(1, math.ceil(saved[-1] / every)))
+    while True:
+        runs = sim.sweep(
+            total, seeds, parsed.eval_every, params=parsed.params, measure_every=parsed.measure_every,
+            progress=progress, checkpoints=_checkpoints(folder),
+        )  # fmt: skip
+        _raise_if_interrupted(runs, total)
+        if total == parsed.rounds or all(_has_reached(cell, run, parsed) for run in runs):
+            return runs
+        seconds = every * runs[0].history[-1]["seconds"]  # between two evaluations
+        total = min(parsed.rounds, total + every * max(1, int(TARGET_SECONDS / seconds)))
+
+
+def _checkpoints(folder: Path) -> fd.Checkpoints:
+    """Two of each run, so that a kill between the saves of two runs leaves a round that all of them have."""
+    return fd.Checkpoints(folder, seconds=SAVE_SECONDS, keep=2, best=None)
+
+
+def _raise_if_interrupted(runs: Sequence[fd.Run], rounds: int) -> None:
+    """A sweep that Ctrl-C has ended returns fewer rounds; they are saved."""
+    if any(int(run.state.round) < rounds for run in runs):
+        raise KeyboardInterrupt
+
+
+def _has_reached(cell: Cell, run: fd.Run, parsed: fd.ParsedRun) -> bool:
+    """Whether the run has reached the target at which it may end."""
+    return cell.until is not None and math.isfinite(cell.until(kept_series(run.history, parsed.eval_every, cell.keep)))
+
+
+def _result(cell: Cell, run: fd.Run, together: int, parsed: fd.ParsedRun) -> Result:
+    rounds, seconds = len(run.history), sum(record["seconds"] for record in run.history)
+    return Result(
+        cell.setting, cell.method, run.seed, rounds, rounds < parsed.rounds, round(seconds, 1), together,
+        shlex.join(["fedjax-drift", "run", *cell.words(run.seed)]), cell.options, commit(), hardware(),
+        {"fedjax_drift": fd.__version__, "jax": jax.__version__, "python": platform.python_version()},
+        time.strftime("%Y-%m-%d"), kept_series(run.history, parsed.eval_every, cell.keep),
+    )  # fmt: skip
+
+
+def _say_scores(table: Table, cell: Cell, output: Path, seeds: Sequence[int], say: Callable[[str], None]) -> None:
+    """The scores of a cell that has just been run: those that the paper prints, or all where it prints none."""
+    results = read_results(output / cell.file)
+    rows = [s for s in table.settings.values() if cell.file in [other.file for other in s.cells.values()]]
+    printed = {name for setting in rows for name in setting.printed}
+    for score in table.scores.values():
+        if not printed or score.name in printed:
+            values = [score(results[seed].series) for seed in seeds]
+            say(f"      {score.name}: {summary(values, score.digits)}   ({results[seeds[-1]].seconds:.0f} s)")
+
+
+def commit() -> str | None:
+    """Of the library's sources, with a plus where they have been changed since; None outside a repository."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(Path(fd.__file__).parent), *words], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "."))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def hardware() -> str:
+    """The devices, or the processor where JAX computes on that."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return f"{jax.device_count()} x {device.device_kind}"
+    with contextlib.suppress(OSError):
+        if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return f"{os.cpu_count()} cores, {match[1]}"
+    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
+
+
+# --- cells that are not finished --------------------------------------------------------------------------------------
+
+
+def _partial(cell: Cell, output: Path) -> Path:
+    """Where an unfinished cell is saved."""
+    return (output / cell.file).with_suffix(".partial")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether this process has the folder of an unfinished cell to itself; it is removed if nothing is left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
+        except (BlockingIOError, FileNotFoundError):  # the latter: another process has just finished, and removed it
+            is_ours = False
+        try:
+            yield is_ours
+        finally:
+            if is_ours and os.listdir(folder) == ["lock"]:
+                shutil.rmtree(folder)
+
+
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+class Tuned(NamedTuple):
+    """What one combination of the grid gave."""
+
+    values: dict[str, float]
+    score: float
+    rounds: int
+
+
+def tuning_file(cell: Cell, output: Path) -> Path:
+    return (output / cell.file).with_suffix(".tuning.jsonl")
+
+
+def read_tuned(cell: Cell, output: Path) -> list[Tuned]:
+    """What every combination gave; nothing where the cell was not tuned."""
+    file = tuning_file(cell, output)
+    tuned = [Tuned(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    return [each._replace(score=last_number(each.score)) for each in tuned]
+
+
+def best_of(tuned: Sequence[Tuned], score: Score) -> dict[str, float]:
+    """The values with the best score; the first of those that are equal."""
+    return max(tuned, key=lambda each: score.sign * each.score if math.isfinite(each.score) else -math.inf).values
+
+
+def with_tuned(cell: Cell, table: Table, output: Path) -> Cell:
+    """The cell with the values that were best, where it was tuned."""
+    tuned = read_tuned(cell, output)
+    if not tuned:
+        return cell
+    values = best_of(tuned, tuning_score(table))
+    local = {name: value for name, value in values.items() if name in LOCAL_OPTIONS}
+    name, _, options = cell.options["algorithm"].partition(":")
+    of_algorithm = dict(option.split("=", 1) for option in options.split(",") if option)
+    of_algorithm |= {name: str(value) for name, value in values.items() if name not in local}
+    algorithm = name + ":" * bool(of_algorithm) + ",".join(map("=".join, of_algorithm.items()))
+    return cell._replace(options=cell.options | local | {"algorithm": algorithm})
+
+
+def tuning_score(table: Table) -> Score:
+    return table.scores[table.tune.get("score", next(iter(table.scores)))]
+
+
+def _grid(table: Table, cell: Cell) -> list[dict[str, float]]:
+    """All combinations of the values that the method has."""
+    names = tunable(cell.options)
+    return fd.grid(**{name: values for name, values in table.tune["grid"].items() if name in names})
+
+
+def _tune(
+    table: Table,
+    cell: Cell,
+    grid: Sequence[Mapping[str, float]],
+    output: Path,
+    parsed: fd.ParsedRun,
+    progress: bool | None,
+) -> None:
+    """Tries the grid, all of it in one program, and writes what each combination gave."""
+    folder = _partial(cell, output) / "tuning"
+    rounds = min(table.tune.get("rounds", parsed.rounds), parsed.rounds)
+
+    def build(**values: float) -> fd.Simulation:
+        (sim,) = fd.parse_run(cell.words(TUNING_SEED), data=parsed.data, values=values).simulations.values()
+        return sim
+
+    runs = fd.sweep(
+        build, rounds, [TUNING_SEED], grid, parsed.eval_every, params=parsed.params, progress=progress,
+        measure_every=parsed.measure_every, checkpoints=_checkpoints(folder),
+    )  # fmt: skip
+    _raise_if_interrupted(runs, rounds)
+    score = tuning_score(table)
+    scores = [score(kept_series(run.history, parsed.eval_every, ())) for run in runs]
+    tuned = [Tuned(dict(run.setting), _five_digits(value), rounds) for run, value in zip(runs, scores, strict=True)]
+    _write_lines(tuning_file(cell, output), [each._asdict() for each in tuned])
+    shutil.rmtree(folder)
