@@ -10,7 +10,9 @@
 1
 """
 
+from fedjax_drift import _moved as _moved
 from fedjax_drift import algorithms, errors, logs, models, plots
+from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
 from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
@@ -19,7 +21,6 @@ from fedjax_drift.devices.mesh import clients_mesh, use_compilation_cache, use_c
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.models import ranking
-from fedjax_drift.options import ParsedRun, parse_run
 from fedjax_drift.records import rounds_to_target
 from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
@@ -29,8 +30,7 @@ from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.simulation.sweep import Run, grid, sweep
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Round, ServerState, Work
-
-__version__ = "0.3.0"
+from fedjax_drift.version import __version__ as __version__
 
 __all__ = [
     "Algorithm",

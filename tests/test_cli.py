@@ -223,7 +223,7 @@ def test_what_is_measured_is_written_and_drawn(tmp_path, capsys):
 
 
 def test_every_option_can_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_simulate", lambda config, *_: made.update(config) or 0)
+    monkeypatch.setattr("fedjax_drift.cli.run.simulate", lambda config, *_: made.update(config) or 0)
     made: dict = {}
     written = {
         "feddc:alpha=0.1,scale_by_size=true,variate_lr=initial": {"scale_by_size": True, "variate_lr": "initial"},
@@ -317,7 +317,7 @@ def test_ctrl_c_ends_the_algorithm_and_keeps_what_is_done(tmp_path, monkeypatch,
 
 def test_quickstart_is_the_run_command_it_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(cli, "_simulate", lambda config, names, *_: made.update(config) or 0)
+    monkeypatch.setattr("fedjax_drift.cli.run.simulate", lambda config, names, *_: made.update(config) or 0)
     made: dict = {}
     assert (
         cli.main(["quickstart", "--writers", "3", "--cohort", "2", "--rounds", "1", "--output", str(tmp_path / "o")])
@@ -375,7 +375,7 @@ def test_a_reader_that_has_gone_is_no_bad_input(tmp_path, monkeypatch, capfd) ->
     def gone(*_) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(cli, "_heading", gone)
+    monkeypatch.setattr("fedjax_drift.cli.run.heading", gone)
     monkeypatch.setattr("os.dup2", lambda *_: None)
     options = ["--dataset=synthetic:num_clients=3,num_rows=5", "--cohort=2", f"--output={tmp_path / 'out'}"]
     assert cli.main(["run", "--algorithm=fedavg", *options]) == 141

@@ -17,10 +17,10 @@ import pytest
 
 import fedjax_drift as fd
 from fedjax_drift import cli
+from fedjax_drift.cli.flags import DEFAULT_MODEL
 from fedjax_drift.data import datasets, files, image_files
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import iid
-from fedjax_drift.options import DEFAULT_MODEL
 
 RNG = np.random.default_rng(0)
 

@@ -17,8 +17,8 @@ import pytest
 
 import fedjax_drift as fd
 from experiments.tables import __main__ as tables
-from fedjax_drift import cli
 from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.cli.main import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,7 +78,7 @@ def test_a_pages_commands_are_understood_and_its_links_lead_somewhere(page) -> N
             if "--resume" in argv:  # the folder knows them
                 argv += ["--dataset", "glyphs", "--algorithm", "fedavg"]
             try:
-                cli._parse(argv)
+                parse(argv)
             except SystemExit as end:
                 assert end.code == 0, line  # --help
         if command := re.search(r"^python -m experiments\.tables (.*)", line):

@@ -20,7 +20,9 @@ from experiments.tables import papers, report, runner
 from experiments.tables.__main__ import main
 from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.runner import Result
-from fedjax_drift import cli, options
+from fedjax_drift import cli
+from fedjax_drift.cli.main import parse
+from fedjax_drift.cli.parsed_run import algorithm_specs, partition_text
 from fedjax_drift.plots import Compared
 
 TINY = """
@@ -199,8 +201,8 @@ def test_every_committed_table_is_one_that_can_be_run(name):
     assert {cell.method for cell in cells} == set(table.methods)
     assert len({str(cell.file).lower() for cell in cells}) == len({(c.table, c.setting, c.method) for c in cells})
     for cell in cells:
-        args = cli._parse(["run", *cell.words(0)])
-        assert options.specs(args) and options.dealt(args)
+        args = parse(["run", *cell.words(0)])
+        assert algorithm_specs(args) and partition_text(args)
     for setting in table.settings.values():
         for numbers in setting.printed.values():
             assert set(numbers) <= set(setting.cells)

@@ -1,4 +1,7 @@
-"""The algorithms: one file each, and a plain dict of their factories."""
+"""The algorithms: one file each, and `ALGORITHMS`, a dict of their factories.
+
+The files import `local`, `tree` and `types` alone.
+"""
 
 from collections.abc import Callable
 

@@ -1,1 +1,4 @@
-"""Data: a federation's rows, ways to cut a data set into clients, and data sets to load."""
+"""Data: `FederatedData` (federated.py), partitioners (partition.py), and data sets to load (datasets.py).
+
+The modules import `checks`, `errors` and each other.
+"""

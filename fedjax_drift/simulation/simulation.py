@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -31,14 +31,12 @@ from fedjax_drift.simulation.placement import Placement, moved, on_host
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup, assemble
+from fedjax_drift.simulation.sweep import Run, sweep
 from fedjax_drift.storage.checkpoint import Checkpoints, saving
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Algorithm, Model, Params, Record, ServerState
-
-if TYPE_CHECKING:
-    from fedjax_drift.simulation.sweep import Run
 
 
 class FlatOptions(TypedDict, total=False):
@@ -395,8 +393,6 @@ class Simulation:
         checkpoints: Checkpoints | str | os.PathLike | None = None,
     ) -> list[Run]:
         """Many seeds in one program: ``runs[i].state``, ``.history`` are those of ``seeds[i]``. See `fd.sweep`."""
-        from fedjax_drift.simulation.sweep import sweep
-
         return sweep(
             lambda: self, rounds, seeds, eval_every=eval_every, params=params, start=start, together=together,
             progress=progress, on_round=on_round, measure_every=measure_every, checkpoints=checkpoints,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -29,10 +29,20 @@ from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup
-from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.simulation.turns import Layout, Planned, Setting, TurnPrograms, TurnTrack, compiled, of_form, turns
 from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, saving, split_by_run
+from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Params, Record, ServerState
+
+
+class Simulated(Protocol):
+    """What a sweep needs of a `Simulation`."""
+
+    @property
+    def setup(self) -> Setup: ...
+
+    @property
+    def specification(self) -> Specification: ...
 
 
 class Run(NamedTuple):
@@ -71,7 +81,7 @@ def _several(name: str, values: Any) -> list[Any]:
 
 
 def sweep(
-    build: Callable[..., Simulation],
+    build: Callable[..., Simulated],
     rounds: int,
     seeds: Iterable[int] = (0,),
     settings: Iterable[Mapping[str, Any]] = ({},),
@@ -285,15 +295,15 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
     return [{name: checks.one_in(value) for name, value in setting.items()} for setting in found]
 
 
-def _build_all(build: Callable[..., Simulation], settings: Sequence[Setting]) -> list[Simulation]:
+def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> list[Simulated]:
     """Each setting's simulation; ValueError unless they are alike in what is static."""
-    simulations: list[Simulation] = []
+    simulations: list[Simulated] = []
     for i, setting in enumerate(settings):
         try:
             sim = build(**setting)
         except ValueError as error:
             raise ConfigurationError(f"setting {i}, {setting}: {error}") from error
-        if not isinstance(sim, Simulation):
+        if not isinstance(getattr(sim, "setup", None), Setup):
             raise ConfigurationError(f"build must return a Simulation, got {type(sim).__name__}")
         if not simulations:
             check_sweepable(sim.setup)
@@ -433,7 +443,7 @@ def _layout(setup: Setup, runs: int, most: int) -> Layout:
 
 
 def _compiled(
-    build: Callable[..., Simulation],
+    build: Callable[..., Simulated],
     setting: Setting,
     varied: Sequence[str],
     setup: Setup,
@@ -450,7 +460,7 @@ def _compiled(
 
 
 def _traced_engine(
-    build: Callable[..., Simulation], fixed: Setting, setup: Setup, static: Engine, values: Setting
+    build: Callable[..., Simulated], fixed: Setting, setup: Setup, static: Engine, values: Setting
 ) -> Engine:
     """The engine with tracers for values. What cannot be traced is taken from the first setting's engine."""
     try:

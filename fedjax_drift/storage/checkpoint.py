@@ -48,6 +48,7 @@ from fedjax_drift.storage.files import lock_folder, unused
 from fedjax_drift.storage.identity import crc32, differ
 from fedjax_drift.storage.specification import Specification, key_words
 from fedjax_drift.types import THREEFRY, PyTree, Record, ServerState
+from fedjax_drift.version import __version__
 
 FORMAT = 4
 ABOUT = "about.json"
@@ -630,9 +631,7 @@ def kept_of(scores: Mapping[int, float | None], keep: int) -> set[int]:
 
 def versions() -> dict[str, str]:
     """Of what computes."""
-    import fedjax_drift
-
-    return {"fedjax_drift": fedjax_drift.__version__, "jax": jax.__version__}
+    return {"fedjax_drift": __version__, "jax": jax.__version__}
 
 
 def _check_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

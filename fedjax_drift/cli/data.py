@@ -1,0 +1,64 @@
+"""`fedjax-drift data`: lists the data sets, or plots what the clients of one have."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import fedjax_drift as fd
+from fedjax_drift.cli.flags import HIDDEN, add_data, parse_spec
+from fedjax_drift.cli.output import add_output, output_folder
+from fedjax_drift.cli.parsed_run import load_data, partition_text
+from fedjax_drift.cli.parsed_run import summary as summary_of
+from fedjax_drift.cli.render import aligned, listing
+from fedjax_drift.data.datasets import DATASETS
+
+DATA_EXAMPLES = """\
+examples:
+  fedjax-drift data
+  fedjax-drift data mnist --partition dirichlet:0.3 --clients 100
+  fedjax-drift data synthetic:variant=fedprox --output runs/look
+"""
+
+
+def fill_data(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [NAME[:key=value,...]] [options]"
+    parser.description = textwrap.fill(
+        "Without a name: lists the data sets, which of them are here and how to get the others. "
+        "With a name: prints the sizes of its clients and writes federation.png, their label mixes and sizes.",
+        78,
+    )
+    add_data(parser, required=False)
+    add_output(parser, progress=False)
+    parser.set_defaults(command=data_command)
+
+
+def data_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    if args.dataset is None:
+        text = listing(args.data_dir)
+        return lambda: print(text) or 0
+    dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
+    output = output_folder(args, f"data-{dataset.name}")
+    data = load_data(args)
+    return lambda: _draw(data, partition_text(args), output)
+
+
+def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
+    from fedjax_drift import plots
+
+    output.mkdir(parents=True, exist_ok=True)
+    plots.federation(data, output / "federation.png")
+    summary = summary_of(data)
+    sizes, labels = summary["sizes"], summary["labels_per_client"]
+    print(aligned({
+        "data": f"{data.name}: {data.x.dtype}{list(data.x.shape[1:])} a row, {summary['classes']} labels",
+        "partition": dealt,
+        "clients": f"{data.num_clients:,}",
+        "rows": f"{summary['rows']:,} for training, {summary['test_rows']:,} for testing",
+        "rows a client": f"{sizes['min']:,} to {sizes['max']:,}, median {sizes['median']:,.0f}",
+        "labels a client": f"{labels['min']} to {labels['max']}, mean {labels['mean']:.1f}",
+        "picture": str(output / "federation.png"),
+    }))  # fmt: skip
+    return 0

@@ -1,0 +1,277 @@
+"""The options of the command line: their flags, and what can be typed for each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import optax
+
+from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.checks import nearest
+from fedjax_drift.data import partition
+from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.measures.drift import MEASURES
+from fedjax_drift.models import MODELS
+
+HIDDEN = ("data_dir", "seed", "natural")  # parameters of a data set that have flags of their own
+
+
+LOCAL = ("epochs", "batch_size", "lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
+
+
+FAILURES = ("dropout", "stragglers", "over_selection", "deadline", "speed_spread")
+
+
+DEFAULT_MODEL = {
+    "synthetic": "linear",
+    "glyphs": "lenet5",
+    "femnist": "lenet5",
+    "mnist": "mnist_2nn",
+    "fashion_mnist": "mnist_2nn",
+    "emnist": "emnist_nn",
+    "cifar10": "cifar_cnn",
+    "cifar100": "cifar_cnn",
+    "cinic10": "cifar_cnn",
+    "tiny_imagenet": "resnet18",
+    "movielens": "din",
+    "agnews": "text_classifier",
+    "bindingdb": "drug_target",
+}
+
+
+PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
+    "iid": partition.iid,
+    "dirichlet": partition.dirichlet,
+    "shards": partition.shards,
+    "by_writer": partition.by_writer,
+}
+
+
+OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
+
+
+DECAYS = ("b1", "b2", "decay")  # options of optimizers that are in [0, 1)
+
+
+class Spec(NamedTuple):
+    """What was written as NAME or NAME:key=value,key=value."""
+
+    text: str
+    name: str
+    options: dict[str, Any]
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            if word.startswith("--") and word.endswith("=--"):  # of which argparse makes an empty list
+                self.error(f"{word[:-3]} needs a value, got '--'")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message} (see {self.prog} --help)")
+
+    def refuse(self, word: str, fix: str = "") -> NoReturn:
+        """Raises ValueError for a word that is no option's; names the nearest option, or else the fix."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        self.error(f"unknown argument {word!r}{nearest(word.partition('=')[0], flags) or fix}")
+
+
+def add(group: Any, flag: str, metavar: str, text: str, kind: Callable[[str], Any] = str, default: Any = None) -> None:
+    text += "" if default is None else f" (default: {default})"
+    group.add_argument(flag, metavar=metavar, type=kind, default=default, help=text.replace("%", "%%"))
+
+
+def count(text: str, lowest: int = 1, highest: int = 2**31 - 1) -> int:
+    if not re.fullmatch(r"[+-]?\d+", text) or int(text) < lowest:
+        raise argparse.ArgumentTypeError(f"must be an integer >= {lowest}, got {text!r}")
+    if int(text) > highest:
+        raise argparse.ArgumentTypeError(f"must be at most {highest}, got {text!r}")
+    return int(text)
+
+
+def count0(text: str) -> int:
+    return count(text, 0)
+
+
+def seed(text: str) -> int:
+    return count(text, 0, 2**32 - 1)
+
+
+def seeds(text: str) -> int:
+    return count(text, 1, 10_000)
+
+
+def _redeal(text: str) -> float | str:
+    if text == "evenly":
+        return text
+    alpha = _value(text)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise argparse.ArgumentTypeError(f"must be evenly or a number > 0, got {text!r}")
+    return float(alpha)
+
+
+def _lanes(text: str) -> int | str:
+    return text if text == "auto" else count(text)
+
+
+def parse_spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]], hidden: Sequence[str] = ()) -> Spec:
+    """NAME[:value][:key=value,...] against the factory's signature; ``hidden`` parameters have flags of their own."""
+    name, *items = [part for part in re.split("[:,]", text) if part] or [""]
+    if name not in factories:
+        raise ConfigurationError(
+            f"{kind} must be one of {', '.join(factories)}, got {name!r}{nearest(name, factories)}"
+        )
+    signature = inspect.signature(factories[name]).parameters
+    known = {key: p for key, p in signature.items() if key not in hidden}
+    listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
+    options: dict[str, Any] = {}
+    for key, equals, value in (item.partition("=") for item in items):
+        if not equals:  # dirichlet:0.3
+            key, value = next((k for k in known if k not in options), ""), key
+        if key not in known:
+            wrong = f"option {key!r}" if key else f"value {value!r}"
+            raise ConfigurationError(f"{kind} {name}: unknown {wrong}: {listed}{nearest(key, known)}")
+        if key in options:
+            raise ConfigurationError(f"{kind} {name}: option {key!r} must be given once, got it twice in {text!r}")
+        options[key] = _option(value, known[key].default)
+        if isinstance(known[key].default, bool) and not isinstance(options[key], bool):
+            raise ConfigurationError(f"{kind} {name}: {key} must be true or false, got {value!r}")
+    missing = [key for key, p in known.items() if p.default is p.empty and key not in options]
+    if missing:
+        wanted = ",".join(f"{key}=VALUE" for key in missing)
+        raise ConfigurationError(f"{kind} {name} needs {' and '.join(missing)}, got {text!r}: write {name}:{wanted}")
+    return Spec(text, name, options)
+
+
+def _option(text: str, default: Any) -> Any:
+    if isinstance(default, str):  # "none" is a word here
+        return text
+    return tuple(_value(part) for part in text.split("+")) if isinstance(default, tuple) else _value(text)
+
+
+def _value(text: str) -> bool | int | float | str | None:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def add_data(group: Any, required: bool) -> None:
+    text = f"one of {', '.join(DATASETS)}; options, for example, glyphs:num_writers=500 or synthetic:alpha=1,beta=1"
+    if required:
+        group.add_argument("--dataset", required=True, metavar="NAME[:key=value,...]", help=text)
+    else:
+        group.add_argument("dataset", nargs="?", metavar="NAME[:key=value,...]", help=text)
+    add(
+        group, "--partition", "RECIPE", "how rows are dealt to clients. iid; dirichlet:ALPHA (small ALPHA: few labels "
+        "a client) or dirichlet:ALPHA:prior=class; shards:S (S blocks of the sorted labels each); by_writer "
+        "(default: the clients that come with glyphs, femnist, synthetic and movielens, else iid)",
+    )  # fmt: skip
+    add(group, "--clients", "N", "clients to deal the rows to (default: 100)", count)
+    add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
+    add(group, "--data-dir", "DIR", "the data files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
+    add(group, "--seed", "N", "of all that is random: data, partition, cohorts, initial model", seed, 0)
+    add(group, "--data-seed", "N", "of the data and the partition alone (default: --seed)", seed)
+
+
+def add_run(parser: argparse.ArgumentParser) -> Any:
+    """The flags of a simulation and how it is executed; returns the last group."""
+    local = LocalTraining()
+    add_data(parser.add_argument_group("data"), required=True)
+    group = parser.add_argument_group("what is simulated")
+    group.add_argument(
+        "--algorithm",
+        action="append",
+        metavar="NAME[:key=value,...]",
+        required=True,
+        help=f"one of {', '.join(ALGORITHMS)}; options are those of fd.algorithms.NAME, e.g. fedprox:mu=0.01. "
+        "Give it several times to compare algorithms on the same data, cohorts and initial model",
+    )
+    add(
+        group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
+        "mnist_2nn for mnist and fashion_mnist, emnist_nn for emnist, resnet18 for tiny_imagenet, cifar_cnn for the "
+        "other photographs, linear for synthetic, din for movielens, text_classifier for agnews, drug_target for "
+        "bindingdb)",
+    )  # fmt: skip
+    group.add_argument("--cosine", action="store_true", help="the model's logits are cosines, which lfd needs")
+    add(group, "--init", "FILE", "npz of parameters to start from (default: drawn from the seed)")
+    add(group, "--rounds", "N", "rounds", count, 50)
+    add(group, "--cohort", "K", "clients a round", count, 10)
+    add(group, "--sampling", "KIND", "uniform: exactly K clients; bernoulli: each with probability K/N", str, "uniform")
+    add(
+        group, "--redeal", "evenly|ALPHA", "every round, pool the cohort's rows and deal them anew: evenly (period "
+        "drift only), or each label by Dirichlet(ALPHA) (client drift only, with --partition iid)", _redeal,
+    )  # fmt: skip
+    group = parser.add_argument_group("local training, the same for every client")
+    add(group, "--epochs", "E", "passes over a client's rows in a round", int, local.epochs)
+    add(group, "--batch-size", "B", "rows a step", int, local.batch_size)
+    add(group, "--lr", "LR", "step size in round 0", float, local.lr)
+    add(group, "--lr-decay", "FACTOR", "round t uses LR * FACTOR^t", float, local.lr_decay)
+    add(group, "--momentum", "BETA", "in [0, 1); starts afresh every round", float, local.momentum)
+    add(group, "--weight-decay", "LAMBDA", "adds LAMBDA * parameters to the gradient", float, local.weight_decay)
+    add(group, "--clip-norm", "NORM", "clip gradients to this global norm (default: no clipping)", float)
+    add(
+        group, "--optimizer", "NAME[:key=value,...]", f"of the clients, in place of SGD with momentum: one of "
+        f"{', '.join(OPTIMIZERS)} of optax, afresh every round", str,
+    )  # fmt: skip
+    add(
+        group, "--on-nonfinite", "WHAT", "with a client whose update is NaN or infinite: keep (averaged like any "
+        "other), drop_client or raise, which stops the algorithm", str, "keep",
+    )  # fmt: skip
+    group = parser.add_argument_group("clients that fail, or must not stand out")
+    add(group, "--dropout", "P", "probability that a client asked does not answer", float, 0.0)
+    add(group, "--stragglers", "P", "probability that a client does only part of its local steps", float, 0.0)
+    add(group, "--over-selection", "R", "ask R times as many clients; those that answer first count", float, 1.0)
+    add(
+        group, "--deadline", "T", "who takes longer does not count; 1: a client of mean size on a median device "
+        "(default: none)", float,
+    )  # fmt: skip
+    add(group, "--speed-spread", "SIGMA", "log-normal spread of the devices' speeds", float, 0.0)
+    add(group, "--clip-updates", "NORM", "scale what a client sends down to this norm (default: no clipping)", float)
+    add(
+        group, "--noise-multiplier", "Z", "differential privacy: clients weigh alike, and noise of Z * NORM is "
+        "added to their sum; needs --clip-updates and --sampling bernoulli", float,
+    )  # fmt: skip
+    group = parser.add_argument_group("what is measured of drift, and drawn")
+    group.add_argument(
+        "--measure",
+        action="extend",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME[,NAME...]",
+        help="; ".join(f"{name}: {what}" for name, what in MEASURES.items()) + ". Clients are trained again for it",
+    )
+    add(group, "--measure-every", "N", "rounds between measurements (default: 1)", count)
+    group = parser.add_argument_group("execution")
+    add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", count0, 1)
+    add(
+        group, "--devices", "N", "CPU devices to share a round (default: one per core, with --distributed one; no "
+        "effect on a GPU)", count,
+    )  # fmt: skip
+    add(group, "--lanes", "L", "clients trained side by side on one device", _lanes, "auto")
+    group.add_argument("--bfloat16", action="store_true", help="networks compute in bfloat16; parameters stay float32")
+    group.add_argument(
+        "--stream",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="leave the rows in host memory and send each round its cohort's (default: auto, where they fill a device)",
+    )
+    bank = "where client states are kept: auto, device, sharded, host, or a new folder for files of them"
+    add(group, "--bank", "WHERE", bank, str, "auto")
+    parser.set_defaults(resumed=False)
+    return group

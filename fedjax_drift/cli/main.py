@@ -1,0 +1,108 @@
+"""The commands `fedjax-drift quickstart`, `fedjax-drift run` and `fedjax-drift data`.
+
+What is typed is checked, the data are read and every simulation is put together before anything compiles or the
+output folder is made. Bad input is one line on stderr and exit code 2. An algorithm that cannot continue is one line,
+too: the next algorithm runs, and the exit code is 1. Ctrl-C keeps what is done and exits with 130, SIGTERM with 143.
+`run --resume` is the same command again, with its algorithms restored from their checkpoints.
+
+With --distributed several processes run the same command. The first prints and writes; all exit with the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+import jax
+
+import fedjax_drift as fd
+from fedjax_drift.checks import nearest
+from fedjax_drift.cli.data import DATA_EXAMPLES, fill_data
+from fedjax_drift.cli.flags import Parser
+from fedjax_drift.cli.quickstart import fill_quickstart
+from fedjax_drift.cli.render import show_error, show_warning
+from fedjax_drift.cli.run import RUN_EXAMPLES, fill_run, resumed
+from fedjax_drift.devices.mesh import agree
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
+
+REFUSALS = (ConfigurationError, MissingPackageError, OSError)  # any other exception is a bug, and shows its traceback
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0, 1 (an algorithm can't go on), 2 (bad input: one line on stderr), 130 (Ctrl-C) or
+    143 (SIGTERM)."""
+    if argv is None:  # a process of its own
+        with contextlib.suppress(OSError):  # without a folder for it everything is compiled, as the first time
+            fd.use_compilation_cache()
+    argv = sys.argv[1:] if argv is None else list(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = show_warning
+        try:
+            try:
+                argv, folder = resumed(argv)
+                args = parse(argv)
+                if folder is not None:
+                    args.resumed, args.output = True, folder
+                if getattr(args, "distributed", None):
+                    return _together(args, argv)
+                return args.command(args, argv)()
+            except BrokenPipeError:
+                raise
+            except REFUSALS as error:
+                show_error(error)
+                return 2
+        except KeyboardInterrupt:
+            print("fedjax-drift: interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # whoever read the output has gone, as in `| head`: nothing more can be said
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+
+
+def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """One process of several: what the first finds wrong is said once, and what only another one finds by that one."""
+    address, num_processes, process_id = args.distributed
+    try:
+        fd.distributed.initialize(address, num_processes, process_id, cpu_devices=args.devices)
+    except RuntimeError as error:
+        raise ConfigurationError(f"--distributed: {error}") from error
+    mesh, wrong = fd.clients_mesh(), None
+    (args.now,), _ = agree(mesh, [int(time.time())])  # names the folder
+    with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
+        try:
+            work = args.command(args, argv)
+        except REFUSALS as error:
+            wrong = str(error)
+        (first_wrong,), (any_wrong,) = agree(mesh, [wrong is not None], [wrong is not None])
+        if wrong is not None and (fd.distributed.is_first() or not first_wrong):
+            show_error(f"process {jax.process_index()}: {wrong}")
+        return 2 if any_wrong else work()
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="fedjax-drift", description="Federated learning for the study of drift.")
+    parser.add_argument("--version", action="version", version=f"fedjax-drift {fd.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers = {}
+    for name, summary, epilog, fill in (
+        ("quickstart", "compare three algorithms on generated handwriting, in a minute or two", None, fill_quickstart),
+        ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
+        ("data", "list the data sets, or draw what the clients of one hold", DATA_EXAMPLES, fill_data),
+    ):
+        subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
+        fill(subparsers[name])
+    if not argv:
+        parser.print_help()
+        parser.exit()
+    if argv[0] not in (*subparsers, "-h", "--help", "--version"):
+        near = nearest(argv[0], subparsers)
+        raise ConfigurationError(f"the command must be one of {', '.join(subparsers)}, got {argv[0]!r}{near}")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        subparsers[argv[0]].refuse(unknown[0])
+    return args

@@ -1,0 +1,106 @@
+"""The output folder: where it is, and the files and pictures written into it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import functools
+import os
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fedjax_drift as fd
+from fedjax_drift import checks
+from fedjax_drift.cli.flags import add
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.records import by_seed
+
+
+def add_output(group: Any, progress: bool = True) -> None:
+    add(group, "--output", "DIR", "folder for the results, new or empty (default: runs/WHAT-TIME)", Path)
+    group.add_argument("--force", action="store_true", help="write into DIR even if it holds files")
+    if progress:
+        group.add_argument("--no-progress", action="store_true", help="no progress bars")
+
+
+def output_folder(args: argparse.Namespace, what: str) -> Path:
+    """The folder to write to, not yet made; ValueError if that would overwrite something or can't work."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(getattr(args, "now", None)))
+    path = args.output or Path("runs") / f"{what}-{stamp}"
+    if getattr(args, "resumed", False) or not fd.distributed.is_first():
+        return path
+    if path.exists() and not path.is_dir():
+        raise ConfigurationError(f"--output must be a folder, got the file {path}: choose another name")
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"--output must be where files can be written, got {path} ({there} can't): choose another"
+        )
+    if path.is_dir() and any(path.iterdir()) and not args.force:
+        raise ConfigurationError(
+            f"--output must be a new or empty folder, got {path}, which holds files: choose another, or add --force "
+            "to replace the files of an earlier run (to go on with that: run --resume)"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def written(path: Path, output: Path) -> Iterator[Path]:
+    """In it the file is written beside its place, which it takes as a whole; a full disk is a warning."""
+    new = path.with_stem(path.stem + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield new
+        os.replace(new, path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        again = shlex.join(["fedjax-drift", "run", "--resume", str(output)])
+        checks.warn(f"{path} could not be written ({error.strerror}): make room, then from the checkpoints: {again}")
+
+
+def draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, output: Path) -> list[str]:
+    """Writes the pictures that the records have numbers for; returns their names."""
+    from fedjax_drift import plots
+
+    runs = {name: by_seed(history) for name, history in records.items()}
+    first = next(iter(runs.values()), [()])[0]  # of a seed, the cohorts, and so their labels, are the same for all
+    compared = (plots.curves, plots.updates, plots.drift, plots.agreement, plots.forgetting, plots.gain)
+    pictures = {draw.__name__: functools.partial(draw, runs) for draw in compared}
+    pictures["label_mix"] = functools.partial(plots.label_mix, first)
+    if target is not None:
+        pictures["rounds_to_target"] = functools.partial(plots.rounds_to_target, runs, target)
+    names = []
+    for name, draw in pictures.items():
+        path = output / f"{name}.png"
+        try:
+            with written(path, output) as new:
+                draw(new)
+            if path.exists():
+                names.append(path.name)
+        except ConfigurationError:  # there is nothing to draw, so the picture of an earlier run is out of date
+            path.unlink(missing_ok=True)
+    return names
+
+
+def write_clients(per_client: Mapping[str, Mapping[str, np.ndarray]], output: Path) -> list[str]:
+    """Writes the scores of every client, a line for each, and their picture; returns the files' names."""
+    if not per_client:
+        return []
+    from fedjax_drift import plots
+
+    names = [*next(iter(per_client.values()))]
+    lines = [["algorithm", "client", *names]]
+    for algorithm, scores in per_client.items():
+        values = np.stack([scores[name] for name in names], axis=1)
+        lines += [[algorithm, str(i), *map(str, row)] for i, row in enumerate(values) if np.isfinite(row).any()]
+    with written(output / "clients.csv", output) as new, new.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+    with written(output / "fairness.png", output) as new:
+        plots.fairness(per_client, new)
+    return [name for name in ("clients.csv", "fairness.png") if (output / name).exists()]

@@ -1,0 +1,161 @@
+"""What the commands print: headings, tables, listings, errors and warnings."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fedjax_drift as fd
+from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.records import by_seed
+
+
+def show_error(error: object) -> None:
+    print("fedjax-drift: error: " + " ".join(str(error).split()), file=sys.stderr)
+
+
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    if fd.distributed.is_first():
+        print(f"\nfedjax-drift: warning: {message}", file=sys.stderr)
+
+
+NAME_WIDTH = 22  # of an algorithm in the table, which then has 80 columns
+
+
+def heading(config: Mapping[str, Any], output: Path) -> str:
+    data, local, model = config["data"], config["local"], config["model"]
+    defaults = fd.LocalTraining()
+    changed = [f"{k} {v}" for k, v in local.items() if k not in ("epochs", "batch_size", "lr")
+               and v != getattr(defaults, k)]  # fmt: skip
+    epochs = f"{local['epochs']} epoch{'s' * (local['epochs'] > 1)}"
+    redeal, measure = config["redeal"], config["measure"]
+    failing = [f"{name.replace('_', ' ')} {value}" for name, value in config["failures"].items()
+               if value not in (None, 0.0) and (name, value) != ("over_selection", 1.0)]  # fmt: skip
+    failing += [config["aggregation"]] * (config["aggregation"] != "mean")
+    how = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
+    dealt = "" if redeal is None else f", rows dealt anew {how}"
+    often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
+    measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
+    return aligned({
+        "data": f"{config['dataset']['name']}: {data['rows']:,} rows, {data['test_rows']:,} for testing",
+        "clients": f"{data['clients']:,} of {data['sizes']['min']:,} to {data['sizes']['max']:,} rows, "
+        f"{config['cohort_size']:,} a round ({config['sampling']}{dealt})",
+        "model": f"{model['name']}, {model['parameters']:,} parameters",
+        "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
+        **({"who answers": ", ".join(failing)} if failing else {}),
+        **measured,
+        "devices": f"{config['devices']['count']} ({config['devices']['platform']}), lanes {config['lanes']}",
+        "output": str(output),
+    })  # fmt: skip
+
+
+def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None = None) -> str:
+    """One line an algorithm; seconds a round: the median, which leaves out the compilation in the first. Of several
+    seeds means, and their standard deviation.
+
+    A second line where the algorithm also keeps the mean of its clients' models.
+    """
+    width = min(NAME_WIDTH, max(map(len, ["algorithm", *records])))
+    runs = {name: by_seed(history) for name, history in records.items()}
+    met = {} if target is None else _met(runs, target)
+    last = "s/round" if target is None else f"to {100 * target:g} %"
+    lines = [f"{'algorithm':{width}}  rounds  accuracy     best  at round  train loss  {last:>8}"]
+    for name, seeds in runs.items():
+        if len(name) > width:  # on a line of its own: what tells two of them apart may be at the end
+            lines.append(name)
+        every = [record for history in seeds for record in history]
+        rounds, loss = min(map(len, seeds)), float(np.mean([history[-1]["train_loss"] for history in seeds]))
+        end = f"{np.median([record['seconds'] for record in every]):8.3g}" if target is None else f"{met[name]:>8}"
+        row = f"{name if len(name) <= width else '':{width}}  {rounds:6}  {_accuracies(seeds, 'accuracy')}"
+        lines.append(f"{row}  {loss:#10.5g}  {end}")
+        if any("client_mean_accuracy" in record for record in every):
+            lines.append("  cohort's mean".ljust(width + 8) + "  " + _accuracies(seeds, "client_mean_accuracy"))
+        finals = [value for value, _ in _ends(seeds, "accuracy")]
+        if len(seeds) > 1 and finals:
+            spread = f"± {100 * np.std(finals, ddof=1):.1f} %"
+            lines.append(f"  {len(seeds)} seeds".ljust(width + 8) + f"{spread:>10}")
+    return "\n".join(lines)
+
+
+def _met(runs: Mapping[str, Sequence[Any]], target: float) -> dict[str, str]:
+    """Of each algorithm the mean round of its seeds in which the target is first met; > where one never meets it."""
+    try:
+        reached = fd.rounds_to_target(runs, target)
+    except ValueError:  # nothing was evaluated
+        return dict.fromkeys(runs, "-")
+    said = dict.fromkeys(runs, "-")
+    for name, seeds in reached.items():
+        mean = np.mean([seed.after if seed.round is None else seed.round for seed in seeds])
+        said[name] = ">" * any(seed.round is None for seed in seeds) + f"{mean:.4g}"
+    return said
+
+
+def _ends(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list[tuple[float, tuple[float, int]]]:
+    """Of each seed the last value, and the best with its round."""
+    known = [[(record[key], record["round"]) for record in history if key in record] for history in seeds]
+    return [(pairs[-1][0], max(pairs, key=lambda pair: pair[0])) for pairs in known if pairs]
+
+
+def _accuracies(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> str:
+    ends = _ends(seeds, key)
+    if not ends:
+        return f"{'-':>8} {'-':>8}  {'-':>8}"
+    last, best, at = np.mean([(value, *pair) for value, pair in ends], axis=0)
+    return f"{100 * last:6.1f} % {100 * best:6.1f} %  {at:8.4g}"
+
+
+def clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
+    """Of each algorithm how accurate the global model is for clients, and after another epoch of their own."""
+    width = max(map(len, ["own test rows", *per_client]))
+    lines = [f"{'own test rows':{width}}  clients    mean  worst 10 %  after an epoch: mean  worst 10 %"]
+    for algorithm, scores in per_client.items():
+        known = [fd.personal.summary(scores[name]) for name in ("accuracy", "personal_accuracy")]
+        (mean, worst), (own, own_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
+        lines.append(f"{algorithm:{width}}  {known[0]['clients']:7.0f}  {mean:4.1f} %  {worst:8.1f} %  "
+                     f"{own:18.1f} %  {own_worst:8.1f} %")  # fmt: skip
+    return "\n".join(lines)
+
+
+def listing(data_dir: str | None) -> str:
+    """The data sets, what is here, and how to get the rest."""
+    found = fd.datasets.describe(data_dir)
+    lines = ["data set       labels  where"]
+    lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['found']}" for entry in found]
+    lines += ["", "Options, written NAME:key=value,key=value, with their defaults:"]
+    for name, make in DATASETS.items():
+        own = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        if own:
+            options = ", ".join(f"{p.name}={p.default}" for p in own)
+            lines += wrap(f"{name}: {options}", "  ", "      ")
+    for entry in found:
+        if not entry["available"]:
+            lines += ["", f"To get {entry['name']}:"]
+            lines += wrap(entry["how"], "  ", "  ")
+    lines += ["", "A picture of one: fedjax-drift data NAME --partition dirichlet:0.3 --clients 100"]
+    return "\n".join(lines)
+
+
+def aligned(entries: Mapping[str, str]) -> str:
+    width = max(map(len, entries)) + 2
+    return "\n".join("\n".join(wrap(f"{key:{width}}{value}", "", " " * width)) for key, value in entries.items())
+
+
+def wrap(text: str, first: str, later: str, width: int = 80) -> list[str]:
+    """Lines of 80 columns; words are kept whole, so that paths and options can be copied."""
+    wrapper = textwrap.TextWrapper(width, first, later, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
+
+
+def wrapped_command(words: Sequence[str]) -> str:
+    return " \\\n".join(wrap(shlex.join(words), "  ", "      ", 76))
+
+
+def rounds_to_do(done: int, rounds: int) -> str:
+    return f"rounds {done + 1} to {rounds}" if done else f"{rounds} rounds"

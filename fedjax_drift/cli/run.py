@@ -1,0 +1,367 @@
+"""`fedjax-drift run`: simulates algorithms one after another, logs their rounds and compares them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import fedjax_drift as fd
+from fedjax_drift import checks
+from fedjax_drift.cli.flags import Parser, add, add_run, count, count0, seeds
+from fedjax_drift.cli.output import add_output, draw_runs, output_folder, write_clients, written
+from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, use_devices
+from fedjax_drift.cli.render import clients_table, heading, rounds_to_do, show_error, table, wrap
+from fedjax_drift.devices.mesh import first_does, spans_processes
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
+from fedjax_drift.simulation.progress import watched
+from fedjax_drift.simulation.sweep import check_sweepable
+from fedjax_drift.storage.checkpoint import restore_together, split_by_run
+from fedjax_drift.storage.files import lock_folder, replace_file, unused
+
+RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
+
+
+RUN_EXAMPLES = """\
+examples:
+  fedjax-drift run --dataset mnist --partition dirichlet:0.3 --clients 100 \\
+      --algorithm fedavg --algorithm fedprox:mu=0.01 --rounds 50
+  fedjax-drift run --dataset synthetic:alpha=1,beta=1 --algorithm fedavg \\
+      --cohort 20 --epochs 5 --batch-size 10 --output runs/synthetic
+  fedjax-drift run --dataset glyphs:num_writers=500 --cohort 50 \\
+      --algorithm fedadam:server_lr=0.01 --lr 0.3 --batch-size 10
+  fedjax-drift run --dataset mnist --partition dirichlet:0.1 --rounds 20 \\
+      --algorithm fedavg --algorithm fedeve --measure gradients,labels
+  fedjax-drift run --dataset mnist --partition shards:2 --cosine \\
+      --algorithm lfd:temperature=0.05 --measure forgetting --epochs 5
+  fedjax-drift run --dataset mnist --partition dirichlet:0.3 --seeds 3 \\
+      --target 0.9 --algorithm fedavg --algorithm feddc:alpha=0.1
+
+An algorithm's options: numbers, true, false, none and words as they are;
+several of one kind with a plus, as in fedgvr:literal=step+sign.
+
+The output folder holds config.json (everything that was set, and the
+command), rounds.jsonl and rounds.csv (a line for each round, algorithm and
+seed, written as the round ends), curves.png, a picture of each thing that was
+measured, checkpoints, and for each algorithm a folder with the model that it
+trained, model.npz (fd.load_run reads all of it); with --target also
+rounds_to_target.png; with --per-client also clients.csv, a line for each
+client, and fairness.png. Ctrl-C and SIGTERM stop after the round in progress.
+Whatever ended a run, it goes on with
+
+  fedjax-drift run --resume OUTPUT
+
+to which --rounds (more of them), --devices, --lanes, --stream, --bank and
+--no-progress may be added.
+"""
+
+
+class Ended(NamedTuple):
+    """What an algorithm leaves."""
+
+    states: dict[int, fd.ServerState]  # of each seed
+    scores: dict[str, np.ndarray]  # of each client, with --per-client
+
+
+def fill_run(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]\n       %(prog)s --resume OUTPUT"
+    parser.description = "Simulates algorithms on a data set, one after another, and compares them."
+    group = add_run(parser)
+    group.add_argument(
+        "--distributed",
+        nargs="?",
+        const=(None, None, None),
+        type=_processes,
+        metavar="HOST:PORT,P,I",
+        help="this is one of several processes started with the same command, as by srun or mpirun; where nobody tells "
+        "them of each other: the address of the first, how many there are, and the number of this one, from 0",
+    )
+    add_output(group)
+    add(
+        group, "--seeds", "N", "runs of each algorithm, with the seeds SEED to SEED + N - 1: other cohorts and another "
+        "initial model on the same clients. Side by side in one program; tables and pictures show the mean and how far "
+        "seeds are apart", seeds, 1,
+    )  # fmt: skip
+    add(group, "--target", "ACCURACY", "in 0..1: say, and draw, in which round it is first met", _target)
+    group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
+    group.add_argument(
+        "--per-client", action="store_true", help="at the end, score each client on test rows of its own (of data that "
+        "were dealt: in its label mix), before and after it has trained the model for another epoch; of several seeds "
+        "the mean",
+    )  # fmt: skip
+    group = parser.add_argument_group("runs that survive")
+    add(group, "--resume", "OUTPUT", "go on with the run of that folder; see below")
+    add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: by the clock alone)", count)
+    add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; each algorithm's end has one", float, 60.0)
+    add(group, "--keep", "K", "checkpoints that an algorithm keeps, beside its best; 0: none are made", count0, 3)
+    parser.set_defaults(command=run)
+
+
+def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
+    """What was typed, or with `run --resume OUTPUT` what was typed then, and OUTPUT; ValueError unless it can go on."""
+    if argv[:1] != ["run"] or not any(word.partition("=")[0] == "--resume" for word in argv):
+        return argv, None
+    parser = Parser(prog="fedjax-drift run", add_help=False)
+    parser.add_argument("--resume", type=Path, required=True)
+    for flag in RESUMED:
+        kind = {"action": "store_true"} if flag == "--no-progress" else {"type": count} if flag == "--rounds" else {}
+        parser.add_argument(flag, **kind)
+    parser.add_argument("--distributed", nargs="?", const=True)  # never as before: ports and numbers may differ
+    args, unknown = parser.parse_known_args(argv[1:])
+    if unknown:
+        raise ConfigurationError(
+            f"--resume goes on as before: only {', '.join(RESUMED)} and --distributed may be added, got {unknown[0]!r}"
+        )
+    try:
+        config = json.loads((args.resume / CONFIG).read_text())
+        alone = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
+        command, rounds = shlex.split(alone)[1:], int(config["rounds"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last of brackets by the thousand
+        raise ConfigurationError(
+            f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
+            "that run anew"
+        ) from error
+    if args.rounds is not None and args.rounds < rounds:
+        raise ConfigurationError(f"--rounds must be at least the {rounds} of the run that goes on, got {args.rounds}")
+    changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in (*RESUMED, "--distributed")]
+    added = [flag if value is True else f"{flag}={value}" for flag, value in changed if value]
+    return command + added, args.resume
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    """Checks and reads everything; what it returns does the work."""
+    specs = algorithm_specs(args)
+    output = output_folder(args, "-".join([args.dataset.partition(":")[0], *dict.fromkeys(s.name for s in specs)])[:80])
+    seeds = [args.seed + i for i in range(args.seeds)]
+    if args.seeds > 1 and args.distributed:
+        raise ConfigurationError(
+            f"--seeds takes one process, got {args.seeds} with --distributed: leave one of them out"
+        )
+    if args.target is not None and not args.eval_every:
+        raise ConfigurationError(f"--target needs evaluations, got {args.target} with --eval-every 0: leave that out")
+    if not args.distributed:
+        use_devices(args.devices)
+    parsed = assemble(args)
+    simulations, params, config = parsed.simulations, parsed.params, parsed.config
+    if args.seeds > 1:
+        for sim in simulations.values():
+            try:
+                check_sweepable(sim.setup)
+            except ValueError as error:
+                raise ConfigurationError(f"--seeds {args.seeds}: {error}") from error
+    names = list(simulations)
+    config = {
+        "command": shlex.join(["fedjax-drift", *argv]),
+        **config,
+        "seeds": seeds,
+        "target": args.target,
+        "checkpoints": {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep},
+        "tensorboard": args.tensorboard,
+        "per_client": args.per_client,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    if args.tensorboard:
+        fd.logs.needs_tensorboard()
+    checkpoints = _checkpoints(args, config, output)
+    progress = not args.no_progress and watched()
+
+    def work() -> int:
+        mesh = simulations[names[0]].mesh
+        before: dict[str, tuple[fd.ServerState | None, list[dict[str, Any]]]] = {}
+        with contextlib.ExitStack() as locked:  # nobody else writes there meanwhile
+            first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
+            if args.resumed:
+                config["started"] = json.loads((output / CONFIG).read_text())["started"]
+                before = _restored(simulations, checkpoints, seeds, args.rounds)
+                if not before:
+                    checks.warn(f"{output} has no checkpoint yet: the run starts again at round 0")
+            else:
+                first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()], output, names))
+
+            def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> Ended:
+                sim, kept = simulations[name], checkpoints.get(name)
+                if len(seeds) > 1:
+                    runs = sim.sweep(
+                        args.rounds, seeds, args.eval_every, params=params, progress=progress, checkpoints=kept,
+                        on_round=lambda seed, _, record: on_round({"seed": seed, **record}),
+                        measure_every=config["measure"]["every"],
+                    )  # fmt: skip
+                    states = {run.seed: run.state for run in runs}
+                else:
+                    state, history = before.pop(name, (None, []))
+                    state = sim.init(jax.random.key(args.seed), params) if state is None else state
+                    state, _ = sim.run(
+                        state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
+                        measure_every=config["measure"]["every"], checkpoints=kept,
+                    )  # fmt: skip
+                    states = {args.seed: state}
+                ended = [state for state in states.values() if int(state.round) == args.rounds]
+                if not args.per_client or len(ended) < len(seeds):
+                    return Ended(states, {})
+                scores = [sim.evaluate_clients(state, fine_tune=1) for state in ended]
+                return Ended(states, {key: np.mean([each[key] for each in scores], axis=0) for key in scores[0]})
+
+            histories = {name: history for name, (_, history) in before.items()}
+            return simulate(config, names, histories, start, output, progress)
+
+    return work
+
+
+def _restored(
+    simulations: Mapping[str, fd.Simulation],
+    checkpoints: Mapping[str, fd.Checkpoints],
+    seeds: Sequence[int],
+    rounds: int,
+) -> dict[str, tuple[fd.ServerState | None, list[dict[str, Any]]]]:
+    """Of each algorithm that has come to its first checkpoint the newest state, and the history. Several seeds have
+    their states restored by the sweep."""
+    if len(seeds) > 1:
+        found = {}
+        for name, kept in checkpoints.items():
+            each = split_by_run(kept, [f"seed-{seed}" for seed in seeds])
+            _, histories = restore_together(each, [simulations[name].specification] * len(seeds), rounds)
+            records = [{"seed": seed, **r} for seed, history in zip(seeds, histories, strict=True) for r in history]
+            found[name] = (None, records)
+        return {name: pair for name, pair in found.items() if pair[1]}
+    restored = {name: kept.restore(simulations[name]) for name, kept in checkpoints.items() if kept.rounds}
+    for name in simulations.keys() - restored.keys():
+        bank = Path(simulations[name].bank)  # if it is a folder, it is for one process
+        if bank.is_dir() and not spans_processes(simulations[name].mesh):
+            bank.rename(unused(bank.with_name(bank.name + ".left")))
+    return dict(restored)
+
+
+def _delete(folders: Sequence[Path], output: Path, names: Sequence[str]) -> None:
+    """What --force replaces: checkpoints and models."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in names:
+        for file in (output / file_name(name)).glob(f"**/{MODEL}"):
+            file.unlink()
+
+
+def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Path) -> dict[str, fd.Checkpoints]:
+    """Where each algorithm is saved; nowhere with --keep 0."""
+    if args.resumed and not args.keep:
+        raise ConfigurationError(f"--resume needs checkpoints, got {output}, a run with --keep 0: start it anew")
+    if not args.keep:
+        return {}
+    folders = {name: f"{i}-{file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
+    how = config["checkpoints"]
+    return {name: fd.Checkpoints(output / "checkpoints" / folder, **how) for name, folder in folders.items()}
+
+
+def simulate(
+    config: Mapping[str, Any],
+    names: Sequence[str],
+    before: Mapping[str, Sequence[dict[str, Any]]],
+    start: Callable[[str, Callable[[dict[str, Any]], None]], Ended],
+    output: Path,
+    progress: bool,
+) -> int:
+    """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done.
+
+    before: the histories of those that were restored. Of several processes the first alone writes files. Where the
+    library itself raises ValueError or FloatingPointError (the model has diverged), the next takes its turn.
+    """
+    writes = fd.distributed.is_first()
+    if writes:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            replace_file(output / CONFIG, json.dumps(config, indent=2) + "\n")
+        except OSError as error:  # nothing has been done that could be lost
+            raise ConfigurationError(
+                f"--output must be where files can be written, got {output} ({error.strerror}): choose another, or see "
+                "to that"
+            ) from error
+    print(heading(config, output), flush=True)
+    resume = f"to go on: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
+    records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
+    interrupted, stopped, several = False, [], len(config["seeds"]) > 1
+    per_client: dict[str, dict[str, np.ndarray]] = {}
+
+    def lines() -> list[dict[str, Any]]:
+        return [{"algorithm": name, **record} for name, history in records.items() for record in history]
+
+    with fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]) as log:
+        for name, history in records.items():
+
+            def keep(record: dict[str, Any], name: str = name, history: list[dict[str, Any]] = history) -> None:
+                history.append(record)
+                log({"algorithm": name, **record})
+
+            files = [model_file(output, name, seed if several else None) for seed in config["seeds"]]
+            complete = config["rounds"] * len(files)
+            if len(history) == complete and all(file.exists() for file in files) and not config["per_client"]:
+                continue
+            if not progress:
+                print(f"running {name}: {rounds_to_do(len(history) // len(files), config['rounds'])}", flush=True)
+            try:
+                end = start(name, keep)
+                per_client |= {name: end.scores} if end.scores else {}
+                if writes:
+                    for file, seed in zip(files, config["seeds"], strict=True):
+                        with written(file, output) as new:
+                            fd.models.save_params(end.states[seed].params, new)
+                interrupted = len(history) < complete  # Simulation.run ends early on Ctrl-C
+            except KeyboardInterrupt:
+                interrupted = True
+            except SystemExit as ending:  # SIGTERM: whoever sent it will not wait for pictures
+                done = len(history) // len(files)
+                print(f"\nfedjax-drift: stopped {name} after {done} rounds; {resume}", file=sys.stderr)
+                return int(ending.code or 0)
+            except (ConfigurationError, FloatingPointError, OSError, MemoryError) as error:
+                stopped.append(f"{name} after {len(history) // len(files)} of {config['rounds']} rounds")
+                if writes:
+                    show_error(f"stopped {stopped[-1]}: {error}")
+            if interrupted:
+                break
+    if before:  # more rounds of one algorithm may have been written after another's
+        try:
+            fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]).close()
+        except ValueError as error:  # no room to put them in order
+            checks.warn(str(error))
+    records = {name: history for name, history in records.items() if history}
+    names_written = ["config.json", "rounds.jsonl", "rounds.csv"]
+    if writes:
+        names_written += [*draw_runs(records, config["target"], output), *write_clients(per_client, output)]
+        folders = [file_name(name) for name in names if any((output / file_name(name)).glob(f"**/{MODEL}"))]
+        names_written += [f"{folder}/{'seed-*/' if several else ''}{MODEL}" for folder in folders]
+    if records:
+        print("\n" + table(records, config["target"]))
+    if any("accuracy" in scores for scores in per_client.values()):
+        print("\n" + clients_table(per_client))
+    ended = [f"stopped: {', '.join(stopped)}"] if stopped else []
+    ended.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(names_written)}")
+    ended += [resume] * (interrupted and config["checkpoints"]["keep"] > 0)
+    print("", *[line for text in ended for line in wrap(text, "", "  ")], sep="\n")
+    return 130 if interrupted else 1 if stopped else 0
+
+
+def _processes(text: str) -> tuple[str, int, int]:
+    if not (match := re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", text)):
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT,P,I, such as node0:1234,4,0, got {text!r}")
+    return match[1], int(match[2]), int(match[3])
+
+
+def _target(text: str) -> float:
+    try:
+        accuracy = float(text)
+    except ValueError:
+        accuracy = -1.0
+    if not 0 < accuracy <= 1:
+        hint = f": {accuracy / 100:g} for {accuracy:g} %" if 1 < accuracy <= 100 else ""
+        raise argparse.ArgumentTypeError(f"must be an accuracy in 0..1, got {text!r}{hint}")
+    return accuracy

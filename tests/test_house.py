@@ -1,0 +1,122 @@
+"""The structure of the package: who imports whom, and names that have moved."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift._moved import MOVED
+
+ROOT = Path(fd.__file__).parent
+MODULES = {
+    ".".join(["fedjax_drift", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
+FLOORS = [
+    {"errors", "types", "tree", "checks", "adapters", "version"},
+    {"data", "models"},
+    {"local", "devices"},
+    {"round", "algorithms"},
+    {"measures", "storage"},
+    {"simulation"},
+    {"plots", "logs", "records", "run_folder"},
+    {"cli"},
+]
+
+
+def imports(module: str) -> set[str]:
+    """The modules of the package that a module imports, also inside its functions and for its annotations."""
+    path, found = MODULES[module], set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            while name and name not in MODULES:  # fedjax_drift.tree.dot -> fedjax_drift.tree
+                name = name.rpartition(".")[0]
+            found |= {name} - {"", module}
+    return found
+
+
+def room(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+GRAPH = {module: imports(module) for module in MODULES}
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join([*above[above.index(module) :], module])
+        if module not in done:
+            for other in GRAPH[module]:
+                visit(other, (*above, module))
+            done.add(module)
+
+    for module in GRAPH:
+        visit(module, ())
+
+
+def test_imports_go_down() -> None:
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    inside = [module for module in MODULES if room(module) not in ("", "_moved")]
+    assert {room(module) for module in inside} == set(floor), "a room without a floor"
+    for module in inside:
+        for other in GRAPH[module]:
+            if other != "fedjax_drift":  # which the command line alone may import
+                assert floor[room(other)] <= floor[room(module)], f"{module} imports {other}"
+            else:
+                assert room(module) == "cli", f"{module} imports the package itself"
+    for module in inside:
+        if room(module) == "algorithms" and module != "fedjax_drift.algorithms":
+            below = {room(other) for other in GRAPH[module]}
+            assert below <= {"types", "tree", "local", "checks", "errors", "algorithms", "data"}, f"{module}: {below}"
+
+
+def test_every_room_says_what_lives_there() -> None:
+    for path in MODULES.values():
+        if path.name == "__init__.py":
+            text = ast.get_docstring(ast.parse(path.read_text()))
+            assert text and text.count("\n") >= 2, path
+
+
+def test_nobody_reaches_into_a_simulation() -> None:
+    for folder in (ROOT, ROOT.parent / "tests", ROOT.parent / "experiments"):
+        for path in folder.rglob("*.py"):
+            if path == ROOT / "simulation/simulation.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                    reached = node.value
+                    name = reached.id if isinstance(reached, ast.Name) else getattr(reached, "attr", "")
+                    assert name not in ("sim", "simulation"), f"{path}:{node.lineno}: {name}.{node.attr}"
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_modules_that_have_moved_can_be_imported(old) -> None:
+    sys.modules.pop(f"fedjax_drift.{old}", None)
+    with pytest.warns(DeprecationWarning, match=f"fedjax_drift.{old} has moved: import fedjax_drift.{MOVED[old]}"):
+        module = importlib.import_module(f"fedjax_drift.{old}")
+    new = importlib.import_module(f"fedjax_drift.{MOVED[old]}")
+    for name in getattr(new, "__all__", None) or [name for name in vars(new) if not name.startswith("_")]:
+        assert getattr(module, name) is getattr(new, name)
+
+
+def test_renamed_names_work() -> None:
+    program = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "from fedjax_drift.bank import Bank, Damaged; from fedjax_drift.storage.client_store import ClientStore\n"
+        "from fedjax_drift.errors import DamagedError; assert Bank is ClientStore and Damaged is DamagedError\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
