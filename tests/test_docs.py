@@ -18,7 +18,7 @@ import pytest
 import fedjax_drift as fd
 from experiments.tables import __main__ as tables
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.main import parse
+from fedjax_drift.cli.commands import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

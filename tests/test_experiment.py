@@ -21,7 +21,7 @@ from experiments.tables.__main__ import main
 from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.runner import Result
 from fedjax_drift import cli
-from fedjax_drift.cli.main import parse
+from fedjax_drift.cli.commands import parse
 from fedjax_drift.cli.parsed_run import algorithm_specs, partition_text
 from fedjax_drift.plots import Compared
 

@@ -1,4 +1,4 @@
-"""The command line: `main.py` parses a command, `run.py`, `data.py` and `quickstart.py` do it, `render.py` prints.
+"""The command line: `commands.py` parses a command, `run.py`, `data.py` and `quickstart.py` do it, `render.py` prints.
 
 `parsed_run.py` is also the Python function `fd.parse_run`. The modules import everything below and public names.
 """
@@ -13,6 +13,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns 0, 1 (an algorithm cannot continue), 2 (bad input, one line on stderr), 130 (Ctrl-C) or 143 (SIGTERM).
     """
-    from fedjax_drift.cli.main import main as run_command  # it needs all of the library, `fd.parse_run` does not
+    from fedjax_drift.cli.commands import main as run_command  # it needs all of the library, `fd.parse_run` does not
 
     return run_command(argv)
