@@ -16,6 +16,7 @@ from PIL import Image
 
 import fedjax_drift as fd
 from fedjax_drift import cli, plots
+from fedjax_drift.cli import quickstart
 
 TINY = ["run", "--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--rounds", "2", "--no-progress"]
 
@@ -325,7 +326,7 @@ def test_quickstart_is_the_run_command_it_prints(tmp_path, monkeypatch, capsys):
     )
     printed = capsys.readouterr().out.split("\n\n")[1]
     assert shlex.split(printed.replace("\\\n", "")) == shlex.split(made["command"])
-    assert made["data"]["clients"] == 3 and list(made["algorithms"]) == list(cli.QUICKSTART)
+    assert made["data"]["clients"] == 3 and list(made["algorithms"]) == list(quickstart.QUICKSTART)
     assert cli.main(["quickstart", "--writers", "3", "--cohort", "4"]) == 2
 
 

@@ -148,6 +148,8 @@ def on_each_device(engine: Engine, function: Callable, in_specs: Any, out_specs:
     """
     if engine.mesh.size == 1:
         return function
+    # check_vma=True would refuse every loop that starts from zeros, in `local.train` and in users' models: they are not
+    # marked as varying over the devices, and what the loop adds to them is.
     return jax.shard_map(function, mesh=engine.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

@@ -91,6 +91,7 @@ def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], l
         def on_devices(*arguments: Any) -> Any:
             own = len(arguments) - shared
             specs = (*[P(AXIS)] * own, *[P()] * shared)
+            # check_vma=False for the reason given in `round.engine.on_each_device`.
             return jax.shard_map(
                 on_device, mesh=layout.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False
             )(*arguments)  # fmt: skip
