@@ -92,7 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, summary, epilog, fill in (
         ("quickstart", "compare three algorithms on generated handwriting, in a minute or two", None, fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
-        ("data", "list the data sets, or draw what the clients of one hold", DATA_EXAMPLES, fill_data),
+        ("data", "list the data sets, or plot the clients of one data set", DATA_EXAMPLES, fill_data),
     ):
         subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
         fill(subparsers[name])

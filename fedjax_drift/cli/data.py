@@ -26,8 +26,8 @@ examples:
 def fill_data(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [NAME[:key=value,...]] [options]"
     parser.description = textwrap.fill(
-        "Without a name: lists the data sets, which of them are here and how to get the others. "
-        "With a name: prints the sizes of its clients and writes federation.png, their label mixes and sizes.",
+        "Without NAME: lists the data sets, which of them are on this machine, and how to get the others. "
+        "With NAME: prints the sizes of its clients, and plots their sizes and label mixes to federation.png.",
         78,
     )
     add_data(parser, required=False)

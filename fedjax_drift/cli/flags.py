@@ -178,22 +178,33 @@ def add_data(group: Any, required: bool) -> None:
     else:
         group.add_argument("dataset", nargs="?", metavar="NAME[:key=value,...]", help=text)
     add(
-        group, "--partition", "RECIPE", "how rows are dealt to clients. iid; dirichlet:ALPHA (small ALPHA: few labels "
-        "a client) or dirichlet:ALPHA:prior=class; shards:S (S blocks of the sorted labels each); by_writer "
-        "(default: the clients that come with glyphs, femnist, synthetic and movielens, else iid)",
+        group, "--partition", "RECIPE", "how the data are partitioned into clients: iid; dirichlet:ALPHA (smaller is "
+        "more heterogeneous) or dirichlet:ALPHA:prior=class; shards:S (each client has S blocks of the sorted labels); "
+        "by_writer (default: the natural clients of glyphs, femnist, synthetic and movielens, otherwise iid)",
     )  # fmt: skip
-    add(group, "--clients", "N", "clients to deal the rows to (default: 100)", count)
-    add(group, "--size-sigma", "SIGMA", "log-normal spread of the sizes, iid and dirichlet (default: 0, equal)", float)
-    add(group, "--data-dir", "DIR", "the data files (default: $FEDJAX_DRIFT_DATA, cache, then tensorflow-datasets)")
-    add(group, "--seed", "N", "of all that is random: data, partition, cohorts, initial model", seed, 0)
-    add(group, "--data-seed", "N", "of the data and the partition alone (default: --seed)", seed)
+    add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
+    add(
+        group,
+        "--size-sigma",
+        "SIGMA",
+        "log-normal spread of the client sizes, for iid and dirichlet (default: 0, equal sizes)",
+        float,
+    )
+    add(
+        group,
+        "--data-dir",
+        "DIR",
+        "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)",
+    )
+    add(group, "--seed", "N", "random seed of the data, the partition, the cohorts and the initial model", seed, 0)
+    add(group, "--data-seed", "N", "random seed of the data and the partition (default: --seed)", seed)
 
 
 def add_run(parser: argparse.ArgumentParser) -> Any:
     """The flags of a simulation and how it is executed; returns the last group."""
     local = LocalTraining()
     add_data(parser.add_argument_group("data"), required=True)
-    group = parser.add_argument_group("what is simulated")
+    group = parser.add_argument_group("simulation")
     group.add_argument(
         "--algorithm",
         action="append",
@@ -208,70 +219,83 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "other photographs, linear for synthetic, din for movielens, text_classifier for agnews, drug_target for "
         "bindingdb)",
     )  # fmt: skip
-    group.add_argument("--cosine", action="store_true", help="the model's logits are cosines, which lfd needs")
-    add(group, "--init", "FILE", "npz of parameters to start from (default: drawn from the seed)")
-    add(group, "--rounds", "N", "rounds", count, 50)
-    add(group, "--cohort", "K", "clients a round", count, 10)
+    group.add_argument(
+        "--cosine", action="store_true", help="use a classifier whose logits are cosines; lfd requires it"
+    )
+    add(group, "--init", "FILE", "npz file with the initial parameters (default: random)")
+    add(group, "--rounds", "N", "number of rounds", count, 50)
+    add(group, "--cohort", "K", "clients per round", count, 10)
     add(group, "--sampling", "KIND", "uniform: exactly K clients; bernoulli: each with probability K/N", str, "uniform")
     add(
-        group, "--redeal", "evenly|ALPHA", "every round, pool the cohort's rows and deal them anew: evenly (period "
-        "drift only), or each label by Dirichlet(ALPHA) (client drift only, with --partition iid)", _redeal,
+        group, "--redeal", "evenly|ALPHA", "in every round, pool the cohort's data and redistribute them: evenly (only "
+        "period drift remains), or each label by Dirichlet(ALPHA) (only client drift, with --partition iid)", _redeal,
     )  # fmt: skip
-    group = parser.add_argument_group("local training, the same for every client")
-    add(group, "--epochs", "E", "passes over a client's rows in a round", int, local.epochs)
-    add(group, "--batch-size", "B", "rows a step", int, local.batch_size)
-    add(group, "--lr", "LR", "step size in round 0", float, local.lr)
+    group = parser.add_argument_group("local training of every client")
+    add(group, "--epochs", "E", "passes over a client's data per round", int, local.epochs)
+    add(group, "--batch-size", "B", "examples per step", int, local.batch_size)
+    add(group, "--lr", "LR", "learning rate in round 0", float, local.lr)
     add(group, "--lr-decay", "FACTOR", "round t uses LR * FACTOR^t", float, local.lr_decay)
-    add(group, "--momentum", "BETA", "in [0, 1); starts afresh every round", float, local.momentum)
-    add(group, "--weight-decay", "LAMBDA", "adds LAMBDA * parameters to the gradient", float, local.weight_decay)
+    add(group, "--momentum", "BETA", "local momentum, in [0, 1); it is reset in every round", float, local.momentum)
+    add(group, "--weight-decay", "LAMBDA", "add LAMBDA * parameters to the gradient", float, local.weight_decay)
     add(group, "--clip-norm", "NORM", "clip gradients to this global norm (default: no clipping)", float)
     add(
-        group, "--optimizer", "NAME[:key=value,...]", f"of the clients, in place of SGD with momentum: one of "
-        f"{', '.join(OPTIMIZERS)} of optax, afresh every round", str,
+        group, "--optimizer", "NAME[:key=value,...]", f"client optimizer of optax instead of SGD with momentum: one of "
+        f"{', '.join(OPTIMIZERS)}. Its state is reset in every round", str,
     )  # fmt: skip
     add(
-        group, "--on-nonfinite", "WHAT", "with a client whose update is NaN or infinite: keep (averaged like any "
-        "other), drop_client or raise, which stops the algorithm", str, "keep",
+        group, "--on-nonfinite", "WHAT", "what happens to an update that is NaN or infinite: keep (average it "
+        "like any other), drop_client, or raise (stop the algorithm)", str, "keep",
     )  # fmt: skip
-    group = parser.add_argument_group("clients that fail, or must not stand out")
-    add(group, "--dropout", "P", "probability that a client asked does not answer", float, 0.0)
-    add(group, "--stragglers", "P", "probability that a client does only part of its local steps", float, 0.0)
-    add(group, "--over-selection", "R", "ask R times as many clients; those that answer first count", float, 1.0)
+    group = parser.add_argument_group("client failures and privacy")
+    add(group, "--dropout", "P", "probability that a selected client drops out", float, 0.0)
+    add(group, "--stragglers", "P", "probability that a client stops before its last local step", float, 0.0)
     add(
-        group, "--deadline", "T", "who takes longer does not count; 1: a client of mean size on a median device "
-        "(default: none)", float,
+        group,
+        "--over-selection",
+        "R",
+        "select R times as many clients, and aggregate the first that report",
+        float,
+        1.0,
+    )
+    add(
+        group, "--deadline", "T", "drop clients that need more time than T; 1 is the time of a client of mean size "
+        "on a device of median speed (default: no deadline)", float,
     )  # fmt: skip
     add(group, "--speed-spread", "SIGMA", "log-normal spread of the devices' speeds", float, 0.0)
-    add(group, "--clip-updates", "NORM", "scale what a client sends down to this norm (default: no clipping)", float)
+    add(group, "--clip-updates", "NORM", "clip each client's message to this norm (default: no clipping)", float)
     add(
-        group, "--noise-multiplier", "Z", "differential privacy: clients weigh alike, and noise of Z * NORM is "
-        "added to their sum; needs --clip-updates and --sampling bernoulli", float,
+        group, "--noise-multiplier", "Z", "differential privacy: all clients have weight 1, and Gaussian noise with "
+        "standard deviation Z * NORM is added to their sum; needs --clip-updates and --sampling bernoulli", float,
     )  # fmt: skip
-    group = parser.add_argument_group("what is measured of drift, and drawn")
+    group = parser.add_argument_group("drift measures")
     group.add_argument(
         "--measure",
         action="extend",
         type=lambda text: text.split(","),
         default=[],
         metavar="NAME[,NAME...]",
-        help="; ".join(f"{name}: {what}" for name, what in MEASURES.items()) + ". Clients are trained again for it",
+        help="; ".join(f"{name}: {what}" for name, what in MEASURES.items())
+        + ". Measuring repeats the local training of the round",
     )
     add(group, "--measure-every", "N", "rounds between measurements (default: 1)", count)
     group = parser.add_argument_group("execution")
     add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", count0, 1)
     add(
-        group, "--devices", "N", "CPU devices to share a round (default: one per core, with --distributed one; no "
-        "effect on a GPU)", count,
+        group, "--devices", "N", "number of CPU devices (default: one per core, with --distributed one); no effect "
+        "on a GPU", count,
     )  # fmt: skip
-    add(group, "--lanes", "L", "clients trained side by side on one device", _lanes, "auto")
-    group.add_argument("--bfloat16", action="store_true", help="networks compute in bfloat16; parameters stay float32")
+    add(group, "--lanes", "L", "clients that train side by side (vmap) on one device", _lanes, "auto")
+    group.add_argument(
+        "--bfloat16", action="store_true", help="compute the networks in bfloat16; parameters stay float32"
+    )
     group.add_argument(
         "--stream",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="leave the rows in host memory and send each round its cohort's (default: auto, where they fill a device)",
+        help="keep the data in host memory and send only the cohort's data in each round (default: auto, if they "
+        "fill a device)",
     )
-    bank = "where client states are kept: auto, device, sharded, host, or a new folder for files of them"
+    bank = "where client states are kept: auto, device, sharded, host, or a new folder"
     add(group, "--bank", "WHERE", bank, str, "auto")
     parser.set_defaults(resumed=False)
     return group

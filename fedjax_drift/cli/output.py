@@ -23,8 +23,8 @@ from fedjax_drift.records import by_seed
 
 
 def add_output(group: Any, progress: bool = True) -> None:
-    add(group, "--output", "DIR", "folder for the results, new or empty (default: runs/WHAT-TIME)", Path)
-    group.add_argument("--force", action="store_true", help="write into DIR even if it holds files")
+    add(group, "--output", "DIR", "new or empty folder for the results (default: runs/WHAT-TIME)", Path)
+    group.add_argument("--force", action="store_true", help="write into DIR even if it contains files")
     if progress:
         group.add_argument("--no-progress", action="store_true", help="no progress bars")
 

@@ -49,22 +49,27 @@ examples:
   fedjax-drift run --dataset mnist --partition dirichlet:0.3 --seeds 3 \\
       --target 0.9 --algorithm fedavg --algorithm feddc:alpha=0.1
 
-An algorithm's options: numbers, true, false, none and words as they are;
-several of one kind with a plus, as in fedgvr:literal=step+sign.
+Values of an algorithm's options are numbers, true, false, none or words. Join
+several values of one option with a plus: fedgvr:literal=step+sign.
 
-The output folder holds config.json (everything that was set, and the
-command), rounds.jsonl and rounds.csv (a line for each round, algorithm and
-seed, written as the round ends), curves.png, a picture of each thing that was
-measured, checkpoints, and for each algorithm a folder with the model that it
-trained, model.npz (fd.load_run reads all of it); with --target also
-rounds_to_target.png; with --per-client also clients.csv, a line for each
-client, and fairness.png. Ctrl-C and SIGTERM stop after the round in progress.
-Whatever ended a run, it goes on with
+The output folder contains
+  config.json                 all settings, and the command
+  rounds.jsonl, rounds.csv    one line per round, algorithm and seed
+  curves.png                  loss and accuracy against rounds
+  updates.png, drift.png, ..  one plot per drift measure, with --measure
+  rounds_to_target.png        with --target
+  clients.csv, fairness.png   one line per client, with --per-client
+  ALGORITHM/model.npz         the trained model
+  checkpoints/                see --resume
+fd.load_run(OUTPUT) reads them in Python.
+
+Ctrl-C and SIGTERM stop the run after the round in progress. To resume a run
+that was stopped or killed:
 
   fedjax-drift run --resume OUTPUT
 
-to which --rounds (more of them), --devices, --lanes, --stream, --bank and
---no-progress may be added.
+The options --rounds (a larger number), --devices, --lanes, --stream, --bank
+and --no-progress may be changed when a run is resumed.
 """
 
 
@@ -85,27 +90,41 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
         const=(None, None, None),
         type=_processes,
         metavar="HOST:PORT,P,I",
-        help="this is one of several processes started with the same command, as by srun or mpirun; where nobody tells "
-        "them of each other: the address of the first, how many there are, and the number of this one, from 0",
+        help="run as one of several processes that are started with the same command, for example by srun or mpirun. "
+        "Without such a launcher give the address of the first process, the number of processes P, and the index I of "
+        "this process, from 0",
     )
     add_output(group)
     add(
-        group, "--seeds", "N", "runs of each algorithm, with the seeds SEED to SEED + N - 1: other cohorts and another "
-        "initial model on the same clients. Side by side in one program; tables and pictures show the mean and how far "
-        "seeds are apart", seeds, 1,
+        group, "--seeds", "N", "number of seeds, SEED to SEED + N - 1. A seed changes the cohorts and the initial "
+        "model, not the partition. The seeds run side by side in one program; tables and plots show the mean and the "
+        "spread over seeds", seeds, 1,
     )  # fmt: skip
-    add(group, "--target", "ACCURACY", "in 0..1: say, and draw, in which round it is first met", _target)
+    add(
+        group,
+        "--target",
+        "ACCURACY",
+        "target accuracy in 0..1: report and plot the first round that reaches it",
+        _target,
+    )
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     group.add_argument(
-        "--per-client", action="store_true", help="at the end, score each client on test rows of its own (of data that "
-        "were dealt: in its label mix), before and after it has trained the model for another epoch; of several seeds "
-        "the mean",
+        "--per-client", action="store_true", help="at the end, evaluate the model on each client's own test data, "
+        "before and after one epoch of fine-tuning. Common test data are assigned by the clients' label mixes. "
+        "With several seeds the mean is reported",
     )  # fmt: skip
-    group = parser.add_argument_group("runs that survive")
-    add(group, "--resume", "OUTPUT", "go on with the run of that folder; see below")
-    add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: by the clock alone)", count)
-    add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; each algorithm's end has one", float, 60.0)
-    add(group, "--keep", "K", "checkpoints that an algorithm keeps, beside its best; 0: none are made", count0, 3)
+    group = parser.add_argument_group("checkpoints")
+    add(group, "--resume", "OUTPUT", "resume the run in this folder; see below")
+    add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: only --checkpoint-seconds)", count)
+    add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; the last round is always saved", float, 60.0)
+    add(
+        group,
+        "--keep",
+        "K",
+        "number of newest checkpoints to keep, in addition to the best; 0: no checkpoints",
+        count0,
+        3,
+    )
     parser.set_defaults(command=run)
 
 
