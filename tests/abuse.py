@@ -257,23 +257,35 @@ def local_training() -> Iterator[Call]:
 
 def simulation() -> Iterator[Call]:
     flag_or_auto = Kind(flag().nonsense, [True, False, "auto", np.True_])
-    kinds = {
-        **{name: only(kind) for name, kind in (("model", fd.Model), ("data", fd.FederatedData))},
-        "algorithm": only(fd.Algorithm),
-        "local": optional(only(fd.LocalTraining)),
-        "cohort_size": integer(1, 3),
+    failures = {
         **dict.fromkeys(("dropout", "stragglers"), probability()),
-        "over_selection": Kind([*NO_NUMBER, 0.5, 0, -1, 7.0], [1, 1.5, Fraction(3, 2)]),
+        "over_selection": Kind([*NO_NUMBER, 0.5, 0, -1], [1, 1.5, Fraction(3, 2)]),
         "deadline": optional(positive()),
         "speed_spread": nonnegative()._replace(odd=[0, 0.0]),  # others need a deadline
-        "aggregation": optional(only(fd.aggregation.Aggregation)),
+    }
+    placement = {
         "lanes": optional(integer(), "auto"),
-        "sampling": choice("uniform", "bernoulli"),
         "mesh": optional(only(jax.sharding.Mesh)),
         **dict.fromkeys(("stream", "shard_data"), flag_or_auto),
         "bank": Kind([value for value in ANYTHING if not isinstance(value, str)], ["device", "host", Path("x")], ["x"]),
         "donate": flag(),
         "eval_batch_size": integer(),
+    }
+    yield Call("fd.Failures", fd.Failures, {}, failures)
+    yield Call("fd.Placement", fd.Placement, {}, placement)
+    too_many = failures["over_selection"].nonsense + [7.0]
+    kinds = {
+        **failures,
+        **placement,
+        "over_selection": failures["over_selection"]._replace(nonsense=too_many),
+        "failures": optional(only(fd.Failures)),
+        "placement": optional(only(fd.Placement)),
+        **{name: only(kind) for name, kind in (("model", fd.Model), ("data", fd.FederatedData))},
+        "algorithm": only(fd.Algorithm),
+        "local": optional(only(fd.LocalTraining)),
+        "cohort_size": integer(1, 3),
+        "aggregation": optional(only(fd.aggregation.Aggregation)),
+        "sampling": choice("uniform", "bernoulli"),
         "on_nonfinite": choice("keep", "drop_client", "raise"),
         "measure": measures(),
     }

@@ -326,3 +326,20 @@ def test_clients_with_a_training_of_their_own(data):
     with pytest.raises(ValueError, match="train with fedjax_drift.local.train .* those of lazy don't"):
         sim.measure(state, "updates")
     assert sim.measure(state, "labels")["label_mix"].shape == (C,)  # counts rows, whoever trains on them
+
+
+def test_an_algorithm_may_return_metrics_of_its_own(data):
+    """What is measured does not pass through an algorithm's metrics."""
+    plain = fd.algorithms.fedavg()
+
+    def client_update(server, client, work):
+        result = plain.client_update(server, client, work)
+        return result._replace(metrics={"steps_done": work.num_steps})
+
+    quiet = plain._replace(client_update=client_update)
+    sims = [simulate(data, algorithm=algorithm) for algorithm in (plain, quiet)]
+    states = [sim.init(jax.random.key(0)) for sim in sims]
+    one, other = (sim.measure(state, ("updates", "gradients")) for sim, state in zip(sims, states, strict=True))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    _, info = simulate(data, "updates", quiet).round_fn(states[1])
+    assert {"steps_done", "update_norm"} <= set(info) and "loss" not in info

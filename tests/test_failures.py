@@ -265,3 +265,21 @@ def test_how_many_are_asked() -> None:
 def test_bad_input(data, options, message) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=message):
         simulate(data, **options)
+
+
+def test_groups_of_options_are_the_flat_options(data) -> None:  # noqa: F811
+    mesh = fd.clients_mesh(jax.devices()[:1])
+    flat = simulate(data, mesh=mesh, dropout=0.3, deadline=2.0, lanes=2, eval_batch_size=7)
+    failures, placement = fd.Failures(dropout=0.3, deadline=2.0), fd.Placement(mesh=mesh, lanes=2, eval_batch_size=7)
+    model = fd.models.linear((FEATURES,), CLASSES)
+    grouped = fd.Simulation(
+        model, data, fd.algorithms.scaffold(), local=LOCAL, cohort_size=10, failures=failures, placement=placement
+    )
+    one, other = (sim.round_fn(sim.init(jax.random.key(0))) for sim in (flat, grouped))
+    jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
+    with pytest.raises(ValueError, match=r"failures= has the option dropout, got both: pass it in fd.Failures\(...\)"):
+        simulate(data, failures=failures, dropout=0.3)
+    with pytest.raises(ValueError, match="placement must be of type Placement, got 3"):
+        simulate(data, placement=3, mesh=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lane'"):
+        simulate(data, lane=2)

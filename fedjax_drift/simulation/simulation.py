@@ -558,8 +558,9 @@ def _grouped(name: str, kind: Any, value: Any, options: Any) -> Any:
     flat = {field: options.pop(field) for field in kind.__dataclass_fields__ if field in options}
     if value is None:
         return kind(**flat)
+    checks.instance(name, value, kind, f"fd.{kind.__name__}(...)")
     if flat:
         raise ConfigurationError(
             f"{name}= has the option {next(iter(flat))}, got both: pass it in fd.{kind.__name__}(...) alone"
         )
-    return checks.instance(name, value, kind, f"fd.{kind.__name__}(...)")
+    return value
