@@ -36,7 +36,7 @@ import fedjax_drift as fd
 from fedjax_drift import checks, options
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
-from fedjax_drift.devices.mesh import agree, first_does, spans_processes
+from fedjax_drift.devices.processes import agree, first_does, spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.options import HIDDEN, Parser, add, add_data, add_run, count, count0, load, spec
 from fedjax_drift.records import by_seed

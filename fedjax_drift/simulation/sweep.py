@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from fedjax_drift import checks, tree
-from fedjax_drift.devices.mesh import memory_of, spans_processes
+from fedjax_drift.devices.memory import memory_of
+from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.simulation import programs, validate

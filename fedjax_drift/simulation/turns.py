@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift.devices.mesh import AXIS, copied, launch
+from fedjax_drift.devices.launch import launch
+from fedjax_drift.devices.mesh import AXIS, copied
 from fedjax_drift.measures import drift
 from fedjax_drift.round import rows
 from fedjax_drift.round.engine import Arrays, Engine, TestRows
