@@ -26,7 +26,7 @@ from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.personal import summary
-from fedjax_drift.records import History, Records, Runs, by_run, measured
+from fedjax_drift.records import History, Records, Runs, by_run, measured, numbers
 from fedjax_drift.records import rounds_to_target as reached_rounds
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
     axes = figure.subplots()
     for i, (name, of) in enumerate(named.items()):
         for name_of, style, what in ((key, "-", ""), (f"personal_{key}", "--", "fine-tuned")):
-            known = np.sort(_numbers(f"scores[{name_of!r}]", of.get(name_of, [])))
+            known = np.sort(numbers(f"scores[{name_of!r}]", of.get(name_of, [])))
             known = factor * known[np.isfinite(known)]
             if known.size:
                 by_merit = known if key == "accuracy" else known[::-1]
@@ -363,10 +363,10 @@ def _of_numbers(setting: Any) -> Compared:
 
 
 def _curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
-    found = [checks.integer("a round", round, 0) for round in rounds], _numbers("values", values).tolist()
-    if len(found[0]) != len(found[1]):
-        raise ConfigurationError(f"one value a round is needed, got {len(found[1])} for {len(found[0])} rounds")
-    return found
+    points = [checks.integer("a round", t, 0) for t in rounds], numbers("values", values).tolist()
+    if len(points[0]) != len(points[1]):
+        raise ConfigurationError(f"one value a round is needed, got {len(points[1])} for {len(points[0])} rounds")
+    return points
 
 
 def _point(value: Any) -> float:
@@ -447,7 +447,7 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
             )
     distance = "Distance to the optimum"
     lines = [
-        {name: _from_one(_numbers(f"errors[{name!r}]", of[i])) for name, of in errors.items()}
+        {name: _from_one(numbers(f"errors[{name!r}]", of[i])) for name, of in errors.items()}
         for i in range(len(titles))
     ]
     panels = [Panel(title, distance, drawn, log=True) for title, drawn in zip(titles, lines, strict=True)]
@@ -693,14 +693,3 @@ def _written(figure: Figure, path: FilePath) -> Figure:
             )
         figure.savefig(place, dpi=150)
     return figure
-
-
-def _numbers(name: str, values: Any) -> np.ndarray:
-    """[n]; ValueError for anything else than numbers."""
-    try:
-        found = np.asarray(values, float)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"{name} must be numbers, got {checks.shown(values)}") from error
-    if found.ndim != 1:
-        raise ConfigurationError(f"{name} must be numbers, one after another, got {checks.shown(values)}")
-    return found
