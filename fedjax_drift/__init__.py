@@ -17,7 +17,8 @@ from fedjax_drift.data import datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
 from fedjax_drift.devices import distributed
-from fedjax_drift.devices.mesh import clients_mesh, use_compilation_cache, use_cpu_devices
+from fedjax_drift.devices.cache import use_compilation_cache
+from fedjax_drift.devices.mesh import clients_mesh, use_cpu_devices
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.models import ranking

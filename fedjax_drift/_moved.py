@@ -15,25 +15,25 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "fedjax_drift"
-MOVED = {
+MOVED = {  # old path -> the new ones, in the order in which they are searched for a name
     "aggregation": "round.aggregation",
     "bank": "storage.client_store",
-    "checkpoint": "storage.checkpoint",
+    "checkpoint": "storage.checkpoint storage.files",
     "distributed": "devices.distributed",
     "drift": "measures.drift",
-    "engine": "round.round",
+    "engine": "round.round round.engine round.cohort round.train round.client_states round.rows round.evaluate",
     "exchange": "round.exchange",
     "failures": "round.failures",
-    "fit": "simulation.validate",
+    "fit": "simulation.validate tree",
     "hyper": "simulation.hyper",
     "identity": "storage.identity",
-    "options": "cli.parsed_run",
+    "options": "cli.parsed_run cli.flags",
     "personal": "measures.personal",
     "programs": "simulation.programs",
-    "progress": "simulation.progress",
+    "progress": "simulation.progress simulation.records",
     "ranking": "models.ranking",
-    "sharding": "devices.mesh",
-    "stream": "simulation.host",
+    "sharding": "devices.mesh devices.processes devices.launch devices.memory devices.cache",
+    "stream": "simulation.host data.reading",
     "sweep": "simulation.sweep",
     "turns": "simulation.turns",
 }
@@ -48,13 +48,17 @@ class MovedModules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if package == PACKAGE and name in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        new = f"{PACKAGE}.{MOVED[str(module.__name__).rpartition('.')[2]]}"
-        text = f"{module.__name__} has moved: import {new}, or the public names of fedjax_drift"
+        paths = [f"{PACKAGE}.{path}" for path in MOVED[str(module.__name__).rpartition(".")[2]].split()]
+        text = f"{module.__name__} has moved: import {' or '.join(paths)}, or the public names of fedjax_drift"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
-        moved = importlib.import_module(new)
+        homes = [importlib.import_module(path) for path in paths]
 
         def attribute(name: str) -> Any:
-            return getattr(moved, RENAMED.get(name, name))
+            new = RENAMED.get(name, name)
+            for home in homes:
+                if hasattr(home, new):
+                    return getattr(home, new)
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
         vars(module)["__getattr__"] = attribute
 

@@ -1,10 +1,10 @@
-"""Logs of runs: every round as a line of JSON and of CSV, and on request in TensorBoard, as the rounds end.
+"""Logs of runs. A log writes every round as one line of JSON and one row of CSV, and on request to TensorBoard.
 
     with fd.logs.Log("runs/mine") as log:
         state, history = sim.run(state, rounds=100, on_round=log)
 
-A log is called with each record; anything else that follows a run (Weights & Biases, MLflow) is a function of a record
-too. `read` gives the records back, and every picture of `plots` takes the path of a log.
+`Simulation.run` calls the log with each record. For other trackers (Weights & Biases, MLflow), pass your own function
+of a record as ``on_round``. `read` returns the records of a log, and the functions of `plots` accept the path of a log.
 """
 
 from __future__ import annotations
@@ -33,26 +33,30 @@ Record = Mapping[str, Any]
 
 
 class Log:
-    """Writes records to ``rounds.jsonl`` and ``rounds.csv`` of a folder, a line each, at once.
+    """Writes each record to ``rounds.jsonl`` and ``rounds.csv`` in a folder as soon as its round has ended.
 
-    Where that is not possible, as on a full disk, there is one warning, and the run goes on. The files then hold whole
-    lines, and what is missing is written with a later record, or when the log is closed, if there is room again.
+    ``rounds.jsonl`` has one line per record. Numbers that are not finite are written as null, because JSON has no NaN.
 
-    A number that is not finite is null in JSON, which has none, and an empty field of the CSV file. There, a list of n
-    values has n columns, ``name[0]`` to ``name[n-1]``, and a column that first shows later is added to all rows.
-    TensorBoard gets every number (of a list the last, the one after the last local epoch) against the rounds done, in
-    ``tensorboard/`` of the folder, one run for each ``algorithm`` and ``seed`` that the records name.
+    ``rounds.csv`` has one row per record. Numbers that are not finite are empty fields. A list of n values has the
+    columns ``name[0]`` to ``name[n-1]``. A column that first appears in a later round is added to all rows.
 
-    Of several processes the first writes, and the others' logs do nothing.
+    With ``tensorboard=True``, the folder ``tensorboard/`` has the numbers over the rounds, one TensorBoard run for each
+    ``algorithm`` and ``seed`` in the records. For a list, it has the last value, the one after the last local epoch.
+
+    If a write fails, for example because the disk is full, there is one warning and the training continues. The files
+    then contain complete lines only. The missing lines are written with a later record, or by `close`, once there is
+    space again.
+
+    With several processes, only the first process writes.
 
     Args:
-      folder: where; made if need be.
-      before: the records of earlier rounds, such as the history that `Checkpoints.restore` returns: they replace what
-        the folder has. Default None: it must not have a log yet.
-      tensorboard: also write events for TensorBoard; needs the package tensorboardX.
+      folder: the folder of the log. It is created if it does not exist.
+      before: the records of earlier rounds, for example the history that `Checkpoints.restore` returns. They replace
+        the log that the folder has. Default None: the folder must not have a log.
+      tensorboard: whether to write events for TensorBoard. This needs the package tensorboardX. Default: False.
 
     Raises:
-      ValueError: a folder that has a log already, is a file or can't be written; records that are none.
+      ValueError: the folder already has a log, is a file or is not writable; or ``before`` is not a list of records.
       ImportError: ``tensorboard=True`` without tensorboardX.
     """
 
@@ -66,10 +70,10 @@ class Log:
             raise ConfigurationError(
                 f"before must be a history, or None, got {checks.shown(before)}: [] for an empty log"
             )
-        self.folder = checks.path("folder", folder, 'Log("runs/mine")').absolute()  # wherever one goes later
-        self._columns: dict[str, None] = {}  # of the CSV file, in order
-        self._table: _Lines | None = None  # the CSV file,
-        self._behind = True  # which lacks rows that the other has
+        self.folder = checks.path("folder", folder, 'Log("runs/mine")').absolute()  # the working directory may change
+        self._columns: dict[str, None] = {}  # the columns of the CSV file, in order
+        self._table: _Lines | None = None  # the CSV file
+        self._behind = True  # whether the CSV file lacks rows of the JSON file
         self._events: dict[str, _Lines] | None = {} if tensorboard else None
         self._writes, self._warned = is_first(), False
         if not self._writes:
@@ -105,9 +109,9 @@ class Log:
             self._try(self._to_table, record)
             self._try(self._to_tensorboard, record)
 
-    def _try(self, write: Callable[..., Any], *what: Any) -> None:
+    def _try(self, write: Callable[..., Any], *arguments: Any) -> None:
         try:
-            write(*what)
+            write(*arguments)
         except OSError as error:
             if not self._warned:
                 checks.warn(
@@ -117,7 +121,7 @@ class Log:
             self._warned = True
 
     def _to_table(self, record: Record) -> None:
-        """Appends a row, or writes the table anew where it lacks columns or rows."""
+        """Appends a row, or rewrites the CSV file if it lacks columns or rows."""
         row = _flat(record)
         self._behind |= bool(self._lines.missing) or not row.keys() <= self._columns.keys()
         if self._table is not None and not self._behind:
@@ -126,7 +130,7 @@ class Log:
             self._renew_table()
 
     def _renew_table(self) -> None:
-        """Makes the table from the lines of JSON, with the columns that these have by now."""
+        """Rewrites the CSV file from the JSON file, with all columns so far."""
         rows = [_flat(record) for record in read(self.folder)]
         self._columns |= dict.fromkeys(name for row in rows for name in row)
         header = {name: name for name in self._columns}
@@ -152,7 +156,7 @@ class Log:
         self._events[name].write(_event(record))
 
     def close(self) -> None:
-        """Closes the files; leaving ``with`` does."""
+        """Closes the files. The end of a ``with`` block calls it."""
         if self._writes:
             self._try(self._lines.write, b"")
             if self._behind and not self._lines.missing:
@@ -169,7 +173,7 @@ class Log:
 
 
 class _Lines:
-    """A file of whole lines, on the disk at once. What a full disk refuses is kept, and written with what follows."""
+    """A file to which complete lines are appended. Lines that cannot be written are kept for the next write."""
 
     def __init__(self, path: Path) -> None:
         self._file = FileIO(str(path), "ab")
@@ -177,7 +181,7 @@ class _Lines:
         self.missing = b""
 
     def write(self, lines: bytes) -> None:
-        """OSError, and nothing of it is in the file, if all of it can't be."""
+        """Appends the missing lines and these. If that fails, raises OSError and leaves the file as it was."""
         self.missing += lines
         left = memoryview(self.missing)
         try:
@@ -195,7 +199,7 @@ class _Lines:
 
 
 def _event(record: Record) -> bytes:
-    """A record's numbers as TensorBoard has them in its files: an event between its length and their checksums."""
+    """The numbers of a record in TensorBoard's file format: length, checksum, event, checksum."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
     from tensorboardX.record_writer import masked_crc32c
@@ -209,16 +213,21 @@ def _event(record: Record) -> bytes:
 
 
 def needs_tensorboard() -> None:
-    """ImportError unless events for TensorBoard can be written."""
+    """Raises ImportError if tensorboardX is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
         raise MissingPackageError('writing for TensorBoard needs tensorboardX: pip install "fedjax-drift[tensorboard]"')
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a log: of its folder, or of one of JSON lines such as ``rounds.jsonl``.
+    """Returns the records of a log.
 
-    null becomes NaN; a last line that a kill has cut off is left out. Raises ValueError for a path without a log, and
-    for one whose lines are not records.
+    null becomes NaN. An incomplete last line, from a process that was killed while it wrote the line, is left out.
+
+    Args:
+      path: the folder of a log, or a file of JSON lines such as ``rounds.jsonl``.
+
+    Raises:
+      ValueError: there is no log at this path, or a line is not a record.
     """
     path = checks.path("path", path, "the folder of a log, or a file of JSON lines")
     path = path / "rounds.jsonl" if os.path.isdir(path) else path
@@ -232,12 +241,12 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return list(_records(path, text.splitlines(keepends=True)))
 
 
-def _records(path: Path, written: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(written, 1):
+def _records(path: Path, log_lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(log_lines, 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if number == len(written) and not line.endswith("\n"):
+            if number == len(log_lines) and not line.endswith("\n"):
                 return
             raise ConfigurationError(
                 f"{path}, line {number}: a record must be one line of JSON, got {line[:60]!r}"
@@ -257,17 +266,19 @@ def _line(record: Record) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    """The value with None in place of floats that are not finite."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: Any) -> Any:
+    """The value with NaN in place of None."""
     return [_number(item) for item in value] if isinstance(value, list) else math.nan if value is None else value
 
 
 def _flat(record: Record) -> dict[str, Any]:
-    """The columns of a record; what is not finite stays empty."""
+    """The columns of a record in the CSV file. Numbers that are not finite become None, an empty field."""
     row: dict[str, Any] = {}
     for name, value in record.items():
         plain = _plain(value)

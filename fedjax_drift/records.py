@@ -1,8 +1,13 @@
-"""Records in all the forms that runs leave them in, and the rounds that runs take to a target.
+"""Reads the records of runs in all supported forms, and computes how many rounds a run needs to reach a target.
 
-`Records` is whatever a run leaves: its history; the path of a log (`logs.Log`, or a folder of the command line), which
-may name several algorithms and seeds; what `fd.sweep` returns, or several of that; or a dict: name of a run -> one of
-these, or the histories or logs of several seeds.
+`Records`, the type of the argument ``records`` here and in `plots`, is one of these:
+
+- the history of a run, as `Simulation.run` returns it
+- the path of a log: the folder or file of a `logs.Log`, or the output folder of ``fedjax-drift run``. A log may have
+  several algorithms and seeds. If the folder itself has no log, its subfolders with a log are read, one per run.
+- a list of such paths
+- the result of `fd.sweep`, or several such results joined to one list
+- a dict from the name of a run to one of the above, or to a list of histories, one per seed
 """
 
 from __future__ import annotations
@@ -24,26 +29,36 @@ History = Sequence[Mapping[str, Any]]
 FilePath = str | os.PathLike[str]
 OneRun = FilePath | History | Sequence[History] | Sequence[FilePath] | Sequence["Run"]
 Records = FilePath | History | Sequence["Run"] | Sequence[FilePath] | Mapping[str, OneRun] | Mapping[str, FilePath]
-Runs = Mapping[str, Sequence[History]]  # name of a run -> the history of each seed
+Runs = Mapping[str, Sequence[History]]  # name of a run -> one history per seed
 
 
 class Reached(NamedTuple):
-    """When one run reached a target. It is evaluated every few rounds, so the target is met in after + 1..round."""
+    """When one run reached a target.
 
-    round: int | None  # the first evaluated round that meets it; None: none does
-    after: int  # the evaluated round before that, which does not (0: there is none); the last one if none does
+    A run may be evaluated only every few rounds. The first round at the target is one of after + 1..round.
+    """
+
+    round: int | None  # the first evaluated round at the target; None if no evaluated round reaches it
+    after: (
+        int  # the evaluated round before ``round``, 0 if there is none; the last evaluated round if ``round`` is None
+    )
 
 
 def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> dict[str, list[Reached]]:
-    """When runs first meet a target: name of a run -> `Reached` of each seed.
+    """Computes when each run first reaches a target.
 
     Args:
-      records: see above. A single history has the name "".
-      target: what ``key`` must be at least or, for a key that ends in "loss", at most. An accuracy is in 0..1.
-      key: an entry of the records.
+      records: the runs, in one of the forms that `plots` accepts: a history, the path of a log, the result of
+        `fd.sweep`, or a dict from the name of a run to one of these.
+      target: the smallest value of ``key`` that reaches the target; for a key that ends in "loss", the largest value.
+        An accuracy is in 0..1.
+      key: the entry of the records to compare. Default: "accuracy".
+
+    Returns:
+      A dict from the name of a run to a list with one `Reached` per seed. The name of a single history is "".
 
     Raises:
-      ValueError: a target that is no number, or an accuracy above 1; no round that has the key.
+      ValueError: the target is not a finite number, or is an accuracy above 1; or no record has the key.
 
     >>> history = [{"round": 10, "accuracy": 0.5}, {"round": 20, "accuracy": 0.9}, {"round": 30, "accuracy": 0.8}]
     >>> rounds_to_target({"FedAvg": history}, 0.7)
@@ -56,60 +71,73 @@ def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> 
             f"target must be an accuracy in 0..1, got {target:g}: {target / 100:g} for {target:g} %"
         )
     runs = measured(by_run(records), key)
-    found = {name: [_reached(*seed, target, key) for seed in seeds if seed[0].size] for name, seeds in runs.items()}
-    if not any(found.values()):
+    reached = {name: [_reached(*seed, target, key) for seed in seeds if seed[0].size] for name, seeds in runs.items()}
+    if not any(reached.values()):
         raise ConfigurationError(
             f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate, or pass another key"
         )
-    return {name: of_seeds for name, of_seeds in found.items() if of_seeds}
+    return {name: seeds for name, seeds in reached.items() if seeds}
 
 
 def _reached(rounds: np.ndarray, values: np.ndarray, target: float, key: str) -> Reached:
-    """Of one run; values [n, E], of which the last counts."""
-    meets = values[:, -1] <= target if key.endswith("loss") else values[:, -1] >= target
-    if not meets.any():
+    """When one run reaches the target. values: [n, E], of which the last column is compared."""
+    at_target = values[:, -1] <= target if key.endswith("loss") else values[:, -1] >= target
+    if not at_target.any():
         return Reached(None, int(rounds[-1]))
-    first = int(meets.argmax())
+    first = int(at_target.argmax())
     return Reached(int(rounds[first]), int(rounds[first - 1]) if first else 0)
 
 
 def measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
-    """Name of a run -> of each seed the rounds [n] that have ``key``, and their values [n, E]; None is NaN."""
-    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    """The values of ``key`` in the records.
+
+    Returns a dict from the name of a run to a list with one pair per seed: the rounds [n] that have ``key``, and their
+    values [n, E]. E is 1 for single numbers. None becomes NaN.
+    """
+    by_name: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for name, seeds in runs.items():
-        found[name] = []
+        by_name[name] = []
         for history in seeds:
-            known = [record for record in history if key in record]
-            values = _numbers(key, [record[key] for record in known])
-            rounds = [checks.integer("records' round", record.get("round"), 0) for record in known]
-            found[name].append((np.array(rounds, int), values if values.ndim == 2 else values[:, None]))
-    return found
+            with_key = [record for record in history if key in record]
+            values = numbers(f"records' {key}", [record[key] for record in with_key], lists=True)
+            rounds = [checks.integer("records' round", record.get("round"), 0) for record in with_key]
+            by_name[name].append((np.array(rounds, int), values if values.ndim == 2 else values[:, None]))
+    return by_name
 
 
-def _numbers(key: str, values: Sequence[Any]) -> np.ndarray:
-    """[n] or [n, E]; None is NaN."""
+def numbers(name: str, values: Any, lists: bool = False) -> np.ndarray:
+    """The values as float [n] or, if they may be ``lists`` of E numbers each, [n, E]. None becomes NaN.
+
+    Raises ConfigurationError for other values.
+    """
+    allowed = "numbers, or lists of numbers that all have one length" if lists else "numbers, one after another"
     try:
-        found = np.array(values, float)
+        array = np.asarray(values, float)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"records must have a number, or lists of as many, as {key!r}: {error}") from error
-    if found.ndim not in (1, 2) or found.ndim == 2 and not found.shape[1]:
-        raise ConfigurationError(
-            f"records must have a number, or a list of them, as {key!r}, got {checks.shown(values[0])}"
-        )
-    return found
+        raise ConfigurationError(f"{name} must be {allowed}, got {checks.shown(values)} ({error})") from error
+    if array.ndim not in ((1, 2) if lists else (1,)) or 0 in array.shape[1:]:
+        raise ConfigurationError(f"{name} must be {allowed}, got {checks.shown(values)}")
+    return array
 
 
 def by_run(records: Any) -> dict[str, list[History]]:
-    """Name of each run -> the history of each of its seeds, whatever form they have. ValueError for anything else."""
+    """The histories of all runs: a dict from the name of a run to a list with one history per seed.
+
+    records: in any form of `Records`. Raises ConfigurationError for anything else.
+    """
     if isinstance(records, (str, os.PathLike)):
         records = checks.path("records", records)
-        below = sorted(path.parent for path in records.glob("*/rounds.jsonl"))
-        if below and not (records / "rounds.jsonl").exists():
-            return {path.name: _one_log(path.name, path) for path in below}
+        logs_below = sorted(path.parent for path in records.glob("*/rounds.jsonl"))
+        if logs_below and not (records / "rounds.jsonl").exists():
+            return {path.name: _one_log(path.name, path) for path in logs_below}
         return _by_algorithm(logs.read(records))
     if isinstance(records, Mapping):
-        named = [(str(name), _one_run(name, of)) for name, of in records.items()]
-        return {", ".join(filter(None, (name, more))): seeds for name, of in named for more, seeds in of.items()}
+        named = [(str(name), _one_run(name, value)) for name, value in records.items()]
+        return {
+            ", ".join(filter(None, (name, setting))): seeds
+            for name, settings in named
+            for setting, seeds in settings.items()
+        }
     items = list(records) if isinstance(records, Sequence) else None
     kind = "" if items is None else _kind(items)
     if kind == "path":
@@ -118,15 +146,15 @@ def by_run(records: Any) -> dict[str, list[History]]:
         return _by_setting(items or [])
     if kind == "record" or items == []:
         return _by_algorithm(items or []) or {"": [[]]}
-    wrong = f" of {type(items[0]).__name__}" if items else ""
+    items_type = f" of {type(items[0]).__name__}" if items else ""
     raise ConfigurationError(
         "records must be a history, a dict of histories, the path of a log or what fd.sweep returns, got a "
-        f"{type(records).__name__}{wrong}: state, history = sim.run(...)"
+        f"{type(records).__name__}{items_type}: state, history = sim.run(...)"
     )
 
 
 def _kind(items: Sequence[Any]) -> str:
-    """What all of the items are; nothing where they are of several kinds, or of none that is known."""
+    """The kind that all items have: "record", "path", "run" or "history"; "empty" without items; "" otherwise."""
     for kind, is_one in (
         ("record", lambda item: isinstance(item, Mapping)),
         ("path", lambda item: isinstance(item, (str, os.PathLike))),
@@ -138,14 +166,14 @@ def _kind(items: Sequence[Any]) -> str:
     return "" if items else "empty"
 
 
-def _one_run(name: Any, of: Any) -> dict[str, list[History]]:
-    """The seeds of what stands behind a name; of a sweep over settings, of each of them."""
-    if isinstance(of, (str, os.PathLike)):
-        return {"": _one_log(name, of)}
-    if hasattr(of, "history") and hasattr(of, "setting"):
-        return {"": [of.history]}
-    items = list(of) if isinstance(of, Sequence) else []
-    kind = _kind(items) if isinstance(of, Sequence) else ""
+def _one_run(name: Any, value: Any) -> dict[str, list[History]]:
+    """The histories of one entry of a dict of runs, from a setting to its seeds. Only a sweep has several settings."""
+    if isinstance(value, (str, os.PathLike)):
+        return {"": _one_log(name, value)}
+    if hasattr(value, "history") and hasattr(value, "setting"):
+        return {"": [value.history]}
+    items = list(value) if isinstance(value, Sequence) else []
+    kind = _kind(items) if isinstance(value, Sequence) else ""
     if kind == "run":
         return _by_setting(items)
     if kind == "path":
@@ -156,49 +184,49 @@ def _one_run(name: Any, of: Any) -> dict[str, list[History]]:
         return {"": items}
     raise ConfigurationError(
         f"records[{name!r}] must be a history, those of several seeds, the path of a log, several of these, or what "
-        f"fd.sweep returns, got a {type(of).__name__}: state, history = sim.run(...)"
+        f"fd.sweep returns, got a {type(value).__name__}: state, history = sim.run(...)"
     )
 
 
 def _by_setting(runs: Sequence[Any]) -> dict[str, list[History]]:
-    """Runs of sweeps by algorithm, where there are several, and setting."""
-    several = len({run.algorithm for run in runs}) > 1
-    found: dict[str, dict[int, History]] = {}
+    """The histories of sweeps, from a setting to its seeds. With several algorithms, the name has the algorithm too."""
+    several_algorithms = len({run.algorithm for run in runs}) > 1
+    by_name: dict[str, dict[int, History]] = {}
     for run in runs:
         setting = [f"{name} {value}" for name, value in run.setting.items()]
-        name = ", ".join([run.algorithm] * several + setting)
-        seeds = found.setdefault(name, {})
+        name = ", ".join([run.algorithm, *setting] if several_algorithms else setting)
+        seeds = by_name.setdefault(name, {})
         if run.seed in seeds:
             raise ConfigurationError(
                 f"records must hold one run of each setting and seed, got two of {name or run.algorithm} with seed "
                 f"{run.seed}: pass a dict, name -> what each sweep returned"
             )
         seeds[run.seed] = run.history
-    return {name: list(seeds.values()) for name, seeds in found.items()}
+    return {name: list(seeds.values()) for name, seeds in by_name.items()}
 
 
 def _one_log(name: Any, path: FilePath) -> list[History]:
-    """The seeds of a log of one algorithm."""
-    found = _by_algorithm(logs.read(path))
-    if len(found) > 1:
+    """The histories of a log with one algorithm, one per seed."""
+    algorithms = _by_algorithm(logs.read(path))
+    if len(algorithms) > 1:
         raise ConfigurationError(
-            f"records[{name!r}] must be the log of one algorithm, got {', '.join(found)}: pass the path alone"
+            f"records[{name!r}] must be the log of one algorithm, got {', '.join(algorithms)}: pass the path alone"
         )
-    return next(iter(found.values()), [[]])
+    return next(iter(algorithms.values()), [[]])
 
 
 def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, list[History]]:
-    """The lines of a log by algorithm and seed, if they name them."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    """The histories of a log, from an algorithm to its seeds. The algorithm of records that name none is ""."""
+    algorithms: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
-        found.setdefault(str(record.get("algorithm", "")), []).append(record)
-    return {name: by_seed(history) for name, history in found.items()}
+        algorithms.setdefault(str(record.get("algorithm", "")), []).append(record)
+    return {name: by_seed(history) for name, history in algorithms.items()}
 
 
 def by_seed(records: Sequence[Mapping[str, Any]]) -> list[History]:
-    """The records of each seed, if they name seeds; the seeds in order."""
-    found: dict[int | None, list[Mapping[str, Any]]] = {}
+    """The records of each seed, in the order of the seeds. Records without a seed are one history, the first."""
+    seeds: dict[int | None, list[Mapping[str, Any]]] = {}
     for record in records:
         seed = record.get("seed")
-        found.setdefault(None if seed is None else checks.integer("records' seed", seed, 0), []).append(record)
-    return [found[seed] for seed in sorted(found, key=lambda seed: (seed is not None, seed))]
+        seeds.setdefault(None if seed is None else checks.integer("records' seed", seed, 0), []).append(record)
+    return [seeds[seed] for seed in sorted(seeds, key=lambda seed: (seed is not None, seed))]

@@ -1,4 +1,4 @@
-"""The folder that `fedjax-drift run` leaves, and what it trained, taken out of it."""
+"""Loads a model and its history from the output folder of ``fedjax-drift run``."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ CONFIG, MODEL = "config.json", "model.npz"
 class LoadedRun(NamedTuple):
     """One run of the command line."""
 
-    algorithm: str  # as it was written, "fedprox:mu=0.1"
+    algorithm: str  # as on the command line, for example "fedprox:mu=0.1"
     seed: int
-    settings: dict[str, Any]  # config.json: all that was set
+    settings: dict[str, Any]  # the content of config.json: all settings of the run
     history: list[Record]
     model: Model
-    params: Params  # the global model at the end, for ``model.apply(params, x)``
+    params: Params  # the global model after the last round, for ``model.apply(params, x)``
 
 
 def file_name(algorithm: str) -> str:
-    """What an algorithm is called where it has a file or a folder."""
+    """The name of an algorithm in file and folder names."""
     return "".join(c if c.isalnum() else "_" for c in algorithm)
 
 
 def model_file(output: Path, algorithm: str, seed: int | None = None) -> Path:
-    """Where an algorithm's parameters are; of several seeds, each has its own."""
+    """The path of an algorithm's parameters. seed: needed if the run has several seeds, which have one file each."""
     folder = output / file_name(algorithm)
     return (folder if seed is None else folder / f"seed-{seed}") / MODEL
 
 
 def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed: int | None = None) -> LoadedRun:
-    """What `fedjax-drift run` has trained: its settings, history, model and parameters.
+    """Loads the settings, history, model and parameters of a run of ``fedjax-drift run``.
 
-    ``state = sim.init(key, params=run.params)`` goes on from the model with anything else; to go on with the run
-    itself, with its states and cohorts, use ``fedjax-drift run --resume`` or `Checkpoints`.
+    To train the model further in a simulation of your own, use ``state = sim.init(key, params=run.params)``. To resume
+    the run itself, with its client states and cohorts, use ``fedjax-drift run --resume`` or `Checkpoints`.
 
     Args:
-      folder: the run's output folder.
-      algorithm: one of those that it ran, as it was written; may be left out if there is one.
-      seed: one of those that it ran; may be left out if there is one.
+      folder: the output folder of the run.
+      algorithm: one of the run's algorithms, as on the command line. Not needed if the run has only one algorithm.
+      seed: one of the run's seeds. Not needed if the run has only one seed.
 
     Raises:
-      ValueError: a folder that is none of a run's; several algorithms or seeds, and none is chosen; one that has not
-        come to its end.
+      ValueError: the folder is not the output folder of a run; or ``algorithm`` or ``seed`` is needed, or is not one of
+        the run's; or this algorithm has not finished.
     """
     folder = checks.path("folder", folder, "the output folder of fedjax-drift run")
     try:
@@ -80,17 +80,17 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
     return LoadedRun(algorithm, seed, settings, history, model, load_params(model, file))
 
 
-def _chosen(what: str, value: Any, known: Sequence[Any], folder: Path) -> Any:
-    """The value, or the only one there is."""
-    if value is None and len(known) == 1:
-        return known[0]
-    if value not in known:
+def _chosen(name: str, value: Any, allowed: Sequence[Any], folder: Path) -> Any:
+    """The value, or the only allowed value if it is None."""
+    if value is None and len(allowed) == 1:
+        return allowed[0]
+    if value not in allowed:
         raise ConfigurationError(
-            f"{what} must be one of those that {folder} has, {', '.join(map(str, known))}, got {value}"
+            f"{name} must be one of those that {folder} has, {', '.join(map(str, allowed))}, got {value}"
         )
     return value
 
 
 def _tuples(value: Any) -> Any:
-    """As it was before it was JSON."""
+    """The value with tuples in place of lists: JSON has no tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -120,7 +120,7 @@ DATA = [
     (lambda: fd.models.save_params("w", "x.npz"), "params, at its root, must be a numeric array"),
     (lambda: fd.grid(optimizer="adam"), r"optimizer must be one or more values, got 'adam': grid\(optimizer=\[...\]\)"),
     (lambda: fd.grid(lr=0.1), r"lr must be one or more values, got 0.1: grid\(lr=\[...\]\)"),
-    (lambda: fd.plots.curves([{"round": 1, "accuracy": "a"}]), "records must have a number, or lists of as many"),
+    (lambda: fd.plots.curves([{"round": 1, "accuracy": "a"}]), "records' accuracy must be numbers, or lists"),
     (lambda: fd.plots.curves([{"round": 1.5, "accuracy": 1}]), "records' round must be an integer >= 0, got 1.5"),
     (lambda: fd.plots.federation(federation(), "x.nope"), "path must end in one of .*, got x.nope: .png"),
     (lambda: fd.FederatedData(X, Y, np.array([1, 2])), "sizes must sum to the 4 rows, got 3"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift.devices import mesh as sharding
+from fedjax_drift.devices import memory
 from fedjax_drift.round.cohort import first_distinct
 from fedjax_drift.storage.client_store import ClientStore
 
@@ -247,8 +247,8 @@ def test_auto_looks_at_what_a_device_holds(data, monkeypatch) -> None:
         "fedjax_drift.simulation.placement.memory_of", lambda mesh: 2 * 30 * 4 * 28
     )  # the bank just fits
     assert simulate(data, stream=False).bank == "device"
-    for memory, found in ((30 * 4 * 28, "sharded"), (1000, "host")):
-        monkeypatch.setattr("fedjax_drift.simulation.placement.memory_of", lambda mesh, memory=memory: memory)
+    for room, found in ((30 * 4 * 28, "sharded"), (1000, "host")):
+        monkeypatch.setattr("fedjax_drift.simulation.placement.memory_of", lambda mesh, room=room: room)
         with pytest.warns(UserWarning, match=f"bank='{found}'"):
             assert simulate(data, stream=False).bank == found
     with warnings.catch_warnings():
@@ -368,9 +368,9 @@ def test_a_containers_memory_counts(groups, limits, expected, tmp_path, monkeypa
     if groups is not None:
         (tmp_path / "proc/self").mkdir(parents=True)
         (tmp_path / "proc/self/cgroup").write_text(groups)
-    assert sharding.container_memory(tmp_path) == expected
-    monkeypatch.setattr(sharding, "container_memory", lambda: 1000.0)
-    assert sharding.memory_of(fd.clients_mesh(jax.devices()[:2])) == 500.0
+    assert memory.container_memory(tmp_path) == expected
+    monkeypatch.setattr(memory, "container_memory", lambda: 1000.0)
+    assert memory.memory_of(fd.clients_mesh(jax.devices()[:2])) == 500.0
 
 
 def test_cohorts_of_huge_federations_are_uniform() -> None:

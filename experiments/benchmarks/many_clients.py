@@ -28,7 +28,7 @@ import measure
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.devices.mesh import memory_of
+from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.storage.client_store import ClientStore
 
 STATE = 66_126 * 4  # bytes that a client keeps

@@ -27,7 +27,7 @@ from fedjax_drift.cli.flags import Parser
 from fedjax_drift.cli.quickstart import fill_quickstart
 from fedjax_drift.cli.render import show_error, show_warning
 from fedjax_drift.cli.run import RUN_EXAMPLES, fill_run, resumed
-from fedjax_drift.devices.mesh import agree
+from fedjax_drift.devices.processes import agree
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 REFUSALS = (ConfigurationError, MissingPackageError, OSError)  # any other exception is a bug, and shows its traceback

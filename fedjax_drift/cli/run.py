@@ -23,7 +23,7 @@ from fedjax_drift.cli.flags import Parser, add, add_run, count, count0, seeds
 from fedjax_drift.cli.output import add_output, draw_runs, output_folder, write_clients, written
 from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, use_devices
 from fedjax_drift.cli.render import clients_table, heading, rounds_to_do, show_error, table, wrap
-from fedjax_drift.devices.mesh import first_does, spans_processes
+from fedjax_drift.devices.processes import first_does, spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
 from fedjax_drift.simulation.progress import watched

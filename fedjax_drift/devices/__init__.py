@@ -1,4 +1,4 @@
-"""Devices and processes: the mesh over which clients are spread, and how arrays and programs get there.
+"""Devices and processes: the mesh of devices, what they hold and run, and how processes work together.
 
-The modules import `data.files`, for the folder of the compilation cache, and what is below it.
+Read `mesh.py` first. The modules import only `data.files` (for the folder of the compilation cache) and what is below.
 """

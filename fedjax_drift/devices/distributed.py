@@ -1,14 +1,14 @@
-"""Several processes, each with devices of its own, that simulate together: every one runs the same script.
+"""Simulations on several processes. Each process has its own devices, and all processes run the same script.
 
     import fedjax_drift as fd
-    fd.distributed.initialize()        # first of all
-    sim = fd.Simulation(...)           # its mesh: the devices of all processes
+    fd.distributed.initialize()        # before anything else
+    sim = fd.Simulation(...)           # its mesh has the devices of all processes
     state, history = sim.run(sim.init(jax.random.key(0)), 100)
     if fd.distributed.is_first():
         ...                            # write files
 
-All processes have to do the same, in the same order, with the same values: the same data, seeds and options. What
-`Simulation` returns to the host (info, history, scores) is whole in every process.
+All processes must make the same calls in the same order, with the same data, seeds and options. Every process gets the
+complete info, history and scores from `Simulation`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 import jax
 
 from fedjax_drift import checks
-from fedjax_drift.devices.mesh import clients_mesh, memory_of, use_cpu_devices
+from fedjax_drift.devices.memory import memory_of
+from fedjax_drift.devices.mesh import clients_mesh, use_cpu_devices
 from fedjax_drift.errors import ConfigurationError
 
 STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -37,35 +38,40 @@ def initialize(
     *,
     timeout_seconds: int = 300,
 ) -> None:
-    """Joins this process to the others of its job, through `jax.distributed`, and starts JAX's backend.
+    """Connects this process to the other processes of its job with `jax.distributed`, and starts JAX's backend.
 
-    What is not given is found by JAX, in this order:
+    JAX detects the arguments that are not given. It looks for these launchers, in this order:
 
     - Open MPI up to version 4: ``OMPI_MCA_orte_hnp_uri``, ``OMPI_COMM_WORLD_SIZE``, ``_RANK``, ``_LOCAL_RANK``
-    - SLURM, in a step (``srun``): ``SLURM_JOB_ID``, ``SLURM_STEP_NODELIST``, ``SLURM_NTASKS``, ``SLURM_PROCID``,
+    - SLURM, in a job step (``srun``): ``SLURM_JOB_ID``, ``SLURM_STEP_NODELIST``, ``SLURM_NTASKS``, ``SLURM_PROCID``,
       ``SLURM_LOCALID``
-    - TPU pods of GKE: ``TPU_WORKER_HOSTNAMES`` (or ``TPU_PROCESS_ADDRESSES``), ``TPU_WORKER_ID``, and
-      ``MEGASCALE_COORDINATOR_ADDRESS``, ``_NUM_SLICES``, ``_SLICE_ID`` of several slices
-    - TPU VMs: the machine's metadata (``agent-worker-number``, ``worker-network-endpoints``); needs ``requests``
-    - Kubernetes Jobs and JobSets: ``KUBERNETES_SERVICE_HOST``, ``JOB_COMPLETION_INDEX``, ``HOSTNAME`` and the
-      cluster's own record of the job, of ``completionMode: Indexed``; needs the package ``kubernetes``
-    - other launchers of MPI (one of ``PMI_SIZE``, ``MV2_COMM_WORLD_SIZE``, ``OMPI_COMM_WORLD_SIZE``): through the
-      package ``mpi4py``, which they need
+    - TPU pods of GKE: ``TPU_WORKER_HOSTNAMES`` (or ``TPU_PROCESS_ADDRESSES``) and ``TPU_WORKER_ID``; for a job on
+      several slices also ``MEGASCALE_COORDINATOR_ADDRESS``, ``_NUM_SLICES``, ``_SLICE_ID``
+    - TPU VMs: the machine's metadata (``agent-worker-number``, ``worker-network-endpoints``). This needs the package
+      ``requests``.
+    - Kubernetes Jobs and JobSets with ``completionMode: Indexed``: ``KUBERNETES_SERVICE_HOST``,
+      ``JOB_COMPLETION_INDEX``, ``HOSTNAME`` and the description of the job in the Kubernetes API. This needs the
+      package ``kubernetes``.
+    - other MPI launchers, which set ``PMI_SIZE``, ``MV2_COMM_WORLD_SIZE`` or ``OMPI_COMM_WORLD_SIZE``. This needs the
+      package ``mpi4py``.
 
-    ``JAX_COORDINATOR_ADDRESS`` gives the address anywhere, ``JAX_COORDINATOR_PORT`` another port where it is found.
-    Under Open MPI, SLURM and mpi4py a process sees only the GPU of its local number: start one for each.
+    ``JAX_COORDINATOR_ADDRESS`` replaces the detected address, and ``JAX_COORDINATOR_PORT`` only its port. Under Open
+    MPI, SLURM and mpi4py, a process uses only the GPU whose index is its local rank: start one process per GPU.
 
     Args:
-      coordinator_address: "host:port" of process 0, which listens there.
-      num_processes: P >= 1.
-      process_id: this one's number, in 0..P-1; process 0 shows the progress bar, and should be the one that writes.
-      cpu_devices: CPU devices of this process, in 1..256; default: as `use_cpu_devices` has set it before, or else 1.
-        CPUs of several processes talk through Gloo, JAX's default (``jax_cpu_collectives_implementation``).
-      timeout_seconds: how long to wait for the others.
+      coordinator_address: "host:port" at which process 0 listens. Default: detected.
+      num_processes: number of processes P, >= 1. Default: detected.
+      process_id: number of this process, in 0..P-1. Default: detected. Process 0 shows the progress bar, and it should
+        be the process that writes files.
+      cpu_devices: number of CPU devices of this process, in 1..256. Default: the number that `use_cpu_devices` has set,
+        otherwise 1. CPU devices of different processes communicate with Gloo, JAX's default
+        (``jax_cpu_collectives_implementation``).
+      timeout_seconds: how long to wait for the other processes, >= 1. Default: 300.
 
     Raises:
-      ValueError: arguments out of range, or not given and not found.
-      RuntimeError: JAX has started its backend already; a second call; the others are not there in time.
+      ValueError: an argument is out of range, or it is not given and JAX cannot detect it.
+      RuntimeError: JAX has already started its backend; or this is a second call; or the other processes do not
+        connect before the timeout.
     """
     if num_processes is not None:
         num_processes = checks.integer("num_processes", num_processes, 1)
@@ -90,10 +96,10 @@ def initialize(
         num_processes,
         process_id,
         cluster_detection_method=_detected_by(os.environ),
-        initialization_timeout=timeout_seconds + 3600,  # JAX ends the process then, so we are to be first
+        initialization_timeout=timeout_seconds + 3600,  # JAX ends the process then: our own timeout must come before
     )
     try:
-        met = _in_time(join, timeout_seconds)
+        connected = _in_time(join, timeout_seconds)
     except ValueError as error:
         raise ConfigurationError(
             "fd.distributed.initialize() must be given coordinator_address, num_processes and process_id where JAX "
@@ -107,18 +113,18 @@ def initialize(
                 "script, before any array is made or jax.devices() is called"
             ) from error
         raise
-    if not met:
+    if not connected:
         raise RuntimeError(
             f"the processes must find each other in {timeout_seconds} s, got no answer: see that all of them run, that "
             "num_processes is their number and each has its own process_id, that the host and port of process 0 "
             f"({coordinator_address or 'found by JAX'}) can be reached from the others (firewall, name, proxy "
             "variables), and that nothing else listens there; then start all again"
         )
-    memory_of(clients_mesh())  # they talk at once, as Gloo gives up if the first to come has to wait for half a minute
+    memory_of(clients_mesh())  # communicates now: Gloo fails if the first process has to wait for half a minute later
 
 
 def _in_time(call: Callable[[], None], seconds: float) -> bool:
-    """Whether ``call()``, which can't be interrupted, ended in time; raises what it raises."""
+    """Calls ``call()`` in a thread, as it can't be interrupted. Returns whether it ended in time; raises its errors."""
     outcome: Future[None] = Future()
 
     def run() -> None:
@@ -137,8 +143,8 @@ def _in_time(call: Callable[[], None], seconds: float) -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which should be the one to print and to write; True in a single process."""
-    return not jax.distributed.is_initialized() or jax.process_index() == 0  # does not start the backend needlessly
+    """Whether this is process 0, the process that should print and write files. True if there is only one process."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0  # with one process, starts no backend
 
 
 def _is_address(text: Any) -> bool:
@@ -149,7 +155,7 @@ def _is_address(text: Any) -> bool:
 
 
 def _detected_by(environment: Mapping[str, str]) -> str | None:
-    """The way of finding the others that JAX must be told to go, as it tries it only then: mpi4py."""
+    """The ``cluster_detection_method`` for JAX: "mpi4py", which JAX uses only on request, or None for the others."""
     known_to_jax = "OMPI_MCA_orte_hnp_uri" in environment or "SLURM_PROCID" in environment
     started_by_mpi = any(name in environment for name in STARTED_BY_MPI)
     return "mpi4py" if started_by_mpi and not known_to_jax else None

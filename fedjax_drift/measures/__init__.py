@@ -1,4 +1,4 @@
-"""What is measured of a model and its clients: drift within a round, and the accuracy that each client gets.
+"""Measures: the drift of the clients within a round, and the loss and accuracy of the model for each client.
 
 The modules import `round` and what is below it.
 """

@@ -1,7 +1,7 @@
-"""What is measured of drift: the measures, and the pass over a round's clients that takes them.
+"""Drift measures, and the pass over a cohort that computes them.
 
-`measure` trains the round's clients again, exactly as the round does (a client's training is a function of the
-round's key, its id and its rows), so a simulation that does not measure is not touched by any of this.
+`measure` repeats the local training of a round. The result is the same, because a client's training depends only on the
+round's key, the client's id and its examples. The round itself does not measure, so unused measures cost nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ MEASURES = {
     "updates": "norm of each client's update and its cosine with their mean, after every local epoch",
     "gradients": "period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity (FedGVRGM, 4)",
     "predictions": "linear CKA and KL between local and global predictions on the test set, after every local epoch",
-    "forgetting": "LP (LfD, equation 11) for the classes that a client has, and for those it has not",
+    "forgetting": "LP (LfD, equation 11) for the classes that a client has, and for those it does not have",
     "labels": "share of each class in the cohort's rows",
 }
-TESTED = ("predictions", "forgetting")  # on the test set
+TESTED = ("predictions", "forgetting")  # these need the test set
 
 
 def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, streamed: bool) -> tuple[str, ...]:
-    """The names as a tuple. Raises ConfigurationError for one that is unknown, or that the data or the model forbid.
+    """Returns the names of the measures as a tuple.
 
-    streamed: whether the training rows are kept on the host.
+    Raises ConfigurationError if a name is unknown, or if the data or the model do not allow this measure.
+
+    streamed: whether the training examples are kept on the host.
     """
     names = checks.choices("measure", names, MEASURES)
     for name in names:
@@ -59,7 +61,7 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, s
 
 
 def allowing_nan(program: Callable) -> Callable:
-    """The program, run with `jax_debug_nans` off: what is measured of absent clients is NaN."""
+    """Makes the program run with `jax_debug_nans` off, because the measures of absent clients are NaN."""
 
     @wraps(program)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -71,24 +73,27 @@ def allowing_nan(program: Callable) -> Callable:
 
 @allowing_nan
 def of_one_round(measured: dict[str, jax.Array], *, axis: int) -> dict[str, jax.Array]:
-    """What was measured of a round, with an axis of rounds."""
+    """The measures of one round with an additional axis for the round, of length 1."""
     return {name: jnp.expand_dims(values, axis) for name, values in measured.items()}
 
 
 class Training(NamedTuple):
-    """One client's training, as its algorithm does it."""
+    """The local training of one client."""
 
     result: ClientResult
-    start: Params  # the model that the client was sent
-    theta: Params  # theta_i, after the last epoch
-    epochs: PyTree  # what was measured after every epoch, leaves [E, ...]
+    start: Params  # the model that the client received
+    theta: Params  # the local model theta_i after the last epoch
+    epochs: PyTree  # the measures after every epoch, leaves [E, ...]
 
 
 @partitionable
 def measure(
     engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> dict[str, jax.Array]:
-    """The drift that `round_fn` shows on the same state and cohort; see `Simulation.measure`."""
+    """Measures the drift of the round that `round_fn` would run from this state with this cohort.
+
+    See `Simulation.measure`.
+    """
     today = plan(engine, state, arrays.rows, cohort)
     shared = today.shared
     measured: dict[str, jax.Array] = {}
@@ -112,7 +117,7 @@ def watched(
     work: Work,
     after_epoch: Callable[[Params, Params], PyTree],
 ) -> Training:
-    """Trains one client as the round does. Of several calls of `local.train` in one update the last one counts."""
+    """Trains one client as the round does. If its update calls `local.train` several times, the last call is used."""
     calls: list[tuple] = []
     watcher = Watcher(after_epoch, lambda start, theta, measured: calls.append((start, theta, measured)))
     result = update(engine, shared, state_of(engine, shared, client, gathered), work._replace(watcher=watcher))
@@ -127,19 +132,23 @@ def watched(
 def trainings(
     engine: Engine, names: Sequence[str], shared: Shared, today: Plan, gathered: PyTree, test: TestRows | None
 ) -> dict[str, jax.Array]:
-    """What is measured while the cohort trains, leaves [D, G, L] or [D, G, L, E]."""
+    """The measures that need local training, leaves [D, G, L] or [D, G, L, E].
+
+    There are D devices, G groups of clients per device, and L lanes, that is, L clients of a group that train side by
+    side.
+    """
     w = shared.server.params
 
     def model_of(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        """Sums for the means of the local models, w_S, and of the updates, with the algorithm's weights."""
+        """The weighted local model and the weighted update of a client. Their sums give w_S and the mean update."""
         work = client_work(engine, shared, client, longest)
         training = watched(engine, shared, client, gathered, work, lambda start, theta: ())
-        answered, _ = check_finite(engine, client, training.result)
-        weight = jnp.where(answered, training.result.weight, 0)
+        aggregated, _ = check_finite(engine, client, training.result)
+        weight = jnp.where(aggregated, training.result.weight, 0)
         models = (training.theta, tree.subtract(training.theta, training.start))
         return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), ()
 
-    w_S = mean_update = w  # placeholders, unless a measure needs the means
+    w_S = mean_update = w  # placeholders if no measure needs the means
     if {"updates", "gradients"} & set(names):
         (sums, weight), _ = over_clients(engine, model_of, shared, today.dealt, gathered)
         w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, w))
@@ -175,32 +184,35 @@ def trainings(
             present = label_counts(engine, work) > 0
             measured["lp_present"] = local_performance(local_accuracy, global_accuracy, present)
             measured["lp_absent"] = local_performance(local_accuracy, global_accuracy, ~present)
-        known = (client.id < engine.num_clients) & (bad_leaf < 0)
-        return (), jax.tree.map(lambda a: jnp.where(known, a, jnp.nan), measured)
+        valid = (client.id < engine.num_clients) & (bad_leaf < 0)
+        return (), jax.tree.map(lambda a: jnp.where(valid, a, jnp.nan), measured)
 
     extra = (w_S, mean_update, test, z_global)
     return over_clients(engine, one, shared._replace(extra=extra), today.dealt, gathered)[1]
 
 
 def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Array]:
-    """Of all clients' gradients at w, over all their rows: how much clients differ, and how far this cohort is off.
+    """The measures of the gradients at the global model w, over all examples of all clients.
 
-    grad f = sum_i p_i grad F_i, p_i = n_i / n. Period drift: ||mean_S grad F_i - grad f||^2 (FedEve, 3, of this
-    cohort); dissimilarity: Gamma = sum_i p_i ||grad F_i - grad f||^2.
+    With grad f = sum_i p_i grad F_i and p_i = n_i / n:
+
+    - ``period_drift``: ||mean_S grad F_i - grad f||^2, FedEve's equation 3 for this cohort S.
+    - ``dissimilarity``: Gamma = sum_i p_i ||grad F_i - grad f||^2, FedGVRGM's equation 4.
+    - ``gradient_norm``: ||grad f||.
     """
     N = engine.num_clients
-    n = round(engine.mean_size * N)  # M: the rows on the devices may be padded
+    n = round(engine.mean_size * N)  # the number of examples, without the padding on the devices
     chosen = jnp.zeros(N + 1, bool).at[today.cohort.id].set(True).at[N].set(False)
-    everyone = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
-    everyone = jax.tree.map(lambda a, own: a.at[today.drawn].set(own, mode="drop"), everyone, today.held)
-    _, _, dealt = deal_out(engine, everyone, everyone.steps)
+    clients = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
+    clients = jax.tree.map(lambda a, held: a.at[today.drawn].set(held, mode="drop"), clients, today.held)
+    _, _, dealt = deal_out(engine, clients, clients.steps)
 
     def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         chosen, S = shared.extra
         work = client_work(engine, shared, client, longest)
         g = full_gradient(work, shared.server.params)
         n_i = work.size.astype(work.lr.dtype)
-        # 1 / |S| - p_i over one denominator: exactly 0 where all clients of one size are in, as the drift then is.
+        # 1 / |S| - p_i over one denominator: exactly 0, as the drift is, if all clients take part and have equal sizes.
         excess = (jnp.where(chosen[client.id], n, 0) - n_i * S) / (S * n)
         p = n_i / n
         of_all, of_gap = (jax.tree.map(lambda g, c=c: c * g, g) for c in (p, excess))
@@ -217,7 +229,7 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
 
 
 def label_mix(engine: Engine, shared: Shared, today: Plan) -> jax.Array:
-    """float [C]: share of each class in the cohort's rows."""
+    """float [C]: the share of each class in the cohort's examples."""
 
     def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         return label_counts(engine, client_work(engine, shared, client, longest)), ()
@@ -227,16 +239,19 @@ def label_mix(engine: Engine, shared: Shared, today: Plan) -> jax.Array:
 
 
 def predictions(engine: Engine, params: Params, test: TestRows) -> jax.Array:
-    """Logits [T * B, C] on the test batches, padding included."""
+    """Logits [T * B, C] of the test examples, including the padding."""
     logits = lax.map(lambda x: engine.model.apply(params, engine.decode(x)), test.x)
     return logits.reshape(-1, logits.shape[-1])
 
 
 def linear_cka(X: jax.Array, Y: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Linear centred kernel alignment of X [M, p] and Y [M, q] over the rows where mask [M] holds, in [0, 1].
+    """Linear centred kernel alignment (CKA) of X [M, p] and Y [M, q], a scalar in [0, 1].
 
-    ||Y'X||_F^2 / (||X'X||_F ||Y'Y||_F), columns centred (Kornblith et al. 2019, arXiv 1905.00414, equation 3 and
-    section 3). 1: the same up to a rotation and a scale; 0 where one is constant.
+    CKA = ||Y'X||_F^2 / (||X'X||_F ||Y'Y||_F), where the columns of X and Y are centred (Kornblith et al. 2019, arXiv
+    1905.00414, equation 3 and section 3). It is 1 if X and Y are equal up to a rotation and a scale, and 0 if one of
+    them is constant.
+
+    mask: bool [M], False for rows that are ignored. Default: all rows are used.
     """
 
     def centred(Z: jax.Array) -> jax.Array:
@@ -244,37 +259,55 @@ def linear_cka(X: jax.Array, Y: jax.Array, mask: jax.Array | None = None) -> jax
         return Z if mask is None else jnp.where(mask[:, None], Z, 0)
 
     X, Y = centred(X), centred(Y)
-    # In full float32: the default of an accelerator may round its factors to 10 bits.
+    # In full float32, because an accelerator may by default round the factors to 10 bits.
     xy, xx, yy = ((jnp.matmul(A.T, B, precision="highest") ** 2).sum() for A, B in ((Y, X), (X, X), (Y, Y)))
     scale = jnp.sqrt(xx) * jnp.sqrt(yy)
     return jnp.where(scale == 0, 0, xy / scale)
 
 
 def mean_kl(p_logits: jax.Array, q_logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Mean over rows of KL(p || q) in nats, from logits [M, C]; LfD's study has p global, q local."""
+    """Mean of KL(p || q) over the rows, in nats, a scalar.
+
+    In LfD's study, p are the predictions of the global model and q those of the local model.
+
+    Args:
+      p_logits, q_logits: float [M, C].
+      mask: bool [M], False for rows that are ignored. Default: all rows are used.
+    """
     log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
     return jnp.mean((jnp.exp(log_p) * (log_p - log_q)).sum(-1), where=mask)
 
 
 def class_accuracy(logits: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
-    """Acc_c [C] over the rows of class c where mask holds; NaN for a class without rows."""
+    """Accuracy of each class, float [C]; NaN for a class without rows. A row with a NaN logit counts as wrong.
+
+    Args:
+      logits: float [M, C].
+      y: int [M], labels.
+      mask: bool [M], False for rows that are ignored.
+    """
     of_class = jax.nn.one_hot(y, logits.shape[-1]) * mask[:, None]
     right = (logits.argmax(-1) == y) & ~jnp.isnan(logits).any(-1)
     return (of_class * right[:, None]).sum(0) / of_class.sum(0)
 
 
 def local_performance(local: jax.Array, whole: jax.Array, classes: jax.Array) -> jax.Array:
-    """LP (LfD, equation 11): mean of Acc_c(theta_i) / Acc_c(w) over the ``classes`` (bool [C]) with Acc_c(w) > 0.
+    """LP (LfD, equation 11): the mean of Acc_c(theta_i) / Acc_c(w) over classes c with Acc_c(w) > 0, a scalar.
 
-    1: nothing forgotten, 0: everything. NaN without such a class.
+    1 means that local training forgot nothing, 0 that it forgot everything. NaN if there is no such class.
+
+    Args:
+      local: float [C], the accuracy Acc_c(theta_i) of the local model for each class.
+      whole: float [C], the accuracy Acc_c(w) of the global model for each class.
+      classes: bool [C], the classes to average over.
     """
     counted = classes & (whole > 0)
     return jnp.where(counted, local / jnp.where(counted, whole, 1), 0).sum() / counted.sum()
 
 
 def label_counts(engine: Engine, work: Work) -> jax.Array:
-    """float [C]: the client's rows of each class."""
-    C = engine.num_classes or 0  # never None: `check_measures` lets only classifiers get here
+    """float [C]: the number of the client's examples in each class."""
+    C = engine.num_classes or 0  # never None: `check_measures` only allows classifiers
     batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
 
     def add(k: jax.Array, counts: jax.Array) -> jax.Array:

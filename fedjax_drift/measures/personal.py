@@ -1,7 +1,7 @@
-"""What the global model is worth to each client, before and after the client has fine-tuned it on its own rows.
+"""Per-client evaluation of the global model, before and after each client has fine-tuned it on its own examples.
 
-`Simulation.evaluate_clients` measures it on every client's own test rows, `summary` says how evenly it is spread, and
-`plots.fairness` draws it.
+`Simulation.evaluate_clients` evaluates the model on each client's own test examples. `summary` computes statistics of
+the results over the clients, and `plots.fairness` plots their distribution.
 """
 
 from __future__ import annotations
@@ -25,34 +25,45 @@ from fedjax_drift.round.evaluate import score_rows
 from fedjax_drift.round.train import client_work, over_clients
 from fedjax_drift.types import PyTree, ServerState
 
-CHUNK = 512  # clients in one program, so that the copies of their test rows stay few, and Ctrl-C need not wait long
+CHUNK = 512  # most clients in one program: bounds the memory of their test rows, and how long Ctrl-C has to wait
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
 def summary(values: Any) -> dict[str, float]:
-    """How evenly a federation is served, each client counted once.
+    """Computes statistics of a metric over the clients. All clients have weight 1.
 
-    values: one number a client, such as its accuracy, [N]; those without test rows (NaN) are left out. Returns
-    ``clients`` (how many are counted), ``mean``, ``std``, the quantiles ``q05``, ``q25``, ``median``, ``q75`` and
-    ``q95``, and the means of the lowest and the highest tenth of the clients, at least one, ``lowest_10`` (of
-    accuracies: the worst 10 %) and ``highest_10``. Raises ValueError without a single number.
+    Args:
+      values: float [N], one number per client, for example its accuracy. Values that are not finite are ignored; the
+        value of a client without test examples is NaN.
+
+    Returns:
+      A dict of floats:
+
+      - ``clients``: the number of clients with a finite value
+      - ``mean``, ``std``: the mean and the standard deviation
+      - ``q05``, ``q25``, ``median``, ``q75``, ``q95``: quantiles
+      - ``lowest_10``, ``highest_10``: the means of the lowest and of the highest 10 % of the values, at least one value
+        each. For accuracies, ``lowest_10`` is the mean of the worst 10 % of the clients.
+
+    Raises:
+      ValueError: no value is finite.
 
     >>> summary([0.5, 0.9, 1.0, float("nan")])["lowest_10"]
     0.5
     """
-    known = np.sort(checks.array("values", values).ravel().astype(float))
-    known = known[np.isfinite(known)]
-    if not known.size:
+    finite = np.sort(checks.array("values", values).ravel().astype(float))
+    finite = finite[np.isfinite(finite)]
+    if not finite.size:
         raise ConfigurationError("summary needs the value of at least 1 client, got none that is finite")
-    tenth = -(-known.size // 10)
-    spread = {"clients": known.size, "mean": known.mean(), "std": known.std()}
-    spread |= {name: np.quantile(known, q) for name, q in QUANTILES.items()}
-    spread |= {"lowest_10": known[:tenth].mean(), "highest_10": known[-tenth:].mean()}
-    return {name: float(value) for name, value in spread.items()}
+    tenth = -(-finite.size // 10)
+    statistics = {"clients": finite.size, "mean": finite.mean(), "std": finite.std()}
+    statistics |= {name: np.quantile(finite, q) for name, q in QUANTILES.items()}
+    statistics |= {"lowest_10": finite[:tenth].mean(), "highest_10": finite[-tenth:].mean()}
+    return {name: float(value) for name, value in statistics.items()}
 
 
-class OwnTests(NamedTuple):
-    """The test rows of some clients, and where each client's are among them."""
+class ClientTests(NamedTuple):
+    """The test rows of C clients. Client c has ``size[c]`` rows, beginning with row ``offset[c]``."""
 
     x: np.ndarray | jax.Array  # [R, ...]
     y: np.ndarray | jax.Array  # [R, ...]
@@ -60,8 +71,11 @@ class OwnTests(NamedTuple):
     size: np.ndarray | jax.Array  # int32 [C]
 
 
-def chunks(data: FederatedData) -> Iterator[tuple[np.ndarray, OwnTests]]:
-    """All clients, C at a time, in order, and their test rows, always in the same shapes; ids of N fill the last up."""
+def chunks(data: FederatedData) -> Iterator[tuple[np.ndarray, ClientTests]]:
+    """Yields the ids of C clients at a time, in order, and their test rows.
+
+    The shapes are the same for all chunks: test rows are padded with zeros, and the ids of the last chunk with N.
+    """
     assert data.x_test is not None and data.y_test is not None and data.test_sizes is not None
     N, sizes = data.num_clients, data.test_sizes.astype(np.int64)
     C = min(N, CHUNK)
@@ -70,12 +84,12 @@ def chunks(data: FederatedData) -> Iterator[tuple[np.ndarray, OwnTests]]:
     R = max(int(ends[min(start + C, N)] - ends[start]) for start in starts)
     for start in starts:
         ids = np.where(start + np.arange(C) < N, start + np.arange(C), N)
-        known = np.minimum(ids, N - 1)
+        valid_ids = np.minimum(ids, N - 1)
         rows = slice(ends[start], ends[min(start + C, N)])
         x, y = np.asarray(data.x_test[rows]), integers_as_int32(np.asarray(data.y_test[rows]))
         x, y = (np.concatenate([a, np.zeros((R - len(a), *a.shape[1:]), a.dtype)]) for a in (x, y))
-        offset, size = ends[known] - ends[start], np.where(ids < N, sizes[known], 0)
-        yield ids.astype(np.int32), OwnTests(x, y, offset.astype(np.int32), size.astype(np.int32))
+        offset, size = ends[valid_ids] - ends[start], np.where(ids < N, sizes[valid_ids], 0)
+        yield ids.astype(np.int32), ClientTests(x, y, offset.astype(np.int32), size.astype(np.int32))
 
 
 @partitionable
@@ -85,14 +99,16 @@ def fine_tuned(
     state: ServerState,
     rows: Rows,
     clients: Client,
-    tests: OwnTests,
+    tests: ClientTests,
 ) -> dict[str, jax.Array]:
-    """For each client [C] the sums over its test rows of loss and accuracy after it has fine-tuned the global model.
+    """Fine-tunes the global model on each client and evaluates the result on the client's test rows.
 
-    Fine-tuning is plain local training with ``engine.local`` on the model's own loss, without an algorithm's terms.
+    Fine-tuning is local training with ``engine.local`` on the model's loss, without the terms of the algorithm.
+
+    Returns the sums over the client's test rows of each score (loss, accuracy, ...), [C].
     """
     lr = engine.local.rate(state.round)
-    key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + 3)  # a round uses N .. N + 2
+    key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + 3)  # a round uses 0..N + 2
     shared = Shared(state.params, rows, key, state.round, lr, (), (tests.x, tests.y))
     order, empty, dealt = deal_out(engine, clients, clients.steps)
     place = jnp.where(empty, 0, order)

@@ -1,7 +1,8 @@
-"""Scores of rankings, which are no means over rows: `Model(scores=fd.ranking.scores())` reports them.
+"""Ranking metrics: AUC, hit rate and NDCG. Pass ``scores=fd.ranking.scores()`` to `Model` to report them.
 
-All are pure functions of the test set's logits, larger for likelier rows, and compile. A model whose logits are not
-finite gets NaN from `auc` and the lowest values of the others.
+They are computed from the logits of the whole test set, because they are not averages over examples. A larger logit
+means that the example is more likely to be positive. All functions are pure and work under `jax.jit`. If a logit is
+NaN, `auc` is NaN. The other metrics rank a positive example after a negative one if one of both logits is NaN.
 """
 
 from __future__ import annotations
@@ -16,30 +17,48 @@ from fedjax_drift.errors import ConfigurationError
 
 
 def auc(logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Area under the ROC curve of all rows together: how many of the pairs of a positive and a negative row are ordered
-    rightly, ties counted half. Exact: pairs are counted in integers.
+    """Area under the ROC curve over all M examples, a scalar.
 
-    logits [M] (or [M, 1]); y [M], positive where > 0. Returns a scalar, NaN unless there are rows of both kinds.
+    It is the fraction of the pairs of a positive and a negative example in which the positive one has the larger logit.
+    Ties count 1/2. The pairs are counted exactly, in integers.
+
+    Args:
+      logits: float [M] or [M, 1].
+      y: [M]. An example is positive if its label is > 0.
+
+    Returns:
+      A scalar in [0, 1]; NaN if there are no positive or no negative examples, or if a logit is NaN.
 
     >>> float(auc(jnp.array([3.0, 2.0, 2.0, 1.0]), jnp.array([1, 1, 0, 0])))
     0.875
     """
-    logits, positive = _one_a_row(logits), y.reshape(-1) > 0
-    negatives = jnp.sort(jnp.where(positive, jnp.inf, logits))  # in front of as many infinities as there are positives
+    logits, positive = _flat(logits), y.reshape(-1) > 0
+    negatives = jnp.sort(jnp.where(positive, jnp.inf, logits))  # followed by one infinity per positive example
     N = (~positive).sum()
     below, upto = (jnp.searchsorted(negatives, logits, side=side) for side in ("left", "right"))
-    won = (below + jnp.minimum(upto, N)) / (2 * N)  # of each row's pairs with all negatives
+    won = (below + jnp.minimum(upto, N)) / (2 * N)  # the share of its pairs with the negatives that an example wins
     mean = jnp.where(positive, won, 0).sum() / positive.sum()
     return jnp.where(jnp.isnan(logits).any(), jnp.nan, mean)
 
 
 def ranks(logits: jax.Array, group: int = 100) -> jax.Array:
-    """int [M / group]: of each block of ``group`` rows the rank of its first, the positive one, from 1.
+    """The rank of the positive example in each block of the test set.
 
-    Ties count against it, so that a model which scores all rows alike ranks nobody first. Raises ValueError unless
-    ``group`` >= 2 divides the number of rows M.
+    The first example of a block is positive and the others are negative. The best rank is 1. If a negative example has
+    the same logit, it is ranked before the positive one: a model that gives all examples the same logit gets the worst
+    rank.
+
+    Args:
+      logits: float [M] or [M, 1].
+      group: number of examples per block, >= 2. Default: 100.
+
+    Returns:
+      int [M / group], in 1..group.
+
+    Raises:
+      ValueError: ``group`` is less than 2, or does not divide M.
     """
-    group, logits = checks.integer("group", group, 2), _one_a_row(logits)
+    group, logits = checks.integer("group", group, 2), _flat(logits)
     if len(logits) % group:
         raise ConfigurationError(
             f"group must divide the number of test rows, got {group} for {len(logits)} rows: every positive row is "
@@ -50,36 +69,49 @@ def ranks(logits: jax.Array, group: int = 100) -> jax.Array:
 
 
 def hit_rate(logits: jax.Array, k: int, group: int = 100) -> jax.Array:
-    """HR@k, a scalar: the share of blocks whose positive row is among the first k. Arguments as in `ranks`."""
-    return (ranks(logits, group) <= _among(k, group)).mean()
+    """HR@k, a scalar: the share of blocks whose positive example has a rank of at most k.
+
+    k: in 1..group. logits, group: as in `ranks`.
+    """
+    return (ranks(logits, group) <= _checked_rank(k, group)).mean()
 
 
 def ndcg(logits: jax.Array, k: int, group: int = 100) -> jax.Array:
-    """NDCG@k, a scalar: the mean over blocks of 1 / log2(rank + 1), 0 for ranks above k. Arguments as in `ranks`."""
+    """NDCG@k, a scalar: the mean over the blocks of 1 / log2(rank + 1), or 0 for ranks above k.
+
+    k: in 1..group. logits, group: as in `ranks`.
+    """
     rank = ranks(logits, group)
-    return jnp.where(rank <= _among(k, group), 1 / jnp.log2(rank + 1.0), 0).mean()
+    return jnp.where(rank <= _checked_rank(k, group), 1 / jnp.log2(rank + 1.0), 0).mean()
 
 
 def scores(group: int = 100, ks: Sequence[int] = (5, 10)) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """For ``Model(scores=...)``: {"auc", "hr@5", "hr@10", "ndcg@5", "ndcg@10"} of test rows in blocks of ``group``.
+    """Returns a function for ``Model(scores=...)`` that computes "auc", "hr@5", "hr@10", "ndcg@5" and "ndcg@10".
 
-    The first row of a block is its positive one, the others are negative (99 in FedEve's protocol, as the data set
-    `movielens` has them). Raises ValueError for ``group`` < 2 and for a k outside 1..group.
+    The test set consists of blocks of ``group`` examples. The first example of a block is positive and the others are
+    negative. FedEve's protocol, which the data set `movielens` follows, has 99 negative examples per block.
+
+    Args:
+      group: number of examples per block, >= 2. Default: 100.
+      ks: the values of k for "hr@k" and "ndcg@k", in 1..group. Default: (5, 10).
+
+    Raises:
+      ValueError: ``group`` or a k is out of range.
     """
     if not isinstance(ks, Iterable) or isinstance(ks, str | bytes):
         raise ConfigurationError(f"ks must be several integers, got {checks.shown(ks)}: (5, 10), for example")
-    ks = tuple(_among(k, checks.integer("group", group, 2)) for k in ks)
+    ks = tuple(_checked_rank(k, checks.integer("group", group, 2)) for k in ks)
 
     def all_scores(logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-        found = {"auc": auc(logits, y)}
-        found |= {f"hr@{k}": hit_rate(logits, k, group) for k in ks}
-        return found | {f"ndcg@{k}": ndcg(logits, k, group) for k in ks}
+        metrics = {"auc": auc(logits, y)}
+        metrics |= {f"hr@{k}": hit_rate(logits, k, group) for k in ks}
+        return metrics | {f"ndcg@{k}": ndcg(logits, k, group) for k in ks}
 
     return all_scores
 
 
-def _one_a_row(logits: jax.Array) -> jax.Array:
-    """[M] of [M] or [M, 1]; ValueError for other shapes."""
+def _flat(logits: jax.Array) -> jax.Array:
+    """The logits [M] or [M, 1] as [M]. Raises ConfigurationError for other shapes."""
     if logits.size != len(logits):
         raise ConfigurationError(
             f"a ranking needs one logit a row, got logits {[*logits.shape]}: use a model with one output"
@@ -87,5 +119,5 @@ def _one_a_row(logits: jax.Array) -> jax.Array:
     return logits.reshape(-1)
 
 
-def _among(k: int, group: int) -> int:
+def _checked_rank(k: int, group: int) -> int:
     return checks.integer("k", k, 1, group, "the positive row's rank is in that range")

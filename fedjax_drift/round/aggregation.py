@@ -1,6 +1,6 @@
-"""How the messages of a round become the mean that the server sees: sums only, as secure aggregation has them.
+"""Aggregation rules: how the messages of a round's clients are combined. The server only sees the result.
 
-With differential privacy, and how much of it:
+As in secure aggregation, a rule can only use sums over the clients. Example with differential privacy:
 
     private = fd.aggregation.private(clip_norm=0.5, noise_multiplier=1.0)
     sim = fd.Simulation(model, data, algorithm, cohort_size=100, sampling="bernoulli", aggregation=private)
@@ -21,22 +21,27 @@ from fedjax_drift.types import PyTree
 
 
 class Aggregation(NamedTuple):
-    """Two pure functions around a sum over the clients that answered. Write your own for other rules."""
+    """An aggregation rule, as two pure functions. Write your own for other rules.
+
+    `contribute` is applied to the message of each client. The results of the reporting clients are summed, and
+    `combine` is applied to the sum.
+    """
 
     contribute: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]
-    """``contribute(message, weight []) -> (message, weight)``, ONE client's, before ``weight * message`` is summed."""
+    """``contribute(message, weight) -> (message, weight)`` transforms the message and the weight [] of ONE client
+    before ``weight * message`` is summed."""
     combine: Callable[[PyTree, jax.Array, jax.Array, int], PyTree]
-    """``combine(total, weight, key, K) -> mean`` from the sum of weight * message, the sum of weights (0 where nobody
-    answered), a key of this round's own, and the ``cohort_size``."""
+    """``combine(total, weight, key, K) -> mean`` computes the mean message. total: the sum of weight * message. weight:
+    the sum of the weights, 0 if no client reported. key: a PRNG key for this round. K: the ``cohort_size``."""
     name: str = "aggregation"
     noise_multiplier: float | None = None
-    """Of the Gaussian noise, relative to the most that one client adds to the sum. With it who answered must not show:
-    the server is updated in every round, `Round.participation` is the expected K / N, and a Bernoulli cohort may be
-    empty."""
+    """The standard deviation of the Gaussian noise, relative to the largest contribution of one client to the sum.
+    None: the rule is not private. With a number, the result must not reveal which clients took part. So the server is
+    updated in every round, `Round.participation` is the expected value K / N, and a Bernoulli cohort may be empty."""
 
 
 def mean() -> Aggregation:
-    """The weighted mean of the messages: what every algorithm's paper has, and the default."""
+    """The weighted mean of the messages. It is the default, and the rule that the papers of all algorithms use."""
     return Aggregation(
         contribute=lambda message, weight: (message, weight),
         combine=lambda total, weight, key, K: jax.tree.map(lambda s: s / weight, total),
@@ -45,12 +50,20 @@ def mean() -> Aggregation:
 
 
 def clipped(norm: float) -> Aggregation:
-    """The weighted mean of messages that are scaled down to a global norm of at most ``norm``, > 0.
+    """The weighted mean of messages that are scaled down to a global norm of at most ``norm``.
 
-    Bounds what one hostile or diverging client can do. A message is clipped as a whole: SCAFFOLD's D_i together with
-    its variate's change. What the client keeps is not: the server's mean of states (SCAFFOLD's c, FedDyn's h) then
-    differs from the states' mean. One that is not finite stays so: ``on_nonfinite="drop_client"`` leaves it out.
-    Raises ValueError unless norm > 0.
+    It bounds the influence of one hostile or diverging client. The norm is that of the whole message; in SCAFFOLD, for
+    example, of the model update and the change of the control variate together.
+
+    Clipping changes the message, but not the state that the client keeps. Server variables that track the mean of the
+    client states (SCAFFOLD's c, FedDyn's h) can therefore differ from that mean. A message with values that are not
+    finite is not repaired: use ``on_nonfinite="drop_client"`` to drop its client.
+
+    Args:
+      norm: largest norm of a message, > 0.
+
+    Raises:
+      ValueError: ``norm`` is not a finite number > 0.
     """
     norm = checks.positive("norm", norm)
     return mean()._replace(
@@ -61,17 +74,20 @@ def clipped(norm: float) -> Aggregation:
 def private(clip_norm: float, noise_multiplier: float) -> Aggregation:
     """DP-FedAvg with a fixed clip (McMahan et al. 2018, arXiv 1710.06963, algorithm 1 with the estimator f_f).
 
-    mean = (sum of clipped messages + N(0, (noise_multiplier clip_norm)^2 I)) / K: every client weighs 1, K is the
-    expected number of clients, and noise is added once, to the sum. Needs ``sampling="bernoulli"`` without
-    over-selection, on which its accounting rests, and turns messages that are not finite into zeros. What `round_fn`
-    reports in ``info`` of single clients is the simulator's knowledge and not private; the server's variables are.
+    mean = (sum of clipped messages + N(0, (noise_multiplier clip_norm)^2 I)) / K, where K is the expected number of
+    clients. All clients have weight 1, and the noise is added once, to the sum. Messages that are not finite are
+    replaced by zeros. The simulation must use ``sampling="bernoulli"`` without over-selection, because the privacy
+    accounting assumes Poisson sampling.
+
+    The server variables are private. The values of single clients in the ``info`` of `round_fn` are not: only the
+    simulator knows them.
 
     Args:
-      clip_norm: S > 0, global norm of one client's message.
-      noise_multiplier: z >= 0, the noise's standard deviation in units of S.
+      clip_norm: largest global norm S of one client's message, > 0.
+      noise_multiplier: standard deviation z of the noise in units of S, >= 0.
 
     Raises:
-      ValueError: values out of range.
+      ValueError: an argument is out of range.
     """
     clip_norm = checks.positive("clip_norm", clip_norm)
     noise_multiplier = checks.nonnegative("noise_multiplier", noise_multiplier)
@@ -99,7 +115,7 @@ def clip(message: PyTree, norm: float) -> PyTree:
 
 
 class Sampled(Protocol):
-    """What `epsilon` needs of a `Simulation`."""
+    """The properties of a `Simulation` that `epsilon` uses."""
 
     @property
     def aggregation(self) -> Aggregation: ...
@@ -109,22 +125,24 @@ class Sampled(Protocol):
 
 
 def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
-    """The epsilon of (epsilon, delta)-differential privacy that each client has after ``rounds`` rounds.
+    """Computes the epsilon of client-level (epsilon, delta)-differential privacy after ``rounds`` rounds.
 
-    The library dp-accounting composes Poisson-sampled Gaussian mechanisms (privacy loss distributions). Neighbouring
-    federations differ in the presence of one client. The guarantee covers the server variables, and not what is chosen
-    by looking at the clients' data, such as hyper-parameters. Needs ``pip install "fedjax-drift[privacy]"``.
+    The package dp-accounting computes it for the composition of Poisson-sampled Gaussian mechanisms, with privacy loss
+    distributions. Two federations are neighbours if one of them has one client more. The guarantee covers the server
+    variables. It does not cover choices that are made by looking at the clients' data, such as hyper-parameters. Needs
+    ``pip install "fedjax-drift[privacy]"``.
 
     Args:
       sim: a `Simulation` with ``aggregation=fd.aggregation.private(...)``.
-      rounds: in 1..10**6.
-      delta: in (0, 1).
+      rounds: number of rounds, in 1..10**6.
+      delta: in (0, 1). It should be less than 1 / number of clients.
 
     Returns:
-      epsilon; infinity without noise.
+      epsilon, a float; infinity if ``noise_multiplier`` is 0.
 
     Raises:
-      ValueError: another aggregation, or arguments out of range.
+      ValueError: the simulation uses another aggregation, or an argument is out of range.
+      ImportError: dp-accounting is not installed.
     """
     if not (hasattr(sim, "aggregation") and hasattr(sim, "sampling_rate")):
         raise ConfigurationError(f"sim must be of type Simulation, got {checks.shown(sim)}")

@@ -1,10 +1,11 @@
-"""Rows cut over the devices: whole clients on one device each, and in a round each client's go where it trains.
+"""Training rows that are sharded over the devices, and their exchange in every round.
 
-    parts     device d has the rows of its clients, one after the other, and padding: together [D * R, ...]
-    buffers   in a round each device needs those of the clients dealt to it, at most S rows, one client after the other
-    ring      a buffer for device d starts behind it and goes around once; each device adds the rows that it has
+    parts     device d stores all rows of its clients, one client after the other, then padding: together [D * R, ...]
+    buffers   in a round, each device needs the rows of the clients that it trains, at most S rows
+    ring      the buffer for device d starts at device d + 1 and visits all devices; each one adds the rows that it has
 
-A device holds two buffers and sends D - 1, whatever is asked. Rows are moved, never added: they arrive bit for bit.
+A device holds two buffers and sends D - 1 buffers, for any cohort. Rows are copied and never summed, so they are
+bitwise identical to the stored rows.
 """
 
 from __future__ import annotations
@@ -27,23 +28,25 @@ from fedjax_drift.types import PyTree
 
 
 def back_and_forth(D: int, G: int, L: int) -> np.ndarray:
-    """int [D, G, L]: places in a sorted line for L lanes on D devices; groups of L go to the devices back and forth, so
-    that each gets about as much."""
+    """int [D, G, L]: assigns the places 0..D G L - 1 of a sorted list to D devices with G groups of L lanes.
+
+    Groups of L consecutive places go to devices 0..D-1, then D-1..0, and so on, so that all devices get similar shares.
+    """
     places = np.arange(G * D * L).reshape(G, D, L)
     places[1::2] = places[1::2, ::-1]
     return places.swapaxes(0, 1)
 
 
 class Parts(NamedTuple):
-    """Which device has which clients' rows."""
+    """The device that stores each client's rows."""
 
-    clients: list[np.ndarray]  # of each device the ids of its clients, in order
-    offsets: np.ndarray  # int64 [N], client i's first row among all parts, end to end
-    rows: int  # R, of one part; the last ones are padding unless the part is the largest
+    clients: list[np.ndarray]  # for each device, the ids of its clients in ascending order
+    offsets: np.ndarray  # int64 [N], index of client i's first row in the concatenation of all parts
+    rows: int  # R, number of rows of each part, including padding
 
 
 def parts(sizes: np.ndarray, D: int) -> Parts:
-    """Deals clients of ``sizes`` [N] rows to D devices, which then differ by at most the largest client's."""
+    """Assigns clients with ``sizes`` [N] rows to D devices. Their totals differ by at most the largest size."""
     N = len(sizes)
     order = np.argsort(-sizes, kind="stable")
     places = back_and_forth(D, -(-N // D), 1).reshape(D, -1)
@@ -56,34 +59,34 @@ def parts(sizes: np.ndarray, D: int) -> Parts:
 
 
 def place_parts(data: FederatedData, mesh: Mesh) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows x, y [D * R, ...] on the devices that have them, offsets and sizes int32 [N] on all.
+    """Places the rows x, y [D * R, ...], sharded over the devices, and offsets and sizes int32 [N], replicated.
 
-    Each process reads only its own clients' rows, from memory or from a memory-mapped file.
+    Each process reads only the rows that its devices store, from memory or from a memory-mapped file.
     """
     D, sizes = mesh.size, data.sizes
-    dealt = parts(sizes, D)
-    R = dealt.rows
+    assigned = parts(sizes, D)
+    R = assigned.rows
 
     def placed(array: np.ndarray, converted: Callable[[np.ndarray], np.ndarray]) -> jax.Array:
         rows = source(array)
 
         def part(index: Any) -> np.ndarray:
             d = (index[0].start or 0) // R
-            ids = dealt.clients[d]
-            found = converted(cut(rows, data.offsets[ids], sizes[ids], dealt.offsets[ids] - d * R, R))
-            return found.astype(jax.dtypes.canonicalize_dtype(found.dtype), copy=False)
+            ids = assigned.clients[d]
+            of_device = converted(cut(rows, data.offsets[ids], sizes[ids], assigned.offsets[ids] - d * R, R))
+            return of_device.astype(jax.dtypes.canonicalize_dtype(of_device.dtype), copy=False)
 
         return jax.make_array_from_callback((D * R, *array.shape[1:]), NamedSharding(mesh, P(AXIS)), part)
 
-    offsets, sizes_there = put((dealt.offsets.astype(np.int32), sizes), NamedSharding(mesh, P()))
-    return placed(data.x, np.asarray), placed(data.y, integers_as_int32), offsets, sizes_there
+    offsets, replicated_sizes = put((assigned.offsets.astype(np.int32), sizes), NamedSharding(mesh, P()))
+    return placed(data.x, np.asarray), placed(data.y, integers_as_int32), offsets, replicated_sizes
 
 
 def rows_by_rank(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """int64 [N]: the most rows that the client at each place of a cohort sorted by steps, most first, can have.
+    """int64 [N]: a bound on the rows of the client at each place of any cohort that is sorted by steps, most first.
 
-    At place p it takes no more steps than p others, so no more than the federation's client at place p; and it has no
-    more rows than any client of as many steps.
+    The client at place p of a cohort has at most as many steps as the client at place p of the whole federation, sorted
+    in the same way. Its rows are at most those of the largest client with that number of steps.
     """
     _, of_steps = np.unique(steps, return_inverse=True)
     most = np.zeros(of_steps.max() + 1, np.int64)
@@ -92,7 +95,7 @@ def rows_by_rank(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def longest_share(by_rank: np.ndarray, D: int, G: int, L: int) -> int:
-    """S: the most rows that one device can be dealt, of a cohort of up to D G L clients."""
+    """S: a bound on the rows that one device needs for a cohort of up to D G L clients. by_rank: `rows_by_rank`."""
     most = np.zeros(D * G * L, np.int64)
     K = min(len(by_rank), len(most))
     most[:K] = by_rank[:K]
@@ -100,40 +103,44 @@ def longest_share(by_rank: np.ndarray, D: int, G: int, L: int) -> int:
 
 
 def local_slice(part: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which places of an array cut over the devices lie in this device's part, and where in it (0 for the others)."""
-    at = places - lax.axis_index(AXIS) * len(part)
-    here = (at >= 0) & (at < len(part))
-    return here, jnp.where(here, at, 0)
+    """Translates places in a sharded array to indices in this device's part.
+
+    Returns whether each place lies in the part, bool; and its index in the part, 0 for places outside.
+    """
+    index = places - lax.axis_index(AXIS) * len(part)
+    is_here = (index >= 0) & (index < len(part))
+    return is_here, jnp.where(is_here, index, 0)
 
 
-def exchange(own: PyTree, sizes: jax.Array, offsets: jax.Array, length: int) -> tuple[PyTree, jax.Array]:
-    """On each device of a mesh: the rows of the clients dealt to it, which other devices have.
+def exchange(stored: PyTree, sizes: jax.Array, offsets: jax.Array, length: int) -> tuple[PyTree, jax.Array]:
+    """Sends every device the rows of the clients that it trains. Each device of the mesh calls it, in `shard_map`.
 
     Args:
-      own: this device's part of the rows, leaves [R, ...].
-      sizes, offsets: int32 [D, C], of the clients dealt to each device, alike on all; offsets among all parts.
-      length: S, no device is dealt more rows.
+      stored: the rows that this device stores, leaves [R, ...].
+      sizes, offsets: int32 [D, C], number of rows and first row of the C clients that each device trains. They are the
+        same on all devices. A first row is an index into the concatenation of all parts.
+      length: S, at least the number of rows that any device needs.
 
     Returns:
-      leaves [S, ...], this device's clients' rows one after the other, then zeros; and int32 [D, C], where each
-      client's begin in its device's.
+      The rows of the clients that this device trains, one client after the other, then zeros, leaves [S, ...]; and the
+      index of each client's first row in the buffer of its device, int32 [D, C].
     """
-    D, me = len(sizes), lax.axis_index(AXIS)
+    D, device = len(sizes), lax.axis_index(AXIS)
     totals = sizes.sum(1)
 
     def add(buffer: PyTree, d: jax.Array) -> PyTree:
-        """The buffer of device d with those of its rows that this device has."""
+        """The buffer for device d, with the rows that this device has added."""
         rows = jnp.where(jnp.arange(length) < totals[d], spans(offsets[d], sizes[d], length), -1)
 
         def leaf(buffer: jax.Array, part: jax.Array) -> jax.Array:
-            here, at = local_slice(part, rows)
-            return jnp.where(here.reshape(-1, *(1,) * (part.ndim - 1)), part[at], buffer)
+            is_here, index = local_slice(part, rows)
+            return jnp.where(is_here.reshape(-1, *(1,) * (part.ndim - 1)), part[index], buffer)
 
-        return jax.tree.map(leaf, buffer, own)
+        return jax.tree.map(leaf, buffer, stored)
 
     def step(j: jax.Array, buffer: PyTree) -> PyTree:
-        onwards = [(d, (d + 1) % D) for d in range(D)]
-        return lax.ppermute(add(buffer, (me - 1 - j) % D), AXIS, onwards)
+        next_device = [(d, (d + 1) % D) for d in range(D)]
+        return lax.ppermute(add(buffer, (device - 1 - j) % D), AXIS, next_device)
 
-    empty = jax.tree.map(lambda a: jnp.zeros((length, *a.shape[1:]), a.dtype), own)
-    return add(lax.fori_loop(0, D - 1, step, empty), me), jnp.cumsum(sizes, 1) - sizes
+    empty = jax.tree.map(lambda a: jnp.zeros((length, *a.shape[1:]), a.dtype), stored)
+    return add(lax.fori_loop(0, D - 1, step, empty), device), jnp.cumsum(sizes, 1) - sizes

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from fedjax_drift import checks
-from fedjax_drift.devices.mesh import traced
+from fedjax_drift.devices.launch import traced
 from fedjax_drift.errors import ConfigurationError
 
 

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.devices.mesh import copied, leaf_shardings, put, spans_processes, traced
+from fedjax_drift.devices.launch import traced
+from fedjax_drift.devices.mesh import copied, leaf_shardings, put
+from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import of_one_round
 from fedjax_drift.round.engine import TestRows

@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_drift import checks
-from fedjax_drift.devices.mesh import agree, spans_processes, wait_for_turn
+from fedjax_drift.devices.launch import wait_for_turn
+from fedjax_drift.devices.processes import agree, spans_processes
 from fedjax_drift.simulation.programs import MOST_ROUNDS
 from fedjax_drift.simulation.progress import Bar, Stop
 from fedjax_drift.simulation.records import record
@@ -160,7 +161,7 @@ class Loop:
         while t < schedule.last:
             due = savers is not None and started and savers.due(t)
             numbers = [schedule.rounds_at_once(self.seconds), int(due)]
-            (most, save), (stopped, terminated) = agree(self.mesh, numbers, [self.stop.asked, self.stop.terminated])
+            (most, save), (stopped, terminated) = agree(self.mesh, numbers, [self.stop.requested, self.stop.terminated])
             self.terminated |= bool(terminated)
             if stopped:
                 break

@@ -13,7 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.devices.mesh import AXIS, clients_mesh, memory_of, put, spans_processes, traced
+from fedjax_drift.devices.launch import traced
+from fedjax_drift.devices.memory import memory_of
+from fedjax_drift.devices.mesh import AXIS, clients_mesh, put
+from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.tree import nbytes

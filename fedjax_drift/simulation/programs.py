@@ -16,7 +16,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift.devices.mesh import launch, spans_processes
+from fedjax_drift.devices.launch import launch
+from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.round.aggregation import mean

@@ -1,4 +1,4 @@
-"""How a person follows a run and stops it: a progress bar, Ctrl-C and SIGTERM."""
+"""The progress bar of a run, and stopping a run with Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,70 +16,80 @@ from fedjax_drift.types import Record
 
 
 class Stop:
-    """The first SIGINT asks the loop to stop after its round; the second raises KeyboardInterrupt, once not held.
+    """A signal handler that lets a loop stop between rounds.
 
-    So does SIGTERM where it is handled, however often it comes: whoever sends it expects the process to end soon.
+    The first signal requests the stop: the loop ends after the rounds in progress. After that, a SIGINT raises
+    KeyboardInterrupt, immediately or at the end of the `held` block. A further SIGTERM has no effect.
     """
 
-    asked = insists = holding = terminated = False
+    requested = False  # by SIGINT or SIGTERM
+    insists = False  # a second SIGINT has come
+    holding = False  # inside `held`
+    terminated = False  # a SIGTERM has come
 
     def __call__(self, signum: int, frame: Any) -> None:
         if signum == signal.SIGTERM:
-            self.asked = self.terminated = True
+            self.requested = self.terminated = True
             return
-        self.insists = self.asked
-        if not self.asked:
-            self.asked = True
-            said = "\nstopping after the rounds in progress; press Ctrl-C again to stop at once"
-            print(said, file=sys.stderr, flush=True)
+        self.insists = self.requested
+        if not self.requested:
+            self.requested = True
+            message = "\nstopping after the rounds in progress; press Ctrl-C again to stop at once"
+            print(message, file=sys.stderr, flush=True)
         elif not self.holding:
             raise KeyboardInterrupt
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Here the second SIGINT waits for the end, also of what holds around this."""
-        within, self.holding = self.holding, True
+        """Delays the KeyboardInterrupt of the second SIGINT to the end of the block, or of the outermost such block."""
+        nested, self.holding = self.holding, True
         try:
             yield
         finally:
-            self.holding = within
-        if self.insists and not within:
+            self.holding = nested
+        if self.insists and not nested:
             self.insists = False
             raise KeyboardInterrupt
 
 
 @contextmanager
 def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
-    """terminate: on SIGTERM, too. Within another, the same `Stop`: what is around is to know, and to end, too."""
-    around = signal.getsignal(signal.SIGINT)
-    stop = around if isinstance(around, Stop) else Stop()
+    """Installs a `Stop` as the handler of SIGINT inside the block. Only the main thread can do that.
+
+    In a nested block it is the `Stop` of the outer block, so that the outer loop stops as well.
+
+    terminate: also handle SIGTERM.
+    """
+    current = signal.getsignal(signal.SIGINT)
+    stop = current if isinstance(current, Stop) else Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    old = {which: signal.signal(which, stop) for which in (signal.SIGINT, *[signal.SIGTERM] * terminate)}
+    signals = (signal.SIGINT, signal.SIGTERM) if terminate else (signal.SIGINT,)
+    old = {number: signal.signal(number, stop) for number in signals}
     try:
         yield stop
     finally:
-        for which, handler in old.items():
-            signal.signal(which, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+        for number, handler in old.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
 def watched() -> bool:
-    """Whether somebody looks at a bar: in a notebook, or where stderr is a terminal; never in CI."""
+    """Whether a progress bar is visible: in a notebook, or if stderr is a terminal, but never in CI."""
     return not os.environ.get("CI") and (in_notebook() or sys.stderr.isatty())
 
 
 def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
+    """Whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 class Bar:
-    """A progress bar with rounds a second, the time left, and the latest loss and accuracy.
+    """A progress bar with rounds per second, the remaining time, and the latest loss and accuracy.
 
-    shown: None means where somebody looks (`watched`). tqdm is imported only if it is shown; in notebooks that have
-    ipywidgets it is drawn by them.
+    shown: whether to show the bar. None: if it is visible (`watched`). tqdm is imported only if the bar is shown. In a
+    notebook the bar is a widget if ipywidgets is installed.
     """
 
     def __init__(self, rounds: int, name: str, shown: bool | None) -> None:
@@ -88,18 +98,19 @@ class Bar:
 
     def __enter__(self) -> Bar:
         if self.shown:
-            how: dict[str, Any] = {"total": self.rounds, "desc": self.name, "unit": "round"}
+            options: dict[str, Any] = {"total": self.rounds, "desc": self.name, "unit": "round"}
             if in_notebook() and importlib.util.find_spec("ipywidgets"):
                 from tqdm.notebook import tqdm
 
-                self.bar = tqdm(**how)
+                self.bar = tqdm(**options)
             else:
                 from tqdm import tqdm
 
                 columns, rows = shutil.get_terminal_size()
-                # Given a size, tqdm also shows its bar on terminals that report none.
-                how |= {"ncols": min(columns, 100), "nrows": max(rows, 2)}
-                self.bar = tqdm(**how, file=sys.stdout if in_notebook() else None)  # stderr would be on red
+                # With an explicit size, tqdm also shows its bar in terminals that do not report their size.
+                options |= {"ncols": min(columns, 100), "nrows": max(rows, 2)}
+                # A notebook shows stderr on a red background.
+                self.bar = tqdm(**options, file=sys.stdout if in_notebook() else None)
         return self
 
     def update(self, record: Record) -> None:

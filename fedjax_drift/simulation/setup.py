@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, tree
 from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
-from fedjax_drift.devices.mesh import leaf_shardings, traced
+from fedjax_drift.devices.launch import traced
+from fedjax_drift.devices.mesh import leaf_shardings
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift

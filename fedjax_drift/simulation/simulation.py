@@ -16,7 +16,9 @@ from jax.sharding import Mesh
 
 from fedjax_drift import checks, tree
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.devices.mesh import leads, put, spans_processes, traced
+from fedjax_drift.devices.launch import traced
+from fedjax_drift.devices.mesh import put
+from fedjax_drift.devices.processes import leads, spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal

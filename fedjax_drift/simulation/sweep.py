@@ -1,8 +1,8 @@
-"""Many runs at once: seeds, and settings that differ in continuous hyper-parameters, through one compiled program.
+"""Sweeps: many seeds, and settings that differ in continuous hyper-parameters, in one compiled program.
 
-The values of a setting are arguments of the program, not constants of it. With at least as many runs as devices, each
-device has runs of its own, and one program, compiled once, runs on all of them. On an accelerator a device's runs go
-side by side (vmap); on a CPU, where that is slower, one after another, and no client's training waits for another core.
+The values of a setting are arguments of the program, not constants. If there are at least as many runs as devices, each
+device trains different runs. On an accelerator, the runs of a device are trained side by side (vmap). On a CPU that is
+slower, so each device trains its runs one after another, and the devices do not wait for each other during a round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from fedjax_drift import checks, tree
-from fedjax_drift.devices.mesh import memory_of, spans_processes
+from fedjax_drift.devices.memory import memory_of
+from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.simulation import programs, validate
@@ -46,16 +47,16 @@ class Simulated(Protocol):
 
 
 class Run(NamedTuple):
-    """One run of a sweep, as `Simulation.run` would have left it."""
+    """One run of a sweep."""
 
     seed: int
-    setting: Setting  # what ``build`` was given
-    state: ServerState
+    setting: Setting  # the arguments of ``build``
+    state: ServerState  # the state after the last round
     history: list[Record]
-    algorithm: str = ""  # its name
+    algorithm: str = ""  # the name of the algorithm
 
     def __repr__(self) -> str:
-        """Without the arrays of the state: in a notebook a sweep is often the last line of a cell."""
+        """A short text without the arrays of the state, because a notebook shows the result of a cell's last line."""
         last = self.history[-1] if self.history else {}
         scores = [f"{name} {last[name]:.3g}" for name in ("loss", "accuracy") if name in last]
         end = ", ".join([f"round {last.get('round', 0)}", *scores])
@@ -63,21 +64,23 @@ class Run(NamedTuple):
 
 
 def grid(**values: Iterable[Any]) -> list[Setting]:
-    """All combinations, the last name's values fastest. Raises ValueError for a name without several values.
+    """Returns all combinations of the values as a list of settings. The last name varies fastest.
+
+    Raises ValueError if the values of a name are not an iterable, or are empty.
 
     >>> grid(lr=[0.1, 0.3], mu=[0.0, 1.0])[:2]
     [{'lr': 0.1, 'mu': 0.0}, {'lr': 0.1, 'mu': 1.0}]
     """
-    several = {name: _several(name, of) for name, of in values.items()}
-    return [dict(zip(several, each, strict=True)) for each in itertools.product(*several.values())]
+    lists = {name: _value_list(name, iterable) for name, iterable in values.items()}
+    return [dict(zip(lists, combination, strict=True)) for combination in itertools.product(*lists.values())]
 
 
-def _several(name: str, values: Any) -> list[Any]:
-    """The values of one name; ValueError for what is one value, or none."""
+def _value_list(name: str, values: Any) -> list[Any]:
+    """The values of one name as a list. Raises ConfigurationError for a single value, and if there are none."""
     one = isinstance(values, str | bytes | Mapping) or isinstance(values, np.ndarray | jax.Array) and values.ndim == 0
-    if one or not isinstance(values, Iterable) or not (found := list(values)):
+    if one or not isinstance(values, Iterable) or not (listed := list(values)):
         raise ConfigurationError(f"{name} must be one or more values, got {checks.shown(values)}: grid({name}=[...])")
-    return found
+    return listed
 
 
 def sweep(
@@ -95,10 +98,11 @@ def sweep(
     measure_every: int = 1,
     checkpoints: Checkpoints | str | os.PathLike | None = None,
 ) -> list[Run]:
-    """Runs every setting with every seed, ``rounds`` rounds each.
+    """Runs every setting with every seed, for ``rounds`` rounds each.
 
-    Every run is what ``sim = build(**setting)`` and ``sim.run(sim.init(jax.random.key(seed)), rounds)`` give, but for
-    rounding, in a fraction of their time. The client states of a stateful algorithm take memory once for each run.
+    Up to rounding, every run equals ``sim = build(**setting)`` and ``sim.run(sim.init(jax.random.key(seed)), rounds)``,
+    but all runs together take a fraction of the time. Each run has its own client states in memory if the algorithm is
+    stateful.
 
     >>> import fedjax_drift as fd
     >>> data = fd.FederatedData.from_clients([(np.eye(2, dtype="f4"), np.array([0, 1])) for _ in range(4)])
@@ -110,39 +114,42 @@ def sweep(
     [(0.1, 0, 3), (0.1, 1, 3), (0.5, 0, 3), (0.5, 1, 3)]
 
     Args:
-      build: makes the simulation of a setting. It is called with each setting's values and, for each program that is
-        traced, once with tracers in place of the values in which settings differ. The data set is made outside it.
-      rounds: rounds of every run, >= 0.
-      seeds: different integers >= 0; seed s is ``jax.random.key(s)``.
-      settings: ``build``'s keyword arguments, the same names in each. Values that differ between settings must be
-        numbers that vary continuously (lr, mu, alpha, ...); what is alike in all of them may be anything.
-      eval_every: as in `Simulation.run`; 0 never.
-      params: initial parameters of all runs. Default: each seed's own, from the model.
-      start: runs of an earlier sweep to go on from, one of every setting and seed, all at the same round. The runs
-        returned have the new rounds alone in their history.
-      together: runs trained side by side (vmap) on one device. "auto": 1 on a CPU; on an accelerator all, or if its
-        memory does not suffice, half of them, and so on (a warning says so).
-      progress: show a bar. Default: in a terminal or a notebook, not in CI.
-      on_round: ``on_round(seed, setting, record)`` is called as the record of each round of each run is made.
+      build: a function that returns the `Simulation` for the values of a setting. It is called with the values of each
+        setting. For each program that is traced, it is also called once with tracers in place of the values that differ
+        between settings. Create the data set outside ``build``, so that all simulations share it.
+      rounds: number of rounds of every run, >= 0.
+      seeds: different integers >= 0. Seed s stands for ``jax.random.key(s)``. Default: (0,).
+      settings: dicts of keyword arguments of ``build``, all with the same names (`grid` makes them). Values that differ
+        between settings must be numbers that vary continuously (lr, mu, alpha, ...). Values that are equal in all
+        settings may be anything. Default: one setting without arguments.
+      eval_every: rounds between evaluations, as in `Simulation.run`; 0 means never. Default: 10.
+      params: initial parameters of all runs. Default: the model initialises those of each seed.
+      start: runs of an earlier sweep to continue, one for every setting and seed, all at the same round. The histories
+        of the returned runs then contain only the new rounds.
+      together: number of runs that a device trains side by side (vmap), >= 1, or "auto" (default). "auto" is 1 on a CPU
+        and all runs on an accelerator. If the runs do not fit in the device's memory, the number is halved, with a
+        warning, until they fit.
+      progress: whether to show a progress bar. Default: in a terminal or a notebook, but not in CI.
+      on_round: ``on_round(seed, setting, record)`` is called with the record of each round of each run.
       measure_every: as in `Simulation.run`, for simulations with ``measure=``.
-      checkpoints: `fd.Checkpoints`, or just a folder, in which every run is saved while the sweep goes on, in a folder
-        of its own (``seed-0``, or ``lr=0.1-seed-0`` where lr differs between settings). A sweep with the same folder
-        goes on from what is there, so the same call again finishes what was stopped or killed: ``rounds`` is then what
-        each run has in all, and the histories returned are whole. SIGTERM ends it like Ctrl-C, and then raises
-        SystemExit(143).
+      checkpoints: `fd.Checkpoints`, or a folder. Each run is saved to its own subfolder during the sweep: ``seed-0``,
+        or ``lr=0.1-seed-0`` if lr differs between settings. To resume a sweep that was stopped or killed, call `sweep`
+        again with the same folder. ``rounds`` is the total number of rounds per run, and the returned histories include
+        the earlier rounds. With checkpoints, SIGTERM stops the sweep like Ctrl-C and then raises SystemExit(143).
 
     Returns:
-      The runs, for each setting all seeds. ``history`` as `Simulation.run` makes it, except that ``seconds`` is what a
-      round of all runs took. Ctrl-C ends the sweep after the rounds in progress and returns what is done (a second one
-      at once: some runs may then be some rounds behind). A run whose updates or evaluations are no longer finite goes
-      on, with a warning, and does not touch the others.
+      A list of runs, ordered by setting and then by seed. A ``history`` is that of `Simulation.run`, except that
+      ``seconds`` is the time of a round of all runs together. The first Ctrl-C stops the sweep after the rounds in
+      progress, and the runs so far are returned. A second Ctrl-C stops it immediately; some runs may then have fewer
+      rounds than others. A run whose updates or evaluations are not finite continues, with a warning, and does not
+      affect the other runs.
 
     Raises:
-      ValueError: arguments out of range; settings that can't share a program, as they differ in something static
-        (epochs, batch_size, cohort_size, the model, ...); simulations that need the host in every round (streamed data,
-        ``bank=`` other than "device", ``on_nonfinite="raise"``); client states beyond the devices' memory; checkpoints
-        of another sweep, or of more rounds.
-      MemoryError: not even one run fits in a device's memory.
+      ValueError: an argument is out of range; the settings can't share a program, because they differ in something
+        static (epochs, batch_size, cohort_size, the model, ...); the simulations need the host in every round (streamed
+        data, ``bank=`` other than "device", ``on_nonfinite="raise"``); the client states do not fit in the devices'
+        memory; or the checkpoints belong to another sweep or have more rounds.
+      MemoryError: a single run does not fit in a device's memory.
     """
     rounds, eval_every, measure_every, progress = validate.check_run(rounds, eval_every, measure_every, progress)
     if on_round is not None:
@@ -165,18 +172,18 @@ def sweep(
         raise ConfigurationError("checkpoints have the runs to go on from: leave start out")
     states = None if start is None else _check_start(setup, start, planned, params)
     before: list[list[Record]] = [[] for _ in planned]  # the records of earlier sweeps
-    kept: list[Checkpoints] = []
+    run_checkpoints: list[Checkpoints] = []
     specifications = [sim.specification for sim in simulations for _ in all_seeds] if checkpoints is not None else []
     if checkpoints is not None:
-        kept = split_by_run(checkpoints, [_name_of_run(plan, varied) for plan in planned])
-        states, before = restore_together(kept, specifications, rounds)
+        run_checkpoints = split_by_run(checkpoints, [_name_of_run(plan, varied) for plan in planned])
+        states, before = restore_together(run_checkpoints, specifications, rounds)
     first = 0 if states is None else int(states[0].round)
-    last = rounds if kept else first + rounds
+    last = rounds if run_checkpoints else first + rounds
     schedule = Schedule(
         last,
         eval_every if setup.data.x_test is not None else 0,
         measure_every if setup.measures else 0,
-        (kept[0].every or 0) if kept else 0,
+        (run_checkpoints[0].every or 0) if run_checkpoints else 0,
         one_round_a_program=False,
     )
 
@@ -189,19 +196,19 @@ def sweep(
             on_round(planned[run].seed, planned[run].setting, entry)
 
     def complain(run: int, t: int, info: dict, entry: Record) -> dict[str, str]:
-        found = complaints(t, info, entry, setup.update_leaves)
-        if not found and setup.engine.algorithm.observe is not None:
+        messages = complaints(t, info, entry, setup.update_leaves)
+        if not messages and setup.engine.algorithm.observe is not None:
             scores = {name: value for name, value in info.items() if name.startswith("test_")}
             try:
                 validate.check_scores(setup.engine.algorithm, t, scores)
             except ConfigurationError as error:
-                found["not finite"] = str(error)
-        return {kind: f"seed {planned[run].seed}, {planned[run].setting}, {text}" for kind, text in found.items()}
+                messages["not finite"] = str(error)
+        return {kind: f"seed {planned[run].seed}, {planned[run].setting}, {text}" for kind, text in messages.items()}
 
     on_cpu = setup.mesh.devices.flat[0].platform == "cpu"
     layout = _layout(setup, len(planned), together if isinstance(together, int) else 1 if on_cpu else len(planned))
     constant = False  # whether hyper-parameters are constants of the programs
-    with stop_on_interrupt(terminate=bool(kept)) as stop:
+    with stop_on_interrupt(terminate=bool(run_checkpoints)) as stop:
         while True:
             of_turns, numbers = _compiled(build, all_settings[0], varied, setup, layout, constant)
             given = planned if varied else [plan._replace(values=numbers) for plan in planned]
@@ -218,26 +225,29 @@ def sweep(
                 try:
                     for track in tracks:
                         track.start(params, states)
-                    whole = saving(kept, specifications, loop.states(), stop.held, back=True) if kept else nullcontext()
-                    with whole as loop.savers:
+                    savers: Any = nullcontext()
+                    if run_checkpoints:
+                        savers = saving(run_checkpoints, specifications, loop.states(), stop.held, back=True)
+                    with savers as loop.savers:
                         loop.run(first, attach)
                     break
                 except UNTRACEABLE:
                     if varied or constant:
                         raise
-                    constant = True  # a number is used where a program cannot have an argument
+                    constant = True  # a number is used where a tracer is not possible
                     continue
                 except jax.errors.JaxRuntimeError as error:
                     if not out_of_memory(error) or any(loop.histories):
                         raise
-                    if layout.at_once == 1:
+                    if layout.per_device == 1:
                         raise MemoryError(
                             f"a run of {simulations[0]!r} must fit in a device's memory: lower lanes, or sweep fewer "
                             "runs"
                         ) from error
-            fewer = _layout(setup, len(planned), layout.at_once // 2)
+            fewer = _layout(setup, len(planned), layout.per_device // 2)
             checks.warn(
-                f"{layout.at_once} runs side by side do not fit in a device's memory, going on with {fewer.at_once}"
+                f"{layout.per_device} runs side by side do not fit in a device's memory, going on with "
+                f"{fewer.per_device}"
             )
             layout = fewer
     if stop.terminated:
@@ -246,7 +256,7 @@ def sweep(
 
 
 def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:
-    """The folder of its checkpoints."""
+    """The name of the run's checkpoint folder."""
     return "-".join([*(f"{name}={plan.setting[name]}" for name in varied), f"seed-{plan.seed}"])
 
 
@@ -258,10 +268,10 @@ def _check_seeds(seeds: Any) -> list[int]:
         raise ConfigurationError(
             f"seeds must be several integers, got {checks.shown(seeds)}: pass range(8) for 8 of them"
         )
-    found = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in seeds]
-    if not found or len(set(found)) < len(found):
-        raise ConfigurationError(f"seeds must be at least one, each once, got {found}")
-    return found
+    integers = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in seeds]
+    if not integers or len(set(integers)) < len(integers):
+        raise ConfigurationError(f"seeds must be at least one, each once, got {integers}")
+    return integers
 
 
 def _check_settings(build: Any, settings: Any) -> list[Setting]:
@@ -274,11 +284,11 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
         raise ConfigurationError(
             f"settings must be several dicts, got {checks.shown(settings)}: [{{'lr': 0.1}}, {{'lr': 0.3}}]"
         )
-    found = list(settings)
-    if not found or not all(isinstance(setting, Mapping) for setting in found):
-        raise ConfigurationError(f"settings must be at least one dict, got {checks.shown(found)}")
-    names = set(found[0])
-    for i, setting in enumerate(found):
+    settings = list(settings)
+    if not settings or not all(isinstance(setting, Mapping) for setting in settings):
+        raise ConfigurationError(f"settings must be at least one dict, got {checks.shown(settings)}")
+    names = set(settings[0])
+    for i, setting in enumerate(settings):
         if set(setting) != names:
             raise ConfigurationError(
                 f"settings must all have the same names, got {sorted(names)} in setting 0 and {sorted(setting)} in "
@@ -286,17 +296,17 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
             )
         try:
             inspect.signature(build).bind(**setting)
-        except ValueError:  # built in, it tells no signature
+        except ValueError:  # a builtin function without a signature
             pass
         except TypeError as error:
             raise ConfigurationError(
                 f"settings must have the names of build's arguments, got {sorted(setting)}: {error}"
             ) from error
-    return [{name: checks.one_in(value) for name, value in setting.items()} for setting in found]
+    return [{name: checks.one_in(value) for name, value in setting.items()} for setting in settings]
 
 
 def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> list[Simulated]:
-    """Each setting's simulation; ValueError unless they are alike in what is static."""
+    """The simulation of each setting. Raises ConfigurationError if they differ in something static."""
     simulations: list[Simulated] = []
     for i, setting in enumerate(settings):
         try:
@@ -343,7 +353,7 @@ def check_sweepable(setup: Setup) -> None:
 
 
 def _check_memory(setup: Setup, runs: int) -> None:
-    devices = setup.mesh.size if runs >= setup.mesh.size else 1  # over which the runs' states are spread
+    devices = setup.mesh.size if runs >= setup.mesh.size else 1  # devices that hold states of different runs
     needed = -(-runs // devices) * tree.nbytes(setup.state.clients)
     if needed > memory_of(setup.mesh):
         raise ConfigurationError(
@@ -355,7 +365,7 @@ def _check_memory(setup: Setup, runs: int) -> None:
 def _check_start(
     setup: Setup, start: Sequence[Run], planned: Sequence[Planned], params: Params | None
 ) -> list[ServerState]:
-    """The states to go on from, in the order planned."""
+    """The states to start from, in the order of the planned runs."""
     if params is not None:
         raise ConfigurationError("start goes on from states, which have their parameters: leave params out")
     if not isinstance(start, Sequence) or not all(isinstance(run, Run) for run in start):
@@ -377,14 +387,14 @@ def _check_start(
 
 
 def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
-    """(name, value of a, value of b) for everything that keeps two simulations from sharing a program."""
+    """Yields (name, value of a, value of b) for every difference for which two simulations can't share a program."""
     if a.data is not b.data:
         yield "the data set", a.data, f"another one, {b.data} (make it once, outside build)"
     engines = a.engine, b.engine
     locals_ = a.engine.local, b.engine.local
     for name in ("epochs", "batch_size"):
         yield from _differs(name, *[getattr(local, name) for local in locals_])
-    for name in ("clip_norm", "optimizer"):  # their values may be traced, whether they are given may not
+    for name in ("clip_norm", "optimizer"):  # their values may be traced; whether they are given must be static
         yield from _differs(name, *[_presence(getattr(local, name)) for local in locals_])
     for name in ("cohort_size", "bernoulli", "lanes", "drop_nonfinite", "max_size", "redeal", "mesh"):
         yield from _differs(name, *[getattr(engine, name) for engine in engines])
@@ -412,7 +422,7 @@ def _presence(value: Any) -> str:
 
 
 def _varied(settings: Sequence[Setting]) -> list[str]:
-    """The names in which settings differ; ValueError unless those are numbers."""
+    """The names whose values differ between settings. Raises ConfigurationError unless the values are numbers."""
     varied = [name for name, one in settings[0].items() if not all(_alike(one, other[name]) for other in settings)]
     for name in varied:
         for value in (setting[name] for setting in settings):
@@ -427,7 +437,7 @@ def _varied(settings: Sequence[Setting]) -> list[str]:
 def _alike(one: Any, other: Any) -> bool:
     try:
         return one is other or bool(one == other)
-    except (ValueError, RuntimeError):  # arrays, and such as were donated
+    except (ValueError, RuntimeError):  # arrays with several values, and donated arrays
         return False
 
 
@@ -435,11 +445,11 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _layout(setup: Setup, runs: int, most: int) -> Layout:
-    """Which runs train at once: at most so many on a device, and about as many in every turn."""
+    """The layout of the runs: at most ``most`` runs per device in a turn, and similar numbers in all turns."""
     apart = 1 < setup.mesh.size <= runs
     on_device = -(-runs // setup.mesh.size) if apart else runs
-    number = -(-on_device // min(most, on_device))
-    return Layout(setup.mesh, apart, at_once=-(-on_device // number))
+    num_turns = -(-on_device // min(most, on_device))
+    return Layout(setup.mesh, apart, per_device=-(-on_device // num_turns))
 
 
 def _compiled(
@@ -450,7 +460,7 @@ def _compiled(
     layout: Layout,
     constant: bool,
 ) -> tuple[TurnPrograms, tuple[float, ...]]:
-    """The programs, and the numbers of the engine, which they take unless settings vary."""
+    """The programs of a turn, and the numbers of the engine, which the programs take if the settings do not vary."""
     static = layout.inside(setup.engine)
     if varied:
         fixed = {name: value for name, value in setting.items() if name not in varied}
@@ -462,7 +472,7 @@ def _compiled(
 def _traced_engine(
     build: Callable[..., Simulated], fixed: Setting, setup: Setup, static: Engine, values: Setting
 ) -> Engine:
-    """The engine with tracers for values. What cannot be traced is taken from the first setting's engine."""
+    """The engine for traced values. Its static fields are those of the first setting's engine."""
     try:
         traced = build(**fixed, **values).setup
     except (ValueError, TypeError) as error:

@@ -1,8 +1,8 @@
-"""The runs of a sweep on the devices. A turn is as many runs as the devices train at once, in one program.
+"""The runs of a sweep on the devices. A turn is a group of runs that are trained in one program.
 
-With at least as many runs as devices, each device has runs of its own ("apart"), and the devices exchange nothing.
-Otherwise all devices share one run after another, as they do in `Simulation.run`. On each device a turn has ``at_once``
-runs, side by side (vmap).
+If there are at least as many runs as devices, each device trains different runs (``apart``), and the devices do not
+communicate. Otherwise all devices train the same runs together, as in `Simulation.run`. Each device trains
+``per_device`` runs of a turn side by side (vmap).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift.devices.mesh import AXIS, copied, launch
+from fedjax_drift.devices.launch import launch
+from fedjax_drift.devices.mesh import AXIS, copied
 from fedjax_drift.measures import drift
 from fedjax_drift.round import rows
 from fedjax_drift.round.engine import Arrays, Engine, TestRows
@@ -36,30 +37,33 @@ Setting = dict[str, Any]
 
 
 class Layout(NamedTuple):
-    """How the runs of a turn lie on the devices."""
+    """The placement of the runs of a turn on the devices."""
 
     mesh: Mesh
-    apart: bool  # each device has runs of its own
-    at_once: int  # runs on a device
+    apart: bool  # whether each device trains different runs
+    per_device: int  # number of runs that a device trains side by side
 
     @property
     def size(self) -> int:
-        """Runs of a turn."""
-        return self.at_once * (self.mesh.size if self.apart else 1)
+        """The number of runs in a turn."""
+        return self.per_device * (self.mesh.size if self.apart else 1)
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of arrays whose first axis counts the runs of a turn."""
+        """The sharding of arrays whose first axis is the runs of a turn."""
         return NamedSharding(self.mesh, P(AXIS) if self.apart else P())
 
     def inside(self, engine: Engine) -> Engine:
-        """The engine of one run: alone on its device, whichever that is, or on all of them."""
-        alone = AbstractMesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
-        return engine._replace(mesh=alone) if self.apart else engine  # type: ignore[arg-type]
+        """The engine of one run: on one device, which can be any device of the mesh, or on all devices."""
+        one_device = AbstractMesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
+        return engine._replace(mesh=one_device) if self.apart else engine  # type: ignore[arg-type]
 
 
 class TurnPrograms(NamedTuple):
-    """Compiled when first called. Values, keys, states and results have an axis of a turn's runs in front."""
+    """Programs that are compiled when they are first called.
+
+    The first axis of values, keys, states and results is the runs of a turn.
+    """
 
     init: Callable[..., ServerState]  # (values, key, params)
     rounds: Callable[..., tuple[ServerState, dict]]  # (values, state, arrays, n); infos [runs, MOST_ROUNDS, ...]
@@ -68,7 +72,7 @@ class TurnPrograms(NamedTuple):
 
 
 def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
-    """The programs of the engines ``engine_of(values)``."""
+    """The programs for the engines ``engine_of(values)``."""
 
     def turn_init(values: PyTree, key: jax.Array, params: Params | None) -> ServerState:
         return init(engine_of(values), key, params)
@@ -83,14 +87,14 @@ def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], l
         return evaluate_server(engine_of(values), server, test)
 
     def of_turn(program: Callable, shared: int, **options: Any) -> Callable:
-        """The program for a turn; its last ``shared`` arguments are the same for all runs."""
-        on_device = partial(_several if layout.at_once > 1 else _one, program, shared)
+        """The program for a turn. shared: how many of the last arguments are the same for all runs."""
+        on_device = partial(_several if layout.per_device > 1 else _one, program, shared)
         if not layout.apart:
             return jax.jit(on_device, out_shardings=layout.sharding, **options)
 
         def on_devices(*arguments: Any) -> Any:
-            own = len(arguments) - shared
-            specs = (*[P(AXIS)] * own, *[P()] * shared)
+            per_run = len(arguments) - shared
+            specs = (*[P(AXIS)] * per_run, *[P()] * shared)
             # check_vma=False for the reason given in `round.engine.on_each_device`.
             return jax.shard_map(
                 on_device, mesh=layout.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False
@@ -108,20 +112,20 @@ def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], l
 
 
 def _one(program: Callable, shared: int, *arguments: Any) -> Any:
-    """The program for an axis of one run, without vmap."""
-    own = len(arguments) - shared
-    alone = jax.tree.map(lambda a: a[0], arguments[:own])
-    return jax.tree.map(lambda a: a[None], program(*alone, *arguments[own:]))
+    """Calls the program for one run, whose arguments and results have a first axis of length 1, without vmap."""
+    per_run = len(arguments) - shared
+    of_the_run = jax.tree.map(lambda a: a[0], arguments[:per_run])
+    return jax.tree.map(lambda a: a[None], program(*of_the_run, *arguments[per_run:]))
 
 
 def _several(program: Callable, shared: int, *arguments: Any) -> Any:
-    """The program for several runs, side by side."""
+    """Calls the program for several runs side by side."""
     return jax.vmap(program, in_axes=(*[0] * (len(arguments) - shared), *[None] * shared))(*arguments)
 
 
 @lru_cache(programs.KEPT)
 def of_form(form: hyper.Form, measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
-    """The programs of runs that differ in seeds, and in the numbers of their engine."""
+    """The programs for runs that differ in their seeds and in the numbers of their engine."""
     return compiled(lambda numbers: hyper.join(form, numbers), measures, layout)
 
 
@@ -129,33 +133,33 @@ def of_form(form: hyper.Form, measures: tuple[str, ...], layout: Layout) -> Turn
 
 
 class Planned(NamedTuple):
-    """A run that is to be done."""
+    """A run before it is trained."""
 
     seed: int
     setting: Setting
-    values: PyTree  # what the programs take of its setting, floats
+    values: PyTree  # the floats of its setting that the programs take as arguments
 
 
 class Turn(NamedTuple):
-    """Runs that are trained by one call of a program."""
+    """Runs that are trained together in one program."""
 
-    runs: tuple[int, ...]  # their positions in the list of runs; the last turn may repeat its last run
+    runs: tuple[int, ...]  # positions in the list of runs; the last turn may repeat its last run
     values: PyTree  # leaves [runs]
     key: jax.Array  # [runs]
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """(place, run), without the places that only repeat a run."""
+        """Yields (place in the turn, run), without the places that repeat a run."""
         for place, run in enumerate(self.runs):
             if run not in self.runs[:place]:
                 yield place, run
 
 
 def turns(planned: Sequence[Planned], layout: Layout) -> list[Turn]:
-    """The runs, as many at a time as the layout has places for."""
+    """Splits the runs into turns of ``layout.size`` runs."""
 
     def starting_at(first: int) -> Turn:
         runs = tuple(min(first + j, len(planned) - 1) for j in range(layout.size))
-        # Weakly typed, as Python's numbers are in a single run: their dtype gives way to the parameters'.
+        # Weakly typed, like the Python numbers of a single run, so that results have the dtype of the parameters.
         values = jax.tree.map(
             lambda *each: jnp.stack([jnp.asarray(v) for v in each]), *[planned[i].values for i in runs]
         )
@@ -166,16 +170,16 @@ def turns(planned: Sequence[Planned], layout: Layout) -> list[Turn]:
 
 
 class TurnTrack:
-    """The runs of a turn, as the loop advances them."""
+    """A turn as a track of the loop in `loop.py`: it holds the states of the runs and advances them."""
 
     def __init__(self, setup: Setup, compiled: TurnPrograms, layout: Layout, turn: Turn) -> None:
         self.setup, self.compiled, self.layout, self.turn = setup, compiled, layout, turn
-        # Rows are replicated in a sweep. Where runs are apart, each device evaluates on the whole test set.
+        # Rows are replicated in a sweep. If the runs are apart, each device evaluates on the whole test set.
         self.arrays = rows.place(setup.data, setup.mesh, "devices", setup.eval_batch_size, whole_test=layout.apart)
         self.state: ServerState
 
     def start(self, params: Params | None, states: Sequence[ServerState] | None) -> None:
-        """From each run's state, or from round 0. Rounds overwrite what they start from, so states are copied."""
+        """Starts from the state of each run, or at round 0. States are copied because rounds donate their arguments."""
         if states is None:
             params = None if params is None else jax.device_put(params, NamedSharding(self.layout.mesh, P()))
             self.state = self._launch("init", self.turn.key, params)
@@ -187,7 +191,7 @@ class TurnTrack:
         return launch(self.layout.mesh, getattr(self.compiled, program), self.turn.values, *arguments)
 
     def prepare(self, t: int) -> None:
-        """The data are on the devices."""
+        """Does nothing: the data are already on the devices."""
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
         measures = self._launch("measure", self.state, self.arrays) if measured else {}
@@ -199,23 +203,23 @@ class TurnTrack:
 
     def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
         for place, run in self.turn.places():
-            own_infos, own_scores = ({name: v[place] for name, v in each.items()} for each in (infos, scores))
-            for j, info, last in rounds_of_one(n, own_infos, own_scores, stacked=True):
+            run_infos, run_scores = ({name: v[place] for name, v in each.items()} for each in (infos, scores))
+            for j, info, last in rounds_of_one(n, run_infos, run_scores, stacked=True):
                 yield run, j, info, last
 
     def states(self) -> Iterable[tuple[int, ServerState]]:
-        """Each run's state, which stays where it was trained."""
+        """The state of each run, on the device that trained it."""
         return [(run, _of_place(self.state, place, self.layout)) for place, run in self.turn.places()]
 
 
 def _of_place(tree: PyTree, place: int, layout: Layout) -> PyTree:
-    """One run's part of a tree with an axis of a turn's runs, on the device where it was trained."""
-    device, lane = divmod(place, layout.at_once)
+    """The part of one run, of a tree whose leaves have a first axis of runs. It stays on the device that trained it."""
+    device, lane = divmod(place, layout.per_device)
 
     def leaf(a: jax.Array) -> jax.Array:
         if not layout.apart:
             return a[place]
-        (shard,) = [s for s in a.addressable_shards if (s.index[0].start or 0) == device * layout.at_once]
+        (shard,) = [s for s in a.addressable_shards if (s.index[0].start or 0) == device * layout.per_device]
         return shard.data[lane]
 
     return jax.tree.map(leaf, tree)

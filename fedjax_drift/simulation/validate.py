@@ -1,6 +1,6 @@
-"""Checks that the model, the data, the local training, the cohort and the state fit together.
+"""Checks whether the model, the data, the local training, the cohort and the state fit together.
 
-They run before a round is compiled, and raise ConfigurationError.
+Every check raises ConfigurationError if it fails. The checks run before a round is compiled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fedjax_drift.local import LocalTraining
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, cross_entropy
 
-ROUNDS = 2**31 - 1  # a state counts them in int32
+ROUNDS = 2**31 - 1  # most rounds, because a state counts them in int32
 
 
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
-    """Each is what its name says, and not a factory of it."""
+    """Each argument has the type that its name says. A factory, such as `fedavg` without parentheses, is rejected."""
     for name, value, kind, hint in (
         (
             "model",
@@ -40,7 +40,7 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
                 hint = "an Equinox module's arrays and function, see the page on models: fd.Model(init, apply)"
             raise ConfigurationError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
-    for what, of, needed, optional in (
+    for kind_name, value, needed, optional in (
         ("Model", model, ("init", "apply", "loss"), ("train_apply", "features", "head", "extractor", "scores")),
         (
             "Algorithm",
@@ -49,8 +49,8 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             ("observe", "finish", "report"),
         ),
     ):
-        for name in (*needed, *(name for name in optional if getattr(of, name) is not None)):
-            checks.function(f"{what}.{name}", getattr(of, name))
+        for name in (*needed, *(name for name in optional if getattr(value, name) is not None)):
+            checks.function(f"{kind_name}.{name}", getattr(value, name))
     checks.flag("Model.cosine", model.cosine)
 
 
@@ -64,12 +64,12 @@ MISSING = {
 
 
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
-    """The model, the local training and the data have what the algorithm cannot do without."""
+    """The model, the local training and the data meet the requirements of the algorithm."""
     for name in algorithm.requires:
         checks.choice("Algorithm.requires", name, (*MISSING, "classifier", "sgd", "accuracy"))
         if name in MISSING and not getattr(model, name):
-            what = "whose logits are cosines" if name == "cosine" else f"with {name}"
-            raise ConfigurationError(f"{algorithm.name} needs a model {what}, got one without: {MISSING[name]}")
+            needed = "whose logits are cosines" if name == "cosine" else f"with {name}"
+            raise ConfigurationError(f"{algorithm.name} needs a model {needed}, got one without: {MISSING[name]}")
         if name == "classifier" and model.loss is not cross_entropy:
             raise ConfigurationError(
                 f"{algorithm.name} is for classifiers with the default loss (softmax cross-entropy), got a loss of the "
@@ -87,7 +87,7 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
 
 
 def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
-    """The evaluation that steers the algorithm gave numbers."""
+    """The scores that the algorithm uses in its updates are finite. t: the round."""
     for name, value in scores.items():
         if not np.isfinite(value):
             raise ConfigurationError(
@@ -97,6 +97,7 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
 
 
 def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data: FederatedData) -> None:
+    """The aggregation rule is one. If it is private, the sampling and the data agree with the privacy accounting."""
     if not isinstance(aggregation, Aggregation):
         raise ConfigurationError(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
@@ -108,15 +109,15 @@ def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data
             'pass sampling="bernoulli"'
         )
     if aggregation.noise_multiplier is not None and (over_selected or data.redeal is not None):
-        what = "over_selection" if over_selected else "data.redealt()"
+        source = "over_selection" if over_selected else "data.redealt()"
         raise ConfigurationError(
-            f"{aggregation.name} is accounted for clients that don't depend on each other, got {what}, in which one "
+            f"{aggregation.name} is accounted for clients that don't depend on each other, got {source}, in which one "
             "changes what others send or whether they count: leave it out"
         )
 
 
 def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -> tuple[int, int, int, bool | None]:
-    """How long a run is, and what is done in which rounds, as Python's values."""
+    """Returns the arguments of a run as Python values."""
     return (
         checks.integer("rounds", rounds, 0, ROUNDS),
         checks.integer("eval_every", eval_every, 0, fix="0 means never"),
@@ -126,7 +127,7 @@ def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -
 
 
 def check_key(key: Any) -> jax.Array:
-    """The key as a typed one; the older uint32 [2] kind is wrapped."""
+    """Returns the key as a typed key. A raw key, uint32 [2], is wrapped."""
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == (2,):
         key = jax.random.wrap_key_data(key, impl=THREEFRY)
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
@@ -144,6 +145,7 @@ def check_key(key: Any) -> jax.Array:
 
 
 def check_state(state: Any) -> None:
+    """The state is a `ServerState`."""
     if not isinstance(state, ServerState):
         raise ConfigurationError(
             f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
@@ -152,9 +154,10 @@ def check_state(state: Any) -> None:
 
 
 def check_cohort(cohort: Any, N: int) -> jax.Array:
+    """Returns the client ids of a cohort, int32 [K]. They must be different and in 0..N-1."""
     try:
         ids = np.asarray(cohort)
-    except Exception as error:  # ragged, or somebody else's object
+    except Exception as error:  # ragged lists, or an object of an unknown type
         raise ConfigurationError(f"cohort must be one axis of client ids, got {checks.shown(cohort)}") from error
     if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ConfigurationError(f"cohort must be one axis of at least 1 client id, got {ids.dtype}{list(ids.shape)}")
@@ -170,7 +173,7 @@ def check_cohort(cohort: Any, N: int) -> jax.Array:
 
 
 def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
-    """The optimizer maps a gradient to a direction uphill; step numbers fit in int32."""
+    """The optimizer maps a gradient to an ascent direction, and the number of local steps fits in int32."""
     if local.steps(max_size) >= 2**31:
         raise ConfigurationError(f"epochs must keep a client's local steps below 2**31, got {local.epochs}: lower it")
     optimizer = local.optimizer
@@ -183,7 +186,7 @@ def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
         return jnp.stack([leaf.mean() for leaf in jax.tree.leaves(direction)]).min()
 
     lowest = jax.jit(first_direction)()
-    if not isinstance(lowest, jax.core.Tracer) and float(lowest) < 0:  # a tracer: made inside jax.jit, as in a sweep
+    if not isinstance(lowest, jax.core.Tracer) and float(lowest) < 0:  # a tracer: inside jax.jit, as in a sweep
         raise ConfigurationError(
             "optimizer must map a gradient to a direction uphill, got one that already steps downhill: pass "
             "optax.scale_by_adam(), not optax.adam(lr); the rate is LocalTraining's lr"
@@ -191,17 +194,20 @@ def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
 
 
 class Shapes(NamedTuple):
-    """What a model makes of a federation's rows."""
+    """The shapes of the parameters, and what the outputs of the model are."""
 
-    params: Params  # the shapes of its parameters
-    num_classes: int | None  # C, of a classifier with one label a row
-    row_scores: tuple[str, ...]  # what `Model.scores` gives of each row
-    set_scores: tuple[str, ...]  # and of the whole test set
+    params: Params  # shapes and dtypes of the parameters
+    num_classes: int | None  # C for a classifier with one label per example, otherwise None
+    row_scores: tuple[str, ...]  # names of the entries of `Model.scores` with one value per example
+    set_scores: tuple[str, ...]  # names of the entries of `Model.scores` with one value for the whole test set
 
 
 def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
-    """The model accepts the data's rows, its loss gives one number a row, and integer labels are classes it knows."""
-    B = 7  # a number of rows that is unlikely to be a size of something else
+    """The model accepts the examples, its loss gives one number per example, and the labels are classes it has.
+
+    decode: converts stored examples to model inputs. Returns the shapes that the checks have determined.
+    """
+    B = 7  # a batch size that is unlikely to be the length of another axis
 
     for name in ("x", "y", "x_test", "y_test"):
         _check_range(data, name)
@@ -211,7 +217,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
 
     try:
         params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    except Exception as error:  # a leaf that is no array, most often
+    except Exception as error:  # most often, a leaf that is not an array
         raise ConfigurationError(
             f"Model.init must take a key and return a pytree of arrays alone ({first_line(error)}): keep functions and "
             "settings outside; of an Equinox module eqx.partition(module, eqx.is_inexact_array)[0] are the arrays, and "
@@ -280,45 +286,48 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
 
 
 def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of what `Model.scores` gives of each row, and of the whole test set."""
-    made = _scores_of(scores, *whole)
-    by_row = tuple(name for name, value in made.items() if value.shape == whole[0].shape[:1])
-    if wrong := [name for name, value in made.items() if value.shape and name not in by_row]:
+    """The names of the entries of `Model.scores` with one value per example, and of those with one value in all.
+
+    whole, some: shapes of logits and labels, for the whole test set and for another number of examples.
+    """
+    outputs = _scores_of(scores, *whole)
+    by_row = tuple(name for name, value in outputs.items() if value.shape == whole[0].shape[:1])
+    if wrong := [name for name, value in outputs.items() if value.shape and name not in by_row]:
         raise ConfigurationError(
             f"Model.scores must return numbers, or one a row, [{whole[0].shape[0]}] for the test set, got "
-            f"{[*made[wrong[0]].shape]} for {wrong[0]!r}"
+            f"{[*outputs[wrong[0]].shape]} for {wrong[0]!r}"
         )
-    if "loss" in made:
+    if "loss" in outputs:
         raise ConfigurationError(
             "Model.scores needs names of its own, got loss, which is the mean of Model.loss: choose another"
         )
-    if by_row:  # also of a batch, and of one client's rows
+    if by_row:  # they are also computed for a batch, and for the examples of one client
         few = _scores_of(scores, *some)
-        if any(few[name].shape != some[0].shape[:1] for name in by_row if name in few) or few.keys() != made.keys():
+        if any(few[name].shape != some[0].shape[:1] for name in by_row if name in few) or few.keys() != outputs.keys():
             raise ConfigurationError(
                 f"Model.scores must give one number a row for any number of rows, got something else for "
                 f"{some[0].shape[0]} rows: {', '.join(f'{name} {[*value.shape]}' for name, value in few.items())}"
             )
-    return by_row, tuple(name for name in made if name not in by_row)
+    return by_row, tuple(name for name in outputs if name not in by_row)
 
 
 def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    """The shapes of named scores."""
+    """The shapes of the entries of `Model.scores`."""
     try:
-        made = jax.eval_shape(scores, logits, y)
+        outputs = jax.eval_shape(scores, logits, y)
     except Exception as error:
         raise ConfigurationError(
             f"Model.scores does not accept {logits.shape[0]} rows of logits {[*logits.shape[1:]]} with labels "
             f"{[*y.shape[1:]]}: {first_line(error)}"
         ) from error
-    if not isinstance(made, dict) or not all(hasattr(value, "shape") for value in made.values()):
-        kind = type(made).__name__
+    if not isinstance(outputs, dict) or not all(hasattr(value, "shape") for value in outputs.values()):
+        kind = type(outputs).__name__
         raise ConfigurationError(f'Model.scores must return a dict of numbers such as {{"auc": ...}}, got a {kind}')
-    return made
+    return outputs
 
 
 def _check_range(data: FederatedData, name: str) -> None:
-    """What is stored in more bits than are computed with fits in these."""
+    """The values of an array fit in the dtype that JAX computes with, if they are stored in a wider one."""
     stored = getattr(data, name)
     if stored is None or stored.dtype.kind not in "iuf":
         return

@@ -40,7 +40,9 @@ from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.checks import first_line
-from fedjax_drift.devices.mesh import first_does, launch, leaf_shardings, spans_processes
+from fedjax_drift.devices.launch import launch
+from fedjax_drift.devices.mesh import leaf_shardings
+from fedjax_drift.devices.processes import first_does, spans_processes
 from fedjax_drift.errors import ConfigurationError, DamagedError
 from fedjax_drift.storage import array_files
 from fedjax_drift.storage.client_store import ClientStore, few

@@ -1,0 +1,46 @@
+"""Starting compiled programs so that programs with collective operations do not block each other.
+
+`launch` starts a program. `wait_for_turn` waits for the previous one where that is necessary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+_launched: list[jax.Array] = []  # one output of the last program that `launch` started
+
+
+def wait_for_turn(mesh: Mesh) -> None:
+    """Waits until the last program that `launch` started has ended, if the mesh has several CPU devices.
+
+    On CPU devices, a program holds threads while its collective operations wait for the other devices. XLA aborts the
+    process if no thread is left. A loop over a thousand short rounds would queue that many programs. An accelerator
+    has a queue for each device and does not need to wait.
+    """
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        for array in _launched:
+            with suppress(
+                jax.errors.JaxRuntimeError
+            ):  # The program failed. Reading its outputs raises the error again.
+                if not array.is_deleted():
+                    array.block_until_ready()
+        _launched.clear()
+
+
+def launch(mesh: Mesh, program: Callable, *arguments: Any) -> Any:
+    """Returns ``program(*arguments)``, called after `wait_for_turn`."""
+    wait_for_turn(mesh)
+    outputs = program(*arguments)
+    if not traced((arguments, outputs)):
+        _launched[:] = [min(jax.tree.leaves(outputs), key=lambda leaf: leaf.size)]
+    return outputs
+
+
+def traced(tree: Any) -> bool:
+    """Whether any leaf is a tracer of `jax.jit`, `jax.vmap` or another transformation."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,70 @@
+"""The memory of a device.
+
+`memory_of` returns it in bytes. On a CPU, it takes the limit of a container into account.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from fedjax_drift.devices.processes import agree, spans_processes
+
+UNKNOWN = 2**31 - 1  # in megabytes, where math.inf has to be sent as an int32
+
+
+def memory_of(mesh: Mesh) -> float:
+    """The memory of one device of the mesh in bytes, or inf if it is unknown.
+
+    A CPU device has an equal share of this machine's memory. With several processes, all of them get the value of the
+    first process, rounded down to megabytes (2**20 bytes).
+    """
+    return _memory_of_first(mesh) if spans_processes(mesh) else _local_memory(mesh)
+
+
+@cache
+def _memory_of_first(mesh: Mesh) -> float:
+    (megabytes,), _ = agree(mesh, [int(min(_local_memory(mesh) // 2**20, UNKNOWN))])
+    return math.inf if megabytes == UNKNOWN else megabytes * 2.0**20
+
+
+def _local_memory(mesh: Mesh) -> float:
+    """The memory of one of this process's devices in bytes."""
+    device: jax.Device = mesh.local_devices[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return math.inf
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, container_memory()) / len(mesh.local_devices)
+
+
+def container_memory(root: Path = Path("/")) -> float:
+    """The memory limit of this process's control groups in bytes, or inf without a limit.
+
+    On Linux, containers and SLURM jobs set such limits. root: the root folder, another one in tests.
+    """
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return math.inf
+    limit = math.inf
+    for _, controllers, path in groups:
+        if controllers == "":  # version 2: one tree for all controllers
+            tree, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):  # version 1: a tree for each controller
+            tree, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = tree / path.lstrip("/")
+        for folder in (group, *group.parents[: len(group.parts) - len(tree.parts)]):  # the parents' limits apply too
+            try:
+                limit = min(limit, int((folder / file).read_text()))
+            except (OSError, ValueError):  # no file, or "max"
+                continue
+    return limit

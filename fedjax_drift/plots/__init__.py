@@ -1,0 +1,59 @@
+"""Plots of runs (accuracy, loss, drift), of the clients' data, and of the accuracy for each client.
+
+The argument ``records`` is one of these:
+
+- the history of a run
+- the path of a log (`logs.Log`), or of an output folder of ``fedjax-drift run``: one line per algorithm
+- the result of `fd.sweep`: one line per setting and algorithm
+- a dict from the name of a run to its history, to the histories of its seeds, to the result of a sweep, or to the path
+  of a log or the paths of the logs of its seeds
+
+Every function returns a `matplotlib.figure.Figure`. It does not use pyplot, so no window opens and the backend does not
+change. In a notebook, the figure is shown if it is the last expression of a cell. matplotlib is imported when the first
+figure is created.
+
+- The colour, line style and marker of a run depend on its position in ``records``. So all plots of the same records use
+  the same ones.
+- Rounds without the measure, and values that are not finite, are skipped.
+- With several seeds, a line is the mean over the seeds, for the rounds that all seeds have. The band is the 95 %
+  confidence interval of the mean (Student's t). On a logarithmic axis, both are computed from the logarithms. The band
+  is clipped to the range of the quantity.
+- With one seed and more than 100 rounds, the rounds are grouped into windows; 500 rounds give windows of 10. The line
+  is the median of each window, and the band shows its quartiles. With several seeds and more than 50 rounds, the line
+  and the band are means over 50 windows.
+"""
+
+# training.py, clients.py and tables.py have the functions. canvas.py and lines.py have what they share.
+
+from fedjax_drift.plots.canvas import COLOURS, MARKERS, STYLES
+from fedjax_drift.plots.clients import fairness, federation, label_mix
+from fedjax_drift.plots.tables import Compared, compared
+from fedjax_drift.plots.training import (
+    agreement,
+    curves,
+    drift,
+    forgetting,
+    gain,
+    quadratics,
+    rounds_to_target,
+    updates,
+)
+
+__all__ = [
+    "COLOURS",
+    "Compared",
+    "MARKERS",
+    "STYLES",
+    "agreement",
+    "compared",
+    "curves",
+    "drift",
+    "fairness",
+    "federation",
+    "forgetting",
+    "gain",
+    "label_mix",
+    "quadratics",
+    "rounds_to_target",
+    "updates",
+]

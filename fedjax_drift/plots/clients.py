@@ -1,0 +1,191 @@
+"""Plots of the clients: their data, the labels of the cohorts, and the accuracy for each client."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.measures.personal import summary
+from fedjax_drift.plots.canvas import COLOURS, MEASURE, FilePath, add_legend, hide_frame, new_figure, written
+from fedjax_drift.records import History, by_run, measured, numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+SHOWN_CLIENTS = 50
+SHOWN_ROUNDS = 30
+
+
+def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
+    """Plots the quantiles over the clients of the accuracy on their own test examples, the worst client first.
+
+    If there is no accuracy, it plots the loss. A dashed line shows the values after each client has fine-tuned its copy
+    of the model, if they were computed. The worst 10 % of the clients are shaded. Their mean is in the legend.
+
+    Args:
+      scores: the result of `Simulation.evaluate_clients`, or a dict from the name of a run to such a result.
+      path: as in `curves`.
+
+    Raises:
+      ValueError: ``scores`` is anything else, or no client has test examples.
+    """
+    single = isinstance(scores, Mapping) and not any(isinstance(value, Mapping) for value in scores.values())
+    named = {"": scores} if single else scores
+    if not isinstance(named, Mapping) or not all(isinstance(result, Mapping) for result in named.values()):
+        raise ConfigurationError(
+            f"scores must be what Simulation.evaluate_clients(state) returns, or a dict of that, got "
+            f"{type(scores).__name__}"
+        )
+    key = "accuracy" if any("accuracy" in result for result in named.values()) else "loss"
+    factor, unit, worst = (100, " %", "lowest_10") if key == "accuracy" else (1, "", "highest_10")
+    lines: dict[str, Line2D] = {}
+    figure = new_figure(6.5, 4.2)
+    axes = figure.subplots()
+    for i, (name, result) in enumerate(named.items()):
+        for entry, linestyle, note in ((key, "-", ""), (f"personal_{key}", "--", "fine-tuned")):
+            values = np.sort(numbers(f"scores[{entry!r}]", result.get(entry, [])))
+            values = factor * values[np.isfinite(values)]
+            if values.size:
+                worst_first = values if key == "accuracy" else values[::-1]
+                share = 100 * np.arange(values.size + 1) / values.size
+                style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": linestyle, "linewidth": 1.6}
+                (line,) = axes.plot(share, [worst_first[0], *worst_first], drawstyle="steps-pre", **style)
+                label = ", ".join(part for part in (name, note) if part) or "all clients"
+                lines[f"{label}: {summary(values)[worst]:.3g}{unit}"] = line
+    if not lines:
+        raise ConfigurationError(
+            "fairness needs the scores of at least 1 client, got none: pass evaluate_clients(state)"
+        )
+    axes.axvspan(0, 10, color="0.92", zorder=0)
+    ylabel = "Accuracy on own test rows (%)" if key == "accuracy" else "Loss on own test rows"
+    axes.set(xlabel="Clients, the worst off first (%)", ylabel=ylabel, xlim=(0, 100))
+    axes.set_title(f"{key.capitalize()} of each client; below: mean of the worst 10 %", fontsize=11)
+    axes.grid(True, color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    hide_frame(axes)
+    add_legend(figure, lines, 6.5)
+    return written(figure, path)
+
+
+def label_mix(
+    history: History | str | os.PathLike[str],
+    path: FilePath = None,
+    *,
+    title: str = "Label mix of the cohort",
+    largest: float | None = None,
+) -> Figure:
+    """Plots the label distribution of the cohort's examples in each round (FedEve, fig. 3a).
+
+    The area of a bubble is the share of a label. If more than 30 rounds were measured, only every second, third, ... of
+    them is shown.
+
+    Args:
+      history: the history of one run, or the path of its log. If the log has several algorithms, the first one is
+        used; they all have the same cohorts.
+      path: as in `curves`.
+      title: the title of the figure. Default: "Label mix of the cohort".
+      largest: the share, in (0, 1], of the largest bubble. Use the same number in figures that are to be compared.
+        Default: the largest share in this history.
+
+    Raises:
+      ValueError: no round has a label mix, or an argument is out of range.
+    """
+    run = next(iter(by_run(history).values()), [[]])[0]
+    title = checks.text("title", title)
+    if largest is not None:
+        largest = checks.number("largest", largest, "in (0, 1]", lambda v: 0 < v <= 1, computed=False)
+    with_labels = [record for record in run if "label_mix" in record]
+    if not with_labels:
+        raise ConfigurationError(f"label_mix needs at least 1 round that has it, got none: {MEASURE.format('labels')}")
+    every = -(-len(with_labels) // SHOWN_ROUNDS)
+    shown = with_labels[::every]
+    ((_, mixes),) = measured({"": [shown]}, "label_mix")[""]
+    share = 100 * mixes  # [T, C]
+    T, C = share.shape
+    width, height = 9.5, min(max(4.0, 0.2 * C), 9.0)
+    # The largest bubble fills its cell; the cells cover about 80 % of the figure. With many labels, cells are tiny, and
+    # the bubble may cover its neighbours' cells.
+    diameter = max(16.0, min(0.8 * 72 * width / T, 0.8 * 72 * height / C, 30.0))
+    point = diameter**2 / (share.max() if largest is None else 100 * largest)  # area of a share of 1 %
+
+    figure = new_figure(width, height)
+    axes = figure.subplots()
+    t, c = np.nonzero(share > 0)
+    rounds = np.array([record["round"] for record in shown])
+    style: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.75}
+    bubbles = axes.scatter(rounds[t], c, s=point * share[t, c], linewidth=0, **style)
+    axes.set(xlabel="Round", ylabel="Label", ylim=(-0.7, C - 0.3), yticks=label_ticks(C))
+    axes.set_title(title + (f", one in {every} of the measured rounds" if every > 1 else ""))
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    hide_frame(axes)
+    sizes, names = bubbles.legend_elements("sizes", num=4, func=lambda s: s / point, fmt="{x:.3g} %", **style)
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "labelspacing": max(0.6, diameter / 12)}
+    axes.legend(sizes, names, title="Share of rows", frameon=False, **place)
+    return written(figure, path)
+
+
+def federation(data: FederatedData, path: FilePath = None) -> Figure:
+    """Plots the number of training examples of all clients and, for integer labels, their label distributions.
+
+    The label distributions are shown for at most 50 clients, whose ids are evenly spaced. They need one label per
+    example.
+
+    path: as in `curves`. Raises ValueError if ``data`` is not a `FederatedData`.
+    """
+    if not isinstance(data, FederatedData):
+        raise ConfigurationError(
+            f"data must be of type FederatedData, got {type(data).__name__}: pass sim.data, for example"
+        )
+    N = data.num_clients
+    labelled = np.issubdtype(data.y.dtype, np.integer) and data.y.ndim == 1
+    figure = new_figure(10.0 if labelled else 5.0, 5.0)
+    if labelled:
+        mix, sizes = figure.subplots(1, 2, width_ratios=(3, 2))
+        _label_mixes(data, mix, figure)
+    else:
+        sizes = figure.subplots()
+
+    low, high = int(data.sizes.min()), int(data.sizes.max())
+    width = max(1, -(-(high - low + 1) // min(30, math.ceil(2 * N**0.5))))
+    bins = np.arange(low, high + width + 1, width) - 0.5
+    sizes.hist(data.sizes, bins=bins.tolist(), color=COLOURS[0], edgecolor="white", linewidth=0.5)
+    median = float(np.median(data.sizes))
+    sizes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:,.0f}")
+    if high - low < 10:
+        sizes.set_xlim(low - 5, high + 5)
+    sizes.set(xlabel="Training rows of a client", ylabel="Clients", title=f"Sizes ({len(data.x):,} rows in all)")
+    sizes.set_ylim(top=1.15 * sizes.get_ylim()[1])  # room for the legend
+    sizes.locator_params(integer=True)
+    sizes.legend(frameon=False)
+    hide_frame(sizes)
+    figure.suptitle(data.name)
+    return written(figure, path)
+
+
+def _label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
+    counts = data.label_counts()
+    N, C = counts.shape
+    shown = np.arange(min(N, SHOWN_CLIENTS)) * N // min(N, SHOWN_CLIENTS)
+    share = 100 * counts[shown] / data.sizes[shown, None]
+    image = axes.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=share.max(), interpolation="nearest")
+    every = max(1, round(len(shown) / 10))
+    axes.set_yticks(range(0, len(shown), every), [f"{i:,}" for i in shown[::every]])
+    axes.set_xticks(label_ticks(C))
+    subset = f"{len(shown)} of {N:,} clients" if len(shown) < N else f"{N:,} clients" if N > 1 else "1 client"
+    axes.set(xlabel="Label", ylabel="Client", title=f"Label mix of {subset}")
+    figure.colorbar(image, ax=axes, label="Share of the client's rows (%)", fraction=0.05, pad=0.02)
+
+
+def label_ticks(labels: int) -> range:
+    """The ticks of an axis of this many labels, at most 15."""
+    step = 1 if labels <= 12 else 5 if labels <= 70 else 10 if labels <= 150 else labels // 10
+    return range(0, labels, step)

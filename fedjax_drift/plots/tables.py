@@ -1,0 +1,130 @@
+"""The training curves behind the tables of papers. `experiments.tables` uses this module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.plots.canvas import COLOURS, FilePath, Panel, add_grid, draw_lines, new_figure, written
+from fedjax_drift.plots.lines import extremes, over_seeds
+from fedjax_drift.records import numbers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+
+class Compared(NamedTuple):
+    """One setting of a paper's table: our runs of its methods, and the published numbers."""
+
+    title: str
+    runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
+    printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> (round, value); None: the last round
+    reached: Mapping[str, Sequence[tuple[float | None, float]]] = {}  # our (round, value), if the paper reports a round
+
+
+def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -> Figure:
+    """Plots the training curves behind a paper's table, one panel for each setting that has data.
+
+    A line is the mean over the seeds, and its band goes from the smallest to the largest value. Hollow markers are the
+    published numbers, filled markers are ours. The y axis starts at the lowest value after the first 10 % of the
+    rounds. If there is only one method, the panels share the y axis, because then the settings are compared.
+
+    ylabel: the label of the y axes. path: as in `curves`. Raises ValueError if there are no data.
+    """
+    if not isinstance(settings, Sequence):
+        raise ConfigurationError(f"settings must be a list of Compared values, got {checks.shown(settings)}")
+    settings, ylabel = [_of_numbers(setting) for setting in settings], checks.text("ylabel", ylabel)
+    methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
+    panels = {}
+    for setting in settings:
+        lines = {method: over_seeds(setting.runs.get(method, ()), extremes) for method in methods}
+        if any(line.x.size for line in lines.values()):
+            panels[setting.title] = Panel(setting.title, ylabel, lines)
+    if not panels:
+        raise ConfigurationError(
+            "compared needs at least 1 round of a run, got none: pass (rounds, values) of each seed"
+        )
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = new_figure(4.4 * columns + 0.6, 3.2 * rows + 0.7)
+    drawn: dict[str, Line2D] = {}
+    one_scale = len(methods) == 1
+    grid = list(figure.subplots(rows, columns, squeeze=False, sharey=one_scale).flat)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    extents = []  # the lowest and the highest value of each panel
+    shown = [setting for setting in settings if setting.title in panels]
+    for number, (setting, axes) in enumerate(zip(shown, grid, strict=False)):
+        panel = panels[setting.title]
+        panel_lines = draw_lines(panel, axes)
+        drawn = panel_lines | drawn
+        if len(panel_lines) > 1 and methods[0] in panel_lines:  # lines close to the first one must not hide it
+            panel_lines[methods[0]].set(linestyle=(0, (3, 1.5)), zorder=3)
+        late = [
+            y[line.x >= line.x[-1] / 10]
+            for line in panel.lines.values()
+            for y in (line.y, line.low, line.high)
+            if line.x.size and y is not None
+        ]
+        last = max((line.x[-1] for line in panel.lines.values() if line.x.size), default=1)
+        for i, method in enumerate(methods):
+            style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "clip_on": False, "zorder": 4}
+            for t, value in setting.printed.get(method, ()):
+                late.append(np.array([value]))
+                marker = "o" if t is not None else "<"
+                axes.plot(last if t is None else t, value, marker=marker, markerfacecolor="none", **style)
+            for t, value in setting.reached.get(method, ()):
+                axes.plot(t, value, marker="o", markersize=4, **style)
+        extents.append((min(map(np.min, late)), max(map(np.max, late))))
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_ylabel(ylabel if number % columns == 0 else "")
+        axes.set_xlabel("Round" if number + columns >= len(panels) else "")
+        add_grid(axes)
+    for axes, extent in zip(grid, extents, strict=False):
+        low, high = (np.min(extents), np.max(extents)) if one_scale else extent
+        if low < high:
+            axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    legend = {method: drawn[method] for method in methods if method in drawn}
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=min(3 * columns, 6, len(legend)),
+        frameon=False,
+        fontsize=9,
+    )
+    return written(figure, path)
+
+
+def _of_numbers(setting: Any) -> Compared:
+    """The setting with its points as numbers. Raises ConfigurationError if it is not a setting."""
+    try:
+        runs = {method: [_curve(rounds, values) for rounds, values in seeds] for method, seeds in setting.runs.items()}
+        printed, reached = (
+            {
+                method: [(None if t is None else _point(t), _point(v)) for t, v in points]
+                for method, points in marks.items()
+            }
+            for marks in (setting.printed, setting.reached)
+        )
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        allowed = "Compared values, of (rounds, values) of each seed and of pairs of numbers"
+        raise ConfigurationError(f"settings must be {allowed}, got {checks.shown(setting)} ({error})") from error
+    return Compared(checks.text("a setting's title", setting.title), runs, printed, reached)
+
+
+def _curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
+    points = [checks.integer("a round", t, 0) for t in rounds], numbers("values", values).tolist()
+    if len(points[0]) != len(points[1]):
+        raise ConfigurationError(f"one value a round is needed, got {len(points[1])} for {len(points[0])} rounds")
+    return points
+
+
+def _point(value: Any) -> float:
+    return checks.number("a point", value, "a finite number", math.isfinite, computed=False)

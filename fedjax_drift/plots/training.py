@@ -1,0 +1,218 @@
+"""Plots of what happens during training: accuracy, loss, drift, and the rounds to a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.plots.canvas import COLOURS, MEASURE, FilePath, Panel, add_grid, figure_of_panels, new_figure, written
+from fedjax_drift.plots.lines import by_epoch, by_round, finite_points, from_round_one
+from fedjax_drift.records import Records, by_run, measured, numbers
+from fedjax_drift.records import rounds_to_target as reached_rounds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def curves(records: Records, path: FilePath = None) -> Figure:
+    """Plots test accuracy (in percent) and training loss against rounds, one line per run.
+
+    If no run has an accuracy, because the models are not classifiers, it plots the test loss instead.
+
+    Args:
+      records: the runs to plot, in one of the forms that `fd.plots` lists.
+      path: file to which the figure is written. Its suffix selects the format. Default: no file.
+
+    Raises:
+      ValueError: the records have no round.
+    """
+    runs = by_run(records)
+    accuracy, loss = by_round(runs, "accuracy", 100), "Loss (nats per row)"
+    tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
+    if not any(line.x.size for line in accuracy.values()):
+        loss = "Loss, mean over rows"
+        tested = Panel("Test loss of the global model", loss, by_round(runs, "loss"))
+    panels = tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss"))
+    return figure_of_panels("curves", panels, "pass {name: history of Simulation.run}", path)
+
+
+def drift(records: Records, path: FilePath = None) -> Figure:
+    """Plots period drift, client drift after the last local epoch, and dissimilarity against rounds.
+
+    Period drift (FedEve, eq. 3) and client drift (FedEve, eq. 4) are squared norms of differences of gradients. Their
+    panels share a logarithmic axis. The dissimilarity of gradients is eq. 4 of FedGVRGM. Panels without data are left
+    out.
+
+    records, path: as in `curves`. Raises ValueError if no round has any of these measures.
+    """
+    runs = by_run(records)
+    squared = "Squared gradient norm"
+    panels = (
+        Panel("Period drift", squared, by_round(runs, "period_drift", log=True), log=True),
+        Panel("Client drift after the last local epoch", squared, by_round(runs, "client_drift", log=True), log=True),
+        Panel("Dissimilarity of gradients", "Dissimilarity", by_round(runs, "dissimilarity", log=True), log=True),
+    )
+    return figure_of_panels("drift", panels, MEASURE.format("gradients"), path)
+
+
+def updates(records: Records, path: FilePath = None) -> Figure:
+    """Plots the norm of the clients' updates, and their cosine with the mean update, against rounds.
+
+    Both are means over the cohort, after the last local epoch.
+
+    records, path: as in `curves`. Raises ValueError if no round has these measures.
+    """
+    runs = by_run(records)
+    panels = (
+        Panel("Norm of client updates", "Norm, mean of the cohort", by_round(runs, "update_norm")),
+        Panel("Cosine of client updates with their mean", "Cosine", by_round(runs, "update_cosine")),
+    )
+    return figure_of_panels("updates", panels, MEASURE.format("updates"), path)
+
+
+def agreement(records: Records, path: FilePath = None) -> Figure:
+    """Plots linear CKA and KL divergence between the predictions of local and global models (LfD, section 3).
+
+    The x axis is the local epoch. A line is the median over the measured rounds, and its band shows the quartiles. If
+    no run has more than one local epoch, the x axis is the round.
+
+    records, path: as in `curves`. Raises ValueError if no round has these measures.
+    """
+    runs = by_run(records)
+    histories = [seed for key in ("cka", "kl") for seeds in measured(runs, key).values() for seed in seeds]
+    epochs = max((values.shape[1] for _, values in histories), default=1)
+    lines, xlabel = (by_epoch, "Local epoch") if epochs > 1 else (by_round, "Round")
+    panels = (
+        Panel("CKA of local and global predictions", "Linear CKA", lines(runs, "cka")),
+        Panel("KL of local and global predictions", "KL divergence (nats)", lines(runs, "kl")),
+    )
+    return figure_of_panels("agreement", panels, MEASURE.format("predictions"), path, xlabel)
+
+
+def forgetting(records: Records, path: FilePath = None) -> Figure:
+    """Plots LP against rounds. LP is a local model's accuracy on a class divided by the global model's (LfD, eq. 11).
+
+    One panel shows the classes that are present in a client's data, the other one the absent classes. A value below the
+    grey line at 1 means that local training forgets.
+
+    records, path: as in `curves`. Raises ValueError if no round has this measure.
+    """
+    runs = by_run(records)
+    ratio = "LP (local / global accuracy)"
+    panels = (
+        Panel("Classes present at the client", ratio, by_round(runs, "lp_present"), guide=1),
+        Panel("Classes absent from the client", ratio, by_round(runs, "lp_absent"), guide=1),
+    )
+    figure = figure_of_panels("forgetting", panels, MEASURE.format("forgetting"), None)
+    for axes in figure.axes:  # in early rounds, LP divides by global accuracies of almost 0
+        if axes.get_ylim()[1] > 3:
+            axes.set_ylim(top=3)
+            axes.set_title(f"{axes.get_title()} (up to 3)")
+    return written(figure, path)
+
+
+def gain(records: Records, path: FilePath = None) -> Figure:
+    """Plots FedEve's Kalman gain, period variance and client variance against rounds.
+
+    The legend shows the median of the gain. Runs of other algorithms are left out.
+
+    records, path: as in `curves`. Raises ValueError if no round has a gain.
+    """
+    runs, renamed = by_run(records), {}
+    for name, seeds in measured(runs, "gain").items():
+        gains = np.concatenate([finite_points(rounds, values[:, -1]).y for rounds, values in seeds])
+        renamed[f"{name} (median gain {np.median(gains):.2f})".strip() if gains.size else name] = runs[name]
+    panels = (
+        Panel("Kalman gain", "Gain", by_round(renamed, "gain")),
+        Panel("Period variance", "Variance", by_round(renamed, "period_variance", log=True), log=True),
+        Panel("Client variance", "Variance", by_round(renamed, "client_variance", log=True), log=True),
+    )
+    return figure_of_panels("gain", panels, "pass the history of a run of fedeve", path)
+
+
+def rounds_to_target(records: Records, target: float, path: FilePath = None, *, key: str = "accuracy") -> Figure:
+    """Plots the rounds until each run first reaches a target. A bar is the mean over the seeds, a dot is one seed.
+
+    If a run is evaluated only every few rounds, it may reach the target between two evaluations. A thin line shows this
+    interval. A hatched bar is a lower bound: at least one seed has not reached the target in its rounds.
+    `fd.rounds_to_target` returns the numbers.
+
+    Args:
+      records, path: as in `curves`.
+      target: the smallest value of ``key`` that reaches the target; for a key that ends in "loss", the largest value.
+      key: the entry of the records to compare. Default: "accuracy", in 0..1.
+
+    Raises:
+      ValueError: the target is not a finite number, or is an accuracy above 1; or no round has the key.
+    """
+    runs, target = reached_rounds(records, target, key), float(target)
+    places = [*by_run(records)]  # a run has the same colour as in other plots
+    figure = new_figure(7.5, 1.6 + 0.42 * len(runs))
+    axes = figure.subplots()
+    for i, (name, seeds) in enumerate(runs.items()):
+        colour = COLOURS[places.index(name) % len(COLOURS)]
+        needed = np.array([seed.after if seed.round is None else seed.round for seed in seeds], float)
+        several = len(needed) > 1
+        missed = sum(seed.round is None for seed in seeds)
+        style: dict[str, Any] = (
+            {"facecolor": "white", "hatch": "///", "edgecolor": colour} if missed else {"color": colour}
+        )
+        axes.barh(i, needed.mean(), height=0.62, **style)
+        text = f"{'mean ' if several else ''}{'> ' if missed else ''}{needed.mean():,.4g}"
+        if missed and several:
+            text += f" ({len(needed) - missed} of {len(needed)} seeds)"
+        axes.annotate(text, (needed.max(), i), (6, 0), textcoords="offset points", va="center", fontsize=9)
+        heights = i + np.linspace(-0.2, 0.2, len(needed)) if several else np.array([float(i)])
+        for seed, y in zip(seeds, heights, strict=True):
+            if seed.round is not None and seed.round - seed.after > 1:
+                axes.plot([seed.after, seed.round], [y, y], color="black", linewidth=1)
+        if several:
+            axes.plot(needed, heights, "o", color="black", markersize=3.5, markerfacecolor="white")
+    axes.set_yticks(range(len(runs)), [*runs])
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
+    coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in runs.values() for seed in seeds)
+    since = " of the first evaluation at the target (line: since the evaluation before)" if coarse else ""
+    axes.set(xlabel=f"Round{since}", title=f"Rounds to {goal}")
+    add_grid(axes)
+    axes.grid(False, axis="y")
+    return written(figure, path)
+
+
+def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence[str], path: FilePath = None) -> Figure:
+    """Plots the distance to the optimum against rounds on a logarithmic axis.
+
+    There is one panel per setting and one line per algorithm.
+
+    Args:
+      errors: a dict from the name of an algorithm to one list per setting: the distances after rounds 1, 2, ... The
+        list is empty if the algorithm was not run in this setting.
+      titles: the names of the settings, for example "all clients" and "20 % per round".
+      path: as in `curves`.
+
+    Raises:
+      ValueError: an algorithm does not have one list per title, or there is no distance at all.
+    """
+    if not isinstance(errors, Mapping) or not all(isinstance(settings, Sequence) for settings in errors.values()):
+        raise ConfigurationError(f"errors must be a dict of lists, one for each title, got {checks.shown(errors)}")
+    if not isinstance(titles, Sequence) or isinstance(titles, str | bytes):
+        raise ConfigurationError(f"titles must be a list of strings, got {checks.shown(titles)}")
+    titles = [checks.text("each of titles", title) for title in titles]
+    for name, settings in errors.items():
+        if len(settings) != len(titles):
+            raise ConfigurationError(
+                f"errors[{name!r}] must have one list per title ({len(titles)}), got {len(settings)}: "
+                "pass an empty list for a setting in which it wasn't run"
+            )
+    distance = "Distance to the optimum"
+    lines = [
+        {name: from_round_one(numbers(f"errors[{name!r}]", settings[i])) for name, settings in errors.items()}
+        for i in range(len(titles))
+    ]
+    panels = [Panel(title, distance, by_name, log=True) for title, by_name in zip(titles, lines, strict=True)]
+    return figure_of_panels("quadratics", panels, "pass {name: [distances after each round, for each title]}", path)
