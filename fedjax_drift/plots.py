@@ -363,7 +363,7 @@ def _of_numbers(setting: Any) -> Compared:
 
 
 def _curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
-    found = [checks.integer("a round", round, 0) for round in rounds], _numbers("values", values).tolist()
+    found = [checks.integer("a round", t, 0) for t in rounds], _numbers("values", values).tolist()
     if len(found[0]) != len(found[1]):
         raise ConfigurationError(f"one value a round is needed, got {len(found[1])} for {len(found[0])} rounds")
     return found

@@ -73,9 +73,9 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
         theta, metrics = train(work, start=w, correct=control, at=shift if variant == "nesterov" else None)
         return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, metrics)
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
-        m = jax.tree.map(lambda m, D: -D / round.lr + (beta - gamma_beta) * m, server.m, D)  # (16), (17)
-        w = jax.tree.map(lambda w, m: w - alpha * round.lr * m, server.params, m)  # (18)
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
+        m = jax.tree.map(lambda m, D: -D / context.lr + (beta - gamma_beta) * m, server.m, D)  # (16), (17)
+        w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (18)
         return Server(w, m)
 
     return Algorithm(init_server, lambda params: (), client_update, server_update, requires=("sgd",), name="fedadc")

@@ -44,7 +44,7 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
         D = tree.subtract(theta, w)
         return ClientResult(D, weight(work, weighting), client, metrics)
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
         return Server(jax.tree.map(lambda w, D: w + server_lr * D, server.params, D))  # (1)
 
     return Algorithm(Server, lambda params: (), client_update, server_update, name="fedavg")

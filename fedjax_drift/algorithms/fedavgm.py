@@ -46,7 +46,7 @@ def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, wei
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
         v = jax.tree.map(lambda v, D: beta * v + gain * (-D), server.v, D)  # (1), (1')
         w = jax.tree.map(lambda w, v: w - server_lr * v, server.params, v)  # (2)
         return Server(w, v)

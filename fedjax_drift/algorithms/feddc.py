@@ -108,12 +108,12 @@ def feddc(
         ds = jax.tree.map(lambda new, old: work.q * (new - old), new, sent)
         return ClientResult((D, dc, ds), weight(work, "uniform"), Client(h, c_new, new), metrics)
 
-    def server_update(server: Server, mean: PyTree, round: Round) -> Server:
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc, ds = mean
-        w, h, client_mean = aggregate(server.params, server.h, D, round)  # (7)
+        w, h, client_mean = aggregate(server.params, server.h, D, context)  # (7)
         if aggregation == "paper":
-            w = jax.tree.map(lambda w, ds: w + round.participation * ds, server.params, ds)  # (7), over all N
-        c = jax.tree.map(lambda c, dc: c + round.participation * dc, server.c, dc)  # (G)
+            w = jax.tree.map(lambda w, ds: w + context.participation * ds, server.params, ds)  # (7), over all N
+        c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (G)
         return Server(w, h, client_mean, c)
 
     return Algorithm(init_server, init_client, client_update, server_update, name="feddc")

@@ -72,14 +72,14 @@ def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
         D = tree.subtract(theta, w)
         return ClientResult(D, weight(work, "uniform"), Client(jax.tree.map(lambda h, D: h + D, h, D)), metrics)  # (2)
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
-        return Server(*aggregate(server.params, server.h, D, round))
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
+        return Server(*aggregate(server.params, server.h, D, context))
 
     return Algorithm(init_server, init_client, client_update, server_update, name="feddyn")
 
 
-def aggregate(w: Params, h: Params, D: Params, round: Round) -> tuple[Params, Params, Params]:
+def aggregate(w: Params, h: Params, D: Params, context: Round) -> tuple[Params, Params, Params]:
     """(3) and (4) from the cohort's mean update D: the new w, h, and the mean of the clients' models."""
-    h = jax.tree.map(lambda h, D: h + round.participation * D, h, D)  # (3)
+    h = jax.tree.map(lambda h, D: h + context.participation * D, h, D)  # (3)
     client_mean = jax.tree.map(lambda w, D: w + D, w, D)
     return jax.tree.map(lambda mean, h: mean + h, client_mean, h), h, client_mean  # (4)

@@ -79,10 +79,10 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
         message = Message(jax.tree.map(lambda Delta: n * Delta, Delta), n, Delta, tree.dot(Delta, Delta))
         return ClientResult(message, weight(work, "uniform"), client, metrics)
 
-    def kalman(server: Server, mean: Message, round: Round) -> tuple[Params, jax.Array, jax.Array, jax.Array]:
+    def kalman(server: Server, mean: Message, context: Round) -> tuple[Params, jax.Array, jax.Array, jax.Array]:
         """Delta, sQ2, sR2, G."""
         Delta = jax.tree.map(lambda n_Delta: n_Delta / mean.n, mean.n_Delta)
-        S, d = round.participation * round.num_clients, tree.size(Delta)
+        S, d = context.participation * context.num_clients, tree.size(Delta)
         gap = Delta if period_variance == "code" else tree.subtract(server.M, Delta)
         sQ2 = tree.dot(gap, gap) / (S * d)  # (16)
         # The mean of ||Delta_i - centre||^2: the spread about the uniform mean, and that mean's distance to the centre.
@@ -93,14 +93,14 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
         G = jnp.where(shat2 + sR2 > 0, shat2 / (shat2 + sR2), 0)  # (15c)
         return Delta, sQ2, sR2, G
 
-    def server_update(server: Server, mean: Message, round: Round) -> Server:
-        Delta, sQ2, _, G = kalman(server, mean, round)
+    def server_update(server: Server, mean: Message, context: Round) -> Server:
+        Delta, sQ2, _, G = kalman(server, mean, context)
         M = jax.tree.map(lambda M, Delta: M + G * (Delta - M), server.M, Delta)  # (15d)
         w = jax.tree.map(lambda w, M: w - server_lr * M, server.params, M)  # (15e)
         return Server(w, M, (1 - G) * (server.s2 + sQ2))  # (15f)
 
-    def report(server: Server, mean: Message, round: Round) -> Metrics:
-        _, sQ2, sR2, G = kalman(server, mean, round)
+    def report(server: Server, mean: Message, context: Round) -> Metrics:
+        _, sQ2, sR2, G = kalman(server, mean, context)
         return {"gain": G, "period_variance": sQ2, "client_variance": sR2}
 
     return Algorithm(init_server, lambda params: (), client_update, server_update, report=report, name="fedeve")

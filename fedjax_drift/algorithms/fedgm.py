@@ -58,9 +58,9 @@ def fedgm(
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))
 
-    def server_update(server: Any, D: PyTree, round: Round) -> Server:
+    def server_update(server: Any, D: PyTree, context: Round) -> Server:
         w, mw = server.params, server.mw
-        factor = {"participation": round.participation, "one": 1.0, "one_minus_beta": 1 - beta}[scale]
+        factor = {"participation": context.participation, "one": 1.0, "one_minus_beta": 1 - beta}[scale]
         if literal:
             wtilde = jax.tree.map(lambda w, D: w + factor * D, w, D)
             mw = jax.tree.map(lambda mw, wtilde: mw + wtilde, mw, wtilde)

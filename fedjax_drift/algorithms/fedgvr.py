@@ -107,17 +107,17 @@ def fedgvr(
         c_new = jax.tree.map(lambda c_k, c, D: kept * (c_k - c) - scale * D, c_k, c, D)  # (7)
         return ClientResult((D, tree.subtract(c_new, c_k)), weight(work, "uniform"), Client(c_new), metrics)
 
-    def server_update(server: Server, mean: PyTree, round: Round) -> Server:
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc = mean
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)  # (10)
-        c = jax.tree.map(lambda c, dc: c + round.participation * dc, server.c, dc)  # (10)
+        c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (10)
         return server._replace(params=w, c=c)
 
     def observe(server: Any, metrics: Metrics) -> Any:
         best = jnp.maximum(server.best[-1], percent * metrics["accuracy"])
         return server._replace(best=jnp.append(server.best[1:], best), evaluated=server.evaluated + 1)
 
-    def report(server: Any, mean: PyTree, round: Round) -> Metrics:
+    def report(server: Any, mean: PyTree, context: Round) -> Metrics:
         return {"eps": correction_weight(server)}
 
     return Algorithm(

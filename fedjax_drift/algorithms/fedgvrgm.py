@@ -70,10 +70,10 @@ def fedgvrgm(
         zeros = tree.zeros_like(params)
         return Server(params, zeros, zeros, zeros, start.best, start.evaluated)
 
-    def server_update(server: Server, mean: PyTree, round: Round) -> Server:
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc = mean
-        w, mw = gm.server_update(server, D, round)
-        mc = jax.tree.map(lambda dc: round.participation * dc, dc)
+        w, mw = gm.server_update(server, D, context)
+        mc = jax.tree.map(lambda dc: context.participation * dc, dc)
         if variate_momentum:
             mc = jax.tree.map(lambda old, dc: beta * old + gain * dc, server.mc, mc)
         c = jax.tree.map(lambda c, mc: c + mc, server.c, mc)

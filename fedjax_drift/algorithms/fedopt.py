@@ -105,7 +105,7 @@ def _fedopt(
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), jax.tree.map(lambda w: jnp.full_like(w, start), params))
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
         m = jax.tree.map(lambda m, D: b1 * m + (1 - b1) * D, server.m, D)  # (1)
         v = jax.tree.map(second_moment, server.v, D)
         w = jax.tree.map(lambda w, m, v: w + server_lr * m / (jnp.sqrt(v) + tau), server.params, m, v)  # (5)

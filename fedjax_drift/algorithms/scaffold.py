@@ -90,10 +90,10 @@ def scaffold(
         dc = jax.tree.map(lambda new, old: q * (new - old), c_new, c_i)
         return ClientResult((D, dc), weight(work, "uniform"), Client(c_new), metrics)
 
-    def server_update(server: Server, mean: PyTree, round: Round) -> Server:
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc = mean
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)  # (4)
-        c = jax.tree.map(lambda c, dc: c + round.participation * dc, server.c, dc)  # (5)
+        c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (5)
         return Server(w, c)
 
     return Algorithm(init_server, init_client, client_update, server_update, name="scaffold")

@@ -43,9 +43,9 @@ def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
-        m = jax.tree.map(lambda m, D: beta * m - D / round.lr, server.m, D)  # (1)
-        w = jax.tree.map(lambda w, m: w - alpha * round.lr * m, server.params, m)  # (2)
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
+        m = jax.tree.map(lambda m, D: beta * m - D / context.lr, server.m, D)  # (1)
+        w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (2)
         return Server(w, m)
 
     return fedavg(weighting="uniform")._replace(init_server=init_server, server_update=server_update, name="slowmo")

@@ -62,7 +62,7 @@ def vrl_sgd() -> Algorithm:
         pending = jax.tree.map(lambda Delta, D: Delta - rate * D, Delta, D)
         return ClientResult(D, weight(work, "uniform"), Client(pending, rate), metrics)
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
         return Server(jax.tree.map(lambda w, D: w + D, server.params, D), D)  # (2)
 
     def finish(server: Server, client: Client) -> Client:
