@@ -83,7 +83,7 @@ def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> N
         jax.tree.map(np.testing.assert_array_equal, got, want)
         assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: np.asarray(a).dtype, MIXED)
         jax.tree.map(lambda leaf: leaf.fill(1), got)  # copies: this must change nothing
-        assert (bank.round, bank.seen) == (round, len(model))
+        assert (bank.round, bank.seen) == (t, len(model))
 
 
 def test_only_clients_ever_seen_take_space(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""The algorithms: one file each, and a plain dict of their factories."""
+"""The algorithms: one file per algorithm, and a dict from name to factory."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "constrained": constrained,
 }
 
-__all__ = [  # written out: type checkers read it
+__all__ = [  # a literal list, because type checkers read it
     "ALGORITHMS",
     "fedavg",
     "fedprox",
