@@ -45,7 +45,7 @@ from PIL import Image
 from test_data_files import characters, write_batch, write_emnist, write_femnist
 
 import fedjax_drift as fd
-from fedjax_drift.data import datasets
+from fedjax_drift.data.images import CIFAR10_CLASSES
 from fedjax_drift.errors import ConfigurationError, DamagedError
 
 SECONDS, MEMORY = 120, 2 * 2**30
@@ -299,7 +299,7 @@ PICKLES: dict[str, Change] = {
 def make_cinic(folder: Path) -> Path:
     rng = np.random.default_rng(2)
     for part in ("train", "test"):
-        for name in datasets.CIFAR10_CLASSES:
+        for name in CIFAR10_CLASSES:
             (folder / "CINIC-10" / part / name).mkdir(parents=True)
             x = rng.integers(0, 256, (32, 32, 3), np.uint8)
             Image.fromarray(x).save(folder / "CINIC-10" / part / name / "0.png")
