@@ -52,9 +52,9 @@ def scored_over_all_clients(algorithm: fd.Algorithm) -> fd.Algorithm:
         change = jax.tree.map(lambda new, old: new - old, theta, last)  # every client has the same size and weight here
         return result._replace(message=(result.message, change), state=(result.state, theta))
 
-    def server_update(server: Server, mean: Any, round: fd.Round) -> Server:
-        inner = algorithm.server_update(server.inner, mean[0], round)
-        everyone = jax.tree.map(lambda a, change: a + round.participation * change, server.client_mean, mean[1])
+    def server_update(server: Server, mean: Any, context: fd.Round) -> Server:
+        inner = algorithm.server_update(server.inner, mean[0], context)
+        everyone = jax.tree.map(lambda a, change: a + context.participation * change, server.client_mean, mean[1])
         return Server(inner.params, inner, everyone)
 
     return fd.Algorithm(

@@ -1,4 +1,4 @@
-"""flax modules as the functions of a `Model`: see `Model.from_linen` and `Model.from_nnx`."""
+"""Builds the functions of a `Model` from a flax module. See `Model.from_linen` and `Model.from_nnx`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ Params = Any
 
 
 def linen_fields(module: Any, input_shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the model, of which ``options`` replace some; see `Model.from_linen`."""
+    """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_linen`."""
     _check_linen(module)
-    example = _row(input_shape, options)
-    takes = inspect.signature(type(module).__call__).parameters
-    # Networks that draw random numbers say so by one of flax's two customs.
-    training, evaluating = next(
-        (({name: on}, {name: not on}) for name, on in (("train", True), ("deterministic", False)) if name in takes),
-        ({}, {}),
-    )
+    example = _example(input_shape, options)
+    # flax has two conventions for the argument that switches dropout on or off.
+    arguments = inspect.signature(type(module).__call__).parameters
+    training: dict[str, bool] = {}
+    evaluating: dict[str, bool] = {}
+    if "train" in arguments:
+        training, evaluating = {"train": True}, {"train": False}
+    elif "deterministic" in arguments:
+        training, evaluating = {"deterministic": False}, {"deterministic": True}
 
     def init(key: jax.Array) -> Params:
         params_key, dropout_key = jax.random.split(key)
@@ -32,7 +34,7 @@ def linen_fields(module: Any, input_shape: tuple[int, ...], options: dict[str, A
         return module.init({"params": params_key, "dropout": dropout_key}, zeros, **evaluating)["params"]
 
     def variables_of(x: jax.Array) -> Any:
-        key = jax.random.key(0)  # made while tracing: loading a model does not start JAX's backend
+        key = jax.random.key(0)  # created while tracing, so that loading a model does not start JAX's backend
         return module.init({"params": key, "dropout": key}, x, **evaluating)
 
     try:
@@ -70,10 +72,10 @@ def linen_fields(module: Any, input_shape: tuple[int, ...], options: dict[str, A
 
 
 def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the model, of which ``options`` replace some; see `Model.from_nnx`."""
+    """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_nnx`."""
     from flax import nnx
 
-    row = _row(() if input_shape is None else input_shape, options)
+    example_input = _example(() if input_shape is None else input_shape, options)
     if not isinstance(module, nnx.Module) and (not callable(module) or _instead(module, "nnx")):
         fix = _instead(module, "nnx") or "pass the module itself, before nnx.split, or lambda rngs: Net(rngs)"
         what = "an nnx.Module, or a function nnx.Rngs -> nnx.Module"
@@ -118,11 +120,11 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
 
     if input_shape is not None:
         try:
-            jax.eval_shape(lambda x: merge(split(example)[1], train=False)(x), row)
+            jax.eval_shape(lambda x: merge(split(example)[1], train=False)(x), example_input)
         except Exception as error:
             raise ConfigurationError(
-                f"{type(example).__name__} does not accept rows of shape {row.shape[1:]}: pass the input_shape it "
-                f"expects, and input_dtype=jnp.int32 where rows are tokens ({first_line(error)})"
+                f"{type(example).__name__} does not accept rows of shape {example_input.shape[1:]}: pass the "
+                f"input_shape it expects, and input_dtype=jnp.int32 where rows are tokens ({first_line(error)})"
             ) from error
 
     fields = {
@@ -136,13 +138,15 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
     return fields | options
 
 
-def _row(input_shape: Any, options: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """One row as a model sees it; takes ``input_dtype`` out of the options."""
-    given = options.pop("input_dtype", jnp.float32)
+def _example(input_shape: Any, options: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a batch of one example. Removes ``input_dtype`` from the options."""
+    input_dtype = options.pop("input_dtype", jnp.float32)
     try:
-        dtype = jnp.dtype(given)
+        dtype = jnp.dtype(input_dtype)
     except TypeError as error:
-        raise ConfigurationError(f"input_dtype must be a dtype such as jnp.int32, got {checks.shown(given)}") from error
+        raise ConfigurationError(
+            f"input_dtype must be a dtype such as jnp.int32, got {checks.shown(input_dtype)}"
+        ) from error
     return jax.ShapeDtypeStruct((1, *checks.shape("input_shape", input_shape)), dtype)
 
 
@@ -160,7 +164,7 @@ def _kind(value: Any) -> str:
 
 
 def _instead(module: Any, wanted: str) -> str:
-    """What to do with a module of another kind, or with a class; nothing where that is not known."""
+    """The fix for a module of another kind, or for a class; "" if none is known."""
     from flax import linen, nnx
 
     kinds = module.__mro__ if isinstance(module, type) else type(module).__mro__

@@ -1,6 +1,7 @@
-"""What a value may be, said before anything compiles: what, the allowed range, the value, the fix. And warnings.
+"""Checks of arguments, made before anything compiles, and warnings.
 
-A traced value (an axis of a sweep) passes every check of a number's range.
+A message has the form ``NAME must be ALLOWED, got VALUE: FIX``. A traced number (an axis of a sweep) passes every check
+of its range.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import numpy as np
 
 from fedjax_drift.errors import ConfigurationError
 
-MOST = 2**63 - 1  # where nothing else bounds an integer: what NumPy counts with
-LARGE = 2**31 - 1  # a bound that need not be said to those who are far below it
-WITHIN = ("fedjax_drift", "contextlib", "jax")  # packages whose frames a warning does not name
+MOST = 2**63 - 1  # the default upper bound of an integer: the largest int64
+LARGE = 2**31 - 1  # messages only mention an upper bound that is smaller than this, or that is exceeded
+WITHIN = ("fedjax_drift", "contextlib", "jax")  # packages that a warning is not attributed to
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning that names the line outside the library from which it was called, however deep the library is in."""
+    """Issues a warning that is attributed to the caller's line outside the library, at any call depth."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in WITHIN:
         frame, level = frame.f_back, level + 1
@@ -35,16 +36,16 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def shown(value: Any) -> str:
-    """In a message: a value of many lines is named by its type, and so is one that can't be shown."""
+    """The text of a value in a message. Long values and values without a repr are shown as their type."""
     try:
         text = repr(value)
-    except Exception:  # an array that was donated, or somebody else's object
+    except Exception:  # a donated array, or an object whose __repr__ fails
         text = "\n"
     return text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def first_line(error: Exception) -> str:
-    """Of its message, or its name."""
+    """The first line of the error's message, or the name of its type."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
@@ -66,56 +67,56 @@ def fraction(name: str, value: Any, fix: str = "") -> float:
 def number(
     name: str, value: Any, allowed: str, ok: Callable[[Any], bool], fix: str = "", computed: bool = True
 ) -> float:
-    """The value as a float; ValueError unless it is a finite real number for which ok holds. A tracer as it is.
+    """The value as a float; ValueError unless it is finite, real and ok(value). A tracer is returned as is.
 
-    computed: JAX computes with it, so it must neither become 0 nor infinite in JAX's floats, float32 or float64.
+    computed: JAX computes with the value, so it must not underflow to 0 or overflow in JAX's default float dtype.
     """
     if isinstance(value, jax.core.Tracer):
         return value  # type: ignore[return-value]
-    one = one_in(value)
-    if isinstance(one, bool) or not isinstance(one, Real) or not _is_finite(one) or not ok(one):
+    scalar = one_in(value)
+    if isinstance(scalar, bool) or not isinstance(scalar, Real) or not _is_finite(scalar) or not ok(scalar):
         raise ConfigurationError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
-    found, floats = float(one), jnp.finfo(jax.dtypes.canonicalize_dtype(float))
-    if computed and found and not float(floats.tiny) <= abs(found) <= float(floats.max):
-        becomes = "0" if abs(found) < 1 else "infinite"
+    result, floats = float(scalar), jnp.finfo(jax.dtypes.canonicalize_dtype(float))
+    if computed and result and not float(floats.tiny) <= abs(result) <= float(floats.max):
+        becomes = "0" if abs(result) < 1 else "infinite"
         raise ConfigurationError(
             f"{name} must be {allowed} in {floats.dtype}, which JAX computes with, got {shown(value)}, which is "
             f'{becomes} there: choose another, or jax.config.update("jax_enable_x64", True)'
         )
-    return found
+    return result
 
 
 def one_in(value: Any) -> Any:
-    """The number in an array of no axes; anything else as it is."""
-    holds_one = isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim == 0
-    if not holds_one or isinstance(value, np.ma.MaskedArray):
+    """The number in an array without axes. Any other value is returned as is."""
+    has_no_axes = isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim == 0
+    if not has_no_axes or isinstance(value, np.ma.MaskedArray):
         return value
     try:
         return value.item()
-    except (AttributeError, RuntimeError, TypeError):  # a key, or an array that was donated
+    except (AttributeError, RuntimeError, TypeError):  # a key, or a donated array
         return value
 
 
 def _is_finite(value: Real) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer larger than every float
         return False
 
 
 def integer(name: str, value: Any, low: int, high: float = MOST, fix: str = "") -> int:
     """The value as an int; ValueError unless it is a whole number in low..high."""
-    found = one_in(value)
-    if isinstance(found, bool) or not isinstance(found, Integral) or not low <= int(found) <= high:
+    scalar = one_in(value)
+    if isinstance(scalar, bool) or not isinstance(scalar, Integral) or not low <= int(scalar) <= high:
         allowed = f"in {low}..{high}"
-        if high >= LARGE and (not isinstance(found, Integral) or int(found) <= high):
+        if high >= LARGE and (not isinstance(scalar, Integral) or int(scalar) <= high):
             allowed = f"an integer >= {low}"
         raise ConfigurationError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
-    return int(found)
+    return int(scalar)
 
 
 def used(value: Any) -> bool:
-    """Whether a number makes a difference: it is not 0, or traced, and may be anything."""
+    """Whether a factor has an effect: it is not 0, or it is traced, so its value is unknown."""
     return isinstance(value, jax.core.Tracer) or bool(value)
 
 
@@ -127,7 +128,7 @@ def flag(name: str, value: Any, fix: str = "") -> bool:
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
-    """The value; ValueError unless it is one of allowed; names the nearest."""
+    """The value; ValueError unless it is one of ``allowed``. The message suggests the most similar one."""
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
         listed = ", ".join(map(repr, allowed))
@@ -136,7 +137,7 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
 
 
 def choices(name: str, value: Any, allowed: Iterable[str]) -> tuple[str, ...]:
-    """The names chosen: value is one of allowed, several of them, or True (all) or False (none); else ValueError."""
+    """The chosen names: one of ``allowed``, several of them, True for all or False for none; ValueError otherwise."""
     allowed = tuple(allowed)
     if isinstance(value, bool | np.bool):
         return allowed if value else ()
@@ -150,7 +151,7 @@ def text(name: str, value: Any, fix: str = "") -> str:
 
 
 def function(name: str, value: Any, fix: str = "") -> Any:
-    """The value; ValueError unless it can be called."""
+    """The value; ValueError unless it is callable."""
     if not callable(value):
         raise ConfigurationError(f"{name} must be a function, got {shown(value)}" + (f": {fix}" if fix else ""))
     return value
@@ -165,62 +166,62 @@ def instance(name: str, value: Any, kind: type, fix: str = "") -> Any:
 
 
 def path(name: str, value: Any, fix: str = "") -> Path:
-    """The value as a path, ~ expanded; ValueError unless it is one, or a string that may be one."""
-    sound = isinstance(value, str | os.PathLike) and isinstance(found := os.fspath(value), str)
-    if not sound or not found or "\0" in found:
+    """The value as a path with ~ expanded; ValueError unless it is a non-empty string or path."""
+    is_text = isinstance(value, str | os.PathLike) and isinstance(written := os.fspath(value), str)
+    if not is_text or not written or "\0" in written:
         raise ConfigurationError(
             f"{name} must be a path, got {shown(value)}: {fix or 'pass a string or a pathlib.Path'}"
         )
-    return Path(os.path.expanduser(found))
+    return Path(os.path.expanduser(written))
 
 
 def is_auto(value: Any) -> bool:
-    """Whether the value is the word "auto"; it may be anything."""
+    """Whether the value is the string "auto". Arrays are not compared."""
     return isinstance(value, str) and value == "auto"
 
 
 def shape(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
-    """The value as a tuple; ValueError unless it holds integers >= 1, as many as ``length`` says."""
-    sound = isinstance(value, tuple | list) and length in (None, len(value))
-    if not sound or not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in value):
+    """The value as a tuple; ValueError unless it has integers >= 1, ``length`` of them if given."""
+    has_length = isinstance(value, tuple | list) and length in (None, len(value))
+    if not has_length or not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in value):
         example = (28, 28, 1) if length is None else (32,) * length
         raise ConfigurationError(f"{name} must be a tuple of integers >= 1 such as {example}, got {shown(value)}")
     return tuple(map(int, value))
 
 
 def array(name: str, value: Any) -> np.ndarray:
-    """The value as a NumPy array in this machine's byte order; a memory map as it is.
+    """The value as a NumPy array in native byte order. A memory map stays a memory map.
 
-    ValueError unless it is an array of numbers, or nested lists that make one, with at least one axis.
+    ValueError unless it is a numeric array with at least one axis, or nested lists that can be converted to one.
     """
     if np.ma.is_masked(value):
         raise ConfigurationError(
             f"{name} must be a plain array, got a masked one: fill it, or leave out what is masked"
         )
     try:
-        found = value if isinstance(value, np.ndarray) else np.asarray(value)
-    except Exception as error:  # whatever an object of somebody else's raises
+        result = value if isinstance(value, np.ndarray) else np.asarray(value)
+    except Exception as error:  # the conversion of a foreign object may raise anything
         raise ConfigurationError(
             f"{name} must be an array whose rows have one shape each, got {shown(value)} ({first_line(error)})"
         ) from error
     if (
-        found.ndim < 1
-        or (found.dtype.kind not in "biuf" or found.dtype.itemsize > 8)
-        and found.dtype.name != "bfloat16"
+        result.ndim < 1
+        or (result.dtype.kind not in "biuf" or result.dtype.itemsize > 8)
+        and result.dtype.name != "bfloat16"
     ):
         raise ConfigurationError(
-            f"{name} must be a numeric array with at least one axis, got {found.dtype}{list(found.shape)}: rows of one "
-            "data set have one shape (encode text as integers, stack the rows)"
+            f"{name} must be a numeric array with at least one axis, got {result.dtype}{list(result.shape)}: rows of "
+            "one data set have one shape (encode text as integers, stack the rows)"
         )
-    return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
+    return result if result.dtype.isnative else result.astype(result.dtype.newbyteorder("="))
 
 
 def nearest(value: Any, known: Iterable[str]) -> str:
-    """``: did you mean 'x'?`` where one of the known names is close to value, else nothing."""
+    """``: did you mean 'x'?`` if one of the known names is similar to the value, else ""."""
     if not isinstance(value, str):
         return ""
-    words = {str(name).lstrip("-"): str(name) for name in known}  # the dashes of options are alike in all
+    names = {str(name).lstrip("-"): str(name) for name in known}  # compared without the leading dashes of options
     word = value.lstrip("-")
-    begin = [name for name in words if len(word) > 2 and name.startswith(word)]
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.7) or begin[:1]
-    return f": did you mean {words[close[0]]!r}?" if close else ""
+    completions = [name for name in names if len(word) > 2 and name.startswith(word)]
+    similar = difflib.get_close_matches(word, names, n=1, cutoff=0.7) or completions[:1]
+    return f": did you mean {names[similar[0]]!r}?" if similar else ""

@@ -1,9 +1,9 @@
-"""The local training loop that nearly every algorithm shares: E epochs of minibatch steps from the model it was sent.
+"""The local training loop that most algorithms use: E epochs of minibatch SGD, starting from the received model.
 
-One step on a batch, theta the local model and w the global one:
+One step on a batch, with the local model theta and the global model w:
 
-    g     = grad of the mean loss over the batch's real rows
-    g     = correct(g, theta)                       the algorithm's term, e.g. g + mu (theta - w)
+    g     = gradient of the mean loss over the examples of the batch
+    g     = correct(g, theta)                       the term of the algorithm, e.g. g + mu (theta - w)
     u     = clip(g) + weight_decay * theta          then momentum, or the optimizer
     theta = theta - eta_t u
 """
@@ -26,29 +26,30 @@ from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How every client trains: ``K_i = epochs * ceil(n_i / batch_size)`` steps with rate ``lr * lr_decay**t``.
+    """The local training of every client: K_i = epochs * ceil(n_i / batch_size) steps with learning rate eta_t.
 
-    Rows are reshuffled every epoch; the last batch of an epoch may be short, and its gradient is the mean over its
-    real rows. Optimizer state starts fresh every round. Raises ValueError for values out of range.
+    The examples are reshuffled in every epoch. The last batch of an epoch may be short; its gradient is the mean over
+    the examples that it has. The optimizer state is initialised in every round. Raises ValueError for values out of
+    range.
     """
 
     epochs: int = 1
-    """E >= 1, passes over the client's rows in a round."""
+    """E >= 1, passes over the client's examples per round."""
     batch_size: int = 20
-    """B >= 1."""
+    """B >= 1, examples per batch."""
     lr: float = 0.1
-    """eta_0 > 0."""
+    """eta_0 > 0, the learning rate of round 0."""
     lr_decay: float = 1.0
-    """eta_t = lr * lr_decay**t, t the round; > 0."""
+    """eta_t = lr * lr_decay**t in round t; > 0."""
     momentum: float = 0.0
-    """Heavy ball inside the round, in [0, 1): v = momentum v + u; theta -= eta_t v."""
+    """Heavy-ball momentum within a round, in [0, 1): v = momentum v + u; theta -= eta_t v."""
     weight_decay: float = 0.0
-    """>= 0, added as weight_decay * theta after clipping."""
+    """Factor of theta, >= 0. The term weight_decay * theta is added after clipping."""
     clip_norm: float | None = None
-    """Global norm that the corrected gradient is clipped to, > 0; None: no clipping."""
+    """The corrected gradient is clipped to this global norm, > 0. None: no clipping."""
     optimizer: optax.GradientTransformation | None = None
-    """Replaces momentum, e.g. ``optax.scale_by_adam()``: maps a gradient to a direction that points uphill.
-    `Simulation` raises ValueError for one that steps downhill itself, such as ``optax.adam(lr)``."""
+    """Replaces momentum: maps a gradient to a direction that points uphill, such as ``optax.scale_by_adam()``.
+    `Simulation` raises ValueError for an optimizer that includes the negative step, such as ``optax.adam(lr)``."""
 
     def __post_init__(self) -> None:
         checked = {
@@ -62,7 +63,7 @@ class LocalTraining:
         if self.clip_norm is not None:
             checked["clip_norm"] = checks.positive("clip_norm", self.clip_norm, "None means no clipping")
         for name, value in checked.items():
-            object.__setattr__(self, name, value)  # Python's numbers: arrays of one number can't be hashed
+            object.__setattr__(self, name, value)  # as Python numbers, because arrays are not hashable
         if self.optimizer is not None:
             if not isinstance(self.optimizer, optax.GradientTransformation):
                 raise ConfigurationError(
@@ -75,28 +76,33 @@ class LocalTraining:
                 )
 
     def direction(self) -> optax.GradientTransformation:
-        """Gradient -> direction: clip, then weight decay, then momentum or the optimizer."""
-        return optax.chain(
-            optax.identity(),  # a chain needs at least one link
-            *[optax.clip_by_global_norm(self.clip_norm)] * (self.clip_norm is not None),
-            *[optax.add_decayed_weights(self.weight_decay)] * checks.used(self.weight_decay),
-            *[optax.trace(self.momentum)] * checks.used(self.momentum),
-            *([self.optimizer] if self.optimizer is not None else []),
-        )
+        """Returns the map from gradient to direction: clipping, then weight decay, then momentum or the optimizer."""
+        transformations = [optax.identity()]  # a chain must not be empty
+        if self.clip_norm is not None:
+            transformations.append(optax.clip_by_global_norm(self.clip_norm))
+        if checks.used(self.weight_decay):
+            transformations.append(optax.add_decayed_weights(self.weight_decay))
+        if checks.used(self.momentum):
+            transformations.append(optax.trace(self.momentum))
+        if self.optimizer is not None:
+            transformations.append(self.optimizer)
+        return optax.chain(*transformations)
 
     @property
     def has_memory(self) -> bool:
-        """Whether a step depends on earlier ones: momentum, or an optimizer."""
+        """Whether a step depends on earlier steps, because of momentum or an optimizer."""
         return self.optimizer is not None or checks.used(self.momentum)
 
     def rate(self, t: jax.Array) -> jax.Array:
-        """eta_t of round t, a scalar; never 0, which small numbers become in float32, as SCAFFOLD divides by it."""
+        """Returns eta_t, a scalar. It is kept above 0, also when it underflows, because SCAFFOLD divides by it."""
         eta = jnp.asarray(self.lr * self.lr_decay ** t.astype(float), float)
         return jnp.maximum(eta, jnp.finfo(eta.dtype).tiny)
 
     def steps(self, sizes: Any) -> Any:
-        """K_i for a client, or clients, of ``sizes`` rows."""
-        return self.epochs * -(-sizes // min(self.batch_size, 2**31 - 1))  # a whole client, however large it is
+        """Returns K_i for clients with ``sizes`` examples, a number or an array."""
+        return self.epochs * -(
+            -sizes // min(self.batch_size, 2**31 - 1)
+        )  # a larger B has the same effect, and sizes may be int32
 
     def __repr__(self) -> str:
         values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
@@ -105,23 +111,23 @@ class LocalTraining:
 
 
 def shuffle(key: jax.Array, size: jax.Array, longest: jax.Array, length: int) -> jax.Array:
-    """int32 [length]: a random order of 0..size-1, followed by padding; size <= longest <= length.
+    """Returns a random permutation of 0..size-1, padded to int32 [length]; size <= longest <= length.
 
-    The order depends on key and size only, never on what it is padded to: word i of JAX's counter-based generator is a
-    function of key and i (threefry, JAX's default), and padding sorts last. So only about ``longest`` words are sorted,
-    and one huge client in a federation does not slow the others.
+    The permutation depends on key and size only, not on the padding. The reason is that number i of JAX's default
+    generator (threefry) is a function of key and i, and padding sorts last. So only about ``longest`` numbers are
+    sorted, and one very large client does not slow down the training of the others.
     """
 
-    def sort(words: int) -> Callable[[], jax.Array]:
+    def sort(count: int) -> Callable[[], jax.Array]:
         def order() -> jax.Array:
-            bits = jax.random.bits(key, (words,), jnp.uint32)
-            bits = jnp.where(jnp.arange(words) < size, bits, jnp.uint32(2**32 - 1))
-            return jnp.pad(jnp.argsort(bits, stable=True).astype(jnp.int32), (0, length - words))
+            bits = jax.random.bits(key, (count,), jnp.uint32)
+            bits = jnp.where(jnp.arange(count) < size, bits, jnp.uint32(2**32 - 1))
+            return jnp.pad(jnp.argsort(bits, stable=True).astype(jnp.int32), (0, length - count))
 
         return order
 
-    words = [n for n in (256 * 4**i for i in range(12)) if n < length] + [length]
-    return lax.switch((longest > jnp.array(words[:-1], jnp.int32)).sum(), [sort(n) for n in words])
+    counts = [n for n in (256 * 4**i for i in range(12)) if n < length] + [length]
+    return lax.switch((longest > jnp.array(counts[:-1], jnp.int32)).sum(), [sort(n) for n in counts])
 
 
 def train(
@@ -133,15 +139,22 @@ def train(
     after: Callable[[Params, jax.Array], Params] | None = None,
     loss: Callable[[Params, Batch, jax.Array], jax.Array] | None = None,
 ) -> tuple[Params, Metrics]:
-    """Trains from ``start`` for ``work.num_steps`` steps; returns the local model theta_i and ``{"loss": their mean}``.
+    """Trains ``work.num_steps`` steps, starting from ``start``.
 
-    ``correct(g, theta)`` adds the algorithm's term to the gradient; ``at(theta)`` is the point where the gradient,
-    weight decay included, is taken (default theta itself); ``after(theta, k)`` changes the model after step k of an
-    epoch; ``loss(params, batch, key)`` replaces the model's mean loss on a batch.
+    Args:
+      work: the client's work in this round.
+      start: the model before the first step, usually the global model w.
+      correct: ``correct(g, theta)`` returns the gradient with the term of the algorithm added.
+      at: ``at(theta)`` returns the point at which the gradient and the weight decay are evaluated. Default: theta.
+      after: ``after(theta, k)`` returns the model after step k of an epoch.
+      loss: ``loss(params, batch, key)`` returns the loss of a batch, a scalar. Default: ``work.loss``.
+
+    Returns:
+      The local model theta_i, and the metrics ``{"loss": mean of the loss over the steps}``.
     """
     value_and_grad = jax.value_and_grad(loss or work.loss)
 
-    def as_params(tree: Params) -> Params:  # a rate or a hyper-parameter may be wider than the parameters
+    def as_params(tree: Params) -> Params:  # the learning rate or a hyper-parameter may have a wider dtype
         return jax.tree.map(lambda a, like: a.astype(like.dtype), tree, start)
 
     def epoch(carry: tuple, e: jax.Array) -> tuple:
@@ -160,8 +173,8 @@ def train(
                 theta = as_params(after(theta, k))
             return theta, memory, total + value.astype(total.dtype)
 
-        left = work.num_steps - e * work.num_batches  # a straggler has none left before its last epoch ends
-        carry = lax.fori_loop(0, jnp.clip(left, 0, work.num_batches), step, carry)
+        steps_left = work.num_steps - e * work.num_batches  # a straggler stops before its last epoch ends
+        carry = lax.fori_loop(0, jnp.clip(steps_left, 0, work.num_batches), step, carry)
         return carry, work.watcher.after_epoch(start, carry[0]) if work.watcher else ()
 
     carry = (start, work.optimizer.init(start), jnp.zeros_like(work.lr))
@@ -173,7 +186,7 @@ def train(
 
 
 def full_gradient(work: Work, params: Params) -> Params:
-    """grad F_i(params): of the mean loss over all rows of the client, the model as evaluation uses it."""
+    """Gradient of F_i at ``params``: the mean loss over all examples of the client, in evaluation mode (no dropout)."""
     batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
 
     def total(params: Params, batch: Batch) -> jax.Array:

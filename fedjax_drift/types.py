@@ -1,17 +1,17 @@
-"""The central types. Read this first, then engine.py, then one file of algorithms/.
+"""The central types. Read this file first, then round/round.py, then one file of algorithms/.
 
 Axis letters, in every shape comment of the library:
 
-    N  clients in the federation        M  rows of the flat data set
-    K  clients in this round's cohort   B  rows of a minibatch
-    L  lanes trained side by side       E  local epochs
-    d  parameters
+    N  clients in the federation               M  examples of the data set, all clients together
+    K  clients in this round's cohort          B  examples in a minibatch
+    L  lanes: clients that train side by side  E  local epochs
+    d  parameters of the model
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,27 +21,27 @@ from fedjax_drift.errors import ConfigurationError
 
 PyTree = Any
 Params = PyTree
-Metrics = Mapping[str, Any]  # scalar arrays
-Record = dict[str, Any]  # what `Simulation.run` keeps of a round
-THREEFRY = "threefry2x32"  # the generator of all keys
+Metrics = Mapping[str, Any]  # name -> scalar array
+Record = dict[str, Any]  # one round in the history of `Simulation.run`
+THREEFRY = "threefry2x32"  # the random number generator of all keys
 
 
 class Batch(NamedTuple):
-    """One minibatch of one client. The last batch of an epoch may be short: its other rows are masked out."""
+    """One minibatch of one client. The last batch of an epoch may be short; it is padded to B examples."""
 
-    x: jax.Array  # [B, ...] as the model sees it (uint8 images already scaled)
-    y: jax.Array  # [B, ...]
-    mask: jax.Array  # bool [B], True for real rows; at least one is
+    x: jax.Array  # [B, ...], model inputs (uint8 images are already scaled)
+    y: jax.Array  # [B, ...], labels
+    mask: jax.Array  # bool [B], True for examples, False for padding; at least one is True
 
 
 def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Softmax cross-entropy with integer labels, [B]; a sequence's loss is the mean over its positions."""
+    """Softmax cross-entropy with integer labels, [B]. The loss of a sequence is the mean over its positions."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, y)
     return loss.mean(axis=tuple(range(1, loss.ndim)))
 
 
 class Model(NamedTuple):
-    """A model is two pure functions; everything else is optional.
+    """A model: the pure functions ``init`` and ``apply``. All other fields are optional.
 
     >>> import fedjax_drift as fd
     >>> model = fd.Model(init=lambda key: jnp.zeros(3), apply=lambda w, x: x @ w, loss=lambda z, y: (z - y) ** 2)
@@ -52,37 +52,42 @@ class Model(NamedTuple):
     init: Callable[[jax.Array], Params]
     """``init(key) -> params``."""
     apply: Callable[[Params, jax.Array], jax.Array]
-    """``apply(params, x [B, ...]) -> logits [B, C]``, deterministic: what evaluation uses."""
+    """``apply(params, x [B, ...]) -> logits [B, C]``, deterministic. Used in evaluation, and in training by default."""
     loss: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
-    """``loss(logits, y) -> [B]``, one loss a row. Default: softmax cross-entropy with integer labels."""
+    """``loss(logits, y) -> [B]``, the loss of each example. Default: softmax cross-entropy with integer labels."""
     train_apply: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
-    """``train_apply(params, x, key) -> logits`` for models that draw random numbers in training (dropout)."""
+    """``train_apply(params, x, key) -> logits``, used in training by models that draw random numbers (dropout)."""
     features: Callable[[Params, jax.Array], jax.Array] | None = None
-    """``features(params, x) -> [B, F]``, the representation before the classifier (MOON needs it)."""
+    """``features(params, x) -> [B, F]``, the representation before the classifier. Required by MOON."""
     head: Callable[[Params, jax.Array], jax.Array] | None = None
     """``head(params, features) -> logits``, the classifier alone."""
     extractor: Callable[[Params, jax.Array], jax.Array] | None = None
-    """``extractor(params, x) -> [B, ...]``, what a projection head makes the features from (LfD's constraint study)."""
+    """``extractor(params, x) -> [B, ...]``, the output of the encoder, which is the input of the projection head.
+    Required by `constrained` for the parts "extractor" and "header"."""
     cosine: bool = False
-    """A promise that `apply` returns cosines in [-1, 1] (LfD needs it)."""
+    """True declares that `apply` returns cosines in [-1, 1]. Required by LfD."""
     scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None
-    """``scores(logits [M, ...], y [M, ...]) -> {name: number, or one a row [M]}``, reported beside loss and accuracy.
+    """``scores(logits [M, ...], y [M, ...]) -> {name: scalar or [M]}``, metrics in addition to loss and accuracy.
 
-    One number is a score of all test rows together, in their order: for what is no mean over rows
-    (`fd.ranking.scores()`). One a row is averaged over the test rows and, in `Simulation.evaluate_clients`, over each
-    client's; it is asked for any number of rows. An entry "accuracy" replaces the default's, which classifiers with
-    several logits have: ``scores=lambda z, y: {"accuracy": (z > 0) == y}`` for one logit and labels 0 and 1."""
+    - A scalar is a metric of the whole test set that is not a mean over examples, for instance a ranking metric
+      (`fd.ranking.scores()`). The examples come in the order of the test set.
+    - An array [M] has one value per example. It is averaged over the test set, and by `Simulation.evaluate_clients`
+      over the examples of each client. The function must accept any number M of examples.
+
+    Classifiers with two or more logits have an accuracy by default. An entry "accuracy" replaces it. For one logit and
+    labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``."""
 
     def computing_in(self, dtype: Any) -> Model:
-        """The same model, computing in ``dtype`` (``jnp.bfloat16``); parameters, logits and updates stay as they are.
+        """Returns the same model with a forward pass in ``dtype``, such as ``jnp.bfloat16``.
 
-        Parameters and floating inputs are cast where the network is applied, so gradients come back in the parameters'
-        dtype; losses are taken of logits cast back. In bfloat16 an accelerator multiplies matrices faster, with 8 bits
-        of precision instead of TF32's 11 or float32's 24. Raises ValueError unless ``dtype`` is floating.
+        Parameters and floating-point inputs are cast in the forward pass, so gradients and updates have the dtype of
+        the parameters. The logits are cast back to that dtype before the loss. With bfloat16 an accelerator multiplies
+        matrices faster, with 8 bits of precision instead of 11 (TF32) or 24 (float32). Raises ValueError unless
+        ``dtype`` is a floating-point dtype.
         """
         try:
             floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-        except TypeError:  # no dtype at all
+        except TypeError:  # not a dtype
             floating = False
         if not floating:
             raise ConfigurationError(f"dtype must be floating, got {dtype}: jnp.bfloat16, for example")
@@ -90,24 +95,33 @@ class Model(NamedTuple):
         def cast(to: Any, tree: PyTree) -> PyTree:
             return jax.tree.map(lambda a: a.astype(to) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
-        def inside(function: Callable | None) -> Any:
-            def computed(params: Params, *inputs: jax.Array) -> jax.Array:
-                outputs_in = jnp.result_type(*jax.tree.leaves(params))
-                return cast(outputs_in, function(*cast(dtype, (params, *inputs))))  # type: ignore[misc]
+        def in_dtype(function: Callable) -> Any:
+            def forward(params: Params, *inputs: jax.Array) -> jax.Array:
+                params_dtype = jnp.result_type(*jax.tree.leaves(params))
+                return cast(params_dtype, function(*cast(dtype, (params, *inputs))))
 
-            return computed if function is not None else None
+            return forward
 
         names = ("apply", "train_apply", "features", "head", "extractor")
-        return self._replace(**{name: inside(getattr(self, name)) for name in names})
+        given = {name: function for name in names if (function := getattr(self, name)) is not None}
+        return self._replace(**{name: in_dtype(function) for name, function in given.items()})
 
     @classmethod
     def from_linen(cls, module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
-        """A model from any ``flax.linen`` module. ``input_shape`` is one row's shape, without the batch axis.
+        """Creates a model from a ``flax.linen`` module.
 
-        A module whose ``__call__`` takes ``train`` (or ``deterministic``) is told when it trains, and gets a "dropout"
-        key then; its methods ``features``, ``head`` and ``extractor``, if any, become the model's. ``options`` replace
-        fields of `Model` (``loss=``, ...); ``input_dtype=jnp.int32`` is for rows of tokens (default float32).
-        Raises ValueError for modules with running statistics (BatchNorm): use GroupNorm.
+        If ``__call__`` of the module has an argument ``train`` or ``deterministic``, it is set in training and in
+        evaluation, and training passes a "dropout" key. The methods ``features``, ``head`` and ``extractor`` of the
+        module, if it has them, become those of the model.
+
+        Args:
+          module: an instance. Its only variables may be parameters.
+          input_shape: the shape of one example, without the batch axis.
+          options: fields of `Model` to replace (``loss=``, ...). In addition, ``input_dtype=jnp.int32`` is for token
+            ids; the default is float32.
+
+        Raises:
+          ValueError: the module does not accept the input shape, or has running statistics (BatchNorm): use GroupNorm.
         """
         from fedjax_drift import adapters
 
@@ -115,10 +129,11 @@ class Model(NamedTuple):
 
     @classmethod
     def from_nnx(cls, module: Any, input_shape: tuple[int, ...] | None = None, **options: Any) -> Model:
-        """A model from ``flax.nnx``: a function ``nnx.Rngs -> module`` or a module.
+        """Creates a model from a ``flax.nnx`` module, or from a function ``nnx.Rngs -> module``.
 
-        A function is called with the initialisation key, so every seed has its own parameters; a module's own
-        parameters are used whatever the key. ``options`` as in `from_linen`.
+        A function is called with the initialisation key, so every seed gives other initial parameters. A module keeps
+        the parameters that it has, for every key. ``input_shape`` (optional, to check it early) and ``options`` are as
+        in `from_linen`.
         """
         from fedjax_drift import adapters
 
@@ -128,107 +143,194 @@ class Model(NamedTuple):
 class Watcher(NamedTuple):
     """Observes one client's training. `measures.drift` passes it to `local.train`, which calls both functions.
 
-    Its results don't pass through the algorithm, so an algorithm may return whatever metrics it likes.
+    The results do not pass through the algorithm, so any algorithm can be measured.
     """
 
     after_epoch: Callable[[Params, Params], PyTree]
-    """``after_epoch(start, theta)`` is measured after every local epoch."""
+    """``after_epoch(start, theta)`` returns the measurements after a local epoch."""
     done: Callable[[Params, Params, PyTree], None]
-    """``done(start, theta, measured)`` is called once, while the client's update is traced: ``theta`` is the local
-    model theta_i after the last epoch, and every leaf of ``measured`` has an axis of E epochs in front."""
+    """``done(start, theta, measured)`` is called once, while the client's update is traced. ``theta`` is the local
+    model theta_i after the last epoch. Every leaf of ``measured`` is [E, ...]."""
 
 
 class Work(NamedTuple):
-    """One client's work in one round, all that its update may look at."""
+    """One client's work in one round: all that its update depends on, besides the server's and its own variables."""
 
     t: jax.Array  # int32 [], the round, from 0
-    size: jax.Array  # int32 [], n_i, rows of this client
-    q: jax.Array  # float [], q_i = N n_i / sum n, 1 in the mean
-    num_batches: jax.Array  # int32 [], ceil(n_i / B), of an epoch
-    num_steps: jax.Array  # int32 [], K_i = E * ceil(n_i / B), or fewer for a straggler, which stops there
-    mean_steps: int  # Kbar = E * ceil(mean n_i / B), of a client of mean size
+    size: jax.Array  # int32 [], n_i, number of examples of this client
+    q: jax.Array  # float [], q_i = N n_i / sum n; its mean over all clients is 1
+    num_batches: jax.Array  # int32 [], ceil(n_i / B), batches per epoch
+    num_steps: jax.Array  # int32 [], K_i = E * ceil(n_i / B), local steps; a straggler stops after fewer
+    mean_steps: int  # Kbar = E * ceil(mean n_i / B), steps of a client of mean size
     lr: jax.Array  # float [], eta_t
     initial_lr: float  # eta_0
-    key: jax.Array  # this client's key of this round; `local.train` uses fold_in(key, e) for the epochs e < E
+    key: jax.Array  # this client's key in this round; `local.train` uses fold_in(key, e) for the epochs e < E
     epochs: int  # E
-    most_batches: int  # in an epoch of the largest client, ceil(max n_i / B)
-    optimizer: optax.GradientTransformation  # gradient -> direction: clip, weight decay, momentum
+    most_batches: int  # ceil(max n_i / B), batches per epoch of the largest client
+    optimizer: optax.GradientTransformation  # gradient -> direction: clipping, weight decay, momentum
     epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
-    """``epoch(key)`` shuffles the client's rows; the result maps a step k in 0..ceil(n_i / B)-1 to its batch."""
+    """``epoch(key)`` shuffles the client's examples and returns a function from step k in 0..ceil(n_i / B)-1 to its
+    `Batch`."""
     model: Model
     watcher: Watcher | None = None  # observes `local.train` while drift is measured
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
-        """[B, C], as the model computes them in training."""
+        """The logits [B, C] of the model in training mode."""
         return self.model.train_apply(params, x, key) if self.model.train_apply else self.model.apply(params, x)
 
     def loss(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-        """Mean loss over the batch's real rows, a scalar."""
+        """The mean loss over the examples of a batch, a scalar."""
         return batch_mean(self.model.loss(self.logits(params, batch.x, key), batch.y), batch.mask)
 
 
 def batch_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean of ``values [B]`` over the rows where ``mask [B]`` is True."""
+    """The mean of ``values [B]`` over the examples where ``mask [B]`` is True."""
     return jnp.where(mask, values, 0).sum() / mask.sum()
 
 
 class ClientResult(NamedTuple):
-    """What one client's update returns."""
+    """The result of one client's update."""
 
-    message: PyTree  # uploaded; the server sees only the cohort's weighted mean of it
-    weight: jax.Array  # [] its weight in that mean: n_i or 1
-    state: PyTree  # what the client keeps until its next round; () when stateless
-    metrics: Metrics  # scalars for a person to look at
+    message: PyTree  # any arrays; they are uploaded, and the server gets their weighted mean over the cohort
+    weight: jax.Array  # [], the client's weight in that mean: n_i or 1
+    state: PyTree  # the client keeps it until its next round; () for a stateless algorithm
+    metrics: Metrics  # scalars, reported in `info`
 
 
 class Round(NamedTuple):
-    """What everyone knows about a round."""
+    """Information about the current round that is the same for all clients."""
 
-    t: jax.Array  # int32 [], from 0
+    t: jax.Array  # int32 [], the round, from 0
     lr: jax.Array  # float [], eta_t
-    participation: jax.Array  # float [], |S| / N, S the clients that answered
+    participation: jax.Array  # float [], |S| / N, S the aggregated clients; K / N with differential privacy
     num_clients: int  # N
-    mean_size: float  # mean of n_i over the federation
+    mean_size: float  # mean of n_i over all N clients
+
+
+class InitServer(Protocol):
+    """Creates the server's variables before round 0.
+
+    Args:
+      params: the initial global model.
+
+    Returns:
+      A pytree, usually a NamedTuple, whose attribute ``params`` is the global model w.
+    """
+
+    def __call__(self, params: Params, /) -> Any: ...
+
+
+class InitClient(Protocol):
+    """Creates the state of ONE client before its first round. All clients start with the same state.
+
+    Args:
+      params: the initial global model.
+
+    Returns:
+      A pytree of arrays, () for a stateless algorithm.
+    """
+
+    def __call__(self, params: Params, /) -> PyTree: ...
+
+
+class ClientUpdate(Protocol):
+    """Trains ONE client for one round. No array has a client axis; the engine vectorises over clients.
+
+    Args:
+      server: the server's variables at the start of the round.
+      client: the client's state from its last round, or from `InitClient`.
+      work: the client's examples, number of steps, learning rate and key.
+
+    Returns:
+      The message, its weight, the new state (structure and shapes of ``client``) and metrics.
+    """
+
+    def __call__(self, server: Any, client: PyTree, work: Work, /) -> ClientResult: ...
+
+
+class ServerUpdate(Protocol):
+    """Computes the server's new variables from the cohort's messages.
+
+    Args:
+      server: the server's variables at the start of the round.
+      mean: the weighted mean of the aggregated clients' messages; structure, shapes and dtypes of one message.
+      context: the round, its learning rate and the participation.
+
+    Returns:
+      The new variables (structure and shapes of ``server``). They are discarded in a round without any report.
+    """
+
+    def __call__(self, server: Any, mean: PyTree, context: Round, /) -> Any: ...
+
+
+class Observe(Protocol):
+    """Uses the evaluation of the new model. The model is then evaluated on the test set in every round.
+
+    Args:
+      server: the new variables, returned by `ServerUpdate`.
+      metrics: scalars: "loss", "accuracy" for classifiers, and those of `Model.scores`.
+
+    Returns:
+      The variables for the next round (structure and shapes of ``server``).
+    """
+
+    def __call__(self, server: Any, metrics: Metrics, /) -> Any: ...
+
+
+class Finish(Protocol):
+    """Updates the state of ONE aggregated client after the server's update.
+
+    Args:
+      server: the new variables.
+      client: the state that `ClientUpdate` returned in this round.
+
+    Returns:
+      The state that the client keeps (structure and shapes of ``client``).
+    """
+
+    def __call__(self, server: Any, client: PyTree, /) -> PyTree: ...
+
+
+class Report(Protocol):
+    """Computes metrics of the round for `info`. The arguments are those of `ServerUpdate`.
+
+    Returns:
+      Scalars, by name.
+    """
+
+    def __call__(self, server: Any, mean: PyTree, context: Round, /) -> Metrics: ...
 
 
 class Algorithm(NamedTuple):
-    """A federated algorithm is a value made of pure functions; its factory captures the hyper-parameters.
+    """A federated algorithm: a tuple of pure functions. A factory creates it and captures the hyper-parameters.
 
-    The server sees only a weighted mean of messages, never one client's message: that is what secure aggregation
-    allows in the field, and it is what lets the engine stream a cohort of any size through L lanes and one sum.
+    The server only gets the weighted mean of the messages, never the message of one client. Secure aggregation needs
+    the same. It also lets the engine process a cohort of any size with L lanes and one running sum.
     """
 
-    init_server: Callable[[Params], Any]
-    """``init_server(params) -> server``, a pytree with an attribute ``params``, the global model w."""
-    init_client: Callable[[Params], PyTree]
-    """``init_client(params) -> client``, what ONE client keeps between its rounds; () when stateless."""
-    client_update: Callable[[Any, PyTree, Work], ClientResult]
-    """ONE client's round, no client axis."""
-    server_update: Callable[[Any, PyTree, Round], Any]
-    """``server_update(server, mean, round) -> server``; mean: the weighted mean message of the clients that answered,
-    in its dtypes. Not used in a round in which nobody answered."""
-    observe: Callable[[Any, Metrics], Any] | None = None
-    """``observe(server, metrics) -> server``: when given, every round evaluates the new model and shows it."""
+    init_server: InitServer  # creates the server's variables
+    init_client: InitClient  # creates the state of one client
+    client_update: ClientUpdate  # trains one client
+    server_update: ServerUpdate  # computes the server's new variables from the weighted mean of the messages
+    observe: Observe | None = None  # uses the evaluation of the new model (FedGVR)
     name: str = "algorithm"
-    finish: Callable[[Any, PyTree], PyTree] | None = None
-    """``finish(server, client) -> client``: what ONE client of the cohort makes of the new server's variables; for
-    states that depend on the round's outcome (VRL-SGD)."""
-    report: Callable[[Any, PyTree, Round], Metrics] | None = None
-    """``report(server, mean, round) -> scalars`` for `info`, from what `server_update` is given."""
+    finish: Finish | None = None  # updates client states after the server's update (VRL-SGD)
+    report: Report | None = None  # computes metrics for `info`
     requires: tuple[str, ...] = ()
-    """What it cannot do without: fields of `Model` ("features", "head", "extractor", "cosine"), "classifier" (the
-    default loss), "sgd" (neither momentum nor another local optimizer), "accuracy" (one that is evaluated)."""
+    """Requirements, checked when a `Simulation` is created. "features", "head", "extractor", "cosine": the model has
+    this field. "classifier": the model has the default loss. "sgd": local training without momentum and without another
+    optimizer. "accuracy": the evaluation reports an accuracy."""
 
 
 class ServerState(NamedTuple):
-    """All that the next round needs. Immutable; `Simulation.round_fn` maps one to the next."""
+    """The state of a simulation between two rounds. `Simulation.round_fn` maps one state to the next."""
 
-    round: jax.Array  # int32 [], rounds done
-    key: jax.Array  # never changes: round t draws from fold_in(key, t)
-    server: Any  # the algorithm's server variables
+    round: jax.Array  # int32 [], number of completed rounds
+    key: jax.Array  # constant: round t uses fold_in(key, t)
+    server: Any  # the server's variables
     clients: PyTree  # client states, every leaf [N, ...]
 
     @property
     def params(self) -> Params:
-        """The global model w, which `evaluate` scores (and clients are sent; FedEve sends its prediction from it)."""
+        """The global model w, which is evaluated and sent to the clients. (FedEve sends a prediction made from it.)"""
         return self.server.params

@@ -45,7 +45,7 @@ from PIL import Image
 from test_data_files import characters, write_batch, write_emnist, write_femnist
 
 import fedjax_drift as fd
-from fedjax_drift.data import datasets
+from fedjax_drift.data.images import CIFAR10_CLASSES
 from fedjax_drift.errors import ConfigurationError, DamagedError
 
 SECONDS, MEMORY = 120, 2 * 2**30
@@ -299,7 +299,7 @@ PICKLES: dict[str, Change] = {
 def make_cinic(folder: Path) -> Path:
     rng = np.random.default_rng(2)
     for part in ("train", "test"):
-        for name in datasets.CIFAR10_CLASSES:
+        for name in CIFAR10_CLASSES:
             (folder / "CINIC-10" / part / name).mkdir(parents=True)
             x = rng.integers(0, 256, (32, 32, 3), np.uint8)
             Image.fromarray(x).save(folder / "CINIC-10" / part / name / "0.png")
@@ -746,11 +746,11 @@ def ours(error: BaseException, folder: Path, path: Path) -> bool:
     )
 
 
-def outcome(format: Format, folder: Path, path: Path, wanted: str) -> tuple[str, str]:
+def outcome(file_format: Format, folder: Path, path: Path, wanted: str) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = digest(format.load(folder))
+            found = digest(file_format.load(folder))
     except MemoryError as error:
         return "MEMORY", str(error)
     except BaseException as error:
@@ -792,9 +792,9 @@ def copied(pristine: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def cases(format: Format, count: int, rng: random.Random) -> Iterator[tuple[str, Change]]:
+def cases(file_format: Format, count: int, rng: random.Random) -> Iterator[tuple[str, Change]]:
     """Up to `count` changes with their names: all that are crafted, and random ones; of few, some of each."""
-    crafted = list((format.crafted | EVERYWHERE).items())
+    crafted = list((file_format.crafted | EVERYWHERE).items())
     yield from crafted[: max(count // 2, count - 60)]
     for i in range(count - min(len(crafted), max(count // 2, count - 60))):
         way = WAYS[i % len(WAYS)]
@@ -807,23 +807,24 @@ def cases(format: Format, count: int, rng: random.Random) -> Iterator[tuple[str,
 
 def tried(name: str, count: int, folder: Path) -> Iterator[tuple[str, str, str]]:
     """(damage, outcome, what was said) of each damaged file of a format."""
-    format, rng = FORMATS[name], random.Random(name)
+    file_format, rng = FORMATS[name], random.Random(name)
     pristine = folder / "pristine"
     pristine.mkdir()
-    result, made = in_child(lambda: ("made", str(format.make(pristine))))  # threads that it starts would not be forked
+    # In a child: threads that it starts would not be forked.
+    result, made = in_child(lambda: ("made", str(file_format.make(pristine))))
     assert result == "made", f"{name}: {made}"
     relative = Path(made).relative_to(pristine)
     with copied(pristine) as whole:
-        result, wanted = in_child(lambda: ("loaded", digest(format.load(whole))))
+        result, wanted = in_child(lambda: ("loaded", digest(file_format.load(whole))))
         assert result == "loaded", f"{name}: the valid example: {wanted}"
-    for damage, change in cases(format, count, rng):
+    for damage, change in cases(file_format, count, rng):
         with copied(pristine) as damaged:
             path = damaged / relative
             before = path.read_bytes()
             change(path)
             if path.is_file() and path.read_bytes() == before:
                 continue
-            yield damage, *in_child(functools.partial(outcome, format, damaged, path, wanted))
+            yield damage, *in_child(functools.partial(outcome, file_format, damaged, path, wanted))
     shutil.rmtree(pristine)
 
 

@@ -21,11 +21,11 @@ from fedjax_drift.storage.client_store import ClientStore, DamagedError
 INITIAL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(-1)}
 
 
-def states_of(ids: np.ndarray, round: int) -> dict:
+def states_of(ids: np.ndarray, t: int) -> dict:
     """States [K, ...] that show whose they are, and of which round."""
     ids = np.asarray(ids)
-    w = (1000 * round + ids)[:, None, None] + np.arange(6).reshape(1, 2, 3) / 8
-    return {"w": w.astype(np.float32), "n": np.full(len(ids), round, np.int32)}
+    w = (1000 * t + ids)[:, None, None] + np.arange(6).reshape(1, 2, 3) / 8
+    return {"w": w.astype(np.float32), "n": np.full(len(ids), t, np.int32)}
 
 
 def check(bank: ClientStore, last: dict[int, int]) -> None:
@@ -33,8 +33,8 @@ def check(bank: ClientStore, last: dict[int, int]) -> None:
     N = bank.num_clients
     got = bank.gather(np.arange(N + 1))
     want = jax.tree.map(lambda leaf: np.stack([leaf] * (N + 1)), INITIAL)
-    for i, round in last.items():
-        jax.tree.map(lambda leaf, new, i=i: leaf.__setitem__(i, new[0]), want, states_of([i], round))
+    for i, t in last.items():
+        jax.tree.map(lambda leaf, new, i=i: leaf.__setitem__(i, new[0]), want, states_of([i], t))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert bank.seen == len(last)
 
@@ -67,14 +67,14 @@ def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> N
     def random_states(K: int) -> dict:
         return jax.tree.map(lambda a: rng.integers(0, 2, (K, *np.shape(a))).astype(np.asarray(a).dtype), MIXED)
 
-    for round in range(1, 61):
+    for t in range(1, 61):
         ids = rng.permutation([*rng.choice(N, rng.integers(0, 8), replace=False), *[N] * rng.integers(0, 3)])
         ids, keep, new = ids.astype(np.int32), rng.random(len(ids)) < 0.8, random_states(len(ids))
-        bank.commit(ids, new, round, keep if round % 2 else None)
+        bank.commit(ids, new, t, keep if t % 2 else None)
         for k, i in enumerate(ids):
-            if i < N and (keep[k] or not round % 2):
+            if i < N and (keep[k] or not t % 2):
                 model[i] = jax.tree.map(lambda leaf, k=k: leaf[k].copy(), new)
-        if path is not None and round % 5 == 0:
+        if path is not None and t % 5 == 0:
             bank.close()
             bank = ClientStore.open(path, MIXED, N)
         asked = rng.integers(0, N + 1, 9)
@@ -83,16 +83,16 @@ def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> N
         jax.tree.map(np.testing.assert_array_equal, got, want)
         assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: np.asarray(a).dtype, MIXED)
         jax.tree.map(lambda leaf: leaf.fill(1), got)  # copies: this must change nothing
-        assert (bank.round, bank.seen) == (round, len(model))
+        assert (bank.round, bank.seen) == (t, len(model))
 
 
 def test_only_clients_ever_seen_take_space(tmp_path) -> None:
     N, initial = 100_000, {"w": np.zeros(2_500, np.float32)}
     with ClientStore.create(initial, N) as memory, ClientStore.create(initial, N, tmp_path / "bank") as file:
         for bank in (memory, file):
-            for round in range(1, 6):  # again and again the same 50
+            for t in range(1, 6):  # again and again the same 50
                 ids = np.arange(0, N, N // 50)
-                bank.commit(ids, {"w": np.ones((50, 2_500), np.float32)}, round)
+                bank.commit(ids, {"w": np.ones((50, 2_500), np.float32)}, t)
             assert bank.seen == 50
             assert bank.nbytes <= 4 * N + 101 * 10_004
         on_disk = sum(512 * path.stat().st_blocks for path in (tmp_path / "bank").iterdir())
@@ -240,9 +240,9 @@ def test_a_kill_at_any_moment_leaves(program, least, tmp_path) -> None:
 
 def test_a_pin_is_a_way_back(tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
-        for round in range(1, 6):
-            bank.commit([3, round + 3], states_of([3, round + 3], round), round)
-            if round in (2, 4):
+        for t in range(1, 6):
+            bank.commit([3, t + 3], states_of([3, t + 3], t), t)
+            if t in (2, 4):
                 bank.pin()
         assert bank.pins == [2, 4]
         end = bank._table.end
@@ -437,8 +437,8 @@ def test_a_bank_that_nobody_has_used_is_made_again(tmp_path) -> None:
 
 def test_a_pin_in_anothers_place_is_noticed(tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
-        for round in (1, 2):
-            bank.commit([3], states_of([3], round), round)
+        for t in (1, 2):
+            bank.commit([3], states_of([3], t), t)
             bank.pin()
     shutil.copy(tmp_path / "bank/index.1", tmp_path / "bank/index.2")
     with pytest.raises(DamagedError, match=r"is damaged, its file index.2 is of round 1"):

@@ -95,10 +95,10 @@ def test_goes_on_bit_for_bit(bank, uninterrupted, tmp_path, request) -> None:
     state, history = run(sim, sim.init(KEY), 7, checkpoints)
     if bank == "files":
         state.clients.close()
-    for round in (3, None):  # the second time from the end, though the folder has been set back meanwhile
-        state, before = checkpoints.restore(sim, round)
-        assert int(state.round) == (round or 7) and told(before) == told(history)[: round or 7]
-        if round == 3:
+    for kept in (3, None):  # the second time from the end, though the folder has been set back meanwhile
+        state, before = checkpoints.restore(sim, kept)
+        assert int(state.round) == (kept or 7) and told(before) == told(history)[: kept or 7]
+        if kept == 3:
             state, after = run(sim, state, 5)
             assert same(state, uninterrupted[0])
             assert told(before + after)[:6] == told(uninterrupted[1])[:6]
@@ -226,8 +226,8 @@ def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -
     state, after = run(device, state, 4, saved)
     assert saved.rounds == [4, 6, 8] and (saved.path / "00000005.damaged/arrays.0").exists()
     assert same(state, uninterrupted[0]) and len(saved.about(8).history) == 8
-    for round in saved.rounds:
-        (saved.place(round) / "arrays.0").unlink()
+    for t in saved.rounds:
+        (saved.place(t) / "arrays.0").unlink()
     before = sorted(saved.path.rglob("*"))
     with pytest.warns(UserWarning, match="is damaged"), pytest.raises(ValueError, match="got 3 damaged ones in"):
         saved.restore(device)
@@ -256,7 +256,7 @@ def test_the_last_and_the_best_are_kept(device, tmp_path) -> None:
     )
     checkpoints = fd.Checkpoints(tmp_path, every=2, keep=1, best="loss")
     _, history = run(device, device.init(KEY), 8, checkpoints)
-    best = min(range(2, 9, 2), key=lambda round: history[round - 1]["loss"])
+    best = min(range(2, 9, 2), key=lambda t: history[t - 1]["loss"])
     assert checkpoints.rounds == sorted({best, 8})
     assert int(checkpoints.restore(device, "best")[0].round) == best
     with pytest.raises(ValueError, match=r"round must be one of those kept, \[.*8\], or \"best\", got 3"):
@@ -487,9 +487,9 @@ def test_arguments_of_wrong_types(device, saved) -> None:
             fd.Checkpoints(saved.folder, **options)
     with pytest.raises(ValueError, match="sim must be a Simulation, got Model: make it as for the run"):
         saved.restore(MODEL)
-    for round in (True, 4.0, "4", [4], np.array([4, 5])):
+    for wrong in (True, 4.0, "4", [4], np.array([4, 5])):
         with pytest.raises(ValueError, match=r'round must be one of those kept, \[2, 4, 5\], or "best", got '):
-            saved.restore(device, round)
+            saved.restore(device, wrong)
 
 
 def test_who_insists_loses_nothing_either(device, tmp_path) -> None:

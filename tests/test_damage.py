@@ -26,7 +26,7 @@ def test_a_hundred_damaged_files() -> None:
 
 
 @pytest.mark.parametrize(
-    "format, change, message",
+    "file_format, change, message",
     [
         ("images npz", "huge shape", r"x_train\.npy must be 10000000000000 bytes by its shape, got 100: copy or make"),
         (
@@ -78,9 +78,9 @@ def test_a_hundred_damaged_files() -> None:
         ("run folder", "another model", r"config\.json can't be read .*linaer"),
     ],
 )
-def test_what_is_said_of_them(tmp_path: Path, monkeypatch, format: str, change: str, message: str) -> None:
+def test_what_is_said_of_them(tmp_path: Path, monkeypatch, file_format: str, change: str, message: str) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
-    one = damage.FORMATS[format]
+    one = damage.FORMATS[file_format]
     path = one.make(tmp_path)
     (one.crafted | damage.EVERYWHERE)[change](path)
     with pytest.raises(ValueError, match=message) as error:

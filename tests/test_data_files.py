@@ -18,7 +18,7 @@ import pytest
 import fedjax_drift as fd
 from fedjax_drift import cli
 from fedjax_drift.cli.flags import DEFAULT_MODEL
-from fedjax_drift.data import datasets, files, image_files
+from fedjax_drift.data import datasets, federated_files, files, image_files, images
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import iid
 
@@ -235,7 +235,7 @@ def test_cinic10_is_decoded_once_until_a_file_changes(tmp_path: Path, monkeypatc
     image = pytest.importorskip("PIL.Image")
     pixels = RNG.integers(0, 256, (3, 10, 2, 32, 32, 3), np.uint8)
     for part, of_part in zip(("train", "valid", "test"), pixels, strict=True):
-        for name, of_class in zip(datasets.CIFAR10_CLASSES, of_part, strict=True):
+        for name, of_class in zip(images.CIFAR10_CLASSES, of_part, strict=True):
             folder = tmp_path / "CINIC-10" / part / name
             folder.mkdir(parents=True)
             for i, x in enumerate(of_class):
@@ -387,7 +387,7 @@ def test_femnist_of_others_is_inverted_and_keeps_its_writers(tmp_path: Path, sou
     assert data.x_test is not None
     np.testing.assert_array_equal(data.x_test[..., 0], wanted)
     with monkeypatch.context() as patch:
-        patch.setattr(datasets.federated_files, "_by_writer", None)  # not called again
+        patch.setattr(federated_files, "_by_writer", None)  # not called again
         np.testing.assert_array_equal(load("femnist", source=source).x, data.x)
     assert load("femnist", iid(2)).test_sizes is None
     assert {row["name"]: row for row in datasets.describe()}["femnist"]["found"].endswith(datasets.FEMNIST[source])

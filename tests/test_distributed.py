@@ -177,17 +177,17 @@ def test_parts_hold_every_row_once() -> None:
 
 def test_communication_is_what_the_program_says() -> None:
     sim = simulate(rows(), shard_data=True, bank="sharded")
-    bytes = sim.communication()
-    assert bytes["message sum"] == 2 * 4 * (6 * 4 + 4) + 4  # SCAFFOLD: two models' worth, and the weight
-    assert bytes["client states"] == 2 * 5 * 4 * (6 * 4 + 4)  # five of nine clients on a device, there and back
+    sent = sim.communication()
+    assert sent["message sum"] == 2 * 4 * (6 * 4 + 4) + 4  # SCAFFOLD: two models' worth, and the weight
+    assert sent["client states"] == 2 * 5 * 4 * (6 * 4 + 4)  # five of nine clients on a device, there and back
     S = exchange.longest_share(sim.setup.engine.rows_by_rank, 2, 5, 1)
-    assert bytes["rows"] == S * (6 + 4)
+    assert sent["rows"] == S * (6 + 4)
     program = (
         sim.executor.programs.lower("round", sim.init(jax.random.key(0)), sim.setup.arrays, None).compile().as_text()
     )
     assert program.count(" all-reduce(") == 1
-    half = bytes["client states"] // 2  # the new states alone
-    assert simulate(rows()).communication() == bytes | {"client states": half, "rows": 0}
+    half = sent["client states"] // 2  # the new states alone
+    assert simulate(rows()).communication() == sent | {"client states": half, "rows": 0}
 
 
 def test_auto_cuts_what_fits_on_all_devices_only(monkeypatch) -> None:

@@ -201,14 +201,14 @@ def test_the_correction_weight_follows_the_accuracy() -> None:
     """window = 2: 1 for t = 0, 1, 2, then the rise of the best accuracy over two rounds, in percent and halved."""
     algorithm = fd.algorithms.fedgvr(window=2)
     server, mean = algorithm.init_server(jnp.zeros(())), (jnp.zeros(()), jnp.zeros(()))
-    round = fd.Round(jnp.int32(0), jnp.float32(0.1), jnp.float32(1), 2, 2.0)
+    context = fd.Round(jnp.int32(0), jnp.float32(0.1), jnp.float32(1), 2, 2.0)
     seen = []
     for accuracy in (0.5, 0.9, 0.8, 0.901, 0.91, 0.5, 0.5):
-        seen.append(float(algorithm.report(server, mean, round)["eps"]))
+        seen.append(float(algorithm.report(server, mean, context)["eps"]))
         server = algorithm.observe(server, {"loss": jnp.zeros(()), "accuracy": jnp.float32(accuracy)})
     assert seen == pytest.approx([1, 1, 1, 1, 0.05, 0.5, 0.45], abs=1e-4)
     fractions = fd.algorithms.fedgvr(window=2, literal="accuracy")
-    assert float(fractions.report(server._replace(best=jnp.float32([0, 0, 1])), mean, round)["eps"]) == 0.5
+    assert float(fractions.report(server._replace(best=jnp.float32([0, 0, 1])), mean, context)["eps"]) == 0.5
 
 
 # A tiny classifier on ragged clients, and a way to run two algorithms on the same rounds.

@@ -537,7 +537,7 @@ def probing(state=None, server=None, observe=None, **result) -> Algorithm:
         kept = {"visits": client["visits"] + 1} if state is None else state(client)
         return plain._replace(state=kept, **{"weight": 1, **result})
 
-    def server_update(own, D, round):
+    def server_update(own, D, context):
         updated = own._replace(params=tree.subtract(own.params, jax.tree.map(jnp.negative, D)))
         return server(updated) if server else updated
 

@@ -122,7 +122,7 @@ def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
         late = np.setdiff1d(info["asked"], info["cohort"])
         assert taken[info["cohort"]].max() <= 1.1 * taken[late].min()  # the deadlines are 1.07 apart
         assert np.isin(info["asked"], info["cohort"]).sum() == 10
-        in_order = [id for id in info["asked"] if id in info["cohort"]]
+        in_order = [i for i in info["asked"] if i in info["cohort"]]
         np.testing.assert_array_equal(in_order, info["cohort"])
     # Those that drop out make room for others.
     infos = rounds(simulate(data, fd.algorithms.fedavg(), over_selection=2.0, dropout=0.3), 10)
@@ -171,8 +171,8 @@ def test_a_sweep_over_dropout(data) -> None:  # noqa: F811
 def test_clipped_mean(data) -> None:  # noqa: F811
     start = simulate(data).init(jax.random.key(0))
     D = []  # each client's own update: SCAFFOLD's first round from c = 0
-    for id in range(4):
-        state, _ = simulate(data).round_fn(start, cohort=[id])
+    for i in range(4):
+        state, _ = simulate(data).round_fn(start, cohort=[i])
         D.append(jax.tree.map(lambda a, b: a - b, state.server, start.server))
     scaled = []
     for d in D:
@@ -197,8 +197,8 @@ def test_private_mean(data) -> None:  # noqa: F811
     quiet, info = private(0.0).round_fn(start)
     alone = simulate(data, fd.algorithms.fedavg(weighting="uniform"))
     total = tree.zeros_like(start.params)
-    for id in info["cohort"][info["cohort"] >= 0]:
-        D = jax.tree.map(jnp.subtract, alone.round_fn(start, cohort=[int(id)])[0].params, start.params)
+    for i in info["cohort"][info["cohort"] >= 0]:
+        D = jax.tree.map(jnp.subtract, alone.round_fn(start, cohort=[int(i)])[0].params, start.params)
         scale = min(1, 0.1 / float(jnp.sqrt(tree.dot(D, D)))) / 10
         total = jax.tree.map(lambda s, D, scale=scale: s + scale * D, total, D)
     close(jax.tree.map(jnp.subtract, quiet.params, start.params), total)

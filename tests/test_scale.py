@@ -199,12 +199,12 @@ def test_a_full_disk_ends_the_run_at_the_round_before(data, tmp_path, monkeypatc
     start = sim.init(jax.random.key(0))
     commit = ClientStore.commit
 
-    def full(bank, ids, states, round, keep) -> None:
-        if round == 3:
+    def full(bank, ids, states, t, keep) -> None:
+        if t == 3:
             with monkeypatch.context() as disk:
                 disk.setattr("os.posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-                return commit(bank, ids, states, round, keep)
-        return commit(bank, ids, states, round, keep)
+                return commit(bank, ids, states, t, keep)
+        return commit(bank, ids, states, t, keep)
 
     monkeypatch.setattr(ClientStore, "commit", full)
     with pytest.raises(OSError, match="No space left") as error:

@@ -224,7 +224,7 @@ def test_din_is_its_equations() -> None:
         weight = [dense("attention_1", np.maximum(dense("attention_0", np.r_[t, s, t - s, t * s]), 0)) for s in seen]
         weight = np.exp(weight) / np.sum(np.exp(weight))
         interest = sum((w * s for w, s in zip(weight, seen, strict=True)), np.zeros(15))
-        v = np.concatenate([table[id] for table, id in zip(tables, row, strict=False)] + [interest])
+        v = np.concatenate([table[i] for table, i in zip(tables, row, strict=False)] + [interest])
         v = np.maximum(dense("denses_1", np.maximum(dense("denses_0", v), 0)), 0)
         return float(dense("denses_2", v)[0])
 

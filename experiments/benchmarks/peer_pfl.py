@@ -48,11 +48,11 @@ class LeNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dense(self.convolutions(x).flatten(1))
 
-    def loss(self, inputs: torch.Tensor, targets: torch.Tensor, eval: bool = False) -> torch.Tensor:
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor, eval: bool = False) -> torch.Tensor:  # noqa: A002
         return F.cross_entropy(self(inputs), targets)
 
     @torch.no_grad()
-    def metrics(self, inputs: torch.Tensor, targets: torch.Tensor, eval: bool = True) -> dict:
+    def metrics(self, inputs: torch.Tensor, targets: torch.Tensor, eval: bool = True) -> dict:  # noqa: A002
         return {"accuracy": Weighted(float((self(inputs).argmax(1) == targets).sum()), len(targets))}
 
 

@@ -1,4 +1,4 @@
-"""The algorithms: one file each, and `ALGORITHMS`, a dict of their factories.
+"""The algorithms: one file per algorithm, and `ALGORITHMS`, a dict from name to factory.
 
 The files import `local`, `tree` and `types` alone.
 """
@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "constrained": constrained,
 }
 
-__all__ = [  # written out: type checkers read it
+__all__ = [  # a literal list, because type checkers read it
     "ALGORITHMS",
     "fedavg",
     "fedprox",

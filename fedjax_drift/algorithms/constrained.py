@@ -1,15 +1,16 @@
-"""Constraints on a part of the model, the study of section 3 of Kim, Shin, "Learning From Drift", 2023,
-arXiv 2309.07189: which part of a local model should stay near the global one?
+"""FedAvg with a constraint on one part of the model. Kim, Shin, "Learning From Drift", 2023, arXiv 2309.07189,
+section 3, which studies which part of a local model should stay close to the global one.
 
 Client i:  minimises F_i(theta) + (mu/2) dist(theta, w):
-           dist = mean over the batch of ||z(theta) - z(w)||^2, z the part's output      kind "feature"     (a)
-           dist = sum of (theta - w)^2 over the part's parameters                        kind "parameter"   (b)
+           dist = mean over the batch of ||z(theta) - z(w)||^2, z the output of the part   kind "feature"     (a)
+           dist = sum of (theta - w)^2 over the parameters of the part                     kind "parameter"   (b)
 Server:    as FedAvg.
 
-The parts: extractor (encoder), header (projection head, up to the features), classifier (features to logits), all.
+The parts are the extractor (encoder), the header (projection head, its output is the features), the classifier
+(features to logits), and all three.
 
-Deviates:  the paper gives neither mu nor the norm; these are our readings. "all" sums the three parts' distances, so
-that (b) is FedProx.
+Deviates:  the paper gives neither mu nor the norm. Both are our interpretation. For "all" the distances of the three
+parts are added, so (b) is FedProx.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ PARTS = ("extractor", "header", "classifier")
 
 
 def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algorithm:
-    """FedAvg whose clients hold one part of the model near the global one.
+    """FedAvg with a penalty on the distance between one part of the local model and the same part of the global model.
 
     Args:
-      mu: >= 0, strength; the paper does not give it (a grid of 0.001 to 1 is ours).
-      kind: "parameter" (default): distance of weights; "feature": of the part's outputs on the client's batches.
-      part: "extractor", "header", "classifier", or "all" (default). Parts need ``Model.features``, and extractor and
-        header also ``Model.extractor`` (`fd.models.simple_cnn` has both).
+      mu: strength of the penalty, >= 0. The paper gives no value; we use a grid from 0.001 to 1.
+      kind: "parameter" (default) penalises the distance of the weights. "feature" penalises the distance of the outputs
+        of the part on the client's batches.
+      part: "extractor", "header", "classifier", or "all" (default). All except "all" with kind "parameter" need
+        ``Model.features``. "extractor", "header" with kind "parameter", and "all" with kind "feature" also need
+        ``Model.extractor``. `fd.models.simple_cnn` has both.
 
     Raises:
-      ValueError: a value out of range, a model without the part.
+      ValueError: a value is out of range, or the model does not have the part.
     """
     mu = checks.nonnegative("mu", mu)
     checks.choice("kind", kind, ("parameter", "feature"))
@@ -50,8 +53,8 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
 
         def distance(theta: Params, x: jax.Array, mask: jax.Array) -> jax.Array:
             if kind == "parameter":  # (b)
-                own = jax.tree.map(lambda _: True, w) if part == "all" else parameters(model, w, x)[part]
-                gap = jax.tree.map(lambda theta, w, own: theta - w if own else jnp.zeros_like(w), theta, w, own)
+                in_part = jax.tree.map(lambda _: True, w) if part == "all" else parameters(model, w, x)[part]
+                gap = jax.tree.map(lambda theta, w, use: theta - w if use else jnp.zeros_like(w), theta, w, in_part)
                 return tree.dot(gap, gap)
             gaps = [output(theta, x) - output(w, x) for output in outputs(model, part)]
             return batch_mean(jnp.stack([(gap.reshape(len(gap), -1) ** 2).sum(1) for gap in gaps]).sum(0), mask)  # (a)
@@ -70,14 +73,14 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
 
 
 def outputs(model: Model, part: str) -> list[Callable[[Params, jax.Array], jax.Array]]:
-    """The functions (params, x) -> output of the part, of all three for "all"."""
+    """The functions (params, x) -> output of the part. For "all" these are three functions."""
     of_part = dict(zip(PARTS, (model.extractor, model.features, model.apply), strict=True))
     return [output for name in (PARTS if part == "all" else (part,)) if (output := of_part[name]) is not None]
 
 
 def parameters(model: Model, params: Params, x: jax.Array) -> dict[str, PyTree]:
-    """For each part, True at the leaves that are its own: its output uses them, and the part before does not."""
-    from jax.interpreters.partial_eval import dce_jaxpr  # not of JAX's stable interface: needed here only
+    """For each part, True at its parameters: its output depends on them, and the output of the part before does not."""
+    from jax.interpreters.partial_eval import dce_jaxpr  # not in JAX's public interface; used here only
 
     leaves, structure = jax.tree.flatten(params)
     known = [False] * len(leaves)

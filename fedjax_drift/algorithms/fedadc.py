@@ -1,21 +1,25 @@
 """FedADC. Ozfatura, Ozfatura, Gunduz, "FedADC: Accelerated Federated Learning with Drift Control", ISIT 2021,
-arXiv 2012.09102, algorithm 3, whose line numbers these are.
+arXiv 2012.09102, algorithm 3. The numbers on the right are its line numbers.
 
 Client i:  mbar = gamma beta m / K_i, K_i steps of
            theta <- theta - eta_t mbar;  theta <- theta - eta_t grad F_i(theta)     "nesterov", red  (7)-(9)
            theta <- theta - eta_t (grad F_i(theta) + mbar)                          "heavy_ball", blue  (10), (11)
            D_i = theta_i - w
-Server:    Dbar = -mean_S D_i / eta_t  ( = the sum of gradients of a mean client + gamma beta m )    (16)
+Server:    Dbar = -mean_S D_i / eta_t  ( = mean of the clients' summed gradients + gamma beta m )    (16)
            m <- Dbar + (1 - gamma) beta m                                                            (17)
            w <- w - alpha eta_t m                                                                    (18)
 
-Algorithm 3 prints gamma = 1/beta: mbar = m / K_i and m <- Dbar - (1 - beta) m. For every gamma m is beta m plus the
-clients' gradients, as in SlowMo (gamma = 0); gamma moves the points where they are taken.
+Algorithm 3 of the paper has gamma = 1/beta: mbar = m / K_i and m <- Dbar - (1 - beta) m. For every gamma, the server
+computes m <- beta m + the mean of the summed gradients, as SlowMo does (gamma = 0). gamma only changes the points at
+which the gradients are evaluated.
 
-Deviates:  K_i is the client's own number of steps, so that mbar's part of D_i is the same for all; eta_t may decay, and
-then the current one is used at both places. Weight decay is part of the gradient, at the point where that is taken.
-Clipping acts on gradient plus mbar, as on every correction here; where it bites, m is no longer beta m plus gradients.
-FedADC+, of a later version, is not here.
+Deviates:
+- K_i is the number of steps of client i, so mbar contributes the same to D_i for all clients.
+- If eta_t decays, (16) and (18) both use the current eta_t.
+- Weight decay is part of the gradient, evaluated at the same point.
+- Clipping acts on the gradient plus mbar, as it does for the corrections of the other algorithms. If the norm is
+  clipped, m is no longer beta m plus the gradients.
+- FedADC+, from a later version of the paper, is not implemented.
 """
 
 from __future__ import annotations
@@ -36,19 +40,21 @@ class Server(NamedTuple):
 
 
 def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: float | None = None) -> Algorithm:
-    """The server's momentum spread over the clients' local steps, so that they drift less.
+    """Momentum of the server that is applied in the local steps of the clients, which reduces client drift.
 
-    Clients count alike in the mean, whatever their size. Local momentum and other optimizers are refused (remark 1):
-    they would multiply mbar, and m with it, in every round.
+    All clients have weight 1 in the mean. Local momentum and local optimizers raise ValueError (remark 1 of the paper),
+    because they would amplify mbar, and therefore m, in every round.
 
     Args:
-      beta: momentum in [0, 1); the paper tunes it in 0.6 to 0.9.
-      alpha: the server's learning rate, > 0.
-      variant: "nesterov" (red, default): momentum before the gradient is taken; "heavy_ball" (blue): with it.
-      gamma: the share of beta m that clients apply, >= 0. Default None: 1 / beta, as algorithm 3 prints; 0: SlowMo.
+      beta: momentum, in [0, 1). The paper tunes it in 0.6 to 0.9.
+      alpha: learning rate of the server, > 0.
+      variant: "nesterov" (default; red in the paper) applies the momentum before the gradient is computed. "heavy_ball"
+        (blue) adds it to the gradient.
+      gamma: fraction of beta m that the clients apply, >= 0. The default None is 1 / beta, as in algorithm 3 of the
+        paper. 0 gives SlowMo.
 
     Raises:
-      ValueError: a value out of range, local momentum, a local optimizer.
+      ValueError: a value is out of range, or local training uses momentum or another optimizer.
     """
     beta = checks.fraction("beta", beta)
     alpha = checks.positive("alpha", alpha)
@@ -73,9 +79,9 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
         theta, metrics = train(work, start=w, correct=control, at=shift if variant == "nesterov" else None)
         return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, metrics)
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
-        m = jax.tree.map(lambda m, D: -D / round.lr + (beta - gamma_beta) * m, server.m, D)  # (16), (17)
-        w = jax.tree.map(lambda w, m: w - alpha * round.lr * m, server.params, m)  # (18)
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
+        m = jax.tree.map(lambda m, D: -D / context.lr + (beta - gamma_beta) * m, server.m, D)  # (16), (17)
+        w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (18)
         return Server(w, m)
 
     return Algorithm(init_server, lambda params: (), client_update, server_update, requires=("sgd",), name="fedadc")

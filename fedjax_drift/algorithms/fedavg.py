@@ -4,7 +4,7 @@ Decentralized Data", AISTATS 2017, arXiv 1602.05629, algorithm 1.
 Client i:  theta_i = w, then E epochs of minibatch SGD;  D_i = theta_i - w
 Server:    w <- w + server_lr sum_S n_i D_i / sum_S n_i                                              (1)
 
-Deviates:  nothing at server_lr = 1 (the default); the factor is the server's learning rate of Reddi et al. 2021.
+Deviates:  nothing for server_lr = 1 (the default). Other values are the server learning rate of Reddi et al. 2021.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
     """Federated averaging.
 
     Args:
-      server_lr: factor of the mean update, > 0. Default 1: the new model is the mean of the clients' models.
-      weighting: a client's weight in the mean: "examples" (n_i, default) or "uniform" (1).
+      server_lr: factor of the mean update, > 0. With the default 1 the new model is the mean of the clients' models.
+      weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
-      ValueError: server_lr <= 0, or an unknown weighting.
+      ValueError: server_lr is not positive, or the weighting is unknown.
     """
     server_lr = checks.positive("server_lr", server_lr)
     checks.choice("weighting", weighting, WEIGHTINGS)
@@ -44,13 +44,13 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
         D = tree.subtract(theta, w)
         return ClientResult(D, weight(work, weighting), client, metrics)
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
         return Server(jax.tree.map(lambda w, D: w + server_lr * D, server.params, D))  # (1)
 
     return Algorithm(Server, lambda params: (), client_update, server_update, name="fedavg")
 
 
 def weight(work: Work, weighting: str) -> jax.Array:
-    """n_i, or 1 for every client."""
+    """The weight of a client in the mean: n_i for "examples", 1 for "uniform"."""
     size = work.size.astype(work.lr.dtype)
     return size if weighting == "examples" else jnp.ones_like(size)

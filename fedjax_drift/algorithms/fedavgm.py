@@ -6,7 +6,7 @@ Server:    v <- beta v + Delta,                 Delta = sum_S n_i Delta_i / sum_
            v <- beta v + (1 - beta) Delta       if damped                                            (1')
            w <- w - server_lr v                                                                      (2)
 
-Deviates:  the damped form (1') is the one of MOON's, LfD's and FedEve's baselines; Hsu et al. print (1), the default.
+Deviates:  nothing by default. The damped form (1') is the one that MOON, LfD and FedEve use as a baseline.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, wei
     """FedAvg with momentum on the server.
 
     Args:
-      beta: momentum in [0, 1); 0 is FedAvg.
-      server_lr: > 0. Undamped momentum multiplies a steady update by 1/(1-beta): at beta = 0.9, server_lr = 1 steps
-        ten times as far as FedAvg.
-      damped: put (1 - beta) in front of the mean update, so that a steady update keeps its length.
+      beta: momentum, in [0, 1). 0 gives FedAvg.
+      server_lr: learning rate of the server, > 0. Without damping, momentum multiplies a constant update by
+        1 / (1 - beta): with beta = 0.9 and server_lr = 1 the model moves ten times as far as with FedAvg.
+      damped: multiply the mean update by (1 - beta). Momentum then does not change the length of a constant update.
       weighting: as in `fedavg`.
 
     Raises:
-      ValueError: beta outside [0, 1), server_lr <= 0, an unknown weighting.
+      ValueError: beta is outside [0, 1), server_lr is not positive, or the weighting is unknown.
     """
     beta = checks.fraction("beta", beta)
     server_lr = checks.positive("server_lr", server_lr)
@@ -46,7 +46,7 @@ def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, wei
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
         v = jax.tree.map(lambda v, D: beta * v + gain * (-D), server.v, D)  # (1), (1')
         w = jax.tree.map(lambda w, v: w - server_lr * v, server.params, v)  # (2)
         return Server(w, v)

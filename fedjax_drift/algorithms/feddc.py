@@ -1,5 +1,5 @@
 """FedDC. Gao, Fu, Li, Chen, Xu, Xu, "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and
-Correction", CVPR 2022, arXiv 2203.11751, equations (4)-(7), as its authors' code reads them.
+Correction", CVPR 2022, arXiv 2203.11751, equations (4)-(7), as in the authors' code.
 
 Client i:  minimises F_i(theta) + (alpha/2) ||theta - (w - h_i)||^2 + <theta, c - c_i>:
            g <- grad F_i(theta) + alpha (theta - w + h_i) + c - c_i                                  (4), (5)
@@ -8,16 +8,22 @@ Client i:  minimises F_i(theta) + (alpha/2) ||theta - (w - h_i)||^2 + <theta, c 
 Server:    w <- mean_S theta_i + (1/N) sum_all h_i                                                   (7)
            c <- c + (1/N) sum_S (c_i+ - c_i)                                                         (G)
 
-(6) and (7) are FedDyn's, (G) is SCAFFOLD's option II: the code is the sum of the two.
+(6) and (7) are those of FedDyn. (G) is option II of SCAFFOLD. The authors' code combines the two.
 
-Deviates:  the paper prints (G) as <theta, g_i - g> / (eta K) with g_i the difference of two consecutive local models,
-or elsewhere of local and global, g its mean over all clients; the first diverges, the second (`variate="last_update"`)
-converges more slowly than the code's recursion, the default. The paper's (7) is the mean of theta_i + h_i over all N,
-weighted by n_i, with the last theta_i of absent clients (`aggregation="paper"`): the same as above when all take part
-and have equal sizes, slower otherwise. The paper's h_i is introduced as w - theta_i; (6) has the sign that works. The
-authors' runs have alpha / q_i and c / q_i (`scale_by_size=True`, q_i = N n_i / sum n), eta_0 for eta_t
-(`variate_lr="initial"`) and Kbar = E ceil(mean n_i / B) for K_i (`variate_steps="mean"`), clipping at 10, weight decay
-1e-3, Bernoulli cohorts.
+Deviates:  the paper and the authors' code differ in these points:
+- (G): the paper adds <theta, g_i - g> / (eta K) to the loss, where g is the mean of g_i over all clients. In one place
+  g_i is the difference of two consecutive local models; this diverges. In another place it is the local minus the
+  global model (`variate="last_update"`); this converges more slowly than the recursion of the code (default).
+- (7): in the paper, w is the mean of theta_i + h_i over all N clients with weights n_i, and absent clients contribute
+  their last theta_i (`aggregation="paper"`). With full participation and equal sizes this equals (7) above. Otherwise
+  it converges more slowly.
+- The paper introduces h_i as w - theta_i. The sign in (6) is the one that works.
+
+The experiments of the authors use, with q_i = N n_i / sum n:
+- alpha / q_i and c / q_i instead of alpha and c (`scale_by_size=True`);
+- eta_0 instead of eta_t (`variate_lr="initial"`);
+- Kbar = E ceil(mean n_i / B) instead of K_i (`variate_steps="mean"`);
+- gradient clipping at norm 10, weight decay 1e-3, and Bernoulli sampling of clients.
 """
 
 from __future__ import annotations
@@ -35,8 +41,8 @@ from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, W
 
 
 class Server(NamedTuple):
-    params: Params  # w, the model that is sent
-    h: Params  # mean over all N clients of their drifts h_i
+    params: Params  # w, the model that is sent to the clients
+    h: Params  # mean of h_i over all N clients
     client_mean: Params  # mean of the last cohort's models, mean_S theta_i
     c: Params  # the server's control variate
 
@@ -44,7 +50,7 @@ class Server(NamedTuple):
 class Client(NamedTuple):
     h: Params  # h_i, the local drift
     c: Params  # c_i, the client's control variate
-    sent: PyTree  # theta_i + h_i, for aggregation="paper"; else ()
+    sent: PyTree  # the last theta_i + h_i with aggregation="paper", otherwise ()
 
 
 def feddc(
@@ -55,23 +61,26 @@ def feddc(
     variate: str = "scaffold",
     aggregation: str = "code",
 ) -> Algorithm:
-    """Local drift decoupling and correction.
+    """Local drift decoupling and correction: FedDyn's regularisation with SCAFFOLD's control variates.
 
-    Keeps two models per client (three for `aggregation="paper"`). `evaluate` reports w and, as ``client_mean_...``, the
-    mean of the cohort's models. Clients count alike in the mean, whatever their size. With local momentum or another
-    optimizer, D_i / (K_i eta_t) is minus the mean direction instead of the mean gradient, and the variates balance
-    directions.
+    The state of a client is two models (three with `aggregation="paper"`). `evaluate` reports the metrics of w and, as
+    ``client_mean_...``, those of the mean of the cohort's models. All clients have weight 1 in the mean.
+
+    With local momentum or another optimizer, D_i / (K_i eta_t) is the negative mean update direction, not the negative
+    mean gradient. The control variates then correct update directions.
 
     Args:
-      alpha: > 0; the paper uses 0.1 for MNIST, 0.01 for CIFAR, 0.005 for synthetic data.
-      scale_by_size: alpha / q_i and c / q_i at client i, weights q_i in c's update.
-      variate_lr: "current" (eta_t, default) or "initial" (eta_0) in (G).
-      variate_steps: "own" (K_i, default) or "mean" (Kbar) in (G).
-      variate: "scaffold" (default); "last_update": c_i+ = -D_i / (K_i eta_t); "none": FedDyn.
-      aggregation: (7) as the "code" has it (default), or as the "paper" prints it.
+      alpha: strength of the regularisation, > 0. The paper uses 0.1 for MNIST, 0.01 for CIFAR, 0.005 for synthetic
+        data.
+      scale_by_size: if True, client i uses alpha / q_i and c / q_i, and the update of c weights the clients by q_i.
+      variate_lr: the learning rate in (G): "current" (eta_t, default) or "initial" (eta_0).
+      variate_steps: the number of steps in (G): "own" (K_i, default) or "mean" (Kbar).
+      variate: "scaffold" (default) is (G). "last_update" is c_i+ = -D_i / (K_i eta_t). "none" keeps c_i = c = 0, which
+        gives FedDyn.
+      aggregation: (7) as in the authors' "code" (default) or as in the "paper".
 
     Raises:
-      ValueError: alpha <= 0, an unknown option.
+      ValueError: alpha is not positive, or an option is unknown.
     """
     alpha = checks.positive("alpha", alpha)
     scale_by_size = checks.flag("scale_by_size", scale_by_size)
@@ -89,7 +98,7 @@ def feddc(
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
         w, (h, c_i, sent), q = server.params, client, work.q if scale_by_size else 1.0
         c, a = jax.tree.map(lambda c: c / q, server.c), alpha / q
-        # What does not depend on theta is summed once: a step reads one vector instead of four.
+        # Terms that do not depend on theta are added once, so a step reads one vector instead of four.
         fixed = jax.tree.map(lambda w, h, c, c_i: a * (h - w) + c - c_i, w, h, c, c_i)
 
         def decouple(g: Params, theta: Params) -> Params:
@@ -108,12 +117,12 @@ def feddc(
         ds = jax.tree.map(lambda new, old: work.q * (new - old), new, sent)
         return ClientResult((D, dc, ds), weight(work, "uniform"), Client(h, c_new, new), metrics)
 
-    def server_update(server: Server, mean: PyTree, round: Round) -> Server:
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc, ds = mean
-        w, h, client_mean = aggregate(server.params, server.h, D, round)  # (7)
+        w, h, client_mean = aggregate(server.params, server.h, D, context)  # (7)
         if aggregation == "paper":
-            w = jax.tree.map(lambda w, ds: w + round.participation * ds, server.params, ds)  # (7), over all N
-        c = jax.tree.map(lambda c, dc: c + round.participation * dc, server.c, dc)  # (G)
+            w = jax.tree.map(lambda w, ds: w + context.participation * ds, server.params, ds)  # (7), over all N
+        c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (G)
         return Server(w, h, client_mean, c)
 
     return Algorithm(init_server, init_client, client_update, server_update, name="feddc")

@@ -1,5 +1,5 @@
 """FedDyn. Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama, "Federated Learning Based on Dynamic
-Regularization", ICLR 2021, arXiv 2111.04263, algorithm 1, in the variables of its authors' code.
+Regularization", ICLR 2021, arXiv 2111.04263, algorithm 1, with the variables of the authors' code.
 
 Client i:  minimises F_i(theta) + alpha <theta, h_i> + (alpha/2) ||theta - w||^2:
            g <- grad F_i(theta) + alpha (theta - w + h_i)                                            (1)
@@ -7,11 +7,11 @@ Client i:  minimises F_i(theta) + alpha <theta, h_i> + (alpha/2) ||theta - w||^2
 Server:    h <- h + (1/N) sum_S D_i,  so h = (1/N) sum_all h_i                                       (3)
            w <- mean_S theta_i + h                                                                   (4)
 
-The paper's variables are grad L_i = -alpha h_i and its server's h = -alpha h.
+In the notation of the paper, grad L_i is -alpha h_i, and the server's h^t is -alpha times our h.
 
-Deviates:  clients minimise by E epochs of SGD. The authors put alpha theta of (1) into the optimizer's weight decay,
-outside the clipping of the gradient; here (1) is clipped as a whole. Their alpha / q_i, q_i = N n_i / sum n, is
-`scale_by_size=True`.
+Deviates:  the paper minimises exactly; here, as in the authors' code, clients run E epochs of SGD. The code adds the
+term alpha theta of (1) as weight decay, after the gradient is clipped; here all of (1) is clipped. The code uses
+alpha / q_i with q_i = N n_i / sum n instead of alpha (`scale_by_size=True`).
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, W
 
 
 class Server(NamedTuple):
-    params: Params  # w, the model that is sent
-    h: Params  # mean over all N clients of their h_i
+    params: Params  # w, the model that is sent to the clients
+    h: Params  # mean of h_i over all N clients
     client_mean: Params  # mean of the last cohort's models, mean_S theta_i
 
 
 class Client(NamedTuple):
-    h: Params  # h_i, the sum of all its updates
+    h: Params  # h_i, the sum of all updates of the client
 
 
 def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
-    """Dynamic regularisation: clients' stationary points become consistent with the federation's.
+    """Dynamic regularisation, which makes the clients' stationary points consistent with that of the global loss.
 
-    Keeps one model per client. `evaluate` reports w and, as ``client_mean_...``, the mean of the cohort's models, which
-    is what the authors plot. Clients count alike in the mean, whatever their size. With a local optimizer other than
-    SGD the definitions stay as they are: h_i is a sum of updates, not of gradients.
+    The state of a client is one model. `evaluate` reports the metrics of w and, as ``client_mean_...``, those of the
+    mean of the cohort's models, which the authors plot. All clients have weight 1 in the mean. The equations are the
+    same with local momentum or another optimizer, because h_i is a sum of updates, not of gradients.
 
     Args:
-      alpha: > 0; the papers use 0.01 to 0.1. A client's h_i is its gradient at theta_i divided by -alpha, so a small
-        alpha needs many local steps to take effect, and a large one slows every client.
-      scale_by_size: alpha / q_i for client i.
+      alpha: strength of the regularisation, > 0. The papers use 0.01 to 0.1. If local training converges, h_i
+        is the gradient of F_i at theta_i divided by -alpha. A small alpha therefore needs many local steps to take
+        effect. A large alpha slows the clients down.
+      scale_by_size: if True, client i uses alpha / q_i.
 
     Raises:
-      ValueError: alpha <= 0.
+      ValueError: alpha is not positive.
     """
     alpha = checks.positive("alpha", alpha)
     scale_by_size = checks.flag("scale_by_size", scale_by_size)
@@ -72,14 +73,14 @@ def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
         D = tree.subtract(theta, w)
         return ClientResult(D, weight(work, "uniform"), Client(jax.tree.map(lambda h, D: h + D, h, D)), metrics)  # (2)
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
-        return Server(*aggregate(server.params, server.h, D, round))
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
+        return Server(*aggregate(server.params, server.h, D, context))
 
     return Algorithm(init_server, init_client, client_update, server_update, name="feddyn")
 
 
-def aggregate(w: Params, h: Params, D: Params, round: Round) -> tuple[Params, Params, Params]:
-    """(3) and (4) from the cohort's mean update D: the new w, h, and the mean of the clients' models."""
-    h = jax.tree.map(lambda h, D: h + round.participation * D, h, D)  # (3)
+def aggregate(w: Params, h: Params, D: Params, context: Round) -> tuple[Params, Params, Params]:
+    """(3) and (4) for the mean update D. Returns the new w, the new h and the mean of the local models."""
+    h = jax.tree.map(lambda h, D: h + context.participation * D, h, D)  # (3)
     client_mean = jax.tree.map(lambda w, D: w + D, w, D)
     return jax.tree.map(lambda mean, h: mean + h, client_mean, h), h, client_mean  # (4)

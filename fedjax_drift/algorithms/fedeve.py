@@ -7,16 +7,18 @@ Client i:  starts at what;  Delta_i = what - theta_i
 Server:    Delta = sum_S n_i Delta_i / sum_S n_i
            sQ2 = ||M - Delta||^2 / (|S| d)                    period drift                           (16)
            sR2 = sum_S ||Delta_i - Delta||^2 / (|S|^2 d)      client drift                           (16)
-           G = shat2 / (shat2 + sR2)                          Kalman gain, 0 where 0/0               (15c)
+           G = shat2 / (shat2 + sR2)                          Kalman gain, 0 for 0/0                 (15c)
            M <- M + G (Delta - M)                                                                    (15d)
            w <- w - server_lr M                               observe                                (15e)
            s2 <- (1 - G) shat2                                                                       (15f)
 
-with M_0 = 0 and s2_0 = 0. Variances are scalars, over all d parameters. In a steady state sQ2 / sR2 = G^2 / (1 - G).
+with M_0 = 0 and s2_0 = 0. Each variance is one scalar for all d parameters. In a steady state
+sQ2 / sR2 = G^2 / (1 - G).
 
-Deviates:  the printed (11) and (32) have typing errors (a denominator, a square), mended above. The authors' code does
-not subtract M in sQ2 (`period_variance="code"`), which raises the gain where updates have a common direction, and
-centres sR2 on the unweighted mean (`centre="uniform"`).
+Deviates:  two equations of the paper have typos, corrected above: the mean in (11) must be divided by shat2 + sR2, and
+(32) must add the variance s2, not the standard deviation. The authors' code differs from the paper in two points. It
+does not subtract M in sQ2 (`period_variance="code"`), which increases the gain if the updates have a common direction.
+It computes sR2 around the unweighted mean (`centre="uniform"`).
 """
 
 from __future__ import annotations
@@ -33,33 +35,34 @@ from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree,
 
 
 class Server(NamedTuple):
-    params: Params  # w, the observed model; what is sent is w - server_lr M
-    M: Params  # momentum, in units of parameters
+    params: Params  # w, the observed model; the clients receive w - server_lr M
+    M: Params  # momentum, in the units of the parameters
     s2: jax.Array  # [], variance of w
 
 
 class Message(NamedTuple):
-    """Sums from which a mean and a spread follow in one pass, without a stack of updates."""
+    """The terms whose means over the cohort give Delta and sR2. All are float32 or wider."""
 
-    n_Delta: Params  # n_i Delta_i, in float32 or wider, as all of these
+    n_Delta: Params  # n_i Delta_i
     n: jax.Array  # [], n_i
     Delta: Params  # Delta_i = what - theta_i
     square: jax.Array  # [], ||Delta_i||^2
 
 
 def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str = "weighted") -> Algorithm:
-    """Server momentum whose step is a Kalman gain: period drift against client drift.
+    """Server momentum with an adaptive gain: a Kalman gain, computed from the variances of period and client drift.
 
-    `info` has ``gain`` (G, in [0, 1]), ``period_variance`` (sQ2) and ``client_variance`` (sR2), scalars. A single
-    client has no spread: its gain is 1. (In a round in which nobody answered the variances are NaN.)
+    `info` has the scalars ``gain`` (G, in [0, 1]), ``period_variance`` (sQ2) and ``client_variance`` (sR2). With a
+    single client, sR2 is 0 and the gain is 1. If no client reports in a round, the variances are NaN.
 
     Args:
-      server_lr: eta_g > 0.
-      period_variance: "paper" (16), default, or "code": ||Delta||^2 / (|S| d).
-      centre: of the spread sR2, "weighted" by n_i (default) or "uniform" (the authors' code).
+      server_lr: eta_g of the paper, > 0.
+      period_variance: sQ2 as in the "paper" (default), equation (16), or in the "code": ||Delta||^2 / (|S| d).
+      centre: sR2 is the spread around the mean with weights n_i ("weighted", default) or around the unweighted mean
+        ("uniform", as in the authors' code).
 
     Raises:
-      ValueError: server_lr <= 0, an unknown option.
+      ValueError: server_lr is not positive, or an option is unknown.
     """
     server_lr = checks.positive("server_lr", server_lr)
     checks.choice("period_variance", period_variance, ("paper", "code"))
@@ -79,13 +82,13 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
         message = Message(jax.tree.map(lambda Delta: n * Delta, Delta), n, Delta, tree.dot(Delta, Delta))
         return ClientResult(message, weight(work, "uniform"), client, metrics)
 
-    def kalman(server: Server, mean: Message, round: Round) -> tuple[Params, jax.Array, jax.Array, jax.Array]:
-        """Delta, sQ2, sR2, G."""
+    def kalman(server: Server, mean: Message, context: Round) -> tuple[Params, jax.Array, jax.Array, jax.Array]:
+        """Returns Delta, sQ2, sR2 and G."""
         Delta = jax.tree.map(lambda n_Delta: n_Delta / mean.n, mean.n_Delta)
-        S, d = round.participation * round.num_clients, tree.size(Delta)
+        S, d = context.participation * context.num_clients, tree.size(Delta)
         gap = Delta if period_variance == "code" else tree.subtract(server.M, Delta)
         sQ2 = tree.dot(gap, gap) / (S * d)  # (16)
-        # The mean of ||Delta_i - centre||^2: the spread about the uniform mean, and that mean's distance to the centre.
+        # mean ||Delta_i - centre||^2 = mean ||Delta_i||^2 - ||mean Delta_i||^2 + ||mean Delta_i - centre||^2
         offset = tree.subtract(mean.Delta, Delta if centre == "weighted" else mean.Delta)
         spread = mean.square - tree.dot(mean.Delta, mean.Delta) + tree.dot(offset, offset)
         sR2 = jnp.maximum(spread, 0) / (S * d)  # (16)
@@ -93,14 +96,14 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
         G = jnp.where(shat2 + sR2 > 0, shat2 / (shat2 + sR2), 0)  # (15c)
         return Delta, sQ2, sR2, G
 
-    def server_update(server: Server, mean: Message, round: Round) -> Server:
-        Delta, sQ2, _, G = kalman(server, mean, round)
+    def server_update(server: Server, mean: Message, context: Round) -> Server:
+        Delta, sQ2, _, G = kalman(server, mean, context)
         M = jax.tree.map(lambda M, Delta: M + G * (Delta - M), server.M, Delta)  # (15d)
         w = jax.tree.map(lambda w, M: w - server_lr * M, server.params, M)  # (15e)
         return Server(w, M, (1 - G) * (server.s2 + sQ2))  # (15f)
 
-    def report(server: Server, mean: Message, round: Round) -> Metrics:
-        _, sQ2, sR2, G = kalman(server, mean, round)
+    def report(server: Server, mean: Message, context: Round) -> Metrics:
+        _, sQ2, sR2, G = kalman(server, mean, context)
         return {"gain": G, "period_variance": sQ2, "client_variance": sR2}
 
     return Algorithm(init_server, lambda params: (), client_update, server_update, report=report, name="fedeve")

@@ -1,13 +1,14 @@
-"""FedGM, the global phase of FedGVRGM. Wang et al.; title, year and venue are not known to us.
+"""FedGM, the global phase of FedGVRGM (Wang et al.; we do not know the year and the venue of the paper).
 
 Client k:  as FedProx;  D_k = w_k - w
 Server:    mw <- beta mw + (|S| / N) mean_S D_k                                                      (10)
            w <- w + server_lr mw                                                                     (10)
 
-Deviates:  (10) prints a momentum of parameters, wtilde = w + (|S| / N) mean_S D_k, mw <- mw + wtilde, w <- wtilde -
-beta mw, whose fixed point has wtilde = 0, so that w is 0 or beyond (`literal="momentum"`); the paper's prose,
-"historical change states", is followed instead. The factor |S| / N makes this a damped momentum at 10 of 100 clients
-and beta = 0.9; it grows with participation, as the paper's figure 5 has it.
+Deviates:  as printed in the paper, (10) accumulates parameters instead of updates: wtilde = w + (|S| / N) mean_S D_k,
+mw <- mw + wtilde, w <- wtilde - beta mw. Its only fixed point has wtilde = 0, so the model does not train
+(`literal="momentum"`). We follow the text of the paper, "historical change states". With 10 of 100 clients and
+beta = 0.9 the factor |S| / N equals 1 - beta, so the momentum is damped. The factor grows with the participation,
+consistent with figure 5 of the paper.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ def fedgm(
     scale: str = "participation",
     literal: bool | str | Sequence[str] = (),
 ) -> Algorithm:
-    """FedProx with momentum on the server. Clients count alike in the mean.
+    """FedProx with momentum on the server. All clients have weight 1 in the mean.
 
     Args:
-      mu: proximal strength, >= 0.
-      beta: momentum in [0, 1).
-      server_lr: > 0.
-      scale: factor of the mean update: "participation" (|S| / N, default), "one" (undamped: a steady update is
-        multiplied by 1 / (1 - beta)), "one_minus_beta" (damped).
-      literal: "momentum": (10) as printed; the model never trains. It ends at -g / (1 - g) times where it should, g the
-        share of the way there that one round goes: near zero for small steps.
+      mu: strength of the proximal term, >= 0.
+      beta: momentum, in [0, 1).
+      server_lr: learning rate of the server, > 0.
+      scale: factor of the mean update: "participation" (|S| / N, default), "one" (undamped: a constant update is
+        multiplied by 1 / (1 - beta)) or "one_minus_beta" (damped).
+      literal: "momentum" uses (10) as printed in the paper. The model then does not train: it converges to
+        -g / (1 - g) times the solution, where g is the fraction of the distance to the solution that one round covers.
+        This is close to zero for small steps.
 
     Raises:
-      ValueError: a value out of range, an unknown option.
+      ValueError: a value is out of range, or an option is unknown.
     """
     beta = checks.fraction("beta", beta)
     server_lr = checks.positive("server_lr", server_lr)
@@ -58,9 +60,9 @@ def fedgm(
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))
 
-    def server_update(server: Any, D: PyTree, round: Round) -> Server:
+    def server_update(server: Any, D: PyTree, context: Round) -> Server:
         w, mw = server.params, server.mw
-        factor = {"participation": round.participation, "one": 1.0, "one_minus_beta": 1 - beta}[scale]
+        factor = {"participation": context.participation, "one": 1.0, "one_minus_beta": 1 - beta}[scale]
         if literal:
             wtilde = jax.tree.map(lambda w, D: w + factor * D, w, D)
             mw = jax.tree.map(lambda mw, wtilde: mw + wtilde, mw, wtilde)

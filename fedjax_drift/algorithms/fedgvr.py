@@ -1,17 +1,17 @@
-"""FedGVR, the local phase of FedGVRGM. Wang et al.; title, year and venue are not known to us.
+"""FedGVR, the local phase of FedGVRGM (Wang et al.; we do not know the year and the venue of the paper).
 
 Client k:  w_k <- w_k - eta_l (grad F_k(w_k) + mu (w_k - w) + eps (c - c_k))                         (6)
            c_k+ = c_k - c + (w - w_k) / (K eta_l)                                                    (7), line 12
 Server:    w <- w + server_lr mean_S (w_k - w)                                                       (10)
            c <- c + (1/N) sum_S (c_k+ - c_k)                                                         (10)
-           sub(t) = the best test accuracy so far
-           eps_t = clip((sub(t) - sub(t - h)) / h, 0, 1), 1 while at most h models are evaluated           (8)
+           sub(t) = the best test accuracy so far, in percent
+           eps_t = clip((sub(t) - sub(t - h)) / h, 0, 1), and 1 until h + 1 models are evaluated     (8)
 
 with h = `window`. With eps = 1 and mu = 0 this is SCAFFOLD, option II.
 
-Deviates:  the paper contradicts itself, or cannot be meant as printed, in places; each printed reading is an option of
-`literal` whose effect is stated there. Accuracy is in percent. Round t knows the accuracies of the models before it,
-the test set's: eps uses the test set in training.
+Deviates:  some equations of the paper contradict each other or look like typos. The options of `literal` select the
+equations as printed; the docstring of the factory describes their effects. eps in round t is computed from the test
+accuracies of the models before that round, so the test set influences training.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LITERAL = ("step", "sign", "scale", "accuracy")
 class Server(NamedTuple):
     params: Params  # w, the global model
     c: Params  # the server's control variate
-    best: jax.Array  # [h + 1], best test accuracy in percent h rounds ago, ..., now
-    evaluated: jax.Array  # int32 [], models evaluated so far
+    best: jax.Array  # [h + 1], sub(t - h), ..., sub(t)
+    evaluated: jax.Array  # int32 [], number of models evaluated so far
 
 
 class Client(NamedTuple):
@@ -49,28 +49,32 @@ def fedgvr(
     recursion: str = "printed",
     literal: bool | str | Sequence[str] = (),
 ) -> Algorithm:
-    """SCAFFOLD with a proximal term, and with a correction that fades as the test accuracy stops improving.
+    """SCAFFOLD with a proximal term and a correction that fades out when the test accuracy stops improving.
 
-    Keeps one model per client, evaluates the model in every round (so it needs a test set), and reports ``eps`` in
-    `info`. Clients count alike in the mean. With local momentum or another optimizer c_k is a mean direction.
+    The state of a client is one model. The global model is evaluated in every round, so a test set is needed. `info`
+    has ``eps``, a scalar. All clients have weight 1 in the mean. With local momentum or another optimizer, c_k is a
+    mean update direction instead of a mean gradient.
 
     Args:
-      mu: proximal strength, >= 0.
-      window: h >= 1, rounds over which the accuracy's rise is measured.
-      server_lr: > 0.
-      recursion: of c_k: "printed" (7), default, or "exact": eps (c_k - c) for c_k - c. The printed one assumes that the
-        whole of c - c_k was applied; where eps < 1 it accumulates (its fixed point is (g_k - mean g) / eps), and
-        overshoots when eps rises again. The exact one is always client k's mean gradient, proximal term included.
-      literal: printed readings to follow, one or several (True: all) of
-        "step": (6) restarts every step at w, so that K steps move no further than about one: E has no effect (with
-        plain SGD, unclipped);
-        "sign": (7)'s w_k - w for w - w_k: the correction adds drift instead of removing it, and diverges;
-        "scale": eta_l / E for 1 / (K eta_l): c_k is smaller by K eta_l^2 / E, the correction has no effect;
-        "accuracy": accuracy as a fraction: eps is at most 1/h, and about 1e-3 after the first h rounds.
+      mu: strength of the proximal term, >= 0.
+      window: h >= 1, the number of rounds over which the improvement of the accuracy is measured.
+      server_lr: learning rate of the server, > 0.
+      recursion: the update rule of c_k. "printed" (default) is (7), which assumes that c - c_k was applied with
+        eps = 1. For eps < 1 it accumulates: its fixed point is (g_k - mean g) / eps, and it overshoots when eps rises
+        again. "exact" uses eps (c_k - c) instead of c_k - c. Then c_k+ is always the mean gradient of client k,
+        including the proximal term.
+      literal: equations to use as printed in the paper: one name, several names, or True for all four.
+        "step": every step of (6) starts at w. K steps then move about as far as one step, so E has no effect (with
+        plain SGD and without clipping).
+        "sign": (7) uses w_k - w instead of w - w_k. The correction then increases drift, and training diverges.
+        "scale": (7) uses eta_l / E instead of 1 / (K eta_l). c_k is then multiplied by K eta_l^2 / E, so the
+        correction has almost no effect.
+        "accuracy": (8) uses the accuracy as a fraction instead of percent. eps is then at most 1 / h, and about 1e-3
+        after the first h rounds.
 
     Raises:
-      ValueError: a value out of range, an unknown reading; no test set; in `round_fn`, an evaluation that is not
-        finite.
+      ValueError: a value is out of range, a name in ``literal`` is unknown, or there is no test set. `round_fn` raises
+        it if the evaluation is not finite.
     """
     mu = checks.nonnegative("mu", mu)
     window = checks.integer("window", window, 1)
@@ -107,17 +111,17 @@ def fedgvr(
         c_new = jax.tree.map(lambda c_k, c, D: kept * (c_k - c) - scale * D, c_k, c, D)  # (7)
         return ClientResult((D, tree.subtract(c_new, c_k)), weight(work, "uniform"), Client(c_new), metrics)
 
-    def server_update(server: Server, mean: PyTree, round: Round) -> Server:
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc = mean
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)  # (10)
-        c = jax.tree.map(lambda c, dc: c + round.participation * dc, server.c, dc)  # (10)
+        c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (10)
         return server._replace(params=w, c=c)
 
     def observe(server: Any, metrics: Metrics) -> Any:
         best = jnp.maximum(server.best[-1], percent * metrics["accuracy"])
         return server._replace(best=jnp.append(server.best[1:], best), evaluated=server.evaluated + 1)
 
-    def report(server: Any, mean: PyTree, round: Round) -> Metrics:
+    def report(server: Any, mean: PyTree, context: Round) -> Metrics:
         return {"eps": correction_weight(server)}
 
     return Algorithm(

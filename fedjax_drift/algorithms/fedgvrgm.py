@@ -1,14 +1,18 @@
-"""FedGVRGM. Wang et al.; title, year and venue are not known to us: FedGVR's clients, FedGM's server.
+"""FedGVRGM: the client update of FedGVR and the server update of FedGM (Wang et al.; we do not know the year and the
+venue of the paper).
 
 Client k:  as FedGVR;  D_k = w_k - w,  dc_k = c_k+ - c_k
 Server:    mw <- beta mw + (|S| / N) mean_S D_k;  w <- w + server_lr mw                              (10)
            mc <- beta mc + (1 - beta) (1/N) sum_S dc_k;  c <- c + mc                                 (10)
 
-Deviates:  as FedGVR and FedGM. For c the paper says only that its momentum is similar to that of w. Without the factor
-1 - beta c would move 1 / (1 - beta) times too far, while it must track the mean of the c_k: it then diverges at eps = 1
-(`literal="variate_momentum"`). With it c lags behind the c_k: at beta = 0.9, all clients in every round and
-K eta_l L about 1 (L the curvature) that diverges too, and with |S| / N = 1 in front of D_k, a gain of 10, far earlier;
-`variate_momentum=False`, SCAFFOLD's c, does not. The paper has 10 % a round and eta_l = 0.001.
+Deviates:  as FedGVR and FedGM. About the momentum of c the paper only says that it is similar to that of w. The factor
+(1 - beta) is ours: c must track the mean of the c_k. Without the factor, each step of c is 1 / (1 - beta) times too
+large, and training diverges for eps = 1 (`literal="variate_momentum"`).
+
+With the factor, c follows the c_k with a delay. This diverges, too, with beta = 0.9, full participation and
+K eta_l L near 1 (L is the curvature). It diverges much earlier if, in addition, the factor of D_k is |S| / N = 1, a
+gain of 10. Without momentum on c (`variate_momentum=False`, as in SCAFFOLD) it does not diverge. The paper uses 10 %
+participation and eta_l = 0.001.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ class Server(NamedTuple):
     c: Params  # the server's control variate
     mw: Params  # momentum of w
     mc: Params  # momentum of c
-    best: jax.Array  # as FedGVR's
-    evaluated: jax.Array
+    best: jax.Array  # as in FedGVR
+    evaluated: jax.Array  # as in FedGVR
 
 
 def fedgvrgm(
@@ -44,16 +48,19 @@ def fedgvrgm(
     variate_momentum: bool = True,
     literal: bool | str | Sequence[str] = (),
 ) -> Algorithm:
-    """Variance reduction on the clients, momentum on the server. Keeps one model per client; needs a test set.
+    """Variance reduction on the clients and momentum on the server.
+
+    The state of a client is one model. A test set is needed, as for `fedgvr`.
 
     Args:
-      mu, window, recursion: as `fedgvr`.
-      beta, server_lr, scale: as `fedgm`.
-      variate_momentum: False: c <- c + (1/N) sum_S dc_k, as SCAFFOLD.
-      literal: the printed readings of `fedgvr` and `fedgm`, and "variate_momentum": no 1 - beta in mc.
+      mu, window, recursion: as in `fedgvr`.
+      beta, server_lr, scale: as in `fedgm`.
+      variate_momentum: if False, c has no momentum: c <- c + (1/N) sum_S dc_k, as in SCAFFOLD. Default True.
+      literal: the names of `fedgvr` and `fedgm`, and "variate_momentum", which leaves out the factor 1 - beta of mc.
 
     Raises:
-      ValueError: a value out of range, an unknown option; no test set; in `round_fn`, an evaluation that is not finite.
+      ValueError: a value is out of range, an option is unknown, or there is no test set. `round_fn` raises it if the
+        evaluation is not finite.
     """
     variate_momentum = checks.flag("variate_momentum", variate_momentum)
     literal = checks.choices("literal", literal, (*LITERAL, "momentum", "variate_momentum"))
@@ -70,10 +77,10 @@ def fedgvrgm(
         zeros = tree.zeros_like(params)
         return Server(params, zeros, zeros, zeros, start.best, start.evaluated)
 
-    def server_update(server: Server, mean: PyTree, round: Round) -> Server:
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc = mean
-        w, mw = gm.server_update(server, D, round)
-        mc = jax.tree.map(lambda dc: round.participation * dc, dc)
+        w, mw = gm.server_update(server, D, context)
+        mc = jax.tree.map(lambda dc: context.participation * dc, dc)
         if variate_momentum:
             mc = jax.tree.map(lambda old, dc: beta * old + gain * dc, server.mc, mc)
         c = jax.tree.map(lambda c, mc: c + mc, server.c, mc)

@@ -8,10 +8,10 @@ Server:    m <- b1 m + (1 - b1) D                                               
            v <- b2 v + (1 - b2) D^2                       FedAdam                                    (4)
            w <- w + server_lr m / (sqrt(v) + tau)                                                    (5)
 
-with m_0 = 0, v_0 = tau^2, no bias correction; FedAdagrad has b1 = 0.
+with m_0 = 0, v_0 = tau^2, and no bias correction. FedAdagrad has b1 = 0.
 
-Deviates:  nothing from the paper. Its authors' code runs Keras optimizers instead (bias correction, v_0 = 0), so
-learning rates tuned there need tuning anew; `v_0` is an option.
+Deviates:  nothing from the paper. The authors' code uses Keras optimizers, with bias correction and v_0 = 0. Learning
+rates tuned with that code have to be tuned again. `v_0` is an option.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def fedadam(
     """Adam on the server.
 
     Args:
-      server_lr: > 0; a parameter moves by about server_lr a round while its updates agree in sign.
-      b1, b2: decay of the moments, in [0, 1).
-      tau: adaptivity, > 0: updates much smaller than tau are not scaled up.
+      server_lr: learning rate of the server, > 0. A parameter changes by about server_lr per round as long as its
+        updates have the same sign.
+      b1, b2: decay rates of the moments, in [0, 1).
+      tau: adaptivity, > 0. Updates much smaller than tau are not scaled up.
       weighting: as in `fedavg`.
-      v_0: >= 0, the second moment at the start; None: tau^2. FedEve's authors' library starts from 0.
+      v_0: initial second moment, >= 0. The default None is tau^2. The library of FedEve's authors uses 0.
 
     Raises:
-      ValueError: a value out of range.
+      ValueError: a value is out of range, or the weighting is unknown.
     """
     b2 = checks.fraction("b2", b2)
     return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting, v_0)  # (4)
@@ -65,7 +66,7 @@ def fedyogi(
     weighting: str = "examples",
     v_0: float | None = None,
 ) -> Algorithm:
-    """Yogi on the server: v moves towards D^2 by steps of a size that does not depend on v. Arguments as `fedadam`."""
+    """Yogi on the server. v approaches D^2 in steps whose size does not depend on v. Arguments as in `fedadam`."""
     b2 = checks.fraction("b2", b2)
     return _fedopt(
         "fedyogi", lambda v, D: v - (1 - b2) * D**2 * jnp.sign(v - D**2), server_lr, b1, tau, weighting, v_0
@@ -80,8 +81,11 @@ def fedadagrad(
     weighting: str = "examples",
     v_0: float | None = None,
 ) -> Algorithm:
-    """Adagrad on the server: v is the sum of all D^2, so b2 has no effect (it is here so that the three are called
-    alike). b1 = 0 in the paper. Other arguments as `fedadam`."""
+    """Adagrad on the server. v is v_0 plus the sum of all D^2.
+
+    b2 has no effect; it exists so that the three factories have the same arguments. The default b1 = 0 is that of the
+    paper. The other arguments are as in `fedadam`.
+    """
     b2 = checks.fraction("b2", b2)
     return _fedopt("fedadagrad", lambda v, D: v + D**2, server_lr, b1, tau, weighting, v_0)  # (2)
 
@@ -105,7 +109,7 @@ def _fedopt(
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), jax.tree.map(lambda w: jnp.full_like(w, start), params))
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
         m = jax.tree.map(lambda m, D: b1 * m + (1 - b1) * D, server.m, D)  # (1)
         v = jax.tree.map(second_moment, server.v, D)
         w = jax.tree.map(lambda w, m, v: w + server_lr * m / (jnp.sqrt(v) + tau), server.params, m, v)  # (5)

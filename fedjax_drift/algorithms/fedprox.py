@@ -4,9 +4,9 @@ arXiv 1812.06127, algorithm 2.
 Client i:  minimises F_i(theta) + (mu/2) ||theta - w||^2:  g <- grad F_i(theta) + mu (theta - w)     (2)
 Server:    as FedAvg.
 
-Deviates:  clients solve (2) by E epochs of minibatch SGD, not to a gamma-inexact minimum, and are sampled uniformly
-and weighted by n_i, as in the authors' experiments. The mu/2 convention is the paper's. FedDC's paper states
-mu = 1e-4 for this baseline; its repository's gradient is 2e-4 (theta - w), that is mu = 2e-4 here.
+Deviates:  clients run E epochs of minibatch SGD on (2) instead of computing a gamma-inexact minimum. Clients are
+sampled uniformly and weighted by n_i, as in the authors' experiments. The factor mu/2 is that of the paper. For this
+baseline the FedDC paper gives mu = 1e-4; the gradient in its repository is 2e-4 (theta - w), which is mu = 2e-4 here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def fedprox(mu: float, server_lr: float = 1.0, weighting: str = "examples") -> A
     """FedAvg with a proximal term.
 
     Args:
-      mu: strength of the pull towards the global model, >= 0 (0 is FedAvg). Papers use 1e-4 (FedDC) to 1 (FedEve).
+      mu: strength of the proximal term, >= 0. 0 gives FedAvg. The papers use 1e-4 (FedDC) to 1 (FedEve).
       server_lr, weighting: as in `fedavg`.
 
     Raises:
-      ValueError: mu < 0, and as `fedavg`.
+      ValueError: mu is negative, server_lr is not positive, or the weighting is unknown.
     """
     mu = checks.nonnegative("mu", mu)
 

@@ -1,18 +1,19 @@
 """FedReg. Xu, Hong, Huang, Jiang, "Acceleration of Federated Learning with Alleviated Forgetting in Local Training",
 ICLR 2022, arXiv 2203.02645, as its authors' code.
 
-Client i, once a round, for every batch (x, y) of a first pass over its rows:
-           x_s = x after steps of sign-gradient ascent of CE(w; x, y), of size eta_s, label y_s = softmax(w(x_s)):
-           pseudo data;  x_p = the same with size eta_p, label y: perturbed data
-then at step k, with batch k of the epoch and of the first pass:
+Client i, once per round, for every batch (x, y) of a first pass over its examples:
+           pseudo data (x_s, y_s): x_s is x after `pseudo_steps` steps of sign-gradient ascent on CE(w; x, y) with step
+           size eta_s;  y_s = softmax(w(x_s))
+           perturbed data (x_p, y): x_p is the same with step size eta_p
+then in step k, with batch k of the epoch and the pseudo and perturbed data of batch k of the first pass:
            theta <- theta - eta_t grad CE(gamma theta + (1 - gamma) w; x, y)                         (1)
            g2 = grad CE((theta + w) / 2; x_s, y_s);  a = max(0, <theta - w, g2> / ||g2||^2)          (2)
            g3 = grad CE((theta + w) / 2; x_p, y);  b = max(0, <theta - w - a g2, g3> / ||g3||^2)     (3)
            theta <- theta - a g2 - b g3                                                              (4)
 Server:    w <- mean_S theta_i
 
-Deviates:  nothing from the code, whose privacy variant (add_mask) is left out. Pseudo batches keep the first pass's
-order while the epochs reshuffle, so that batch k of both holds different rows.
+Deviates:  nothing from the code; its privacy variant (add_mask) is not implemented. The epochs reshuffle the examples
+and the pseudo data keep the order of the first pass, so the two batches k contain different examples.
 """
 
 from __future__ import annotations
@@ -34,21 +35,24 @@ from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, ba
 def fedreg(
     gamma: float = 0.4, eta_s: float = 0.2, eta_p: float = 0.002, pseudo_steps: int = 10, beta: float = 0.5
 ) -> Algorithm:
-    """Clients step without forgetting: what the global model knows, seen in pseudo data, is kept by projection.
+    """Local training with less forgetting: updates that increase the loss on pseudo data are projected out.
 
-    Costs three gradients a step and 2 `pseudo_steps` gradients with respect to the inputs per batch, once a round; a
-    client holds its rows three times while it trains. Clients count alike in the mean, whatever their size. Clipping,
-    weight decay, momentum and other optimizers act on (1) alone.
+    The pseudo data represent the knowledge of the global model. All clients have weight 1 in the mean. Clipping,
+    weight decay, momentum and local optimizers act on (1) only.
+
+    Cost: each local step computes three gradients. In addition, every batch needs 2 * `pseudo_steps` gradients with
+    respect to the inputs, once per round. During training a client stores three copies of its examples.
 
     Args:
-      gamma: in (0, 1], where the loss's gradient is taken; the authors use 0.25 to 0.5.
-      eta_s: > 0, step of the pseudo data, in units of the inputs that the model sees.
-      eta_p: > 0, step of the perturbed data; the authors use eta_s / 100.
-      pseudo_steps: >= 1.
-      beta: in [0, 1), (1 - beta) theta + beta w in (2) and (3). Default 0.5.
+      gamma: in (0, 1]. The gradient in (1) is evaluated at gamma theta + (1 - gamma) w. The authors use 0.25 to 0.5.
+      eta_s: step size of the pseudo data, > 0, in the units of the model inputs.
+      eta_p: step size of the perturbed data, > 0. The authors use eta_s / 100.
+      pseudo_steps: number of ascent steps, >= 1.
+      beta: in [0, 1). The gradients in (2) and (3) are evaluated at (1 - beta) theta + beta w. Default 0.5.
 
     Raises:
-      ValueError: a value out of range; a model with a loss of its own; inputs that are not numbers (tokens).
+      ValueError: a value is out of range, the model does not use the default loss, or the inputs are not
+        floating-point numbers (tokens).
     """
     gamma = checks.number("gamma", gamma, "in (0, 1]", lambda v: 0 < v <= 1)
     eta_s = checks.positive("eta_s", eta_s)
@@ -67,7 +71,7 @@ def fedreg(
             uphill = jax.grad(soft_cross_entropy, argnums=1)
             return lax.fori_loop(0, pseudo_steps, lambda _, x: x + eta * jnp.sign(uphill(w, x, y, mask)), x)
 
-        def make(k: jax.Array) -> tuple:
+        def pseudo_batch(k: jax.Array) -> tuple:
             x, y, mask = first_pass(k)
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise ConfigurationError(
@@ -78,13 +82,15 @@ def fedreg(
             x_s = ascend(x, y, mask, eta_s)
             return x_s, jax.nn.softmax(apply(w, x_s)), ascend(x, y, mask, eta_p), y, mask
 
-        # One slot for every batch that the largest client has; only this client's are filled.
+        # One slot per batch of the largest client, so that all clients have the same shapes. Unused slots stay zero.
         slots = jax.tree.map(
-            lambda a: jnp.zeros((work.most_batches, *a.shape), a.dtype), jax.eval_shape(make, jnp.int32(0))
+            lambda a: jnp.zeros((work.most_batches, *a.shape), a.dtype), jax.eval_shape(pseudo_batch, jnp.int32(0))
         )
-        slots = lax.fori_loop(
-            0, work.num_batches, lambda k, slots: jax.tree.map(lambda s, new: s.at[k].set(new), slots, make(k)), slots
-        )
+
+        def fill(k: jax.Array, slots: tuple) -> tuple:
+            return jax.tree.map(lambda s, new: s.at[k].set(new), slots, pseudo_batch(k))
+
+        slots = lax.fori_loop(0, work.num_batches, fill, slots)
 
         def between(theta: Params) -> Params:
             return jax.tree.map(lambda theta, w: gamma * theta + (1 - gamma) * w, theta, w)  # (1)
@@ -106,7 +112,7 @@ def fedreg(
 
 
 def remove(drift: Params, g: Params) -> Params:
-    """drift without what of it points along g, if it does."""
+    """drift without its component along g, if that component is positive."""
     square = tree.dot(g, g)
     a = jnp.where(square > 0, jnp.maximum(tree.dot(drift, g), 0) / square, 0)
     return jax.tree.map(lambda drift, g: drift - a * g, drift, g)

@@ -2,17 +2,19 @@
 arXiv 2309.07189, algorithm 1.
 
 Client i:  logits are cosines of normalised features and class weights; p = softmax((cos - m at y) / tau)   (5)
-           f_G: the model that was sent, f_P: client i's own after its last participation
+           f_G: the received global model;  f_P: the local model of client i after its last participation
            drift f_D = log softmax(f_P) - log softmax(f_G)                                           (6)
            yhat = softmax(-f_D) = softmax((cos_G - cos_P) / tau)                                     (7)
            minimises CE(y, p) + CE(yhat, p)                                                          (8)-(10)
 Server:    as FedAvg.
 
-The margin and the normalisers of (6) cancel in (7).
+The margin and the normalisation constants of (6) cancel in (7).
 
-Deviates:  (9) prints a second minus in front of (8), a slip: (10) and algorithm 1 have it as above. "tau in all
-softmax functions" would divide (7) by tau twice and make yhat nearly one-hot (`label_temperature=tau`), while the text
-speaks of label smoothing. At a client's first participation there is no f_P, and no second term; the paper is silent.
+Deviates:
+- (9) has a second minus sign in front of (8), a typo. (10) and algorithm 1 have the sign used above.
+- The paper says that tau is used in all softmax functions. Taken literally, (7) is divided by tau twice and yhat is
+  nearly one-hot (`label_temperature=tau`). This contradicts the text, which describes label smoothing.
+- The paper does not define f_P for the first participation of a client. Here the loss then has no second term.
 """
 
 from __future__ import annotations
@@ -30,20 +32,21 @@ from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, bat
 def lfd(
     temperature: float = 0.1, margin: float = 0.15, label_temperature: float = 1.0, first: str = "none"
 ) -> Algorithm:
-    """FedAvg whose clients learn, beside their labels, not to drift as they did before.
+    """FedAvg with a drift regularizer: each client also trains on soft labels that oppose its previous drift.
 
-    Keeps one model per client. Needs a model whose `apply` returns cosines (``cosine=True``) and the default loss.
-    `evaluate`'s accuracy is that of the largest cosine, its loss the cross-entropy of the bare cosines.
+    The state of a client is one model. The model must return cosines (``cosine=True``) and use the default loss.
+    `evaluate` predicts the class with the largest cosine, and its loss is the cross-entropy of the cosines without
+    margin and temperature.
 
     Args:
-      temperature: tau > 0; the paper has 0.1 (CIFAR-10, CINIC-10), 0.05 (CIFAR-100).
-      margin: m >= 0, taken off the true class's cosine in training.
-      label_temperature: > 0, divides (7)'s exponent once more.
-      first: a client's first participation: "none" (default): without CE(yhat, p); "uniform": f_P = f_G, so that yhat
-        is uniform (label smoothing of weight 1).
+      temperature: tau > 0. The paper uses 0.1 (CIFAR-10, CINIC-10) and 0.05 (CIFAR-100).
+      margin: m >= 0, subtracted from the cosine of the true class in training.
+      label_temperature: an additional divisor of the exponent in (7), > 0. Default 1.
+      first: the loss at the first participation of a client. "none" (default) has no term CE(yhat, p). "uniform" sets
+        f_P = f_G, so yhat is uniform (label smoothing of weight 1).
 
     Raises:
-      ValueError: a value out of range; a model without ``cosine=True``, or with a loss of its own.
+      ValueError: a value is out of range, or the model does not return cosines or does not use the default loss.
     """
     temperature = checks.positive("temperature", temperature)
     margin = checks.nonnegative("margin", margin)

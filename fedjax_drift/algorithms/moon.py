@@ -1,11 +1,11 @@
 """MOON. Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv 2103.16257, algorithm 1.
 
-Client i:  minimises CE + mu con, z, z_glob, z_prev the features of theta, w and client i's previous model:
+Client i:  minimises CE + mu con; z, z_glob, z_prev are the features of theta, w and the previous model of client i:
            con = -log( exp(cos(z, z_glob) / T) / (exp(cos(z, z_glob) / T) + exp(cos(z, z_prev) / T)) )    (3)
 Server:    as FedAvg.
 
-Deviates:  a client that was never sampled before has no previous model and no contrastive term. In the authors' code
-there is none in round 0; later such a client's previous model is its own random initial network
+Deviates:  a client that participates for the first time has no previous model and therefore no contrastive term. In the
+authors' code this only holds in round 0. Later, such a client uses its own random initial network as the previous model
 (`first="random_init"`).
 """
 
@@ -23,8 +23,8 @@ from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, bat
 
 
 class Client(NamedTuple):
-    model: Params  # theta_i after the client's last participation
-    seen: jax.Array  # bool [], whether there was one
+    model: Params  # theta_i after the last participation of the client
+    seen: jax.Array  # bool [], whether the client has participated before
 
     @staticmethod
     def unseen(params: Params) -> Client:
@@ -32,19 +32,19 @@ class Client(NamedTuple):
 
 
 def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algorithm:
-    """FedAvg whose clients keep their features near the global model's and away from their own previous ones.
+    """FedAvg with a contrastive loss: features near those of the global model, far from those of the previous model.
 
-    Keeps one model per client. Needs ``Model.features``, which must depend on the parameters to have an effect: in a
-    linear model they are the inputs.
+    The state of a client is one model. The algorithm needs ``Model.features``. It has no effect if the features do not
+    depend on the parameters, as in a linear model, where they are the inputs.
 
     Args:
-      mu: >= 0, weight of the contrastive term; the authors tune it in 0.001 to 10. 0 is FedAvg.
+      mu: weight of the contrastive term, >= 0. 0 gives FedAvg. The authors tune it in 0.001 to 10.
       temperature: T > 0.
-      first: a client's first participation: "none" (default): no contrastive term; "random_init": from round 1 on,
-        its previous model is freshly initialised.
+      first: the loss at the first participation of a client. "none" (default) has no contrastive term. "random_init"
+        uses a randomly initialised model as the previous model, from round 1 on.
 
     Raises:
-      ValueError: a value out of range; a model without features.
+      ValueError: a value is out of range, or the model has no features.
     """
     mu = checks.nonnegative("mu", mu)
     temperature = checks.positive("temperature", temperature)
@@ -53,7 +53,7 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algo
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
         w, previous, active, model = server.params, client.model, client.seen, work.model
         features = model.features
-        assert features is not None  # required below
+        assert features is not None  # `requires` below guarantees it
         if first == "random_init":
             fresh = model.init(jax.random.fold_in(work.key, work.epochs))
             previous = jax.tree.map(lambda old, new: jnp.where(client.seen, old, new), previous, fresh)
@@ -62,7 +62,7 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algo
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             z, z_glob, z_prev = (features(params, batch.x) for params in (theta, w, previous))
             con = jax.nn.softplus((cosine(z, z_prev) - cosine(z, z_glob)) / temperature)  # (3)
-            if model.head and not model.train_apply:  # the features are there already
+            if model.head and not model.train_apply:  # reuse the features for the logits
                 CE = batch_mean(model.loss(model.head(theta, z), batch.y), batch.mask)
             else:
                 CE = work.loss(theta, batch, key)
@@ -78,7 +78,7 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algo
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """cos of the rows of a and b, [B]; 0, with a gradient of 0, where one vanishes."""
+    """The cosine of each pair of rows of a and b [B, F]: [B]. A zero row gives 0, with a gradient of 0."""
 
     def unit(z: jax.Array) -> jax.Array:
         return z / jnp.sqrt(jnp.maximum((z**2).sum(-1, keepdims=True), 1e-16))

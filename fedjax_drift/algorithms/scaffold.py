@@ -8,14 +8,17 @@ Client i:  theta_i = w;  theta_i <- theta_i - eta_t (g - c_i + c)               
 Server:    w <- w + server_lr mean_S D_i                                                             (4)
            c <- c + (1/N) sum_S (c_i+ - c_i)                                                         (5)
 
-with c_0 = c_i,0 = 0. With plain unclipped SGD, (3) is the mean of the gradients that client i saw in this round, weight
-decay included.
+with c_0 = c_i,0 = 0. With plain SGD without clipping, (3) is the mean of the gradients of client i in this round,
+including weight decay.
 
-Deviates:  with local momentum or another optimizer, D_i / (K_i eta_t) is minus the mean direction instead of the mean
-gradient; the variates then cancel the difference of directions, which is still 0 in the mean.
-FedDC's and FedDyn's repositories take eta_0 for eta_t and Kbar = E ceil(mean n_i / B) for K_i in (3), and c / q_i for
-c, q_i = N n_i / sum n: `variate_lr="initial"`, `variate_steps="mean"`, `scale_by_size=True`. Then (5) weights the
-differences by q_i, as FedDC's does. They also cut every client's training off at Kbar steps, which is not here.
+Deviates:  with local momentum or another optimizer, D_i / (K_i eta_t) is the negative mean update direction, not the
+negative mean gradient. The control variates then correct directions. The corrections still sum to 0 over the clients.
+
+The repositories of FedDC and FedDyn use other quantities in (1) and (3):
+- eta_0 instead of eta_t (`variate_lr="initial"`);
+- Kbar = E ceil(mean n_i / B) instead of K_i (`variate_steps="mean"`);
+- c / q_i with q_i = N n_i / sum n instead of c (`scale_by_size=True`). (5) then weights the differences by q_i.
+They also train every client for exactly Kbar steps. This is not implemented.
 """
 
 from __future__ import annotations
@@ -49,20 +52,20 @@ def scaffold(
     variate_lr: str = "current",
     variate_steps: str = "own",
 ) -> Algorithm:
-    """Control variates on both sides: every client steps along an estimate of the mean gradient.
+    """Control variates on the server and the clients: every local step follows an estimate of the mean gradient.
 
-    Keeps one model per client. Clients count alike in the mean, whatever their size.
+    The state of a client is one model. All clients have weight 1 in the mean.
 
     Args:
-      server_lr: > 0.
-      option: "II" (default): the variate is the mean gradient seen in the round; "I": the gradient over all of the
-        client's rows at w, for one more pass over them.
-      scale_by_size: c / q_i for c at client i, and weights q_i in (5).
-      variate_lr: "current" (eta_t, default) or "initial" (eta_0) in (3); no effect with option I.
-      variate_steps: "own" (K_i, default) or "mean" (Kbar) in (3); no effect with option I.
+      server_lr: learning rate of the server, > 0.
+      option: the control variate of a client. "II" (default) is the mean of its gradients in the round. "I" is the
+        gradient at w over all its examples, which costs one more pass over them.
+      scale_by_size: if True, client i uses c / q_i instead of c, and (5) weights the clients by q_i.
+      variate_lr: the learning rate in (3): "current" (eta_t, default) or "initial" (eta_0). No effect with option I.
+      variate_steps: the number of steps in (3): "own" (K_i, default) or "mean" (Kbar). No effect with option I.
 
     Raises:
-      ValueError: server_lr <= 0, an unknown option.
+      ValueError: server_lr is not positive, or an option is unknown.
     """
     server_lr = checks.positive("server_lr", server_lr)
     checks.choice("option", option, ("I", "II"))
@@ -90,22 +93,22 @@ def scaffold(
         dc = jax.tree.map(lambda new, old: q * (new - old), c_new, c_i)
         return ClientResult((D, dc), weight(work, "uniform"), Client(c_new), metrics)
 
-    def server_update(server: Server, mean: PyTree, round: Round) -> Server:
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc = mean
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)  # (4)
-        c = jax.tree.map(lambda c, dc: c + round.participation * dc, server.c, dc)  # (5)
+        c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (5)
         return Server(w, c)
 
     return Algorithm(init_server, init_client, client_update, server_update, name="scaffold")
 
 
 def refresh(c_i: Params, c: Params, D: Params, work: Work, variate_lr: str, variate_steps: str) -> Params:
-    """(3): the client's new variate."""
+    """(3), the new control variate of the client."""
     scale = 1 / total_rate(work, variate_lr, variate_steps)
     return jax.tree.map(lambda c_i, c, D: c_i - c - scale * D, c_i, c, D)
 
 
 def total_rate(work: Work, variate_lr: str = "current", variate_steps: str = "own") -> jax.Array:
-    """K_i eta_t, or what the options put in its place."""
+    """K_i eta_t, or Kbar for K_i and eta_0 for eta_t, as the options say."""
     lr = work.lr if variate_lr == "current" else jnp.asarray(work.initial_lr, work.lr.dtype)
     return (work.num_steps if variate_steps == "own" else work.mean_steps) * lr

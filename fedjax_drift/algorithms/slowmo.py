@@ -5,7 +5,7 @@ Client i:  as FedAvg;  D_i = theta_i - w
 Server:    m <- beta m - mean_S D_i / eta_t                                                          (1)
            w <- w - alpha eta_t m                                                                    (2)
 
-Deviates:  clients are sampled, as in FedADC's algorithm 2; the paper has all workers in every round.
+Deviates:  clients are sampled, as in algorithm 2 of FedADC. In the paper all workers take part in every round.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class Server(NamedTuple):
 
 
 def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
-    """FedAvg with momentum on the server, in units of gradients, so that it survives a change of the learning rate.
+    """FedAvg with momentum on the server, in the units of gradients: m stays valid if the learning rate changes.
 
-    Clients count alike in the mean, whatever their size. With local momentum or another optimizer, m is a sum of
-    directions instead of gradients.
+    All clients have weight 1 in the mean. With local momentum or another optimizer, m is a sum of update directions
+    instead of gradients.
 
     Args:
-      beta: momentum in [0, 1); 0 is FedAvg (uniform) at alpha = 1. FedADC's paper tunes it in 0.6 to 0.9.
-      alpha: the slow learning rate, > 0. A steady update is multiplied by alpha / (1 - beta).
+      beta: momentum, in [0, 1). 0 gives FedAvg with uniform weights, if alpha = 1. The FedADC paper tunes it in 0.6 to
+        0.9.
+      alpha: the slow learning rate, > 0. A constant update is multiplied by alpha / (1 - beta).
 
     Raises:
-      ValueError: beta outside [0, 1), alpha <= 0.
+      ValueError: beta is outside [0, 1), or alpha is not positive.
     """
     beta = checks.fraction("beta", beta)
     alpha = checks.positive("alpha", alpha)
@@ -43,9 +44,9 @@ def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
-        m = jax.tree.map(lambda m, D: beta * m - D / round.lr, server.m, D)  # (1)
-        w = jax.tree.map(lambda w, m: w - alpha * round.lr * m, server.params, m)  # (2)
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
+        m = jax.tree.map(lambda m, D: beta * m - D / context.lr, server.m, D)  # (1)
+        w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (2)
         return Server(w, m)
 
     return fedavg(weighting="uniform")._replace(init_server=init_server, server_update=server_update, name="slowmo")

@@ -7,12 +7,13 @@ Client i:  Delta_i <- Delta_i + (w - theta_i) / (K_i eta_t)                     
 
                     = Delta_i + (mean D - D_i) / (K_i eta_t),  D_i = theta_i - the old w
 
-with Delta_i = 0 at first. Delta_i is client i's mean gradient less everyone's: SCAFFOLD's c_i - c without a server
-variate. With equal K_i the Delta_i sum to 0.
+with Delta_i = 0 at first. Delta_i is the mean gradient of client i minus the average over all clients. It corresponds
+to c_i - c of SCAFFOLD, but the server stores no control variate. With equal K_i the Delta_i sum to 0.
 
-Deviates:  the paper has all clients in every round. With sampling, (2) and (3) take the cohort, and absent clients keep
-their Delta_i, so that the sum stays 0; but an absent client's Delta_i ages, which the server's variate of SCAFFOLD
-mends. With local momentum or another optimizer Delta_i balances directions instead of gradients.
+Deviates:  in the paper all clients take part in every round. With client sampling, (2) and (3) use the cohort only, and
+absent clients keep their Delta_i. The sum of the Delta_i stays 0, but those of absent clients become outdated.
+SCAFFOLD avoids this with the control variate of the server. With local momentum or another optimizer, Delta_i corrects
+update directions instead of gradients.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    Delta: Params  # Delta_i; from a client's update to the server's, Delta_i - D_i / (K_i eta_t)
+    Delta: Params  # Delta_i; between client_update and finish: Delta_i - D_i / (K_i eta_t)
     rate: jax.Array  # [], 1 / (K_i eta_t)
 
 
 def vrl_sgd() -> Algorithm:
-    """Local SGD with variance reduction: every client subtracts how its gradients differ from everyone's.
+    """Local SGD with variance reduction.
 
-    Keeps one model per client. Clients count alike in the mean, whatever their size.
+    Every client subtracts the difference between its mean gradient and the average over all clients. The state of a
+    client is one model and a scalar. All clients have weight 1 in the mean.
     """
 
     def init_server(params: Params) -> Server:
@@ -62,7 +64,7 @@ def vrl_sgd() -> Algorithm:
         pending = jax.tree.map(lambda Delta, D: Delta - rate * D, Delta, D)
         return ClientResult(D, weight(work, "uniform"), Client(pending, rate), metrics)
 
-    def server_update(server: Server, D: PyTree, round: Round) -> Server:
+    def server_update(server: Server, D: PyTree, context: Round) -> Server:
         return Server(jax.tree.map(lambda w, D: w + D, server.params, D), D)  # (2)
 
     def finish(server: Server, client: Client) -> Client:

@@ -115,8 +115,8 @@ def _dirichlet(key: jax.Array, ids: jax.Array, present: jax.Array, alpha: float,
     share_key, offset_key = jax.random.split(key)
     alpha = min(max(alpha, 1e-30), 1e30)  # float32 holds it and 1 / alpha
 
-    def draw(id: jax.Array) -> jax.Array:
-        return jax.random.loggamma(jax.random.fold_in(share_key, id), alpha, class_sizes.shape)
+    def draw(client_id: jax.Array) -> jax.Array:
+        return jax.random.loggamma(jax.random.fold_in(share_key, client_id), alpha, class_sizes.shape)
 
     logs = jax.vmap(draw)(ids)
     logs = jnp.where(present[:, None], logs, jnp.finfo(logs.dtype).min)  # not -inf: there may be nobody

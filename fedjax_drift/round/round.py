@@ -6,7 +6,7 @@ gather    client states [N, ...] -> [K, ...]                                   c
 deal      the cohort to devices and groups of L lanes, longest first           cohort.py
 train     scan over the groups: L clients side by side (vmap)                  train.py
 sum       weight * message added to a running sum, then one psum over devices  train.py
-update    server_update(server, sum / total weight, round)                     aggregation.py
+update    server_update(server, sum / total weight, context)                   aggregation.py
 scatter   new client states back to [N, ...]                                   client_states.py
 """
 

@@ -204,7 +204,7 @@ class Simulation:
         store = ClientStore.create(initial, self.data.num_clients, folder, self.specification.store_identity(state))
         return state._replace(clients=store)
 
-    def reopen(self, state: ServerState, round: int | None = None) -> ServerState:
+    def reopen(self, state: ServerState, round: int | None = None) -> ServerState:  # noqa: A002
         """A state that was saved without its client states, with those of the folder ``bank=``.
 
         Args:

@@ -1,0 +1,55 @@
+"""FEMNIST, in any of the forms in which LEAF, FedJAX and TensorFlow Federated publish it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedjax_drift.data import federated_files, files
+from fedjax_drift.data.files import Column
+from fedjax_drift.data.sources import FEMNIST, GET, DataDir, Samples, absent, filenames, incomplete, pair
+
+
+def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto") -> Samples:
+    """Handwritten characters with their writers: 62 classes in LEAF's order, uint8 [28, 28, 1], no mean and std.
+
+    source: the form of the data.
+      "npz": `femnist_writers.npz` with x uint8 [M, 28, 28] (255 = background, as in LEAF), y [M] and writer [M],
+        integers.
+      "leaf": `leaf_femnist/{train,test}/*.json`.
+      "fedjax": `federated_emnist_{train,test}.sqlite`.
+      "tff": `fed_emnist_{train,test}.h5`.
+      "auto" (default): the first of these that exists.
+    All forms except npz are converted on the first use (one or two minutes for LEAF's) and kept in the cache.
+
+    The pixels are inverted to 255 = ink, as in mnist and glyphs, so zero padding of convolutions means paper. If the
+    source has no test set (npz), about 20 % of each writer's examples become test examples, drawn with `seed`: at
+    least one, but a writer with a single example keeps it for training. If the test set has writers without training
+    examples (LEAF's -t user), it is pooled. (Caldas et al., LEAF, arXiv 1812.01097; images of NIST Special Database
+    19.)
+    """
+    names = filenames("femnist", source=source)
+    path = files.find(names, files.folders(data_dir))
+    if path is None:
+        raise absent("femnist", names, data_dir, f"{GET['femnist']}. Or use glyphs, which needs no file")
+    if path.name == FEMNIST["npz"]:
+        spec = {"x": Column("uint8", (28, 28, 1)), "y": Column(classes=62), "writer": Column()}
+        x, y, writer = files.read_npz(path, spec).values()
+        return _hold_out(255 - x, y, writer, seed)
+    try:
+        a = federated_files.read_femnist(path)
+    except FileNotFoundError as error:
+        raise incomplete("femnist", path, error) from error
+    if "x_test" not in a:
+        return _hold_out(a["x"], a["y"], a["writer"], seed)
+    test_writer = a["writer_test"] if np.isin(a["writer_test"], a["writer"]).all() else None
+    return Samples(pair(a["x"], a["y"]), pair(a["x_test"], a["y_test"]), a["writer"], test_writer)
+
+
+def _hold_out(x: np.ndarray, y: np.ndarray, writer: np.ndarray, seed: int) -> Samples:
+    """Moves about 20 % of each writer's examples to the test set: at least one, but never the only one."""
+    shuffled = np.lexsort((np.random.default_rng(seed).random(len(y)), writer))
+    _, start, sizes = np.unique(writer[shuffled], return_index=True, return_counts=True)
+    test_size = np.minimum(np.maximum(1, np.rint(0.2 * sizes).astype(np.int64)), sizes - 1)
+    is_test = np.arange(len(y)) < np.repeat(start + test_size, sizes)
+    train, test = shuffled[~is_test], shuffled[is_test]
+    return Samples(pair(x[train], y[train]), pair(x[test], y[test]), writer[train], writer[test])

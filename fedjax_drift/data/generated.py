@@ -1,0 +1,76 @@
+"""The data sets that are generated: synthetic linear classification and characters. No file is needed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedjax_drift.data import federated_files, files
+from fedjax_drift.data.sources import DataDir, Samples, pair
+
+GLYPHS_VERSION = 1  # a part of the names of cached files; increase it if make_glyphs generates other images
+VARIANTS = {"feddyn": (30, 5, 20), "fedprox": (60, 10, 30)}  # dimension, classes, default number of clients
+
+
+def synthetic(
+    data_dir: DataDir,
+    seed: int,
+    natural: bool,
+    *,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    num_clients: int | None = None,
+    num_rows: int | None = None,
+    variant: str = "feddyn",
+    iid_sol: bool | None = None,
+    iid_data: bool | None = None,
+) -> Samples:
+    """Linear classification with one parameter for each kind of drift. See `datasets.synthetic`."""
+    d, classes, default_clients = VARIANTS[variant]
+    n = default_clients if num_clients is None else num_clients
+    fedprox = variant == "fedprox"
+    iid_sol = (not fedprox and alpha == 0) if iid_sol is None else iid_sol
+    iid_data = (not fedprox and beta == 0) if iid_data is None else iid_data
+
+    rng = np.random.default_rng(seed)
+    if fedprox and num_rows is None:
+        sizes = 50 + rng.lognormal(4, 2, n).astype(np.int64)
+    else:
+        sizes = np.full(n, 200 if num_rows is None else num_rows)
+    u, big_b = rng.normal(0, alpha, n), rng.normal(0, beta, n)
+    v = np.zeros((n, d)) if iid_data else rng.normal(big_b[:, None], 1, (n, d))
+    centre = np.zeros(1) if iid_sol else u
+    w = rng.normal(centre[:, None, None], 1, (len(centre), d + 1, classes))  # the last row is the bias
+    w = np.broadcast_to(w, (n, d + 1, classes))
+
+    writer = np.repeat(np.arange(n, dtype=np.int32), sizes)
+    x = rng.standard_normal((len(writer), d)) * np.arange(1, d + 1) ** -0.6 + v[writer]
+    x = x.astype(np.float32)
+    y = np.empty(len(x), np.int32)
+    for k, end in enumerate(np.cumsum(sizes)):
+        rows = slice(end - sizes[k], end)
+        y[rows] = (x[rows] @ w[k, :-1] + w[k, -1]).argmax(1)
+    if not fedprox:
+        return Samples((x, y), (x, y), writer)
+    # The examples of a client are independent, so its last ones are a random test set.
+    test_size = np.maximum(1, sizes - (0.9 * sizes).astype(np.int64))
+    is_test = np.arange(len(x)) >= (np.cumsum(sizes) - test_size)[writer]
+    return Samples((x[~is_test], y[~is_test]), (x[is_test], y[is_test]), writer[~is_test], writer[is_test])
+
+
+def glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3400) -> Samples:
+    """Generated characters in thousands of handwriting styles, a built-in replacement for FEMNIST.
+
+    62 classes in the order of LEAF, uint8 [28, 28, 1], 255 = ink, no mean and std. There are `num_writers` >= 1
+    clients with 19 to 460 training examples each; every client has its own test examples. The images are generated on
+    the first use (one or two minutes for 3,400 writers) and kept in the cache. See
+    `fedjax_drift.data.glyphs.make_glyphs`.
+    """
+
+    def generate() -> files.Arrays:
+        from fedjax_drift.data.glyphs import make_glyphs  # needs matplotlib and Pillow
+
+        return make_glyphs(num_writers, seed, progress=num_writers >= 500)._asdict()
+
+    spec = federated_files.writers_spec(("", "_test"), num_writers)
+    a = files.cached(f"glyphs_{num_writers}_{seed}_v{GLYPHS_VERSION}.npz", spec, generate)
+    return Samples(pair(a["x"], a["y"]), pair(a["x_test"], a["y_test"]), a["writer"], a["writer_test"])

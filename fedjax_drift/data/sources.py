@@ -1,0 +1,128 @@
+"""The sources of the data sets: file names, instructions for downloads, and errors for missing files.
+
+`Samples` is the result of every loader in `datasets.DATASETS`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_drift.data import bindingdb, files, movielens, text
+from fedjax_drift.data.federated import Pair
+
+DataDir = str | os.PathLike[str] | None
+
+EMNIST = {"letters": 26, "byclass": 62, "balanced": 47, "digits": 10}  # split -> number of classes
+FEMNIST = {
+    "npz": "femnist_writers.npz",
+    "leaf": "leaf_femnist",
+    "fedjax": "federated_emnist_train.sqlite",
+    "tff": "fed_emnist_train.h5",
+}  # source -> the file or folder that must exist
+FILES = {
+    "mnist": ("mnist.npz",),
+    "fashion_mnist": ("fashion_mnist.npz",),
+    "emnist": ("emnist_letters.npz", "emnist-letters-train-images-idx3-ubyte.gz"),
+    "cifar10": ("cifar10.npz", "cifar-10-batches-py", "cifar10_jpeg.npz"),
+    "cifar100": ("cifar100.npz", "cifar-100-python"),
+    "cinic10": ("CINIC-10",),
+    "tiny_imagenet": ("tiny-imagenet-200",),
+    "femnist": tuple(FEMNIST.values()),
+    "movielens": tuple(movielens.FILENAMES.values()),
+    "agnews": (text.FILENAME,),
+    "bindingdb": (bindingdb.FILENAME,),
+}  # data set -> the files or folders of which one must exist
+GET = {
+    "emnist": "download the EMNIST data set in its binary form, gzip.zip, from NIST's page of it, and put the four "
+    "files emnist-SPLIT-{train,test}-{images-idx3,labels-idx1}-ubyte.gz there",
+    "cifar10": "download the Python version of CIFAR-10 from Alex Krizhevsky's page (University of Toronto), and "
+    "unpack it there",
+    "cifar100": "download the Python version of CIFAR-100 from Alex Krizhevsky's page (University of Toronto), and "
+    "unpack it there",
+    "cinic10": "download CINIC-10.tar.gz from Edinburgh DataShare, and unpack it into a new folder CINIC-10 there",
+    "tiny_imagenet": "download tiny-imagenet-200.zip from the page of Stanford's course CS231n, and unpack it there",
+    "femnist": "run LEAF's data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample, and copy its folders data/train "
+    "and data/test into leaf_femnist; or copy federated_emnist_{train,test}.sqlite, which fedjax.datasets.emnist "
+    "downloads, or fed_emnist_{train,test}.h5, which tff.simulation.datasets.emnist downloads; or write "
+    "femnist_writers.npz with numpy.savez: x uint8 [M, 28, 28], 255 = background, y and writer [M]",
+    "movielens": movielens.HOW,
+    "agnews": text.HOW,
+    "bindingdb": bindingdb.HOW,
+}  # data set -> instructions for the download
+
+
+class Samples(NamedTuple):
+    """A data set that is not yet partitioned."""
+
+    train: Pair
+    test: Pair
+    writer: np.ndarray | None = None
+    """[M] the writer or user of each training example. If given, one client per writer is the default partition."""
+    test_writer: np.ndarray | None = None
+    """[M_test] the writer of each test example. Both `writer` and `test_writer` are then sorted."""
+    mean: tuple[float, ...] | None = None
+    """Mean per channel of the inputs, scaled to [0, 1]."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation per channel, likewise."""
+
+
+def pair(x: np.ndarray, y: np.ndarray) -> Pair:
+    """Inputs, and labels as int32."""
+    return x, y.astype(np.int32)
+
+
+def filenames(
+    name: str, *, split: str = "letters", source: str = "auto", size: str | None = None, **_: Any
+) -> tuple[str, ...]:
+    """The files or folders of which one must exist, for these options of `datasets.load`."""
+    if size in movielens.FILENAMES:
+        return (movielens.FILENAMES[size],)
+    if name == "emnist":
+        return tuple(file.replace("letters", split) for file in FILES[name])
+    return FILES[name] if source == "auto" else (FEMNIST[source],)
+
+
+def tfds_name(name: str, *, split: str = "letters", **_: Any) -> str:
+    """The name of the data set in tensorflow-datasets, such as emnist/letters."""
+    return f"emnist/{split}" if name == "emnist" else name
+
+
+def flat(name: str) -> str:
+    """A name of tensorflow-datasets as a part of a file name: emnist_letters."""
+    return name.replace("/", "_")
+
+
+def prepare(name: str) -> str:
+    """The command that downloads a data set with tensorflow-datasets."""
+    name, _, split = name.partition("/")
+    option = f", split='{split}'" if split else ""
+    load = f"import fedjax_drift as fd; fd.datasets.load('{name}'{option})"
+    return f'pip install "fedjax-drift[prepare]" && python -c "{load}"'
+
+
+def folder(name: str, data_dir: DataDir) -> Path:
+    """The folder of a data set that has no other form. Raises FileNotFoundError without it."""
+    path = files.find(FILES[name], files.folders(data_dir))
+    if path is None:
+        raise absent(name, FILES[name], data_dir, GET[name])
+    return path
+
+
+def absent(name: str, wanted: tuple[str, ...], data_dir: DataDir, fix: str) -> FileNotFoundError:
+    """The error for a data set of which none of the ``wanted`` files exists."""
+    places = " or ".join(str(directory / file) for directory in files.folders(data_dir) for file in wanted)
+    advice = "put it there"
+    if data_dir is None:
+        advice = "set FEDJAX_DRIFT_DATA to the folder that has it, or pass data_dir"
+    return FileNotFoundError(f"{name} is read from {places}, which is not there: {advice}. To get it, {fix}")
+
+
+def incomplete(name: str, path: Path, error: FileNotFoundError) -> FileNotFoundError:
+    """The error for a data set that consists of several files, one of which is missing."""
+    return FileNotFoundError(
+        f"{name} is read from {path}, but a part of it is missing: {error}. Copy or unpack it again"
+    )
