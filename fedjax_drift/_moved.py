@@ -1,6 +1,7 @@
 """Module paths of version 0.3 that have moved. They can still be imported, with a DeprecationWarning.
 
 The names in `fedjax_drift` itself (``fd.Simulation``, ``fd.drift``, ...) are the public interface and have not changed.
+``fedjax_drift.sweep`` is not among the paths: as an attribute it is the function, which an import would replace.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ MOVED = {  # old path -> the new ones, in the order in which they are searched f
     "ranking": "models.ranking",
     "sharding": "devices.mesh devices.processes devices.launch devices.memory devices.cache",
     "stream": "simulation.host data.reading",
-    "sweep": "simulation.sweep",
     "turns": "simulation.turns",
 }
 RENAMED = {"Bank": "ClientStore", "Damaged": "DamagedError", "check_like": "check_layout"}  # names within modules
@@ -52,6 +52,8 @@ class MovedModules(MetaPathFinder, Loader):
         text = f"{module.__name__} has moved: import {' or '.join(paths)}, or the public names of fedjax_drift"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         homes = [importlib.import_module(path) for path in paths]
+        if len(homes) == 1:  # `import fedjax_drift.drift` sets fd.drift, which must stay the module that it is
+            sys.modules[str(module.__name__)] = homes[0]
 
         def attribute(name: str) -> Any:
             new = RENAMED.get(name, name)

@@ -113,8 +113,11 @@ def test_modules_that_have_moved_can_be_imported(old) -> None:
         new = importlib.import_module(f"fedjax_drift.{path}")
         for name in [name for name in vars(new) if not name.startswith("_")]:
             assert hasattr(module, name) and (path != first or getattr(module, name) is getattr(new, name))
+        if not others and old in fd.__all__:
+            assert getattr(fd, old) is new
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = module.nonsense
+    assert callable(fd.sweep) and all(getattr(fd, name) is not None for name in fd.__all__)
 
 
 def test_renamed_names_work() -> None:
