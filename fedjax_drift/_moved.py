@@ -52,7 +52,8 @@ class MovedModules(MetaPathFinder, Loader):
         text = f"{module.__name__} has moved: import {' or '.join(paths)}, or the public names of fedjax_drift"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         homes = [importlib.import_module(path) for path in paths]
-        if len(homes) == 1:  # `import fedjax_drift.drift` sets fd.drift, which must stay the module that it is
+        renamed = any(hasattr(home, new) for home in homes for new in RENAMED.values())
+        if len(homes) == 1 and not renamed:  # `import fedjax_drift.drift` sets fd.drift, which must stay the module that it is
             sys.modules[str(module.__name__)] = homes[0]
 
         def attribute(name: str) -> Any:
