@@ -110,6 +110,7 @@ class Log:
             self._try(self._to_tensorboard, record)
 
     def _try(self, write: Callable[..., Any], *arguments: Any) -> None:
+        """Calls ``write(*arguments)``. The first time that it raises OSError, there is a warning."""
         try:
             write(*arguments)
         except OSError as error:

@@ -5,9 +5,9 @@
 - the history of a run, as `Simulation.run` returns it
 - the path of a log: the folder or file of a `logs.Log`, or the output folder of ``fedjax-drift run``. A log may have
   several algorithms and seeds. If the folder itself has no log, its subfolders with a log are read, one per run.
-- a list of such paths
+- a list of paths of logs with one algorithm each: one run per log
 - the result of `fd.sweep`, or several such results joined to one list
-- a dict from the name of a run to one of the above, or to a list of histories, one per seed
+- a dict from the name of a run to its history, to the histories or logs of its seeds, or to the result of a sweep
 """
 
 from __future__ import annotations

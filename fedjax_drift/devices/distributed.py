@@ -96,7 +96,7 @@ def initialize(
         num_processes,
         process_id,
         cluster_detection_method=_detected_by(os.environ),
-        initialization_timeout=timeout_seconds + 3600,  # JAX ends the process then: our own timeout must come before
+        initialization_timeout=timeout_seconds + 3600,  # later than ours, because JAX then ends the process
     )
     try:
         connected = _in_time(join, timeout_seconds)
@@ -120,7 +120,8 @@ def initialize(
             f"({coordinator_address or 'found by JAX'}) can be reached from the others (firewall, name, proxy "
             "variables), and that nothing else listens there; then start all again"
         )
-    memory_of(clients_mesh())  # communicates now: Gloo fails if the first process has to wait for half a minute later
+    # The processes communicate once now: Gloo fails if, at the first time, one of them waits for half a minute.
+    memory_of(clients_mesh())
 
 
 def _in_time(call: Callable[[], None], seconds: float) -> bool:

@@ -13,7 +13,8 @@ Programs are compiled for a form and take the numbers as arguments. Simulations 
   (momentum, weight decay), which gives another program.
 - Functions are equal if they have the same code, capture equal values, and the global variables that they name have
   equal values. The numbers inside functions of JAX and other libraries are a part of the form.
-- Other objects are compared with their own ``==``, or by identity if they have none.
+- Lists, sets and dicts are compared by their contents, and NumPy arrays up to 16 MiB by a checksum. Other objects are
+  compared with their own ``==``, or by identity if they have none.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ class Stop:
     """
 
     requested = False  # by SIGINT or SIGTERM
-    insists = False  # a second SIGINT has come
+    insists = False  # by a SIGINT after the request
     holding = False  # inside `held`
-    terminated = False  # a SIGTERM has come
+    terminated = False  # by SIGTERM
 
     def __call__(self, signum: int, frame: Any) -> None:
         if signum == signal.SIGTERM:
@@ -41,7 +41,7 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Delays the KeyboardInterrupt of the second SIGINT to the end of the block, or of the outermost such block."""
+        """Delays a KeyboardInterrupt to the end of the block, or to the end of the outermost such block."""
         nested, self.holding = self.holding, True
         try:
             yield

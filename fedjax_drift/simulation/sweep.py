@@ -260,7 +260,7 @@ def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:
     return "-".join([*(f"{name}={plan.setting[name]}" for name in varied), f"seed-{plan.seed}"])
 
 
-# --- what is swept, and whether it can be -----------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _check_seeds(seeds: Any) -> list[int]:

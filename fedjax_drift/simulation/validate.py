@@ -24,7 +24,7 @@ ROUNDS = 2**31 - 1  # most rounds, because a state counts them in int32
 
 
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
-    """Each argument has the type that its name says. A factory, such as `fedavg` without parentheses, is rejected."""
+    """Checks the types of these arguments. A factory, such as `fedavg` without parentheses, is rejected."""
     for name, value, kind, hint in (
         (
             "model",
@@ -64,7 +64,7 @@ MISSING = {
 
 
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
-    """The model, the local training and the data meet the requirements of the algorithm."""
+    """Checks that the model, the local training and the data meet the requirements of the algorithm."""
     for name in algorithm.requires:
         checks.choice("Algorithm.requires", name, (*MISSING, "classifier", "sgd", "accuracy"))
         if name in MISSING and not getattr(model, name):
@@ -87,7 +87,7 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
 
 
 def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
-    """The scores that the algorithm uses in its updates are finite. t: the round."""
+    """Checks that the scores, which the algorithm uses in its updates, are finite. t: the round."""
     for name, value in scores.items():
         if not np.isfinite(value):
             raise ConfigurationError(
@@ -97,7 +97,7 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
 
 
 def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data: FederatedData) -> None:
-    """The aggregation rule is one. If it is private, the sampling and the data agree with the privacy accounting."""
+    """Checks the aggregation rule. If it is private, the privacy accounting must hold for the sampling and the data."""
     if not isinstance(aggregation, Aggregation):
         raise ConfigurationError(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
@@ -117,7 +117,7 @@ def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data
 
 
 def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -> tuple[int, int, int, bool | None]:
-    """Returns the arguments of a run as Python values."""
+    """Checks the arguments of a run, and returns them as Python values."""
     return (
         checks.integer("rounds", rounds, 0, ROUNDS),
         checks.integer("eval_every", eval_every, 0, fix="0 means never"),
@@ -127,7 +127,7 @@ def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -
 
 
 def check_key(key: Any) -> jax.Array:
-    """Returns the key as a typed key. A raw key, uint32 [2], is wrapped."""
+    """Checks a key, and returns it as a typed key. A raw key, uint32 [2], is wrapped."""
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == (2,):
         key = jax.random.wrap_key_data(key, impl=THREEFRY)
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
@@ -145,7 +145,7 @@ def check_key(key: Any) -> jax.Array:
 
 
 def check_state(state: Any) -> None:
-    """The state is a `ServerState`."""
+    """Checks that the state is a `ServerState`."""
     if not isinstance(state, ServerState):
         raise ConfigurationError(
             f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
@@ -154,7 +154,7 @@ def check_state(state: Any) -> None:
 
 
 def check_cohort(cohort: Any, N: int) -> jax.Array:
-    """Returns the client ids of a cohort, int32 [K]. They must be different and in 0..N-1."""
+    """Checks that the ids of a cohort are different and in 0..N-1, and returns them as int32 [K]."""
     try:
         ids = np.asarray(cohort)
     except Exception as error:  # ragged lists, or an object of an unknown type
@@ -173,7 +173,7 @@ def check_cohort(cohort: Any, N: int) -> jax.Array:
 
 
 def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
-    """The optimizer maps a gradient to an ascent direction, and the number of local steps fits in int32."""
+    """Checks that the optimizer maps a gradient to an ascent direction, and that the local steps fit in int32."""
     if local.steps(max_size) >= 2**31:
         raise ConfigurationError(f"epochs must keep a client's local steps below 2**31, got {local.epochs}: lower it")
     optimizer = local.optimizer
@@ -194,7 +194,7 @@ def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
 
 
 class Shapes(NamedTuple):
-    """The shapes of the parameters, and what the outputs of the model are."""
+    """Properties of a model that `check_model` determines."""
 
     params: Params  # shapes and dtypes of the parameters
     num_classes: int | None  # C for a classifier with one label per example, otherwise None
@@ -203,9 +203,10 @@ class Shapes(NamedTuple):
 
 
 def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
-    """The model accepts the examples, its loss gives one number per example, and the labels are classes it has.
+    """Checks that model and data fit together, and returns the properties of the model.
 
-    decode: converts stored examples to model inputs. Returns the shapes that the checks have determined.
+    The model must accept the examples, its loss must give one number per example, and integer labels must be in the
+    range of its classes. decode: converts stored examples to model inputs.
     """
     B = 7  # a batch size that is unlikely to be the length of another axis
 
@@ -286,7 +287,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
 
 
 def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the entries of `Model.scores` with one value per example, and of those with one value in all.
+    """Checks `Model.scores`. Returns the names of its entries with one value per example, and of its scalar entries.
 
     whole, some: shapes of logits and labels, for the whole test set and for another number of examples.
     """
@@ -327,7 +328,7 @@ def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtype
 
 
 def _check_range(data: FederatedData, name: str) -> None:
-    """The values of an array fit in the dtype that JAX computes with, if they are stored in a wider one."""
+    """Checks that the values of an array fit in the dtype that JAX computes with."""
     stored = getattr(data, name)
     if stored is None or stored.dtype.kind not in "iuf":
         return
