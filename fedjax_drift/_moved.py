@@ -18,8 +18,8 @@ from typing import Any
 PACKAGE = "fedjax_drift"
 MOVED = {  # old path -> the new ones, in the order in which they are searched for a name
     "aggregation": "round.aggregation",
-    "bank": "storage.client_store",
-    "checkpoint": "storage.checkpoint storage.files",
+    "bank": "storage.client_store storage.client_files",
+    "checkpoint": "storage.checkpoint storage.saver storage.contents storage.files",
     "distributed": "devices.distributed",
     "drift": "measures.drift",
     "engine": "round.round round.engine round.cohort round.train round.client_states round.rows round.evaluate",
@@ -52,8 +52,7 @@ class MovedModules(MetaPathFinder, Loader):
         text = f"{module.__name__} has moved: import {' or '.join(paths)}, or the public names of fedjax_drift"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         homes = [importlib.import_module(path) for path in paths]
-        renamed = any(hasattr(home, new) for home in homes for new in RENAMED.values())
-        if len(homes) == 1 and not renamed:  # `import fedjax_drift.drift` sets fd.drift, which must stay the module that it is
+        if len(homes) == 1:  # `import fedjax_drift.drift` sets fd.drift, which must stay the module that it is
             sys.modules[str(module.__name__)] = homes[0]
 
         def attribute(name: str) -> Any:

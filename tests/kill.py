@@ -32,7 +32,7 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift.simulation.loop import Loop
-from fedjax_drift.storage import checkpoint, client_store
+from fedjax_drift.storage import client_store, orbax_backend, saver
 
 EVERY, ROUNDS, FINAL = 2, 1_000_000, 6
 CHILD_SECONDS = 60
@@ -66,16 +66,16 @@ def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
     def say(*words: object) -> None:
         os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
 
-    settle, write = checkpoint.Saver._settle, checkpoint.Saver._write
+    settle, write = saver.Saver._settle, saver.Saver._write
     run, score = fd.Simulation.run, Loop._score
 
-    def writing(saver: checkpoint.Saver, contents: checkpoint.Contents, history: list) -> None:
+    def writing(writer: saver.Saver, contents: saver.Contents, history: list) -> None:
         say("saving", contents.round)
-        write(saver, contents, history)
+        write(writer, contents, history)
 
-    def settled(saver: checkpoint.Saver) -> None:
-        started = saver.started
-        settle(saver)
+    def settled(writer: saver.Saver) -> None:
+        started = writer.started
+        settle(writer)
         if started is not None:
             say("saved", started)
 
@@ -84,7 +84,7 @@ def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
             say("evaluating", loop._flying[-1].done)
         score(loop)
 
-    checkpoint.Saver._settle, checkpoint.Saver._write, Loop._score = settled, writing, scoring
+    saver.Saver._settle, saver.Saver._write, Loop._score = settled, writing, scoring
     sim = simulation(str(folder / "bank") if bank == "files" else bank)
     checkpoints = fd.Checkpoints(folder / "run", every=EVERY, seconds=None, keep=2)
     say("begun", 0)
@@ -164,7 +164,7 @@ class Life:
         evaluated = [int(value) for name, value in lines if name == "evaluating"]
         where = (
             "starting" if "from" not in dict(lines) else "before the first save" if not self.saved
-            else "saving" if any((self.folder / "run").glob(checkpoint.UNFINISHED))
+            else "saving" if any((self.folder / "run").glob("*.orbax-checkpoint-tmp*"))
             else "evaluating" if evaluated and evaluated[-1] > last(lines, "round")
             else "training" if last(lines, "round") else "starting"
         )  # fmt: skip
@@ -188,7 +188,7 @@ def main(folder: Path, moments: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    checkpoint._orbax()
+    orbax_backend._handler_and_arguments()  # imports orbax
     random.seed(0)
     counts: Counter[str] = Counter(most_lost=0)
     lives = [Life(folder / bank, bank) for bank in ("device", "files")]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import errno
 import gc
+import importlib.util
 import json
 import os
 import re
@@ -26,9 +28,10 @@ from test_bank import file_limit
 
 import fedjax_drift as fd
 from fedjax_drift import cli
+from fedjax_drift.errors import InUseError, OtherRunError
 from fedjax_drift.simulation import progress
-from fedjax_drift.storage import checkpoint, client_store, files, identity
-from fedjax_drift.storage.identity import settings
+from fedjax_drift.storage import checkpoint, client_files, client_store, contents, files, orbax_backend, saver
+from fedjax_drift.storage.identity import differences, settings
 
 ROWS = np.random.default_rng(0)
 CLIENTS = [(ROWS.normal(size=(4, 30)).astype(np.float32), ROWS.integers(0, 2, 4)) for _ in range(5)]
@@ -146,8 +149,56 @@ OTHERS = {
 @pytest.mark.parametrize("message", OTHERS)
 def test_another_simulation_is_refused(message, saved) -> None:
     sim = simulation(**OTHERS[message])
-    with pytest.raises(ValueError, match=f"belong to another simulation: .*{message}"):
+    with pytest.raises(OtherRunError, match=f"belong to another simulation: .*{message}"):
         saved.restore(sim)
+
+
+@pytest.mark.filterwarnings("ignore:.* belong")
+def test_another_simulation_is_a_warning_without_strict(device, saved, tmp_path) -> None:
+    whole = saved.restore(device, 4)[0]
+    other = simulation(fd.algorithms.feddc(0.2, aggregation="paper"), cohort_size=3)
+    listed = "alpha: 0.1 in the checkpoint, not 0.2; cohort_size: 2 in the checkpoint, not 3: restored all the same"
+    with pytest.warns(UserWarning, match=f"belong to another simulation: .*{listed}"):
+        state, history = saved.restore(other, 4, strict=False)
+    assert same(state, whole) and len(history) == 4
+    with pytest.raises(OtherRunError, match="belong to another simulation"):
+        run(other, state, 1, saved)
+    state, _ = run(other, state, 1, tmp_path / "new")
+    assert same(fd.Checkpoints(tmp_path / "new").restore(other)[0], state)
+    wider = MODEL._replace(init=lambda key: jnp.ones((30, 2)))
+    fewer = fd.FederatedData.from_clients(CLIENTS[:4], test=CLIENTS[0])
+    for misfit, message in [
+        (simulation(fd.algorithms.fedavg()), "clients.*: float32.* not nothing"),
+        (simulation(data=fewer), r"clients.*: float32\[5, 30, 20\] in the checkpoint, not float32\[4, 30, 20\]"),
+        (fd.Simulation(wider, DATA, device.algorithm, cohort_size=2), r"float32\[30, 20\] .* not float32\[30, 2\]"),
+        (simulation(bank="host"), r"\['ids'\]: nothing in the checkpoint"),
+    ]:
+        with pytest.raises(OtherRunError, match=f"have other arrays than this simulation: .*{message}"):
+            saved.restore(misfit, strict=False)
+    with pytest.raises(ValueError, match="strict must be True or False, got 1"):
+        saved.restore(device, strict=1)
+
+
+@pytest.mark.filterwarnings("ignore:.* belong")
+@pytest.mark.parametrize("bank", ["host", "files"])
+def test_another_simulation_is_a_warning_with_states_on_the_host(bank, tmp_path) -> None:
+    where = tmp_path / "bank" if bank == "files" else bank
+    saved, new = fd.Checkpoints(tmp_path / "run"), fd.Checkpoints(tmp_path / "new")
+    sim, other = simulation(bank=where), simulation(bank=where, cohort_size=3)
+    state, _ = run(sim, sim.init(KEY), 2, saved)
+    before = arrays(state)
+    state.clients.close()
+    with pytest.raises(OtherRunError, match="cohort_size: 2 in the checkpoint, not 3"):
+        saved.restore(other)
+    state, _ = saved.restore(other, strict=False)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(arrays(state), before, strict=True))
+    run(other, state, 1, new)
+    state.clients.close()
+    for t in new.rounds:  # with files also of the round from which it continued
+        new.restore(other, t)[0].clients.close()
+    fewer = simulation(data=fd.FederatedData.from_clients(CLIENTS[:4], test=CLIENTS[0]), bank=where, cohort_size=3)
+    with pytest.raises(OtherRunError, match="num_clients: 5 in the bank, not 4|must be of 4 clients, got those of 5"):
+        new.restore(fewer, strict=False)
 
 
 def test_another_run_is_refused(device, saved) -> None:
@@ -170,8 +221,8 @@ def test_format_and_versions(device, saved, monkeypatch) -> None:
         patch.setattr(checkpoint, "versions", lambda: {"fedjax_drift": "9.0", "jax": "1.0"})
         with pytest.warns(UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run goes on"):
             saved.restore(device)
-    monkeypatch.setattr(checkpoint, "FORMAT", 5)
-    with pytest.raises(ValueError, match="must be of format 5, got 4 in .*: use the version of fedjax_drift"):
+    monkeypatch.setattr(contents, "FORMAT", 6)
+    with pytest.raises(ValueError, match="must be of format 6, got 5 in .*: use the version of fedjax_drift"):
         saved.restore(device)
 
 
@@ -238,19 +289,21 @@ def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -
 def test_checksums_notice_every_bit_and_no_device(dtype) -> None:
     array = np.arange(24).reshape(6, 4).astype(dtype)
     sharded = jax.device_put(array, jax.NamedSharding(fd.clients_mesh(), jax.P("clients")))
-    plain = int(checkpoint.checksum(jnp.asarray(array[:5])))
-    assert int(jax.jit(checkpoint.checksum, static_argnums=1)(sharded, 5)) == plain
+    plain = int(contents.checksum(jnp.asarray(array[:5])))
+    assert int(jax.jit(contents.checksum, static_argnums=1)(sharded, 5)) == plain
     content = np.frombuffer(array[:5].tobytes(), np.uint8)
     bits = np.arange(0, 8 * len(content), 8 if dtype is bool else 1)
     flips = np.zeros((len(bits), len(content)), np.uint8)
     flips[np.arange(len(bits)), bits // 8] = 1 << bits % 8
     flipped = (content ^ flips).view(dtype).reshape(-1, 5, 4)
-    assert plain not in np.asarray(jax.jit(jax.vmap(checkpoint.checksum))(flipped))
+    assert plain not in np.asarray(jax.jit(jax.vmap(contents.checksum))(flipped))
 
 
 def test_the_last_and_the_best_are_kept(device, tmp_path) -> None:
-    assert checkpoint.kept_of({1: 0.5, 2: 0.9, 3: None, 4: 0.9, 5: 0.1}, 2) == {2, 4, 5}
-    assert checkpoint.kept_of({1: None, 2: None}, 3) == {1, 2}
+    keeps = orbax_backend.rounds_to_keep
+    assert keeps({5: 0.1, 1: 0.5, 2: 0.9, 3: None, 4: 0.2}, 2) == {2, 4, 5}
+    assert keeps({1: 0.9, 2: 0.9, 3: 0.1}, 1) == {2, 3}  # the last of the best
+    assert keeps({1: None, 2: None}, 3) == {1, 2} and keeps({1: None, 2: None}, 1) == {2}
     assert (
         checkpoint.score([{"loss": 0.5}], "loss") == -0.5 and checkpoint.score([{"loss": float("nan")}], "loss") is None
     )
@@ -262,8 +315,18 @@ def test_the_last_and_the_best_are_kept(device, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"round must be one of those kept, \[.*8\], or \"best\", got 3"):
         checkpoints.restore(device, 3)
     for waited, busy, expected in [(61, False, True), (59, False, False), (61, True, False)]:
-        assert checkpoint.due(None, 60.0, 7, waited, busy) is expected
-    assert checkpoint.due(5, None, 10, 0, True) and not checkpoint.due(5, None, 11, 99, False)
+        assert saver.due(None, 60.0, 7, waited, busy) is expected
+    assert saver.due(5, None, 10, 0, True) and not saver.due(5, None, 11, 99, False)
+
+
+def test_what_a_kill_has_left_is_deleted(device, saved, monkeypatch) -> None:
+    (saved.path / "00000009.orbax-checkpoint-tmp").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.shutil, "rmtree", lambda *_, **options: None)  # killed before the first file is deleted
+        saver._delete(saved, 2)
+    assert saved.rounds == [4, 5] and (saved.path / "00000002.deleted/arrays.0").exists()
+    run(device, saved.restore(device)[0], 1, saved)
+    assert sorted(path.name for path in saved.path.iterdir()) == ["00000004", "00000005", "00000006", "lock"]
 
 
 @pytest.mark.parametrize("bank", ["device", "sharded", "host", "files"])
@@ -328,9 +391,9 @@ def test_a_kill_before_the_best_is_written_loses_no_more_than_the_interval(devic
 
 def test_one_run_at_a_time(device, saved) -> None:
     state = saved.restore(device)[0]
-    with saved.saving(device.specification, state, contextlib.nullcontext):
+    with saver.saving([saved], [device.specification], [state], contextlib.nullcontext):
         for refused in (lambda: saved.restore(device), lambda: run(device, state, 1, saved)):
-            with pytest.raises(ValueError, match="must be used by one run at a time, got .*/saved, which is in use"):
+            with pytest.raises(InUseError, match="must be used by one run at a time, got .*/saved, which is in use"):
                 refused()
     run(device, state, 1, saved)
 
@@ -392,19 +455,19 @@ def test_a_full_disk(ends, device, uninterrupted, tmp_path, monkeypatch) -> None
     gc.collect()
     assert not spoke
     if ends == "later":
-        assert not list(tmp_path.glob(checkpoint.UNFINISHED))
+        assert all(path.name.isdecimal() or path.name == "lock" for path in tmp_path.iterdir())
 
 
 def test_no_room_for_a_pin_is_said_of_its_round(tmp_path, monkeypatch) -> None:
     sim = simulation(bank=tmp_path / "bank")
-    copy = client_store._Folder.copy_index
+    pin = client_files.ClientFiles.pin
 
-    def full(store, name: str, to: str) -> None:
-        if to == "index.2":
+    def full(store, t: int) -> None:
+        if t == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        copy(store, name, to)
+        pin(store, t)
 
-    monkeypatch.setattr(client_store._Folder, "copy_index", full)
+    monkeypatch.setattr(client_files.ClientFiles, "pin", full)
     checkpoints = fd.Checkpoints(tmp_path / "run", every=1, best=None)
     with pytest.warns(UserWarning, match="round 2 could not be saved in .* the run goes on, and the next save"):
         state, _ = run(sim, sim.init(KEY), 4, checkpoints)
@@ -530,7 +593,10 @@ class Scaled:
         (closed(jnp.float32(2)), closed(jnp.float32(3))),
         (closed(np.ones(3)), closed(np.array([1, 1, 2.0]))),
         (closed({1, 2}), closed({1, 3})),
-        (lambda x: x * 2.0, lambda x: x * 3.0),
+        (
+            lambda x: x * 2.0,
+            lambda x: x * 3.0,
+        ),
         (lambda x, c=2: x * c, lambda x, c=3: x * c),
         (Scaled(2), Scaled(3)),
         (Scaled(2).__call__, Scaled(3).__call__),
@@ -544,71 +610,131 @@ def test_settings_are_found_wherever_they_are(one, other) -> None:
 
 def test_settings_that_are_the_same(tmp_path) -> None:
     assert settings(closed(1), "s") == settings(closed(1.0), "s") == settings(closed(np.float32(1)), "s")
-    script = """
-from fedjax_drift.storage.identity import settings
-print(settings((lambda x: x in {"one", "two", "three"}, {"four", "five", "six"}), "s"))
-"""
-    found = {
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env).stdout
-        for env in (os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(2))
-    }
-    assert len(found) == 1  # in every process
+    assert settings(np.float32, "s") == settings(jnp.float32, "s") == settings(np.dtype("float32"), "s")
     with pytest.raises(ValueError, match="config must be a dict of what JSON has"):
         fd.Checkpoints(tmp_path, config={"a": np.float32(1)})
+
+
+def test_a_function_has_one_name_whether_its_script_is_run_or_imported(tmp_path, monkeypatch) -> None:
+    """And in every process, whatever the order of its sets."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/script.py").write_text(
+        "from fedjax_drift.storage.identity import settings\n"
+        "print(settings((lambda x: x in {'one', 'two', 'three'}, {'four', 'five', 'six'}), 's'))\n"
+    )
+    outputs = set()
+    for seed, arguments in enumerate([["folder/script.py"], ["-m", "folder.script"], ["-c", "import folder.script"]]):
+        paths = os.pathsep.join([str(Path(fd.__file__).parents[1]), str(tmp_path)])
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": paths}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+        outputs.add(done.stdout)
+    assert len(outputs) == 1 and outputs.pop().startswith("{'s.0': 'script.<lambda>', 's.0.<code>': 'crc32 ")
+    function = closed(1)
+    assert settings(function, "s")["s"] == "test_checkpoint.closed.<locals>.<lambda>"
+    function.__module__ = "__main__"  # as in a notebook, which has no file
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    assert settings(function, "s")["s"] == "closed.<locals>.<lambda>"
+    assert settings(optax.scale_by_adam(), "s")["s.update"] == "scale_by_adam.<locals>.update_fn"  # of a library
 
 
 LOSS = """
 import jax.numpy as jnp
 
 
-def squared(z, y):{docstring}
-    # {comment}
-    return {factor} * jnp.square(z[:, 0] - y)
+def scaled(factor):
+    def squared(z, y, power=2):
+        # The square by default.
+        error = z[:, 0] - y
+        return factor * jnp.abs(error) ** power
 
-
-double = lambda z, y: 2 * z[:, 0]; triple = lambda z, y: 3 * z[:, 0]  # noqa
+    return squared
 """
 
 
-def module_of(folder, **text):
-    """A module of a user's."""
-    import importlib.util
-
+def loss_of(folder: Path, factor: float = 2, module: str = "losses", *edits: tuple[str, str]):
+    """The loss of a user's module, after edits of its text."""
+    text = LOSS
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
     folder.mkdir()
-    (folder / "own_loss.py").write_text(LOSS.format(**{"docstring": "", "comment": "", "factor": 1} | text))
-    spec = importlib.util.spec_from_file_location("own_loss", folder / "own_loss.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    (folder / f"{module}.py").write_text(text)
+    spec = importlib.util.spec_from_file_location(module, folder / f"{module}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded.scaled(factor)
 
 
-def test_a_function_is_known_by_what_it_does(tmp_path) -> None:
-    """Docstrings, comments, annotations and the version of Python don't count; a changed body is a warning."""
-    plain = module_of(tmp_path / "a")
-    edited = module_of(tmp_path / "b", docstring='''\n    """What is minimised."""\n''', comment="hello")
-    changed = module_of(tmp_path / "c", factor=2)
-    found = settings(plain.squared, "loss")
-    assert found == settings(edited.squared, "loss") != settings(changed.squared, "loss")
-    assert found == {"loss": "squared", "loss.<code>": "crc32 2e51b62a"}  # in every version of Python
-    assert settings(plain.double, "f") != settings(plain.triple, "f")  # on one line
+DOCSTRING = ("power=2):", "power=2):\n        '''The loss.'''")
+EDITS = {  # arguments of loss_of -> the entries that differ, and whether the code has changed
+    "docstring": ((2, "losses", DOCSTRING), {}, False),
+    "comment and annotation": ((2, "losses", ("square by", "norm by"), ("z, y,", "z: object, y,")), {}, False),
+    "local variable": ((2, "losses", ("error", "difference")), {}, True),
+    "captured variable": ((2, "losses", ("factor", "weight")), {}, True),
+    "argument with a default": ((2, "losses", ("power", "exponent")), {}, True),
+    "body": ((2, "losses", ("abs", "sinh")), {}, True),
+    "value": ((3,), {"loss.factor": ("2", "3")}, False),
+    "default": ((2, "losses", ("=2", "=3")), {"loss.power": ("2", "3")}, True),
+    "captured variable and value": (
+        (3, "losses", ("factor", "weight")),
+        {"loss.factor": ("2", "nothing"), "loss.weight": ("nothing", "3")},
+        True,
+    ),
+    "module": (
+        (2, "errors"),
+        {"loss": ('"losses.scaled.<locals>.squared"', '"errors.scaled.<locals>.squared"')},
+        False,
+    ),
+}
 
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_makes_a_function_another(edit, tmp_path) -> None:
+    arguments, entries, edited = EDITS[edit]
+    stored = settings(loss_of(tmp_path / "a"), "loss")
+    assert stored == {
+        "loss": "losses.scaled.<locals>.squared",
+        "loss.<code>": "crc32 2c1bde1d",  # in every version of Python
+        "loss.factor": 2,
+        "loss.power": 2,
+    }
+    current = settings(loss_of(tmp_path / "b", *arguments), "loss")
+    assert differences(stored, current) == (entries, ["loss"] if edited else [])
+    assert differences(current, stored)[0].keys() == entries.keys()
+
+
+def test_the_bytecode_of_a_function_does_not_count(tmp_path) -> None:
+    """It differs between versions of Python. A function whose source is gone may be any."""
+    loss = loss_of(tmp_path / "a")
+    stored = settings(loss, "loss")
+    code = loss.__code__
+    loss.__code__ = code.replace(co_code=code.co_code + bytes([dis.opmap["NOP"], 0]))
+    assert loss.__code__ != code and settings(loss, "loss") == stored
+    unknown = stored | {"loss.<code>": None}
+    assert differences(unknown, stored) == differences(stored, unknown) == ({}, [])
+
+
+@pytest.mark.parametrize("bank", ["device", "files"])
+def test_other_code_of_a_function_is_a_warning(bank, tmp_path) -> None:
     def simulate(loss) -> fd.Simulation:
-        return fd.Simulation(MODEL._replace(loss=loss), DATA, fd.algorithms.fedavg(), cohort_size=2)
+        where = tmp_path / "bank" if bank == "files" else bank
+        return fd.Simulation(MODEL._replace(loss=loss), DATA, fd.algorithms.scaffold(), cohort_size=2, bank=where)
 
-    sim = simulate(plain.squared)
-    run(sim, sim.init(KEY), 2, tmp_path / "run")
-    saved = fd.Checkpoints(tmp_path / "run")
+    def close(state: fd.ServerState) -> None:
+        if bank == "files":
+            state.clients.close()
+
+    sim, saved = simulate(loss_of(tmp_path / "a")), fd.Checkpoints(tmp_path / "run")
+    close(run(sim, sim.init(KEY), 2, saved)[0])
     with warnings.catch_warnings(action="error"):
-        saved.restore(simulate(edited.squared))
-    with pytest.warns(
-        UserWarning, match=r"the code of model.loss has changed: the run goes on, with the code as it is"
-    ):
-        state, _ = saved.restore(simulate(changed.squared))
-    assert int(state.round) == 2
-    lost = dict.fromkeys(found, None) | {"loss": "squared"}  # of a function without a source nothing is known
-    assert identity.differ(lost, found) == identity.differ(found, lost) == ({}, [])
-    with pytest.raises(ValueError, match='model.loss: "squared" in the checkpoint, not "<lambda>"'):
-        saved.restore(simulate(plain.triple))
+        close(saved.restore(simulate(loss_of(tmp_path / "b", 2, "losses", DOCSTRING)))[0])
+    for i, edit in enumerate([("factor", "weight"), ("abs", "sinh")]):
+        edited = simulate(loss_of(tmp_path / f"c{i}", 2, "losses", edit))
+        with pytest.warns(UserWarning, match="the code of model.loss has changed: the run goes on, with the code as"):
+            close(saved.restore(edited)[0])
+    with pytest.raises(OtherRunError, match="model.loss.factor: 2 in the checkpoint, not 3"):
+        saved.restore(simulate(loss_of(tmp_path / "d", 3)))
 
 
 def test_what_a_run_was_configured_with_is_asked_when_it_goes_on(device, tmp_path) -> None:
@@ -648,7 +774,7 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
     assert f" rounds; to go on: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said
     assert not (folder / "curves.png").exists()
     (folder / "rounds.jsonl").write_text("")  # whatever a kill has left of it
-    with checkpoint.lock_folder(folder / "checkpoints", "it"):
+    with files.lock_folder(folder / "checkpoints", "it"):
         assert cli.main(["run", "--resume", str(folder)]) == 2
     assert "--output must be used by one run at a time" in capsys.readouterr().err
 

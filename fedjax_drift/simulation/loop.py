@@ -26,7 +26,7 @@ from fedjax_drift.devices.processes import agree, spans_processes
 from fedjax_drift.simulation.programs import MOST_ROUNDS
 from fedjax_drift.simulation.progress import Bar, Stop
 from fedjax_drift.simulation.records import record
-from fedjax_drift.storage.checkpoint import Savers
+from fedjax_drift.storage.saver import Savers
 from fedjax_drift.types import Record, ServerState
 
 CHUNK_SECONDS = 0.1  # how long a program of several rounds should take, and so how long Ctrl-C waits

@@ -34,9 +34,10 @@ from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
-from fedjax_drift.storage.checkpoint import Checkpoints, saving
+from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
+from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Algorithm, Model, Params, Record, ServerState
 
@@ -204,12 +205,13 @@ class Simulation:
         store = ClientStore.create(initial, self.data.num_clients, folder, self.specification.store_identity(state))
         return state._replace(clients=store)
 
-    def reopen(self, state: ServerState, round: int | None = None) -> ServerState:  # noqa: A002
+    def reopen(self, state: ServerState, round: int | None = None, strict: bool = True) -> ServerState:  # noqa: A002
         """A state that was saved without its client states, with those of the folder ``bank=``.
 
         Args:
           state: of the round at which the folder was left, or of ``round``; its ``clients`` are replaced.
           round: a round whose client states a checkpoint has pinned. Default: the newest.
+          strict: if False, another federation, algorithm, model or key is a warning, see `Checkpoints.restore`.
 
         Raises:
           ValueError: the folder belongs to another federation, algorithm, model, key or round; what differs is listed.
@@ -225,7 +227,7 @@ class Simulation:
         first = self.executor.launch("init", *moved((state.key, state.params), setup.everywhere))
         initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(first.clients))
         store_identity = self.specification.store_identity(state)
-        store = ClientStore.open(self.bank, initial, self.data.num_clients, store_identity, round)
+        store = ClientStore.open(self.bank, initial, self.data.num_clients, store_identity, round, strict)
         return setup.admit(state._replace(clients=store))
 
     def round_fn(

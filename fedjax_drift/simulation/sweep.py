@@ -31,7 +31,8 @@ from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.simulation.turns import Layout, Planned, Setting, TurnPrograms, TurnTrack, compiled, of_form, turns
-from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, saving, split_by_run
+from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, split_by_run
+from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Params, Record, ServerState
 

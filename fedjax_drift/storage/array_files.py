@@ -1,10 +1,10 @@
-"""The arrays of a checkpoint in files: ``arrays.0``, ``arrays.1``, ... of process 0, 1, ..., with the parts it holds.
+"""The arrays of a checkpoint in files: process i writes the parts that it holds to ``arrays.i``.
 
-A file is one line of JSON, which says of each part whose it is ([array, its bounds on every axis, bytes]), then the
-parts' bytes in that order. Blocks of zeros, as in the states of clients that were never seen, are holes of the file.
+A file is one line of JSON, with an entry [array, its bounds on every axis, bytes] per part, followed by the bytes of
+the parts in that order. Blocks of zeros, as in the states of clients that were never seen, are holes of the file.
 
-Any number of processes and devices reads what any other has written: whoever asks for a region of an array gets it
-from the parts that overlap with it. That the bytes are those written is for `checkpoint.checksums` to say.
+Any number of processes and devices can read what any other number has written: a region of an array is read from the
+parts that overlap with it. The bytes are checked by `contents.checksums`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Bounds = list[tuple[int, int]]  # start and stop on every axis
 class Part(NamedTuple):
     """A region of an array, in host memory."""
 
-    array: int  # which one, from 0
+    array: int  # the array's position, from 0
     bounds: Bounds
     data: np.ndarray  # its bytes, uint8 [n]
 
 
 def parts_here(arrays: Sequence[jax.Array | np.ndarray]) -> list[Part]:
-    """Copies of what this process is to write: every region once, by the first of the devices that hold it."""
+    """Copies of the parts that this process writes: every region once, from the first of the devices that hold it."""
     arrays_and_shards = [
         (i, array.addressable_shards) for i, array in enumerate(arrays) if isinstance(array, jax.Array)
     ]
-    mine = [(i, shard) for i, shards in arrays_and_shards for shard in shards if shard.replica_id == 0]
-    for _, shard in mine:
+    first_copies = [(i, shard) for i, shards in arrays_and_shards for shard in shards if shard.replica_id == 0]
+    for _, shard in first_copies:
         shard.data.copy_to_host_async()
-    parts = [Part(i, _bounds(shard.index, arrays[i].shape), _bytes(shard.data)) for i, shard in mine]
+    parts = [Part(i, _bounds(shard.index, arrays[i].shape), _bytes(shard.data)) for i, shard in first_copies]
     if jax.process_index() == 0:
         on_host = [(i, array) for i, array in enumerate(arrays) if not isinstance(array, jax.Array)]
         parts += [Part(i, [(0, n) for n in array.shape], _bytes(array)) for i, array in on_host]
@@ -55,12 +55,12 @@ def write(folder: Path, parts: Sequence[Part]) -> None:
             for start in range(0, len(data), BLOCK):
                 block = data[start : start + BLOCK]
                 file.write(block.data) if block.any() else file.seek(len(block), 1)
-        file.truncate()  # as long as it has come, also after a hole at the end
+        file.truncate()  # extends the file by a hole at the end
         os.fsync(file.fileno())
 
 
 class ArrayFiles:
-    """The arrays of a folder, read as they are asked for. What is damaged raises whatever its reading raises."""
+    """The arrays of a folder, read on demand. Damaged files raise whatever their reading raises."""
 
     def __init__(self, folder: Path) -> None:
         self._parts: dict[int, list[tuple[Path, int, int, Bounds]]] = {}  # array -> file, first byte, bytes, bounds
@@ -73,21 +73,24 @@ class ArrayFiles:
                 at += size
 
     def read(self, array: int, dtype: Any, bounds: Bounds) -> np.ndarray:
-        """The region of the array; 0 where nothing is stored."""
-        found = np.zeros(list(starmap(_length, bounds)), dtype)
-        for path, at, size, there in self._parts.get(array, []):
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, there, strict=True)]
-            if all(start < stop for start, stop in both):
-                data = np.fromfile(path, np.uint8, size, offset=at).view(dtype).reshape(list(starmap(_length, there)))
-                found[tuple(_inside(both, bounds))] = data[tuple(_inside(both, there))]
-        return found
+        """The region of the array, with zeros where nothing is stored."""
+        region = np.zeros(list(starmap(_length, bounds)), dtype)
+        for path, at, size, stored in self._parts.get(array, []):
+            overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, stored, strict=True)]
+            if all(start < stop for start, stop in overlap):
+                data = np.fromfile(path, np.uint8, size, offset=at).view(dtype).reshape(list(starmap(_length, stored)))
+                region[tuple(_inside(overlap, bounds))] = data[tuple(_inside(overlap, stored))]
+        return region
 
     def array(self, array: int, dtype: Any, shape: Sequence[int], sharding: Any = None) -> jax.Array | np.ndarray:
         """The array in this shape, on the devices of a sharding or in host memory."""
         if sharding is None:
             return self.read(array, dtype, [(0, n) for n in shape])
-        here = lambda index: self.read(array, dtype, _bounds(index, shape))  # noqa: E731
-        return jax.make_array_from_callback(tuple(shape), sharding, here)
+
+        def shard(index: Any) -> np.ndarray:
+            return self.read(array, dtype, _bounds(index, shape))
+
+        return jax.make_array_from_callback(tuple(shape), sharding, shard)
 
 
 def _bytes(array: jax.Array | np.ndarray) -> np.ndarray:
@@ -104,5 +107,5 @@ def _length(start: int, stop: int) -> int:
 
 
 def _inside(region: Bounds, around: Bounds) -> Iterator[slice]:
-    """The region's place in the one around it."""
+    """The slices of the region within the one around it."""
     return (slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, around, strict=True))

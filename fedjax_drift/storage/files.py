@@ -1,4 +1,4 @@
-"""Files and folders that survive a kill: locks, replacement of a file as a whole, unused names."""
+"""Locks, atomic replacement of files, and unused names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedjax_drift.errors import ConfigurationError, InUseError
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes the file as a whole: a process that is killed leaves the old one or the new one."""
+    """Replaces the file atomically: a process that is killed leaves the old content or the new one."""
     new = path.with_name(path.name + ".new")
     try:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -24,13 +24,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def unused(path: Path) -> Path:
-    """The path or, with a number, one that does not exist."""
+    """Returns ``path`` if it does not exist, otherwise the path with the first free number appended."""
     names = [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, 1000))]
     return next(name for name in names if not name.exists())
 
 
 def lock(file: FileIO, refusal: str) -> None:
-    """Locks the file for as long as it is open. Raises InUseError(refusal) where another has locked it."""
+    """Locks the file for as long as it is open. Raises InUseError(refusal) if it is locked already."""
     import fcntl  # on Unix only, as positioned reads and writes are
 
     try:
@@ -43,8 +43,14 @@ def lock(file: FileIO, refusal: str) -> None:
 def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
     """Locks the folder for this process by its file "lock".
 
-    Raises InUseError where it is in use, and ConfigurationError where it cannot be written. Without ``create`` nothing
-    is written.
+    Args:
+      path: the folder.
+      what: the name of the argument that gave it, for messages.
+      create: whether to create the folder and the file. If False, nothing is written.
+
+    Raises:
+      InUseError: the folder is in use.
+      ConfigurationError: the folder cannot be written.
     """
     try:
         if create:

@@ -1,6 +1,9 @@
-"""What a run's results depend on, as plain values by name: runs are the same if these are, and else differ in those.
+"""The identity of a run: all that its results depend on, as plain values by name.
 
-Hyper-parameters live in closures, so that is where `settings` looks for them.
+Two runs are the same if their identities are; else the names that differ tell a person why. Hyper-parameters live in
+closures, so that is where `settings` looks for them. A function is known by its name and the values that it captures.
+Not part of the identity are docstrings, comments, names of local and captured variables, and bytecode. The code of a
+user's function is an entry of its own, which only warns; the code of libraries is known by their versions.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ import functools
 import inspect
 import json
 import linecache
+import sys
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,19 +32,24 @@ from fedjax_drift.round.failures import Failures
 from fedjax_drift.tree import described, layout
 from fedjax_drift.types import ServerState
 
-CODE = "<code>"  # the last part of the name of an entry that tells what a function does
-MOST_BYTES = 10**9  # of an array that `fingerprint` reads as a whole
-VERSIONED = ("fedjax_drift", "jax", "flax", "optax", "chex", "numpy")  # packages whose code their version stands for
+CODE = "<code>"  # the last part of the name of an entry for the code of a function
+MOST_BYTES = 10**9  # the size up to which `fingerprint` reads the whole of an array
+LIBRARIES = ("fedjax_drift", "jax", "jaxlib", "flax", "optax", "chex", "numpy", "ml_dtypes", "builtins")
 
 
 def identity(
     engine: Engine, data: FederatedData, on_nonfinite: str, client_store: str, state: ServerState
 ) -> dict[str, Any]:
-    """All that a run's results depend on, by name, as JSON stores it: not lanes, devices or streaming.
+    """Returns all that a run's results depend on, by name, as JSON stores it: not lanes, devices or streaming.
 
-    client_store: "device", "sharded", "host" or a folder; state: shapes and dtypes of the whole state.
+    Args:
+      engine: the round, with its algorithm, model and options.
+      data: the federation.
+      on_nonfinite: the option of `Simulation`.
+      client_store: "device", "sharded", "host" or a folder.
+      state: shapes and dtypes of the whole state.
     """
-    options = {  # of Simulation: each one that changes results has its place here
+    options = {  # of Simulation: all that change results
         "cohort_size": engine.cohort_size,
         "sampling": "bernoulli" if engine.bernoulli else "uniform",
         "on_nonfinite": on_nonfinite,
@@ -59,25 +70,20 @@ def identity(
     }
 
 
-def without_code(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that do not describe what a function does."""
-    return {name: value for name, value in identity.items() if not name.endswith(CODE)}
-
-
 def settings(value: Any, name: str) -> dict[str, Any]:
     """The plain values in a tree of NamedTuples, dataclasses, containers and the closures of functions, by dotted name.
 
-    Arrays count by their contents, and functions that are not of a library by what their source does, too (entries
-    that end in "<code>"). What a function looks up in its module is not seen.
+    Arrays count by their contents. The code of functions is an entry that ends in "<code>", but for those of libraries.
+    What a function looks up in its module is not seen.
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
-    >>> found = settings((scaled(0.5), 3), "pair")
-    >>> found["pair.0"], found["pair.0.factor"], found["pair.1"]
+    >>> entries = settings((scaled(0.5), 3), "pair")
+    >>> entries["pair.0"], entries["pair.0.factor"], entries["pair.1"]
     ('scaled.<locals>.<lambda>', 0.5, 3)
     """
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
+    entries: dict[str, Any] = {}
+    above: set[int] = set()
 
     def walk(value: Any, name: str) -> None:
         if isinstance(value, (np.generic, np.ndarray, jax.Array)):
@@ -85,24 +91,24 @@ def settings(value: Any, name: str) -> dict[str, Any]:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # 1 and 1.0 are one setting
         if value is None or isinstance(value, bool | int | float | str):
-            found[name] = value
+            entries[name] = value
             return
         if isinstance(value, type | np.dtype | ModuleType):
-            found[name] = getattr(value, "__name__", str(value))
+            entries[name] = _name(value) if isinstance(value, type) else getattr(value, "__name__", str(value))
             return
-        if id(value) in seen:  # a function that calls itself
+        if id(value) in above:  # a function that calls itself
             return
-        seen.add(id(value))
+        above.add(id(value))
         for part, inner in _parts(value):
             walk(inner, f"{name}.{part}" if part else name)
-        seen.remove(id(value))
+        above.remove(id(value))
 
     walk(value, name)
-    return found
+    return entries
 
 
 def _of_array(array: Any) -> Any:
-    """A number, or what tells an array from others."""
+    """The number of a scalar; dtype, shape and checksum of any other array."""
     if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)
@@ -110,7 +116,7 @@ def _of_array(array: Any) -> Any:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """What a value is made of; nothing for what is not known."""
+    """The name and value of each part of a value; none for a value of an unknown kind."""
     if isinstance(value, functools.partial):
         return [("", value.func), *((str(i), arg) for i, arg in enumerate(value.args)), *value.keywords.items()]
     if inspect.ismethod(value):
@@ -127,7 +133,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(str(key), item) for key, item in value.items()]
     if dataclasses.is_dataclass(value):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    if not _versioned(type(value)) and hasattr(value, "__dict__"):
+    if not _of_library(type(value)) and hasattr(value, "__dict__"):
         return [("", type(value)), *vars(value).items()]
     return []
 
@@ -135,72 +141,95 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 def _parts_of_function(function: Any) -> list[tuple[str, Any]]:
     parameters = inspect.signature(function).parameters.items()
     defaults = {name: p.default for name, p in parameters if p.default is not p.empty}
-    own = [] if _versioned(function) else [(CODE, _body(function.__code__))]
-    return [("", function.__qualname__), *own, *defaults.items(), *inspect.getclosurevars(function).nonlocals.items()]
+    code = [] if _of_library(function) else [(CODE, _fingerprint_of_code(function.__code__))]
+    return [("", _name(function)), *code, *defaults.items(), *inspect.getclosurevars(function).nonlocals.items()]
 
 
-def _versioned(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in (*VERSIONED, "builtins")
+def _of_library(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
-def _body(code: CodeType) -> str | None:
-    """What a function does, from its source: comments, docstrings, annotations, layout and the version of Python don't
-    count. None where the source is not known."""
-    lines = "".join(linecache.getlines(code.co_filename))
-    found = [node for node in _functions(lines) if _is_of(node, code)]
-    if not found:
-        return None
-    return f"crc32 {zlib.crc32(repr([_plain(node) for node in found]).encode()):08x}"
+def _name(value: Any) -> str:
+    """The name of a function or class: the last part of its module's name, and its qualified name.
+
+    A script that is run and the same script imported, from whatever folder, give one name: "__main__" is replaced by
+    the script's file name. A notebook has none; and no module is given for libraries, which move functions between
+    modules from one version to the next.
+    """
+    module = "" if _of_library(value) else getattr(value, "__module__", None) or ""
+    if module in ("__main__", "__mp_main__"):  # the latter in processes that multiprocessing has started
+        module = Path(getattr(sys.modules[module], "__file__", None) or "").stem
+    return f"{module.rpartition('.')[2]}.{value.__qualname__}".removeprefix(".")
+
+
+def _fingerprint_of_code(code: CodeType) -> str | None:
+    """The checksum of a function's source without comments, docstrings, annotations and layout; None without a source.
+
+    It is the same in all versions of Python. Lambdas on one line have one fingerprint.
+    """
+    source = "".join(linecache.getlines(code.co_filename))
+    text = _codes(source).get((code.co_name, code.co_firstlineno))
+    return None if text is None else f"crc32 {zlib.crc32(text.encode()):08x}"
 
 
 @functools.lru_cache(64)
-def _functions(source: str) -> tuple[ast.AST, ...]:
+def _codes(source: str) -> dict[tuple[str, int], str]:
+    """The code of every function of a source file, by name and first line."""
+    codes: defaultdict[tuple[str, int], str] = defaultdict(str)
     try:
-        tree = ast.parse(source)
+        nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:
-        return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
+        return codes
+    for node in nodes:
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            codes[node.name, first] += ast.unparse(node)
+        elif isinstance(node, ast.Lambda):
+            codes["<lambda>", node.lineno] += ast.unparse(node)
+    return codes
 
 
-def _is_of(node: Any, code: CodeType) -> bool:
-    """Whether the code is of this function."""
-    if isinstance(node, ast.Lambda):  # of several in a line the one around the code's own places
-        inside = [(line, column) for line, _, column, end in code.co_positions() if line and column is not None and end]
-        begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
-        here = node.lineno == code.co_firstlineno and all(begin <= place <= end for place in inside)
-        return code.co_name == "<lambda>" and here
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return code.co_name == node.name and first == code.co_firstlineno
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """The entries in which two identities differ, with both values as JSON; and the functions whose code has changed.
+
+    A variable that a user's function captures may have another name with the same value.
+    """
+    old, new = ({name: json.dumps(value) for name, value in side.items()} for side in (stored, current))
+    functions = {name.removesuffix("." + CODE) for name in {**old, **new} if name.endswith("." + CODE)}
+
+    def anonymous(name: str) -> str:
+        """The name without those of captured variables, which follow that of a function."""
+        parts = name.split(".")
+        return ".".join("*" if ".".join(parts[:i]) in functions else part for i, part in enumerate(parts))
+
+    for name in [name for name in old if name not in new]:
+        others = [other for other in new if other not in old and anonymous(other) == anonymous(name)]
+        if renamed := [other for other in others if new[other] == old[name]]:
+            del old[name], new[renamed[0]]
+    pairs = {name: (old.get(name, "nothing"), new.get(name, "nothing")) for name in {**new, **old}}
+    pairs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    edited = [name for name in pairs if name.endswith("." + CODE)]
+    known = [name.removesuffix("." + CODE) for name in edited if "null" not in pairs[name]]  # null: without a source
+    return {name: pair for name, pair in pairs.items() if name not in edited}, known
 
 
-def _plain(node: Any) -> Any:
-    """A syntax tree as lists, alike in all versions of Python."""
-    if isinstance(node, list):
-        return [_plain(item) for item in node]
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    left_out = ("annotation", "returns", "type_comment", "type_params", "kind", "ctx")
-    named = [(name, value) for name, value in ast.iter_fields(node) if name not in left_out]
-    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
-        named = [(name, value[1:] if name == "body" else value) for name, value in named]
-    return [type(node).__name__, *([name, _plain(value)] for name, value in named if value not in (None, []))]
-
-
-def differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """In which entries two identities differ, with both values as JSON; and the functions whose code has changed."""
-    texts = [{name: json.dumps(value) for name, value in side.items()} for side in (there, here)]
-    pairs = {name: (texts[0].get(name, "nothing"), texts[1].get(name, "nothing")) for name in {**texts[1], **texts[0]}}
-    pairs = {name: (was, now) for name, (was, now) in pairs.items() if was != now}
-    changed = [name for name in pairs if name.endswith("." + CODE)]
-    seen = [name.removesuffix("." + CODE) for name in changed if "null" not in pairs[name]]  # null: source not known
-    return {name: pair for name, pair in pairs.items() if name not in changed}, seen
+def few(items: list[str], most: int = 6) -> str:
+    """The items as a text, with the number of those beyond the first ``most``."""
+    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
 
 
 _fingerprints: WeakKeyDictionary[FederatedData, dict[str, Any]] = WeakKeyDictionary()
 
 
 def fingerprint(data: FederatedData) -> dict[str, Any]:
-    """What tells a federation from others; of arrays of more than 1 GB, evenly spaced rows are looked at."""
+    """Checksums of the arrays of a federation; for arrays of more than 1 GB, those of evenly spaced rows."""
     if data not in _fingerprints:
         arrays = {name: getattr(data, name) for name in ("sizes", "x", "y", "x_test", "y_test", "mean", "std")}
         plain = {"name": data.name, "redeal": data.redeal}
@@ -218,5 +247,5 @@ def _crc(array: np.ndarray) -> str:
 
 
 def crc32(array: np.ndarray) -> int:
-    """Of an array's bytes."""
+    """The CRC-32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,4 +1,4 @@
-"""What storage has to know of a simulation: `Simulation.specification`."""
+"""The description of a simulation that checkpoints and client stores need: `Simulation.specification`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from jax.random import key_data
 from jax.sharding import Mesh
 
-from fedjax_drift.storage.identity import without_code
 from fedjax_drift.types import ServerState
 
 
@@ -22,8 +21,8 @@ class Specification(NamedTuple):
     shardings: ServerState  # of each part of a state
     client_store: str  # "device", "sharded", "host" or a folder
     identity: dict[str, Any]  # all that results depend on, see identity.py
-    admit: Callable[[Any], ServerState]  # a state that was read -> the same on the devices, checked
-    reopen: Callable[[ServerState, int], ServerState]  # a state without client states -> with those of the folder
+    admit: Callable[[Any], ServerState]  # checks a state that was read and moves it to the devices
+    reopen: Callable[[ServerState, int, bool], ServerState]  # (state, round, strict): adds the folder's client states
 
     @property
     def states_on_host(self) -> bool:
@@ -31,8 +30,8 @@ class Specification(NamedTuple):
         return self.client_store not in ("device", "sharded")
 
     def store_identity(self, state: ServerState) -> dict[str, Any]:
-        """What a client store must agree on: what checkpoints ask for, and the key."""
-        return {"key": str(key_words(state))} | without_code(self.identity)
+        """What a client store must have in common with a run: the identity of its checkpoints, and the key."""
+        return {"key": str(key_words(state))} | self.identity
 
 
 def key_words(state: ServerState) -> list[int]:

@@ -1,0 +1,400 @@
+"""Saving: writes the checkpoints of a run while it trains, and deletes those that need not be kept."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.devices.processes import first_does, spans_processes
+from fedjax_drift.errors import ConfigurationError, DamagedError
+from fedjax_drift.storage import array_files, orbax_backend
+from fedjax_drift.storage.checkpoint import Checkpoints, check_mesh, check_same, score, versions
+from fedjax_drift.storage.client_store import ClientStore
+from fedjax_drift.storage.contents import (
+    FORMAT,
+    About,
+    Leaf,
+    arrays_of,
+    checksums,
+    layout,
+    read_arrays,
+    reason,
+)
+from fedjax_drift.storage.files import unused
+from fedjax_drift.storage.identity import differences
+from fedjax_drift.storage.specification import Specification, key_words
+from fedjax_drift.types import Record, ServerState
+
+DELETED, DAMAGED = ".deleted", ".damaged"  # suffixes of folders
+Hold = Callable[[], contextlib.AbstractContextManager]
+
+
+@contextlib.contextmanager
+def saving(
+    each: Sequence[Checkpoints],
+    specs: Sequence[Specification],
+    states: Sequence[ServerState],
+    hold: Hold,
+    back: bool = False,
+) -> Iterator[Savers]:
+    """A context manager that saves runs. Every process of the runs enters it.
+
+    Args:
+      each: where each run is saved.
+      specs: the simulation of each run.
+      states: the state from which each run starts.
+      hold: a context manager that defers signals while orbax is called, so that no process leaves orbax's barriers
+        early.
+      back: whether to delete checkpoints of these runs of rounds after the states'.
+
+    Raises:
+      OtherRunError: a folder holds the checkpoints of another run.
+      InUseError: a folder is in use.
+      ConfigurationError: a folder cannot be written, or holds checkpoints of later rounds.
+    """
+    with contextlib.ExitStack() as stack:
+        runs = zip(each, specs, states, strict=True)
+        yield Savers([stack.enter_context(_saving_one(one, spec, state, hold, back)) for one, spec, state in runs])
+
+
+@contextlib.contextmanager
+def _saving_one(
+    checkpoints: Checkpoints, spec: Specification, state: ServerState, hold: Hold, back: bool
+) -> Iterator[Saver]:
+    check_mesh(spec)
+    with contextlib.ExitStack() as stack:
+        first_does(spec.mesh, lambda: stack.enter_context(checkpoints.locked(create=True)))
+        if back:
+            first_does(spec.mesh, lambda: _delete_later(checkpoints, spec, state))
+        history, damaged = _history(checkpoints, spec, state)
+        first_does(spec.mesh, lambda: _move_aside(checkpoints, damaged))
+        saver = Saver(checkpoints, spec, state, history, hold)
+        saver.save_start(state)
+        try:
+            yield saver
+        finally:
+            saver.close()
+
+
+def _run_identity(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> dict[str, Any]:
+    return checkpoints.identity_of(spec) | {"key": key_words(state)}
+
+
+def _history(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> tuple[list[Record], list[int]]:
+    """The history up to the state, and the rounds from the state's on whose checkpoints are damaged."""
+    t, rounds, damaged = int(state.round), checkpoints.rounds, []
+    for number in [number for number in rounds if number >= t]:
+        try:
+            later = checkpoints.about(number)
+            if number > t and not differences(later.identity, checkpoints.identity_of(spec))[0]:
+                read_arrays(checkpoints.place(number), spec, later)
+                _check_pinned(state, number)
+        except DamagedError:
+            damaged.append(number)
+    intact = [number for number in rounds if number not in damaged]
+    newest = next(filter(None, (_about_or_none(checkpoints, number) for number in intact[::-1])), None)
+    if newest is not None:
+        check_same(checkpoints.path, newest.identity | {"key": newest.key}, _run_identity(checkpoints, spec, state))
+    if intact and intact[-1] > t:
+        raise ConfigurationError(
+            f"checkpoints must be of rounds up to the state's, {t}, got round {intact[-1]} in {checkpoints.path}: go "
+            "on from there with checkpoints.restore(sim), or choose another folder, whose history starts with this run"
+        )
+    if newest is not None and newest.round < t:
+        checks.warn(
+            f"rounds {newest.round + 1} to {t} were done without checkpoints: the history in {checkpoints.path} leaves "
+            "them out"
+        )
+    return newest.history if newest is not None else [], damaged
+
+
+def _about_or_none(checkpoints: Checkpoints, t: int) -> About | None:
+    with contextlib.suppress(DamagedError):
+        return checkpoints.about(t)
+    return None
+
+
+def _check_pinned(state: ServerState, t: int) -> None:
+    store = state.clients
+    if isinstance(store, ClientStore) and store.in_files and t not in store.pins:
+        raise DamagedError("the pin of its client states is missing or damaged")
+
+
+def _delete_later(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> None:
+    """Deletes the checkpoints of rounds after the state's. Raises OtherRunError if they are another run's."""
+    for number in [number for number in checkpoints.rounds if number > int(state.round)]:
+        if (about := _about_or_none(checkpoints, number)) is not None:
+            identity = _run_identity(checkpoints, spec, state)
+            check_same(checkpoints.path, about.identity | {"key": about.key}, identity)
+        _delete(checkpoints, number)
+
+
+def _delete(checkpoints: Checkpoints, t: int) -> None:
+    """Deletes a checkpoint. It is renamed first, so that an interruption does not leave half a checkpoint."""
+    folder = checkpoints.place(t)
+    renamed = folder.rename(folder.with_name(folder.name + DELETED))
+    shutil.rmtree(renamed, ignore_errors=True)
+
+
+def _move_aside(checkpoints: Checkpoints, damaged: list[int]) -> None:
+    for number in damaged:
+        folder = checkpoints.place(number)
+        folder.rename(unused(folder.with_name(folder.name + DAMAGED)))
+
+
+class Contents(NamedTuple):
+    """A state as it is written."""
+
+    round: int
+    leaves: list[Leaf]
+    described: list[list]  # [name, dtype, shape, checksum] of each leaf
+    records: int  # number of records of this run, up to the state
+    score: float | None
+
+
+class Saver:
+    """Saves one run. Every process calls orbax. Only process 0 deletes checkpoints, warns, and decides when to save."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, spec: Specification, state: ServerState, history: list[Record], hold: Hold
+    ) -> None:
+        self.checkpoints, self.spec, self.history_before, self.hold = checkpoints, spec, history, hold
+        self.identity, self.key = checkpoints.identity_of(spec), key_words(state)
+        in_files = isinstance(state.clients, ClientStore) and state.clients.in_files
+        self.client_files: ClientStore | None = state.clients if in_files else None
+        self.scores = {t: checkpoints.score_of(t) for t in checkpoints.rounds}
+        self.started: int | None = None  # the round that is being saved
+        self.started_score: float | None = None
+        self.best: Contents | None = None  # better than all states saved, and not written yet
+        self.clock = time.monotonic()
+        self._delete_leftovers()
+        self.orbax = orbax_backend.checkpointer()
+
+    def save_start(self, state: ServerState) -> None:
+        """Saves the first state of a run whose client states are in files: a kill before the first save would leave
+        them without a state."""
+        if self.client_files is not None and int(state.round) not in self.scores:
+            self.save(state, [])
+            self.settle()
+
+    def due(self, t: int) -> bool:
+        """Whether to save after round t."""
+        every, seconds = self.checkpoints.every, self.checkpoints.seconds
+        return due(every, seconds, t, time.monotonic() - self.clock, self._is_busy())
+
+    def save(self, state: ServerState, history: list[Record]) -> None:
+        """Starts to save the state, with the history of this run. A failure is a warning, and training continues."""
+        self.settle()
+        self._write_best(int(state.round), history)
+        if int(state.round) in self.scores:
+            return
+        self.started = int(state.round)  # also the round that a warning names if collecting the contents fails
+        self._try(lambda: self._write(self._contents(state, history), history))
+
+    def confirm(self) -> None:
+        """If ``every`` is set, waits until the current save is complete.
+
+        Records of later rounds are only reported after that, so that a crash never loses more than ``every`` reported
+        rounds. The devices train meanwhile.
+        """
+        if self.checkpoints.every is not None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits until the current save is complete. A failure is a warning."""
+        self._try(self._settle)
+
+    def consider(self, state: ServerState, history: list[Record]) -> None:
+        """Keeps the state if its round, the last of the history, is the best evaluated so far.
+
+        The state stays in host memory and is written with the next save, because writing every best state would slow
+        down short rounds. If the process is killed before that, the lost rounds are repeated after a restart. With
+        several processes the state is written immediately.
+        """
+        value = self._score(history)
+        known = [*self.scores.values(), self.started_score if self.started is not None else None]
+        known += [self.best.score if self.best is not None else None]
+        if value is None or any(other is not None and other >= value for other in known):
+            return
+        if spans_processes(self.spec.mesh):
+            self.save(state, history)
+            return
+
+        with self.hold():
+            try:
+                contents = self._contents(state, history)
+                self.best = contents._replace(leaves=[np.array(leaf) for leaf in contents.leaves])
+            except Exception as error:
+                checks.warn(
+                    f"round {int(state.round)}, the best so far, could not be kept ({reason(error)}): the run goes on"
+                )
+
+    def finish(self, state: ServerState, history: list[Record]) -> None:
+        """Saves the final state if it is not saved yet, and waits until the save is complete.
+
+        Raises:
+          OSError: the state could not be saved. It is ``error.state``, and the history ``error.history``.
+        """
+        t = int(state.round)
+        self.settle()
+        self._write_best(t, history)
+        if t in self.scores:
+            return
+        try:
+            with self.hold():
+                self._write(self._contents(state, history), history)
+                self._settle()
+        except Exception as error:
+            self._failed(error, quietly=True)
+            last = max(self.scores, default=None)
+            where = f"the last checkpoint is of round {last}" if self.scores else "there is no checkpoint"
+            lost = OSError(
+                getattr(error, "errno", None) or errno.EIO,
+                f"the end of the run, round {t}, could not be saved in {self.checkpoints.path} ({reason(error)}), "
+                f"{where}: all rounds are in error.state and error.history; make room or mend the folder",
+            )
+            vars(lost).update(state=state, history=history)
+            raise lost from error
+
+    def close(self) -> None:
+        """Waits for the save in progress, and ends orbax's threads."""
+        self.settle()
+        self.orbax.close()
+
+    def _try(self, step: Callable[[], None]) -> None:
+        with self.hold():
+            try:
+                step()
+            except Exception as error:  # orbax and what it calls raise whatever they like
+                self._failed(error)
+
+    def _is_busy(self) -> bool:
+        """Whether a save is in progress."""
+        self._try(self.orbax.check_for_errors)
+        return self.started is not None and not self.checkpoints.place(self.started).exists()
+
+    def _contents(self, state: ServerState, history: list[Record]) -> Contents:
+        """The arrays of a state, with their checksums; client states in files are pinned."""
+        if self.client_files is not None:
+            self.client_files.pin()
+        arrays = arrays_of(state)
+        leaves = jax.tree.leaves(arrays)
+        layouts = zip(layout(self.spec, arrays), checksums(self.spec, leaves), strict=True)
+        described = [[*leaf, check] for leaf, check in layouts]
+        return Contents(int(state.round), leaves, described, len(history), self._score(history))
+
+    def _score(self, history: list[Record]) -> float | None:
+        return score(history or self.history_before, self.checkpoints.best)
+
+    def _write_best(self, t: int, history: list[Record]) -> None:
+        """Saves the best state, unless it is that of round t, which is saved anyway."""
+        if self.best is None:
+            return
+        best = self.best
+        if best.round != t:
+            self._try(lambda: self._write(best, history))
+            self.settle()
+        self.best = None
+
+    def _write(self, contents: Contents, history: list[Record]) -> None:
+        """Starts to write."""
+        t = contents.round
+        self.started, self.clock, self.started_score = t, time.monotonic(), contents.score
+        records = self.history_before + history[: contents.records]
+        about = About(FORMAT, versions(), self.identity, t, self.key, records, contents.described)
+        text = json.dumps(about._asdict())  # now: the records are the caller's, too, who may change them
+        arguments = orbax_backend.save_arguments(text, array_files.parts_here(contents.leaves))
+        self.orbax.save(self.checkpoints.place(t), args=arguments)
+
+    def _settle(self) -> None:
+        """Waits until the current save is complete, and deletes what need not be kept any more."""
+        self.orbax.wait_until_finished()
+        if self.started is None:
+            return
+        if jax.process_index() == 0 and not self.checkpoints.place(self.started).exists():
+            raise OSError(errno.ENOENT, "its folder is missing")
+        self.scores[self.started], self.started = self.started_score, None
+        kept = orbax_backend.rounds_to_keep(self.scores, self.checkpoints.keep)
+        self.scores = {t: value for t, value in self.scores.items() if t in kept}
+        if jax.process_index() == 0:
+            for t in set(self.checkpoints.rounds) - kept:
+                _delete(self.checkpoints, t)
+        if self.client_files is not None:
+            for t in set(self.client_files.pins) - kept - {self.best.round if self.best is not None else -1}:
+                self.client_files.unpin(t)
+
+    def _delete_leftovers(self) -> None:
+        """Deletes what is left of saves that failed and of deletions that were interrupted."""
+        if jax.process_index() == 0:
+            orbax_backend.delete_unfinished(self.checkpoints.path)
+            for folder in self.checkpoints.path.glob("*" + DELETED):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _failed(self, error: Exception, quietly: bool = False) -> None:
+        t, self.started = self.started, None
+        self.orbax = orbax_backend.checkpointer()
+        self._delete_leftovers()
+        if jax.process_index() == 0 and not quietly:
+            checks.warn(
+                f"round {t} could not be saved in {self.checkpoints.path} ({reason(error)}): the run goes on, "
+                "and the next save tries again"
+            )
+
+
+class Savers:
+    """Saves runs that advance together: the one run of `Simulation.run`, or the runs of a sweep."""
+
+    def __init__(self, savers: Sequence[Saver]) -> None:
+        self.savers = savers
+        self.follows_best = savers[0].checkpoints.best is not None
+
+    def due(self, t: int) -> bool:
+        """Whether to save after round t."""
+        return self.savers[0].due(t)
+
+    def save(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
+        """Starts to save every run, with its records since the saver was opened."""
+        for saver, state, history in zip(self.savers, states, histories, strict=True):
+            saver.save(state, history)
+
+    def confirm(self) -> None:
+        """See `Saver.confirm`."""
+        for saver in self.savers:
+            saver.confirm()
+
+    def consider(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
+        """Keeps the states that are the best of their run so far, see `Saver.consider`."""
+        for saver, state, history in zip(self.savers, states, histories, strict=True):
+            saver.consider(state, history)
+
+    def finish(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
+        """Saves the end of every run. Raises OSError, after all have been tried, if one could not be saved."""
+        failed: list[OSError] = []
+        for saver, state, history in zip(self.savers, states, histories, strict=True):
+            try:
+                saver.finish(state, history)
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+
+def due(every: int | None, seconds: float | None, t: int, waited: float, busy: bool) -> bool:
+    """Whether to save after round t.
+
+    Args:
+      every: save every so many rounds; None: not by rounds.
+      seconds: save after so many seconds; None: not by time.
+      waited: seconds since the last save started.
+      busy: whether that save is still running.
+    """
+    return every is not None and t % every == 0 or seconds is not None and waited >= seconds and not busy
