@@ -1,1 +1,1 @@
-"""Data: a federation's rows, ways to cut a data set into clients, and data sets to load."""
+"""Data: the examples of a federation, partitioners, and data sets to load."""
