@@ -136,7 +136,7 @@ def test_dealing_all_turns_at_once_has_the_law_of_dealing_one_by_one():
     at_once, one_by_one = np.zeros((2, draws, 3, 3))
     for k in range(draws):
         mixes = partition._log_gamma(rng, alpha, (3, 3))
-        np.add.at(at_once[k], (partition._deal(rng, y, class_sizes, sizes, mixes), y), 1)
+        np.add.at(at_once[k], (partition._assign_by_turns(rng, y, class_sizes, sizes, mixes), y), 1)
         one_by_one[k] = deal_one_by_one(rng, class_sizes, sizes, alpha)
     for moment in (lambda x: x, np.square):
         error = np.sqrt((moment(at_once).var(0) + moment(one_by_one).var(0)) / draws)

@@ -1,4 +1,4 @@
-"""BindingDB as a classification of ligand and protein: do they bind?"""
+"""BindingDB as a classification task: whether a ligand binds a protein."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODES = bytes(byte - 32 if 32 < byte < 127 else 0 for byte in range(256))  # of 
 
 
 def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[Pair, Pair]:
-    """Training and test rows, 80 and 20 %, drawn with ``seed``: x int8 [M, ligand + protein], y int32 [M], 1 = binds.
+    """Reads x int8 [M, ligand + protein] and y int32 [M], 1 = binds. 20 %, drawn with ``seed``, are test examples.
 
     Raises FileNotFoundError, and ValueError for a damaged file or one without at least 2 measurements of Kd.
     """
@@ -45,11 +45,11 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
 
 
 def measurements(path: Path) -> dict[tuple[str, str], bool]:
-    """(SMILES, protein sequence) -> whether Kd < 30 nM, of every pair by its first measurement that tells.
+    """A dict (SMILES, protein sequence) -> whether Kd < 30 nM. The first conclusive measurement of a pair is used.
 
-    Lines without one of the three values are passed over, and so are bounds that leave the question open ("<100").
+    Lines without one of the three values are skipped, and so are inconclusive bounds such as "<100".
     """
-    found: dict[tuple[str, str], bool] = {}
+    binds_of: dict[tuple[str, str], bool] = {}
     with lines.opened(path, "latin-1") as file:
         header = file.readline().rstrip("\r\n").split("\t")
         places = [next((header.index(name) for name in names if name in header), None) for names in COLUMNS]
@@ -69,12 +69,12 @@ def measurements(path: Path) -> dict[tuple[str, str], bool]:
             if match is None or math.isinf(float(match[2])):
                 raise lines.damaged(number, 'a Kd such as 12.5, ">10000" or none', kd)
             if (binds := binding(match[1], float(match[2]))) is not None:
-                found.setdefault((smiles, protein.replace(" ", "").upper()), binds)
-    return found
+                binds_of.setdefault((smiles, protein.replace(" ", "").upper()), binds)
+    return binds_of
 
 
 def binding(bound: str, kd: float) -> bool | None:
-    """Whether Kd < 30 nM, of a value or a bound ("<" or ">") of it; None where a bound does not tell.
+    """Whether Kd < 30 nM, given a value or a bound ("<" or ">"). None if the bound is inconclusive.
 
     >>> binding("", 29.9), binding(">", 10000.0), binding("<", 30.0), binding("<", 100.0)
     (True, False, True, None)
@@ -87,6 +87,6 @@ def binding(bound: str, kd: float) -> bool | None:
 
 
 def encoded(texts: Sequence[str], length: int) -> np.ndarray:
-    """int8 [M, length]: the first characters of each text as 1..94, ASCII without the space; 0 is padding."""
+    """int8 [M, length]: the first characters of each text, as 1..94 (printable ASCII without space); 0 is padding."""
     cut = b"".join(text[:length].encode("ascii", "replace").ljust(length, b"\0") for text in texts)
     return np.frombuffer(cut.translate(CODES), np.int8).reshape(len(texts), length)

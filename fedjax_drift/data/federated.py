@@ -1,7 +1,7 @@
-"""A federation's data: one flat array of rows, cut into clients.
+"""The data of a federation: one flat array of examples, grouped by client.
 
-The rows of client i stand side by side, ``x[offsets[i] : offsets[i] + sizes[i]]``, so a client of any size is two
-integers and a minibatch is a gather by row number. Nothing is padded, nothing is copied per round.
+The examples of client i are contiguous, ``x[offsets[i] : offsets[i] + sizes[i]]``. So a client of any size is described
+by two integers, and a minibatch is a gather by row number. Nothing is padded, and nothing is copied in a round.
 """
 
 from __future__ import annotations
@@ -25,41 +25,43 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class FederatedData:
-    """N clients' training rows and, optionally, a test set.
+    """The training examples of N clients, M in total, and optionally a test set.
 
-    Build it with `from_clients` or `from_partition`. ``M`` rows, ``N`` clients.
+    Create it with `from_clients` or `from_partition`.
     """
 
     x: np.ndarray
-    """[M, ...] training inputs, grouped by client. uint8 images stay uint8 on the device and reach the model as
-    float32 in [0, 1], or standardised when `mean` and `std` are given; other dtypes reach it unchanged."""
+    """[M, ...] training inputs, grouped by client. uint8 images stay uint8 on the device. The model gets them as
+    float32 in [0, 1], or standardised if `mean` and `std` are given. Other dtypes reach the model unchanged."""
     y: np.ndarray
-    """[M, ...] training labels (integers for the default loss)."""
+    """[M, ...] training labels; integers for the default loss."""
     sizes: np.ndarray
-    """int32 [N] rows of each client, all >= 1."""
+    """int32 [N], number of training examples of each client, >= 1."""
     x_test: np.ndarray | None = None
     """[M_test, ...] test inputs; None without a test set."""
     y_test: np.ndarray | None = None
+    """[M_test, ...] test labels."""
     test_sizes: np.ndarray | None = None
-    """int32 [N] test rows of each client, where the test set is cut into clients too (natural partitions)."""
+    """int32 [N], number of test examples of each client. None if the test set is not split by client."""
     mean: Any = None
-    """Of uint8 images scaled to [0, 1]: a scalar or one value per channel (the last axis of x); kept as float32."""
+    """Mean of the uint8 images, scaled to [0, 1]: a scalar, or one value per channel (the last axis of x); float32."""
     std: Any = None
-    """Standard deviation, likewise; both or neither."""
+    """Standard deviation, likewise. Give both or neither."""
     name: str = "data"
     redeal: float | str | None = None
-    """What `redealt` sets. "evenly": every round the cohort's rows are pooled and dealt evenly. A number alpha > 0:
-    pooled, and each class dealt by Dirichlet(alpha). None: clients train on their own rows."""
+    """Redistribution of the cohort's examples in every round; set it with `redealt`. "evenly": the examples are pooled
+    and split evenly. A number alpha > 0: they are pooled, and each class is split by Dirichlet(alpha). None: clients
+    train on their own examples."""
     client_names: tuple[str, ...] | None = None
-    """[N] a name of each client, all different; None where clients have numbers only."""
+    """N distinct names, one per client. None if the clients only have ids."""
 
     def __post_init__(self) -> None:
-        def keep(**checked: Any) -> None:
+        def replace_fields(**checked: Any) -> None:
             for name, value in checked.items():
                 object.__setattr__(self, name, value)
 
         x, y = _checked_pair(self.x, self.y, "training data")
-        keep(x=x, y=y, sizes=_counts(self.sizes, "sizes", len(x)))
+        replace_fields(x=x, y=y, sizes=_counts(self.sizes, "sizes", len(x)))
         if len(self.sizes) == 0:
             raise ConfigurationError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
         if self.sizes.min() < 1:
@@ -71,7 +73,7 @@ class FederatedData:
             raise ConfigurationError("a test set needs both inputs and labels: pass test=(x, y)")
         if self.x_test is not None and self.y_test is not None:
             x_test, y_test = _checked_pair(self.x_test, self.y_test, "test data")
-            keep(x_test=x_test, y_test=y_test)
+            replace_fields(x_test=x_test, y_test=y_test)
             for kind, train, test in (("inputs", self.x, self.x_test), ("labels", self.y, self.y_test)):
                 same_dtype = train.dtype == test.dtype or kind == "labels"
                 if test.shape[1:] != train.shape[1:] or not same_dtype:
@@ -85,7 +87,7 @@ class FederatedData:
                 raise ConfigurationError(
                     f"test_sizes must be {len(self.sizes)} numbers, one a client, got {len(tests)}"
                 )
-            keep(test_sizes=tests)
+            replace_fields(test_sizes=tests)
         if (self.mean is None) != (self.std is None):
             raise ConfigurationError("standardising needs both mean and std: pass both, or neither")
         for name, value in (("mean", self.mean), ("std", self.std)):
@@ -96,30 +98,30 @@ class FederatedData:
                     f"{name} is for uint8 images, got inputs of {self.x.dtype}, which reach the model unchanged: "
                     "standardise them yourself"
                 )
-            each = np.asarray(checks.array(name, [value])[0], np.float32)
-            if each.shape not in ((), self.x.shape[-1:]) or not np.isfinite(each).all():
+            per_channel = np.asarray(checks.array(name, [value])[0], np.float32)
+            if per_channel.shape not in ((), self.x.shape[-1:]) or not np.isfinite(per_channel).all():
                 raise ConfigurationError(
                     f"{name} must be a finite number, or one for each of the {self.x.shape[-1]} channels, got {value}"
                 )
-            if name == "std" and not (each > 0).all():
+            if name == "std" and not (per_channel > 0).all():
                 raise ConfigurationError(f"std must be > 0, got {value}: use the data's, with pixels scaled to [0, 1]")
-            keep(**{name: each})
+            replace_fields(**{name: per_channel})
         checks.text("name", self.name)
         if self.redeal is not None and not (isinstance(self.redeal, str) and self.redeal == "evenly"):
             fix = "0.01 deals very unevenly, 100 almost alike; None deals evenly"
-            keep(redeal=checks.positive("alpha", self.redeal, fix, computed=False))
+            replace_fields(redeal=checks.positive("alpha", self.redeal, fix, computed=False))
             _check_classes(self.y, "dealing by Dirichlet(alpha) needs")
         if self.client_names is not None:
-            several = isinstance(self.client_names, Sequence) and not isinstance(self.client_names, str | bytes)
-            several |= isinstance(self.client_names, np.ndarray) and self.client_names.ndim == 1
-            several = several and all(isinstance(name, str | Integral) for name in self.client_names)
-            names = tuple(map(str, self.client_names)) if several else ()
+            is_list = isinstance(self.client_names, Sequence) and not isinstance(self.client_names, str | bytes)
+            is_list |= isinstance(self.client_names, np.ndarray) and self.client_names.ndim == 1
+            is_list = is_list and all(isinstance(name, str | Integral) for name in self.client_names)
+            names = tuple(map(str, self.client_names)) if is_list else ()
             if len(names) != len(self.sizes) or len(set(names)) < len(names):
-                got = f"{len(names)}, of which {len(set(names))} differ" if several else checks.shown(self.client_names)
+                got = f"{len(names)}, of which {len(set(names))} differ" if is_list else checks.shown(self.client_names)
                 raise ConfigurationError(
                     f"client_names must be {len(self.sizes)} different names, one a client, got {got}"
                 )
-            keep(client_names=names)
+            replace_fields(client_names=names)
 
     @property
     def num_clients(self) -> int:
@@ -128,16 +130,16 @@ class FederatedData:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [N]: client i's first row."""
+        """int64 [N], the index of the first example of each client."""
         return np.cumsum(self.sizes, dtype=np.int64) - self.sizes
 
     def sizes_of(self, ids: np.ndarray) -> np.ndarray:
-        """int32 [K]: n_i of the clients ``ids``, 0 for an id not in 0..N-1."""
+        """int32 [K], n_i of the clients ``ids``; 0 for an id outside 0..N-1."""
         present = (ids >= 0) & (ids < self.num_clients)
         return np.where(present, self.sizes[np.where(present, ids, 0)], 0)
 
     def range_of(self, name: str) -> tuple[Any, Any]:
-        """The lowest and the highest value of ``x``, ``y``, ``x_test`` or ``y_test``, looked for once."""
+        """The smallest and the largest value of ``x``, ``y``, ``x_test`` or ``y_test``. The result is cached."""
         if name not in self._ranges:
             array = getattr(self, name)
             self._ranges[name] = array.min(), array.max()
@@ -158,12 +160,20 @@ class FederatedData:
         std: float | Sequence[float] | None = None,
         name: str = "data",
     ) -> FederatedData:
-        """A federation from one ``(x_i, y_i)`` pair of arrays per client, of any sizes >= 1.
+        """Creates a federation from one pair of arrays per client.
 
-        A dict name -> pair gives the clients names, which the federation keeps (`client_names`); its order is theirs.
-        ``test=(x, y)`` is a pooled test set; ``test_clients`` instead gives each client's own test rows (a client may
-        have none; of named clients those without may be left out), and `Simulation.evaluate` pools them. Raises
-        ValueError for an empty client, lengths that don't match, mixed dtypes or row shapes, and non-finite inputs.
+        Args:
+          clients: a list of pairs (x_i [n_i, ...], y_i [n_i, ...]) with n_i >= 1. Or a dict from client name to pair:
+            then the clients have names (`client_names`), and their ids follow the order of the dict.
+          test: a pooled test set (x, y).
+          test_clients: instead of ``test``, the test examples of each client, a list or dict like ``clients``. They may
+            be empty. A dict may leave out clients. `Simulation.evaluate` uses all of them together.
+          mean, std: see the attributes. Default: no standardisation.
+          name: the name of the data set in plots and logs.
+
+        Raises:
+          ValueError: a client is empty, lengths do not match, dtypes or shapes differ between clients, or inputs are
+            not finite.
 
         >>> x, y = np.ones((2, 3), np.float32), np.array([0, 1])
         >>> data = FederatedData.from_clients({"ann": (x, y), "bob": (x[:1], y[:1])})
@@ -209,10 +219,10 @@ class FederatedData:
         std: float | Sequence[float] | None = None,
         name: str = "data",
     ) -> FederatedData:
-        """A federation from a data set ``x [M, ...], y [M, ...]`` and N integer arrays of row numbers.
+        """Creates a federation from a data set ``x [M, ...], y [M, ...]`` and a list of N integer arrays, ``parts``.
 
-        ``test_parts`` cuts the test set into clients likewise. Raises ValueError for an empty client and for row
-        numbers outside 0..M-1.
+        ``parts[i]`` has the row numbers of client i. ``test_parts`` splits the test set in the same way. Raises
+        ValueError for an empty client and for row numbers outside 0..M-1.
         """
         x, y = _checked_pair(x, y, "training data")
         rows, sizes = _join_parts(parts, len(x), "parts")
@@ -226,27 +236,28 @@ class FederatedData:
         return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
 
     def client(self, i: int | str) -> Pair:
-        """Client i's training rows ``(x [n_i, ...], y [n_i, ...])``, as stored; i: its id, or its name."""
+        """The training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a name."""
         i = self.id_of(i) if isinstance(i, str) else checks.integer("a client id", i, 0, self.num_clients - 1)
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return self.x[rows], self.y[rows]
 
     def id_of(self, name: str) -> int:
-        """The id, in 0..N-1, of the client of this name. ValueError for a name that no client has."""
-        if (found := self._ids.get(checks.text("name", name))) is None:
+        """The id in 0..N-1 of the client with this name. Raises ValueError if no client has it."""
+        if (client_id := self._ids.get(checks.text("name", name))) is None:
             known = "clients have numbers only" if self.client_names is None else f"{self.num_clients} have names"
             raise ConfigurationError(f"no client is called {name!r} ({known}){checks.nearest(name, self._ids)}")
-        return found
+        return client_id
 
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(self.client_names or ())}
 
     def decode(self, x: Any) -> jax.Array:
-        """Rows as the model sees them: uint8 images as float32 in [0, 1], or standardised by ``mean`` and ``std``.
+        """Converts stored inputs ``x [..., *shape of one example]`` to model inputs.
 
-        A round and an evaluation do this themselves; ``model.apply(params, data.decode(data.x_test))`` needs it.
-        x: [..., *row shape], as stored.
+        uint8 images become float32 in [0, 1], or standardised with ``mean`` and ``std``. Other inputs stay as they are.
+        Training and evaluation do this automatically. Call it if you apply a model yourself:
+        ``model.apply(params, data.decode(data.x_test))``.
         """
         x = x if isinstance(x, jax.Array) else checks.array("x", x)
         if self.mean is not None and x.shape[-1:] != self.x.shape[-1:]:
@@ -256,21 +267,28 @@ class FederatedData:
         return decode(jnp.asarray(x), self.mean, self.std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
-        """The same data (no copy), but every round the cohort's rows are pooled and dealt anew among its clients.
+        """Returns the same data (no copy) with redistribution: every round pools the cohort's examples and splits them.
 
-        alpha=None: evenly, so that clients are alike and cohorts differ (FedEve's period drift only, with non-iid
-        clients). alpha > 0: each class by Dirichlet(alpha) (its client drift only, with iid clients); a client that
-        gets no row is absent that round. Raises ValueError for alpha not positive and finite and, with alpha, for
-        labels that are not integers >= 0, one a row.
+        Args:
+          alpha: None (default) splits the examples evenly, so the clients of a cohort are similar. With non-IID clients
+            this leaves only period drift (FedEve). A number > 0 splits each class by Dirichlet(alpha). With IID clients
+            this leaves only client drift. A client that gets no example is absent in that round.
+
+        Raises:
+          ValueError: alpha is not positive and finite; or alpha is given and the labels are not non-negative integers,
+            one per example.
         """
         return replace(self, redeal="evenly" if alpha is None else alpha)
 
     def with_client_tests(self, seed: int = 0) -> FederatedData:
-        """The same data, its test set cut into clients: of each class a client gets the share that it has of the
-        class's training rows, so its test rows have its own label mix. For `Simulation.evaluate_clients`.
+        """Returns the same data with the test set split by client, for `Simulation.evaluate_clients`.
 
-        Small clients may get no row. `Simulation.evaluate` pools them, as before. Raises ValueError without a test set,
-        for labels that are not integers >= 0, one a row, and for test rows of a class that no client has.
+        Each client gets test examples of a class in proportion to its training examples of this class. So its test
+        examples follow its own label distribution. Small clients may get no test example. `Simulation.evaluate` still
+        uses the whole test set. ``seed`` >= 0 selects the examples of each client.
+
+        Raises ValueError if there is no test set, if the labels are not non-negative integers with one label per
+        example, or if a class of the test set has no training examples.
         """
         if self.x_test is None or self.y_test is None:
             raise ConfigurationError("with_client_tests cuts the test set into clients: pass test=(x, y) too")
@@ -290,7 +308,7 @@ class FederatedData:
         return replace(self, x_test=self.x_test[order], y_test=self.y_test[order], test_sizes=sizes)
 
     def label_counts(self) -> np.ndarray:
-        """int64 [N, C]: how many rows of each class each client holds (integer labels only)."""
+        """int64 [N, C], the number of training examples of each class at each client. Needs integer labels."""
         _check_classes(self.y, "label counts need")
         client = np.repeat(np.arange(self.num_clients), self.sizes)
         classes = int(self.y.max()) + 1
@@ -308,7 +326,7 @@ class FederatedData:
 
 
 def decode(x: jax.Array, mean: np.ndarray | None, std: np.ndarray | None) -> jax.Array:
-    """What the model sees of stored rows, see `FederatedData.decode`."""
+    """Converts stored inputs to model inputs. See `FederatedData.decode`."""
     if x.dtype == jnp.uint8:
         x = x.astype(jnp.float32) / 255
     if mean is not None and std is not None:
@@ -318,7 +336,7 @@ def decode(x: jax.Array, mean: np.ndarray | None, std: np.ndarray | None) -> jax
 
 
 def _in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] | None:
-    """The test rows of named clients, in the clients' order; no rows for those that are left out."""
+    """The test examples of named clients, in the order of the clients; empty arrays for clients that are left out."""
     if test_clients is None:
         return None
     if not isinstance(test_clients, Mapping):
@@ -349,7 +367,7 @@ def _row(rows: np.ndarray) -> str:
 
 
 def _checked_pair(x: Any, y: Any, what: str) -> Pair:
-    """The pair as arrays; ValueError unless they are finite numbers, as many rows of each, at least one."""
+    """The pair as arrays. ValueError unless they are finite and have the same length, at least 1."""
     x, y = _pair((x, y), what)
     if len(x) != len(y):
         raise ConfigurationError(f"{what} must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels")
@@ -364,7 +382,7 @@ def _checked_pair(x: Any, y: Any, what: str) -> Pair:
 
 
 def _counts(values: Any, name: str, total: int) -> np.ndarray:
-    """int32 [N]: how many rows each client has, ``total`` in all."""
+    """The numbers of examples per client as int32 [N]. ValueError unless they sum to ``total``."""
     counts = checks.array(name, values)
     counts = counts if counts.size else np.zeros(0, int)
     if counts.ndim != 1 or counts.dtype.kind not in "iu":
@@ -373,16 +391,16 @@ def _counts(values: Any, name: str, total: int) -> np.ndarray:
         raise ConfigurationError(
             f"{name} must be in 0..{total}, the number of rows, got {counts.min()}..{counts.max()}"
         )
-    if (found := int(counts.sum())) != total:
+    if (counted := int(counts.sum())) != total:
         raise ConfigurationError(
-            f"{name} must sum to the {total} rows, got {found}: build the federation with from_clients or "
+            f"{name} must sum to the {total} rows, got {counted}: build the federation with from_clients or "
             "from_partition"
         )
     return counts.astype(np.int32)
 
 
 def _first_nonfinite(array: np.ndarray) -> int | None:
-    """The first row with a NaN or an infinity; looks at some thousand rows at a time, for files larger than memory."""
+    """The first row with a NaN or an infinity. Reads a part of the array at a time, because it may exceed memory."""
     step = max(1, 2**22 // max(1, array[:1].size))
     for start in range(0, len(array), step):
         finite = np.isfinite(array[start : start + step])
@@ -392,7 +410,7 @@ def _first_nonfinite(array: np.ndarray) -> int | None:
 
 
 def integers_as_int32(y: np.ndarray) -> np.ndarray:
-    """Labels as they are kept on the devices."""
+    """The labels with the dtype that they have on the devices: integers become int32."""
     return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
 
 
@@ -435,8 +453,8 @@ def _join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.n
         raise ConfigurationError(
             f"{what} must be one array of row numbers per client, got a recipe: call it on the labels, {what}(y)"
         )
-    one = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
-    if one or not isinstance(parts, Iterable):
+    no_list = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
+    if no_list or not isinstance(parts, Iterable):
         raise ConfigurationError(f"{what} must be one array of row numbers per client, got {checks.shown(parts)}")
     arrays = [checks.array(f"{what}[{i}]", part) for i, part in enumerate(parts)]
     if not arrays:

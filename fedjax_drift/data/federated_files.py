@@ -1,6 +1,6 @@
-"""Federated data in others' forms: LEAF's JSON, FedJAX's SQLite, TensorFlow Federated's HDF5.
+"""Federated data in other formats: LEAF's JSON, FedJAX's SQLite, TensorFlow Federated's HDF5.
 
-A reader yields one `Rows` per client. `from_leaf`, `from_fedjax` and `from_tff` make a federation of any numeric
+A reader yields one `Rows` per client. `from_leaf`, `from_fedjax` and `from_tff` create a federation from any numeric
 columns.
 """
 
@@ -27,12 +27,12 @@ from fedjax_drift.errors import ConfigurationError, MissingPackageError
 FilePath = str | os.PathLike[str]
 
 INSTALL = 'pip install "fedjax-drift[formats]"'
-CLIENT_BYTES = 2**27  # to which a client's data in FedJAX's form may unpack; femnist's largest take 2 MB
+CLIENT_BYTES = 2**27  # limit of the unpacked data of one client in FedJAX's format; femnist needs at most 2 MB
 NDARRAY = 1  # FedJAX's msgpack extension type of a numeric array
 
 
 class Rows(NamedTuple):
-    """What one client holds in one file."""
+    """The data of one client in one file."""
 
     client: str
     x: np.ndarray
@@ -42,15 +42,17 @@ class Rows(NamedTuple):
 
 
 def from_leaf(folder: FilePath) -> FederatedData:
-    """A federation from the JSON files that LEAF's preprocessing writes: folder/train/*.json and folder/test/*.json.
+    """Creates a federation from the JSON files of LEAF's preprocessing: folder/train/*.json and folder/test/*.json.
 
-    Each file holds `users`, `num_samples` and `user_data`, user -> {"x": [...], "y": [...]}; any numbers, nested to one
-    shape (fractions become float32). Users become the clients, in the files' order; those without rows are left out.
-    The test part may be missing. Where it has the same users (LEAF's `-t sample`), their rows are the clients' own test
-    rows, otherwise (`-t user`) a pooled test set.
+    Each file has `users`, `num_samples` and `user_data`, a dict user -> {"x": [...], "y": [...]}. The values are
+    numbers in nested lists; all examples of a client must have the same shape. Fractional numbers become float32. The
+    users become the clients, in the order of the files. Users without examples are left out.
 
-    Raises FileNotFoundError without folder/train/*.json, ValueError for files that are damaged, no LEAF, or hold text
-    (encode it as integers first).
+    The test files may be missing. If all their users are clients (LEAF's `-t sample`), every client has its own test
+    examples. Otherwise (`-t user`) the test set is pooled.
+
+    Raises FileNotFoundError without folder/train/*.json. Raises ValueError if a file is damaged, is not a LEAF file, or
+    contains text (encode it as integers first).
     """
     folder = checks.path("folder", folder).absolute()
     has_test = any((folder / "test").glob("*.json"))
@@ -58,24 +60,30 @@ def from_leaf(folder: FilePath) -> FederatedData:
 
 
 def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
-    """A federation from FedJAX's SQLite files; needs msgpack.
+    """Creates a federation from FedJAX's SQLite files. Needs msgpack.
 
-    train, test: files with a table federated_data(client_id, data, num_examples), data being zlib-compressed msgpack of
-    NumPy columns. x, y: names of the columns for inputs and labels, numeric ones, kept as they are. Clients come in the
-    file's order; those without rows are left out. Clients of `test` that also train get these as their own test rows;
-    where it has others too, the test set is pooled.
+    The clients have the order of the file. Clients without examples are left out. If every client of ``test`` is also a
+    training client, the test examples are stored per client. Otherwise the test set is pooled.
 
-    Raises FileNotFoundError without a file, ValueError for one that is damaged, of another form, lacks a column, or
-    holds text in it, ImportError without msgpack.
+    Args:
+      train, test: files with a table federated_data(client_id, data, num_examples), where data is zlib-compressed
+        msgpack of NumPy columns. Default: no test set.
+      x, y: names of the columns of the inputs and the labels. They must be numeric, and are not converted.
+
+    Raises:
+      FileNotFoundError: a file does not exist.
+      ValueError: a file is damaged or has another format, or a column is missing or contains text.
+      ImportError: msgpack is not installed.
     """
     return _from_files(read_fedjax, train, test, x, y)
 
 
 def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
-    """A federation from TensorFlow Federated's HDF5 files; needs h5py.
+    """Creates a federation from TensorFlow Federated's HDF5 files. Needs h5py.
 
-    train, test: files with a group examples/<client> of data sets named `x` and `y`, numeric ones, kept as they are.
-    For the rest see `from_fedjax`. Raises as that does, ImportError without h5py.
+    ``train`` and ``test`` have groups examples/<client> with data sets named ``x`` and ``y``. They must be numeric, and
+    are not converted. The clients are sorted by name. Everything else, errors included, is as in `from_fedjax`, with
+    h5py instead of msgpack.
     """
     return _from_files(read_tff, train, test, x, y)
 
@@ -86,21 +94,21 @@ def _from_files(
     for name, column in (("x", x), ("y", y)):
         if not isinstance(column, str):
             raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
-    place = checks.path("train", train)
+    train_path = checks.path("train", train)
     tests = None if test is None else read(checks.path("test", test), x, y)
-    return _federation(read(place, x, y), tests, place)
+    return _federation(read(train_path, x, y), tests, train_path)
 
 
-def _federation(train: Iterator[Rows], test: Iterator[Rows] | None, place: Path) -> FederatedData:
+def _federation(train: Iterator[Rows], test: Iterator[Rows] | None, path: Path) -> FederatedData:
     clients = _by_client(train)
     tests = None if test is None else _by_client(test)
-    with files.plain_errors(place):
+    with files.plain_errors(path):
         if tests is None:
-            return FederatedData.from_clients(clients, name=place.stem)
+            return FederatedData.from_clients(clients, name=path.stem)
         if tests.keys() <= clients.keys():
-            return FederatedData.from_clients(clients, test_clients=tests, name=place.stem)
+            return FederatedData.from_clients(clients, test_clients=tests, name=path.stem)
         pooled = FederatedData.from_clients(tests)
-        return FederatedData.from_clients(clients, (pooled.x, pooled.y), name=place.stem)
+        return FederatedData.from_clients(clients, (pooled.x, pooled.y), name=path.stem)
 
 
 def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
@@ -113,11 +121,11 @@ def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
 
 
 def read_femnist(path: Path) -> files.Arrays:
-    """x uint8 [M, 28, 28, 1], 255 = ink, y [M], writer [M], rising, and x_test, y_test, writer_test of the test part.
+    """Reads x uint8 [M, 28, 28, 1] (255 = ink), y [M] and writer [M] (sorted), and x_test, y_test and writer_test.
 
-    path: LEAF's folder of train and test, or FedJAX's or TFF's training file with the test file beside it; the test
-    part may be missing, and its arrays then are, too. Converted once, kept in the cache until a file changes. Raises
-    FileNotFoundError, ValueError and ImportError as `from_leaf`, `from_fedjax` and `from_tff` do.
+    path: LEAF's folder with train and test, or the training file of FedJAX or TFF, with the test file in the same
+    folder. Without a test file, the test arrays are missing, too. The data are converted once and kept in the cache
+    until a file changes. Raises the errors of `from_leaf`, `from_fedjax` and `from_tff`.
     """
     read: Callable[[Path], Iterator[Rows]]
     if path.suffix == "":
@@ -141,7 +149,7 @@ def read_femnist(path: Path) -> files.Arrays:
 
 
 def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.Spec:
-    """Characters of 62 classes and their writers: x, y and writer with each of `parts` behind the name."""
+    """The form of characters of 62 classes with writers: x, y and writer, with each of the suffixes ``parts``."""
     spec: dict[str, Column] = {}
     for part in parts:
         spec |= {
@@ -153,11 +161,11 @@ def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.
 
 
 def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> files.Arrays:
-    """The rows side by side, by the writers' numbers; writers that are new here get the next ones."""
+    """The concatenated data, sorted by writer id. New writers get the next ids, which are added to ``number``."""
     clients = []
     for client, x, y in rows:
         name = f"{place}: client {client!r}"
-        writer = client.rpartition(":")[2]  # FedJAX writes a hash and a colon before LEAF's name
+        writer = client.rpartition(":")[2]  # FedJAX prefixes LEAF's name with a hash and a colon
         files.check({"labels": y}, {"labels": Column(classes=62)}, name)
         clients.append((number.setdefault(writer, len(number)), _ink(x, name), y))
     if not clients:
@@ -167,7 +175,7 @@ def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> fil
 
 
 def _ink(x: np.ndarray, name: str) -> np.ndarray:
-    """uint8 [n, 28, 28, 1], 255 = ink, from numbers with 1 = background; they are bytes / 255, so this is exact."""
+    """Converts numbers with 1 = background to uint8 [n, 28, 28, 1], 255 = ink. Exact, as the input is bytes / 255."""
     if x[0].size != 28 * 28 or not (0 <= x.min() and x.max() <= 1):
         raise ConfigurationError(f"{name} must have images of 28 x 28 numbers in 0..1, got {list(x.shape[1:])}, "
                          f"{x.min()}..{x.max()}: is it FEMNIST?")  # fmt: skip
@@ -175,7 +183,7 @@ def _ink(x: np.ndarray, name: str) -> np.ndarray:
 
 
 def read_leaf(folder: Path) -> Iterator[Rows]:
-    """The clients of a folder of LEAF's JSON files, by file name. Raises as `from_leaf` does."""
+    """Reads the clients of a folder with LEAF's JSON files, in the order of file names. Errors as in `from_leaf`."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise FileNotFoundError(
@@ -187,7 +195,7 @@ def read_leaf(folder: Path) -> Iterator[Rows]:
             if not isinstance(content, dict) or not {"users", "num_samples", "user_data"} <= content.keys():
                 raise files.Wrong("it must hold users, num_samples and user_data, as LEAF writes them: copy it again")
             for client, rows in zip(content["users"], content["num_samples"], strict=True):
-                columns = content["user_data"].pop(client)  # the text's numbers take 30 times an image's room
+                columns = content["user_data"].pop(client)  # pop: parsed JSON takes 30 times the memory of an image
                 yield from _rows(client, _numbers(columns["x"]), _numbers(columns["y"]), rows)
 
 
@@ -200,12 +208,12 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
-    """The clients of one of FedJAX's SQLite files, in its order. Raises as `from_fedjax` does."""
+    """Reads the clients of one of FedJAX's SQLite files, in its order. Errors as in `from_fedjax`."""
     import sqlite3
 
     _require("msgpack", path)
     with files.opened(path) as file:
-        # immutable: nothing beside the file is read, and no lock is waited for.
+        # immutable: SQLite reads no other file and waits for no lock.
         uri = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=ro&immutable=1"
         try:
             with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
@@ -219,18 +227,18 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
 
 
 def _check_database(connection: Any) -> None:
-    """`Wrong` for a damaged one, and for a view in the table's place, which may be a program without an end."""
+    """Raises `Wrong` for a damaged database, and for a view instead of the table, as its query may never end."""
     query = "SELECT sql FROM sqlite_master WHERE name = 'federated_data' COLLATE NOCASE"
-    made_by = "; ".join(str(sql) for (sql,) in connection.execute(query))
-    if not made_by.startswith("CREATE TABLE "):
-        got = files.one_line(made_by or "no such table")
+    statements = "; ".join(str(sql) for (sql,) in connection.execute(query))
+    if not statements.startswith("CREATE TABLE "):
+        got = files.one_line(statements or "no such table")
         raise files.Wrong(f"it must have a table federated_data, got {got}: download it again")
-    if (found := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-        raise files.Wrong(f"it is damaged ({files.one_line(found)}): download it again")
+    if (result := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+        raise files.Wrong(f"it is damaged ({files.one_line(result)}): download it again")
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
-    """FedJAX's columns; those that are no numeric arrays (text) become None."""
+    """FedJAX's columns. A column that is not a numeric array (text) becomes None."""
     import msgpack
 
     def array(kind: int, packed: bytes) -> np.ndarray | None:
@@ -253,12 +261,12 @@ def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
 
 
 def read_tff(path: Path, x: str, y: str) -> Iterator[Rows]:
-    """The clients of one of TensorFlow Federated's HDF5 files, by name. Raises as `from_tff` does."""
+    """Reads the clients of one of TensorFlow Federated's HDF5 files, sorted by name. Errors as in `from_tff`."""
     _require("h5py", path)
     import h5py
 
     def values(column: Any) -> np.ndarray:
-        """HDF5 makes up values that a file declares and lacks, so none may lack."""
+        """The values of a column. HDF5 fills in values that are declared but not stored, so the size is checked."""
         packed = column.id.get_create_plist().get_nfilters() > 0
         files.must_fit(column.name, column.nbytes, None if packed else min(column.id.get_storage_size(), size))
         return column[()]
@@ -286,7 +294,7 @@ def _pick(columns: Any, x: str, y: str) -> tuple[Any, Any]:
 
 
 def _rows(client: str, x: Any, y: Any, rows: int) -> Iterator[Rows]:
-    """One `Rows`, or none for a client without rows; ValueError unless both are numbers, `rows` of them."""
+    """Yields one `Rows`, or nothing for a client without examples. Raises `Wrong` unless both are ``rows`` numbers."""
     for kind, array in (("inputs", x), ("labels", y)):
         if not isinstance(array, np.ndarray) or array.size and array.dtype.kind not in "biuf":
             raise files.Wrong(

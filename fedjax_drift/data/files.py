@@ -1,6 +1,6 @@
-"""Where data sets lie on disk: npz files that others made, the cache, and tensorflow-datasets.
+"""Data files: npz files of users, the cache, and tensorflow-datasets.
 
-Whatever is read is checked against a `Column` per array before anything is computed from it.
+Every array is checked against a `Column` before it is used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 
 Arrays = dict[str, np.ndarray]
-UNPACKED = 2**30  # bytes to which compressed ones may unpack: a few MiB can be made to fill any memory
+UNPACKED = 2**30  # limit in bytes of compressed arrays: a small malicious file could otherwise fill the memory
 
-# Where tensorflow-datasets downloads from: asked for a connection first, because its own attempts take minutes to fail.
+# The hosts from which tensorflow-datasets downloads. A connection is tested first, because tensorflow-datasets needs
+# minutes to fail without one.
 HOSTS = {
     "mnist": ("storage.googleapis.com", 443),
     "fashion_mnist": ("fashion-mnist.s3-website.eu-central-1.amazonaws.com", 80),
@@ -40,29 +41,29 @@ HOSTS = {
 
 
 class Wrong(ValueError):
-    """What a reader has found wrong inside a file, and how to mend it; `plain_errors` puts the file's name before."""
+    """An error in the content of a file, with a fix. `plain_errors` adds the name of the file."""
 
 
 class Column(NamedTuple):
-    """What one array of a data set must look like."""
+    """The required form of one array."""
 
     dtype: Literal["uint8", "integer"] = "integer"
-    """uint8 for pixels; any signed or unsigned integers for labels and the like."""
+    """"uint8" for pixels; "integer" for any signed or unsigned integers, such as labels."""
     row: tuple[int, ...] = ()
-    """Shape of one row. A last axis of 1 (grey) may be missing and is added."""
+    """Shape of one row. If the last axis has length 1 (grey), it may be missing; it is then added."""
     table: str | None = "rows"
-    """Arrays of one table have as many rows; None: a single number."""
+    """Arrays of the same table must have the same number of rows. None: the array is a single number."""
     classes: int | None = None
-    """Values must be in 0..classes-1; None: any."""
+    """Values must be in 0..classes-1. None: no check."""
     lowest: int | None = None
-    """The least that a value may be; None: any."""
+    """Lower bound of the values. None: no check."""
 
 
 Spec = Mapping[str, Column]
 
 
 def cache_dir() -> Path:
-    """The folder for arrays that took a while to make: $FEDJAX_DRIFT_CACHE, or ~/.cache/fedjax_drift."""
+    """The folder for computed arrays: $FEDJAX_DRIFT_CACHE, or ~/.cache/fedjax_drift."""
     return Path(os.environ.get("FEDJAX_DRIFT_CACHE") or "~/.cache/fedjax_drift").expanduser()
 
 
@@ -72,7 +73,7 @@ def tfds_dir() -> Path:
 
 
 def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Where data files are looked for: `data_dir` alone, or else $FEDJAX_DRIFT_DATA (if set), then the cache."""
+    """The folders that are searched: `data_dir` if given; otherwise $FEDJAX_DRIFT_DATA (if set), then the cache."""
     if data_dir is not None:
         folder = checks.path("data_dir", data_dir)
         if os.path.isfile(folder):
@@ -83,9 +84,9 @@ def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
 
 
 def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
-    """The first file of one of these names, the first folder first, or None.
+    """The first file with one of these names, in the order of the folders, or None.
 
-    Raises ValueError for a folder that can't be searched.
+    Raises ValueError if a folder can't be searched.
     """
     for path in [folder / filename for folder in places for filename in filenames]:
         try:
@@ -102,16 +103,16 @@ def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
 
 
 def read_npz(path: Path, spec: Spec) -> Arrays:
-    """The arrays of an npz file named in `spec`, checked; other arrays of the file are not read.
+    """Reads and checks the arrays of an npz file that are named in `spec`. Other arrays are not read.
 
-    Raises FileNotFoundError without the file, and ValueError for a file that is unreadable, truncated, no npz, lacks
-    an array, or holds one of another dtype, shape, length or label range.
+    Raises FileNotFoundError without the file. Raises ValueError if the file is unreadable, truncated or not an npz, or
+    if an array is missing or has another dtype, shape, length or label range.
     """
     return check(arrays_of(path, spec), spec, path)
 
 
 def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> Arrays:
-    """The arrays of an npz file, all or those of these names. Raises as `read_npz` does."""
+    """Reads the arrays of an npz file, all or those with these names, unchecked. Raises the errors of `read_npz`."""
     with opened(path) as file:
         if file.read(4) != b"PK\x03\x04":
             raise Wrong("it is no npz file: write it with numpy.savez")
@@ -129,32 +130,40 @@ def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    """No memory is asked for before its size is compared; it is all read, as only then zip compares the checksum."""
+    """Reads one array. Its size is checked before memory is allocated. All bytes are read, so zip checks their sum."""
     with archive.open(member) as file:
         first = np.lib.format.read_magic(file) == (1, 0)
         read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(file)
         if dtype.hasobject:
             raise Wrong(f"{member.filename} must be numbers, got objects, and allow_pickle is off: save it as numbers")
-        size, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
-        if size != held:
-            raise Wrong(f"{member.filename} must be {size} bytes by its shape, got {held}: copy or make the file again")
+        size, available = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        if size != available:
+            raise Wrong(
+                f"{member.filename} must be {size} bytes by its shape, got {available}: copy or make the file again"
+            )
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def must_fit(what: str, size: int, held: int | None) -> None:
-    """`Wrong` where arrays of `size` bytes can't be in the `held` bytes of a file; None: they are compressed there."""
-    if held is None and size > UNPACKED:
+def must_fit(what: str, size: int, available: int | None) -> None:
+    """Raises `Wrong` if arrays of `size` bytes do not fit.
+
+    Uncompressed arrays must not exceed the `available` bytes of the file. Compressed arrays (None) must not exceed
+    `UNPACKED`.
+    """
+    if available is None and size > UNPACKED:
         fix = "copy the file again, or write it uncompressed, with numpy.savez"
         raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: {fix}")
-    if held is not None and size > held:
-        raise Wrong(f"{what} must be at most the {held} bytes that are there, got {size}: copy or make the file again")
+    if available is not None and size > available:
+        raise Wrong(
+            f"{what} must be at most the {available} bytes that are there, got {size}: copy or make the file again"
+        )
 
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """The file's bytes; what goes wrong while it is open is told as by `plain_errors`."""
+    """Opens a file for reading bytes. Errors inside the context are converted by `plain_errors`."""
     with plain_errors(path):
         must_not_wait(path)
         with open(path, "rb") as file:
@@ -162,7 +171,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def must_not_wait(path: str | os.PathLike[str]) -> None:
-    """`Wrong` for a pipe or a device, which may never give a byte, or never end."""
+    """Raises `Wrong` for a pipe or a device, because reading it may block or never end."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise Wrong(f"{os.path.basename(path)} must be a file, got a pipe or a device: put the file there")
@@ -170,9 +179,9 @@ def must_not_wait(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What goes wrong with a file as one ValueError that names it, whatever other libraries raise for its bytes.
+    """Converts all errors inside the context to a ValueError that names the file.
 
-    A missing file stays a FileNotFoundError, a missing package an ImportError.
+    FileNotFoundError and ImportError (a missing package) are not converted.
     """
     try:
         yield
@@ -191,12 +200,12 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def one_line(text: object) -> str:
-    """In a message: what a file, or another library's error, has to say; an error without a word is named."""
+    """A text or an error of another library, shortened to one line. The type is used if it has no text."""
     return textwrap.shorten(str(text), 200) or type(text).__name__
 
 
 def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
-    """The arrays as `spec` wants them, with a grey axis where it was missing; ValueError naming `source` otherwise."""
+    """Returns the arrays in the form of `spec`, with a missing grey axis added. ValueErrors name the ``source``."""
     checked: Arrays = {}
     rows: dict[str, tuple[str, int]] = {}
     for key, column in spec.items():
@@ -237,7 +246,7 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes an uncompressed npz; a reader sees the whole file or none. Raises OSError."""
+    """Writes an uncompressed npz atomically: a reader sees the complete file or none. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -250,9 +259,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays of a file in the cache, made with `make()` and kept when missing or damaged.
+    """The arrays of a file in the cache. If it is missing or damaged, they are computed with `make()` and stored.
 
-    A cache that can't be written costs a warning, not the data.
+    If the cache can't be written, a warning is issued and the arrays are returned.
     """
     path = cache_dir() / filename
     try:
@@ -273,16 +282,16 @@ def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
 
 
 def fingerprint(path: Path) -> str:
-    """Eight hex digits of a npz file's content, from the checksums it stores: nothing is decompressed."""
+    """Eight hex digits that identify the content of an npz file, from its checksums. Nothing is decompressed."""
     with opened(path) as file, zipfile.ZipFile(file) as archive:
         sums = [f"{member.filename} {member.CRC}" for member in archive.infolist()]
     return f"{zlib.crc32(' '.join(sums).encode()):08x}"
 
 
 def stamp(paths: Iterable[str | os.PathLike[str]]) -> str:
-    """Eight hex digits of files' names, sizes and times of change: nothing is opened.
+    """Eight hex digits that identify the names, sizes and modification times of files. No file is opened.
 
-    Raises FileNotFoundError for a missing file, ValueError for one that can't be looked at.
+    Raises FileNotFoundError for a missing file, and ValueError for one without access.
     """
     total = 0
     for path in paths:
@@ -294,12 +303,12 @@ def stamp(paths: Iterable[str | os.PathLike[str]]) -> str:
 
 
 def from_tfds(name: str, directory: Path | None = None) -> Arrays:
-    """x_train uint8 [M, ...], y_train [M], x_test, y_test of an image data set of tensorflow-datasets.
+    """Reads x_train uint8 [M, ...], y_train [M], x_test and y_test of an image data set of tensorflow-datasets.
 
-    `directory` defaults to `tfds_dir()`. Prepared array_record data are read without TensorFlow; data that are not
-    prepared are downloaded and prepared if TensorFlow is installed (tensorflow-datasets 4.9.10 encodes the images
-    with it, once). Rows come in tensorflow-datasets' own shuffled order. Raises FileNotFoundError, without waiting for
-    the network, where there is nothing to read or no way to prepare it; ValueError for data that only TensorFlow reads.
+    `directory` defaults to `tfds_dir()`. Prepared array_record data are read without TensorFlow. Other data are
+    downloaded and prepared if TensorFlow is installed (tensorflow-datasets 4.9.10 needs it once, to encode the images).
+    The examples have the shuffled order of tensorflow-datasets. Raises FileNotFoundError, without waiting for the
+    network, if there are no data and they can't be prepared. Raises ValueError for data that only TensorFlow can read.
     """
     directory = directory or tfds_dir()
     try:
@@ -308,7 +317,7 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
         raise FileNotFoundError(
             f"tensorflow-datasets can't be imported ({error}): pip install tensorflow-datasets importlib_resources"
         ) from error
-    # try_gcs=False: no look at Google's bucket, which waits for the network.
+    # try_gcs=False: do not query Google Cloud Storage, which waits for the network.
     with plain_errors(directory / name):
         for path in (directory / name).rglob("*"):
             must_not_wait(path)

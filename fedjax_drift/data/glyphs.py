@@ -1,6 +1,6 @@
-"""A FEMNIST look-alike drawn on the spot: 62 classes, thousands of writers each with a hand.
+"""A generated data set that resembles FEMNIST: 62 classes, thousands of writers with different handwriting styles.
 
-No download is needed: the letter skeletons come from the typefaces that ship with matplotlib.
+No download is needed: the skeletons of the characters come from the fonts that are included in matplotlib.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _FACES = (
 )  # fmt: skip
 
 _SIDE = 28  # pixels of an image
-_ZOOM = 4  # atlas cells per image pixel: fine enough to look up the nearest cell
+_ZOOM = 4  # atlas cells per image pixel, so that the nearest cell is precise enough
 _CELLS = _SIDE * _ZOOM
-_BOX = 20.0  # pixels, the longer side of a capital before a writer's own scale
+_BOX = 20.0  # pixels, the longer side of a capital letter at scale 1
 _STEPS = 32  # distance levels per pixel in the atlas
 
-# Train images per writer: a Gamma with FEMNIST's mean and spread (671,585 images of 3,400 writers).
+# Training images per writer: a gamma distribution with FEMNIST's mean and spread (671,585 images, 3,400 writers).
 _SIZE_MEAN, _SIZE_STD, _SIZE_MIN, _SIZE_MAX = 671_585 / 3400, 88.0, 19, 460
 _TEST_PER_TRAIN = 77_483 / 671_585
 _DIGIT_SHARE = 0.56
 _LABEL_CONCENTRATION = 100.0
-# How often each letter occurs in the NIST forms, in rough relative figures, A-Z then a-z.
+# Approximate relative frequency of each letter in the NIST forms, A-Z then a-z.
 _LETTER_WEIGHTS = (
     6, 4, 10, 5, 5, 9, 3, 3, 12, 3, 2, 5, 9, 8, 25, 8, 3, 5, 21, 10, 13, 5, 5, 3, 5, 3,
     10, 5, 3, 10, 25, 3, 4, 9, 3, 2, 2, 15, 3, 11, 3, 2, 3, 14, 3, 18, 3, 2, 3, 3, 2, 3,
@@ -44,9 +44,9 @@ _LETTER_WEIGHTS = (
 
 
 class Glyphs(NamedTuple):
-    """Images of single characters with their writers; 0 is background, 255 full ink."""
+    """Images of single characters with their writers. 0 is background, 255 is ink."""
 
-    x: np.ndarray  # uint8 [M, 28, 28], rows grouped by writer
+    x: np.ndarray  # uint8 [M, 28, 28], grouped by writer
     y: np.ndarray  # uint8 [M], index into CHARACTERS
     writer: np.ndarray  # int32 [M], 0..num_writers-1, non-decreasing
     x_test: np.ndarray  # uint8 [M_test, 28, 28]
@@ -60,22 +60,23 @@ class _Atlas(NamedTuple):
 
 
 def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) -> Glyphs:
-    """Draws `num_writers` writers' images of digits and letters.
+    """Generates images of digits and letters by `num_writers` writers.
 
-    Sizes follow FEMNIST (Caldas et al. 2018, LEAF; split of TensorFlow Federated): about 197 train
-    images per writer (standard deviation 88, 19 to 460), and a ninth as many test images, at least
-    one. A writer's label mix is Dirichlet around a prior with 56 % digits. A writer's hand fixes
-    the typeface of each character, slant, size, aspect, position, pen width, ink darkness and a
-    smooth distortion, partly of all and partly of each character; every image adds a jitter.
+    The sizes follow FEMNIST (Caldas et al. 2018, LEAF; split of TensorFlow Federated): about 197 training images per
+    writer (standard deviation 88, 19 to 460), and a ninth as many test images, at least one. The label distribution of
+    a writer is drawn from a Dirichlet distribution around a prior with 56 % digits.
 
-    A writer depends on `(seed, writer)` alone: the first 100 of 3,400 writers are
-    `make_glyphs(100)`. Equal calls give equal arrays under equal versions of NumPy, Pillow and
-    matplotlib.
+    The style of a writer determines the font of each character, slant, size, aspect ratio, position, pen width, ink
+    darkness and a smooth distortion. One part of the distortion is the same for all characters, another part is
+    specific to each character. Every image has an additional random distortion.
+
+    A writer only depends on `(seed, writer)`: the first 100 of 3,400 writers are those of `make_glyphs(100)`. Equal
+    calls give equal arrays with the same versions of NumPy, Pillow and matplotlib.
 
     Args:
         num_writers: number of writers, >= 1.
-        seed: >= 0; another seed draws other writers.
-        progress: whether to report on stderr after each tenth of the writers.
+        seed: random seed, >= 0.
+        progress: if True, report on stderr after each tenth of the writers.
 
     Raises:
         ValueError: if `num_writers` < 1 or `seed` < 0.
@@ -111,7 +112,7 @@ def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) 
         rows = slice(test_end[w] - test[w], test_end[w])
         data.x_test[rows], data.y_test[rows] = x[train[w] :], y[train[w] :]
 
-    # Threads suffice: nearly all the time goes to NumPy calls that release the interpreter lock.
+    # Threads are enough, because NumPy releases the interpreter lock most of the time.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for done, _ in enumerate(pool.map(fill, range(num_writers)), 1):
             if progress and done * 10 // num_writers > (done - 1) * 10 // num_writers:
@@ -120,13 +121,13 @@ def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) 
 
 
 def _write(rng: np.random.Generator, n: int, atlas: _Atlas) -> tuple[np.ndarray, np.ndarray]:
-    """One writer's n images, uint8 [n, 28, 28], and labels, uint8 [n]."""
+    """Generates n images of one writer, uint8 [n, 28, 28], and their labels, uint8 [n]."""
     classes = len(CHARACTERS)
-    # A Dirichlet as normalised Gammas; the floor keeps the sum of very small draws above zero.
+    # A Dirichlet sample as normalised gamma samples. The constant keeps the sum of very small samples above zero.
     mix = rng.standard_gamma(_LABEL_CONCENTRATION * _prior()) + 1e-12
     y = rng.choice(classes, n, p=mix / mix.sum())
 
-    # Most characters come from the writer's main typeface, some are borrowed from others.
+    # Most characters use the main font of the writer, some use other fonts.
     faces = len(_FACES)
     borrowed = rng.random(classes) < 0.35
     face = np.where(borrowed, rng.integers(faces, size=classes), rng.integers(faces))
@@ -142,25 +143,25 @@ def _write(rng: np.random.Generator, n: int, atlas: _Atlas) -> tuple[np.ndarray,
     cos, sin = np.cos(turn), np.sin(turn)
     shape = np.array([[aspect, -slant], [0.0, 1.0 / aspect]]) * scale
     forward = np.array([[cos, -sin], [sin, cos]]) @ shape
-    # A slanted wide letter would leave the image: such a letter is written smaller.
+    # A wide slanted letter would not fit in the image, so it is made smaller.
     reach = (atlas.extent[face, np.arange(classes)] @ np.abs(forward).T).max(axis=1)
     shrink = np.minimum(1.0, (11.8 - pen) / reach)  # [62]
 
-    # The place in the atlas is linear in functions of the image pixel: 1, column, row, ...
+    # The position in the atlas is a linear combination of functions of the pixel: 1, column, row, ...
     basis, spread = _basis()
     inverse = np.linalg.inv(forward) / shrink[:, None, None]  # [62, 2, 2]
-    hand = np.zeros((classes, 2, len(basis)))
-    hand[:, :, 0] = -inverse @ place
-    hand[:, :, 1:3] = inverse
-    hand[:, :, 3:5] = 0.5 * inverse  # bends strokes back that would run off the image
-    hand += spread * rng.standard_normal((2, len(basis)))
-    hand += 1.4 * spread * rng.standard_normal(hand.shape)
+    style = np.zeros((classes, 2, len(basis)))
+    style[:, :, 0] = -inverse @ place
+    style[:, :, 1:3] = inverse
+    style[:, :, 3:5] = 0.5 * inverse  # bends strokes back that would leave the image
+    style += spread * rng.standard_normal((2, len(basis)))
+    style += 1.4 * spread * rng.standard_normal(style.shape)
     jitter = rng.standard_normal((n, 2, len(basis)), np.float32)
-    warp = hand[y].astype(np.float32) + 1.5 * spread * jitter
+    warp = style[y].astype(np.float32) + 1.5 * spread * jitter
     warp *= _ZOOM
     warp[:, :, 0] += _CELLS / 2
 
-    # One small product per image: a large one would set BLAS's own threads against ours.
+    # One small product per image: for a large one BLAS would start threads, which compete with ours.
     cell = warp @ basis  # [n, 2, 784]
     np.clip(cell, 0, _CELLS - 1, out=cell)
     column, row = cell.astype(np.int32).swapaxes(0, 1)
@@ -168,7 +169,7 @@ def _write(rng: np.random.Generator, n: int, atlas: _Atlas) -> tuple[np.ndarray,
     row += column
     row += ((face[y] * classes + y) * _CELLS**2).astype(np.int32)[:, None]
     size = (scale * shrink[y] / _STEPS).astype(np.float32)
-    width = pen * np.exp(rng.normal(0.0, 0.08, n)) + 0.5  # the half pixel is the soft edge
+    width = pen * np.exp(rng.normal(0.0, 0.08, n)) + 0.5  # the half pixel makes the edge soft
     ink = atlas.distance.take(row) * -size[:, None]
     ink += width.astype(np.float32)[:, None]
     np.clip(ink, 0.0, 1.0, out=ink)
@@ -178,7 +179,7 @@ def _write(rng: np.random.Generator, n: int, atlas: _Atlas) -> tuple[np.ndarray,
 
 @functools.cache
 def _prior() -> np.ndarray:
-    """The share of each class over all writers, float64 [62]."""
+    """The expected frequency of each class over all writers, float64 [62]."""
     letters = np.array(_LETTER_WEIGHTS, np.float64)
     letters *= (1.0 - _DIGIT_SHARE) / letters.sum()
     return np.concatenate([np.full(10, _DIGIT_SHARE / 10), letters])
@@ -186,10 +187,10 @@ def _prior() -> np.ndarray:
 
 @functools.cache
 def _basis() -> tuple[np.ndarray, np.ndarray]:
-    """Functions over the image, float32 [20, 784], and the spread of their random weights, [20]."""
+    """Basis functions over the image, float32 [20, 784], and the standard deviations of their random weights, [20]."""
     centred = np.arange(_SIDE) - (_SIDE - 1) / 2
     row, column = (a.ravel() for a in np.meshgrid(centred, centred, indexing="ij"))
-    # The last two matter near the border alone.
+    # The last two are only large near the border.
     functions = [np.ones_like(row), column, row, column * (column / 14) ** 6, row * (row / 14) ** 6]
     spread = [0.35, 0.03, 0.03, 0.0, 0.0]
     for i in range(4):
@@ -197,20 +198,20 @@ def _basis() -> tuple[np.ndarray, np.ndarray]:
             if i + j > 0:
                 wave = np.cos(np.pi * i * (row / _SIDE + 0.5))
                 functions.append(wave * np.cos(np.pi * j * (column / _SIDE + 0.5)))
-                spread.append(0.8 / (i * i + j * j))  # long waves bend most, pixels
+                spread.append(0.8 / (i * i + j * j))  # in pixels; long waves have the largest amplitude
     return np.array(functions, np.float32), np.array(spread, np.float32)
 
 
 @functools.cache
 def _atlas() -> _Atlas:
-    """Distance to the skeleton of every character of every typeface: about 10 MB, kept."""
+    """The distance to the skeleton of every character of every font: about 10 MB, computed once."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         distance, extent = zip(*pool.map(_typeface, _FACES), strict=True)
     return _Atlas(np.concatenate(distance).ravel(), np.stack(extent).astype(np.float32))
 
 
 def _typeface(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """One typeface's distances, uint8 [62, cells, cells], and half extents in pixels, [62, 2]."""
+    """The distances of one font, uint8 [62, cells, cells], and the half extents in pixels, [62, 2]."""
     from matplotlib import get_data_path
     from PIL import Image, ImageDraw, ImageFont
     from scipy.ndimage import distance_transform_edt
@@ -224,7 +225,7 @@ def _typeface(name: str) -> tuple[np.ndarray, np.ndarray]:
     for c, character in enumerate(CHARACTERS):
         left, top, right, bottom = draft.getbbox(character)
         longer = max(right - left, bottom - top)
-        # Small letters grow towards the capitals' size, yet stay smaller: it tells o from O.
+        # Lower-case letters are enlarged, but remain smaller than capitals, which distinguishes o from O.
         factor = _BOX * _ZOOM * min(1.0, longer / capital) ** 0.3 / longer
         canvas = Image.new("L", (_CELLS, _CELLS))
         corner = [(_CELLS - factor * (a + b)) / 2 for a, b in ((left, right), (top, bottom))]
@@ -240,8 +241,8 @@ def _typeface(name: str) -> tuple[np.ndarray, np.ndarray]:
 def _skeletons(filled: np.ndarray) -> np.ndarray:
     """Thins binary shapes, uint8 [n, h, w], to strokes one cell wide, bool [n, h, w].
 
-    Parallel thinning of Guo and Hall, "Parallel thinning with two-subiteration algorithms", CACM
-    32(3), 1989: unlike Zhang and Suen's it never wipes out a 2x2 block, so the dot of an i stays.
+    Parallel thinning of Guo and Hall, "Parallel thinning with two-subiteration algorithms", CACM 32(3), 1989. Unlike
+    the method of Zhang and Suen, it never removes a 2x2 block, so the dot of an i remains.
     """
     shape = np.pad(filled, ((0, 0), (1, 1), (1, 1)))
     changed = True
@@ -264,7 +265,7 @@ def _skeletons(filled: np.ndarray) -> np.ndarray:
 
 
 def _neighbours(shape: np.ndarray) -> Iterator[np.ndarray]:
-    """The eight neighbours of every cell, clockwise from the north."""
+    """The eight neighbours of every cell, clockwise, starting with the upper one."""
     height, width = shape.shape[1] - 2, shape.shape[2] - 2
     for r, c in ((0, 1), (0, 2), (1, 2), (2, 2), (2, 1), (2, 0), (1, 0), (0, 0)):
         yield shape[:, r : r + height, c : c + width]

@@ -1,4 +1,4 @@
-"""Images in the forms their authors hand them out in: idx files, Python's pickles, PNG and JPEG files."""
+"""Image files in the published formats: idx files, Python pickles, PNG and JPEG files."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 FORMATS = ("PNG", "JPEG")
 Listing = tuple[list[str], np.ndarray]
-"""Image files, and the label [M] of each."""
+"""The paths of M image files, and their labels [M]."""
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """The uint8 array, of so many axes, of a gzip-compressed idx file (MNIST's and EMNIST's own form), read-only.
+    """Reads a gzip-compressed idx file (the format of MNIST and EMNIST): a read-only uint8 array with ``axes`` axes.
 
-    Raises FileNotFoundError without the file, ValueError for one that is damaged, cut short or of another kind.
+    Raises FileNotFoundError without the file, and ValueError if it is damaged, truncated or of another kind.
     """
     with files.opened(path) as packed, gzip.open(packed) as file:
         header = file.read(4 + 4 * axes)
@@ -46,7 +46,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
 
 
 def read_idx_pairs(train_images: Path) -> Arrays:
-    """x_train, y_train, x_test, y_test of the four idx files of a data set, named as MNIST's and EMNIST's are."""
+    """Reads x_train, y_train, x_test and y_test from four idx files that are named as those of MNIST and EMNIST."""
 
     def part(split: str, kind: str) -> np.ndarray:
         name = train_images.name.replace("train-images-idx3", f"{split}-{kind}")
@@ -60,18 +60,18 @@ def read_idx_pairs(train_images: Path) -> Arrays:
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Builds NumPy arrays and Python's own containers, numbers and strings; runs nothing that the file names.
+    """Unpickles NumPy arrays and Python's containers, numbers and strings. It calls no other function.
 
-    It is the one written in Python, which takes no memory for what a damaged byte only announces.
+    It is based on the unpickler written in Python, which does not allocate memory for a size in a damaged header.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         def empty_array(*_: object) -> np.ndarray:
-            """Which is then given its shape, together with bytes that must fit it."""
+            """An array; the unpickler then sets its shape and data."""
             return np.zeros(0, np.uint8)
 
         allowed = {
-            ("numpy", "ndarray"): None,  # an argument of the next ones
+            ("numpy", "ndarray"): None,  # an argument of the other functions
             ("numpy", "dtype"): np.dtype,
             ("numpy.core.multiarray", "_reconstruct"): empty_array,
             ("numpy._core.multiarray", "_reconstruct"): empty_array,
@@ -82,10 +82,10 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def read_cifar(folder: Path, train: Sequence[str], test: str, labels: str) -> Arrays:
-    """x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test of CIFAR's "Python version".
+    """Reads x_train uint8 [M, 32, 32, 3], y_train [M], x_test and y_test from CIFAR's "Python version".
 
-    folder: the unpacked archive. train, test: names of its files. labels: their key for the labels. Raises
-    FileNotFoundError where one is missing, ValueError for one that is damaged or holds anything but plain arrays.
+    folder: the unpacked archive. train, test: names of its files. labels: the key of the labels in the files. Raises
+    FileNotFoundError if a file is missing, and ValueError if one is damaged or contains anything but plain arrays.
     """
     batches = [_read_cifar_batch(folder / name, labels) for name in train]
     x_test, y_test = _read_cifar_batch(folder / test, labels)
@@ -96,8 +96,8 @@ def read_cifar(folder: Path, train: Sequence[str], test: str, labels: str) -> Ar
 def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
     with files.opened(path) as file:
         try:
-            content = _PlainUnpickler(file, encoding="bytes").load()  # written by Python 2: its strings are bytes
-        except Exception as error:  # a damaged pickle raises whatever its bytes happen to ask for
+            content = _PlainUnpickler(file, encoding="bytes").load()  # strings of Python 2 are bytes
+        except Exception as error:  # a damaged pickle can raise any exception
             why = files.one_line(error)
             raise files.Wrong(f"it is damaged or no pickle of plain arrays ({why}): unpack it again") from error
         wanted = ("data", labels)
@@ -113,11 +113,11 @@ def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
-    """x_train uint8 [M, side, side, 3], y_train [M], x_test, y_test from a file of concatenated JPEG images.
+    """Decodes x_train uint8 [M, side, side, 3], y_train [M], x_test and y_test from an npz of JPEG images.
 
-    The npz holds `jpeg` uint8 [bytes], `offsets` [M + M_test + 1], `labels` [M + M_test] and `n_train` = M; image i is
-    jpeg[offsets[i] : offsets[i + 1]], training images first. Raises ValueError for a damaged file, ImportError without
-    Pillow.
+    The npz has `jpeg` uint8 [bytes], the concatenated images; `offsets` [M + M_test + 1]; `labels` [M + M_test]; and
+    `n_train` = M. Image i is jpeg[offsets[i] : offsets[i + 1]]. The training images are first. Raises ValueError for a
+    damaged file, and ImportError without Pillow.
     """
     spec = {
         "jpeg": Column("uint8", table="bytes"),
@@ -127,7 +127,7 @@ def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
     }
     jpeg, offsets, labels, n_train = files.read_npz(path, spec).values()
     m, n = len(labels), int(n_train)
-    offsets = offsets.astype(np.int64)  # differences of unsigned ones are never negative
+    offsets = offsets.astype(np.int64)  # signed, so that np.diff can be negative
     if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
         raise ConfigurationError(
             f"{path}: offsets must rise from 0 to {len(jpeg)} in {m} steps: copy or make the file again"
@@ -141,9 +141,10 @@ def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
 
 
 def decode_files(paths: Sequence[str], side: int) -> np.ndarray:
-    """uint8 [M, side, side, 3] from image files of that size; grey ones become RGB.
+    """Decodes image files of side x side pixels to uint8 [M, side, side, 3]. Grey images become RGB.
 
-    Raises ValueError for a file that is missing, damaged or of another size, ImportError without Pillow.
+    Raises FileNotFoundError for a missing file, ValueError for one that is damaged or has another size, and ImportError
+    without Pillow.
     """
     x = np.empty((len(paths), side, side, 3), np.uint8)
     for i, path in enumerate(paths):
@@ -162,30 +163,31 @@ def _decode(content: bytes, side: int, name: str) -> np.ndarray:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             size = image.size
             if size == (side, side):
-                image.verify()  # the checksums of PNG, which decoding passes over; the image can't be used after it
+                image.verify()  # checks PNG's checksums, which decoding ignores; afterwards the image is unusable
                 return np.asarray(Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB"))
-    except Exception as error:  # Pillow's readers raise SyntaxError, struct.error and more for a broken image
+    except Exception as error:  # Pillow raises SyntaxError, struct.error and others for a broken image
         why = files.one_line(error)
         raise ConfigurationError(f"{name} is no readable image ({why}): copy or make the file again") from error
     raise ConfigurationError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
 
 
 def list_folders(folder: Path, classes: Sequence[str], pattern: str) -> Listing:
-    """The images folder/<class>/<pattern>, the first class first, by name within a class.
+    """Lists the images folder/<class>/<pattern>, sorted by class and then by name.
 
-    Raises ValueError for a class without any.
+    Raises ValueError for a class without images.
     """
-    found = [sorted(glob.glob(os.path.join(glob.escape(str(folder / name)), pattern))) for name in classes]
-    for name, paths in zip(classes, found, strict=True):
+    of_class = [sorted(glob.glob(os.path.join(glob.escape(str(folder / name)), pattern))) for name in classes]
+    for name, paths in zip(classes, of_class, strict=True):
         if not paths:
             raise ConfigurationError(f"{folder / name} must hold images, {pattern}, got none: unpack the archive again")
-    return [path for paths in found for path in paths], np.repeat(np.arange(len(classes)), list(map(len, found)))
+    return [path for paths in of_class for path in paths], np.repeat(np.arange(len(classes)), list(map(len, of_class)))
 
 
 def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
-    """Training and validation images of the unpacked archive; labels number the sorted WordNet ids of wnids.txt.
+    """Lists the training and the validation images of the unpacked archive.
 
-    Raises FileNotFoundError without its text files, ValueError where they don't fit the images.
+    A label is the index of a WordNet id in the sorted wnids.txt. Raises FileNotFoundError without the text files, and
+    ValueError if they do not match the images.
     """
     with lines.opened(folder / "wnids.txt") as file:
         classes = sorted(file.read().split())

@@ -1,7 +1,7 @@
-"""MovieLens as click-through prediction: who watches what next, one client per user.
+"""MovieLens as click-through prediction: which film a user rates next. One client per user.
 
-Every rating counts as a positive row, whatever its stars. A user's latest one is left out for the test; negative rows
-are films that the user never rated. All rows carry what the user rated before.
+Every rating is a positive example, for any number of stars. The latest rating of each user is a test example. Negative
+examples are films that the user never rated. Every example has the films that the user rated before.
 """
 
 from __future__ import annotations
@@ -21,42 +21,43 @@ from fedjax_drift.errors import ConfigurationError
 SIZES = ("1m", "latest-small")
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
 HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in data_dir"
-AGES = (1, 18, 25, 35, 45, 50, 56)  # the youngest of each age group, which ML-1M writes for it
+AGES = (1, 18, 25, 35, 45, 50, 56)  # ML-1M names an age group by its lowest age
 USER = re.compile(rf"([1-9]\d{{0,3}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)", re.ASCII)
 RATING = re.compile(r"([1-9]\d{0,3})::([1-9]\d{0,3})::([1-5])::(\d{1,12})", re.ASCII)
-OPENED = 788_918_400  # 1995 in seconds: nobody rated before, and a time of 1997 or later that lacks a digit is less
+OPENED = 788_918_400  # 1995 in seconds: all ratings are later, and a truncated time is earlier
 
 
 class Ratings(NamedTuple):
-    """Who rated what when, R ratings of U users."""
+    """R ratings of U users."""
 
     user: np.ndarray  # [R], 0..U-1
-    item: np.ndarray  # [R], ids >= 1
-    time: np.ndarray  # [R]
-    profile: np.ndarray  # [U, 5]: ids of user, gender, age, occupation and zip code; 0 where not known
-    path: Path  # of the file
+    item: np.ndarray  # [R], ids of the films, >= 1
+    time: np.ndarray  # [R], in seconds
+    profile: np.ndarray  # [U, 5]: ids of user, gender, age, occupation and zip code; 0 if unknown
+    path: Path  # the file
 
 
 class Rows(NamedTuple):
-    """The data set, its rows grouped by user; x int16 [..., 6 + H], y int32."""
+    """The data set, grouped by user: x int16 [M, 6 + H], y int32 [M]."""
 
     train: Pair
-    test: Pair  # blocks of 1 + test_negatives rows, the positive one first
-    user: np.ndarray  # [M]
-    test_user: np.ndarray  # [M_test]
+    test: Pair  # blocks of 1 + test_negatives examples, the positive one first
+    user: np.ndarray  # [M], the user of each training example
+    test_user: np.ndarray  # [M_test], the user of each test example
 
 
 def read(places: Sequence[Path], size: str) -> Ratings:
-    """The ratings, from the first folder that has them. Raises FileNotFoundError, and ValueError for damaged files."""
+    """Reads the ratings from the first folder that has them. Raises FileNotFoundError; ValueError for damaged files."""
     return _read_1m(places) if size == "1m" else _read_latest_small(places)
 
 
 def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negatives: int, seed: int) -> Rows:
-    """Each user's latest rating for the test, the others for training, with negative rows drawn with ``seed``.
+    """Splits the ratings: the latest rating of each user is for test. Negative examples are drawn with ``seed``.
 
-    A row is [user, gender, age, occupation, zip, candidate, history...]: the last H = ``history`` films rated before
-    the candidate was, the newest last, 0 in front where there are fewer; negative rows have their positive one's.
-    Ratings of the same second count in the file's order. A user with a single rating is left out.
+    An example is [user, gender, age, occupation, zip, candidate, history...]. The history has the last H = ``history``
+    films that the user rated before the candidate, the newest last, padded with 0 in front. A negative example has the
+    history of its positive one. Ratings of the same second keep the order of the file. A user with a single rating is
+    left out.
     """
     rng = np.random.default_rng(seed)
     order = np.lexsort((ratings.time, ratings.user))
@@ -72,10 +73,11 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     seen = _histories(item, before, history)
     unrated, free = _unrated(user, item)
     if (short := free[user] < test_negatives).any():
-        which = user[short][0]
+        first_short = user[short][0]
         raise ConfigurationError(
-            f"test_negatives must be at most the {free[which]} films that user {ratings.profile[which, 0]} never "
-            f"rated in {ratings.path}, got {test_negatives}: lower it, and the group of fd.ranking.scores with it"
+            f"test_negatives must be at most the {free[first_short]} films that user "
+            f"{ratings.profile[first_short, 0]} never rated in {ratings.path}, got {test_negatives}: lower it, and "
+            "the group of fd.ranking.scores with it"
         )
 
     def rows(at: np.ndarray, drawn: np.ndarray) -> Pair:
@@ -93,9 +95,9 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
 
 
 def sizes(data: FederatedData) -> tuple[int, ...]:
-    """What `fd.models.din(sizes)` needs for these rows: the highest id of each embedding and 1; items come last.
+    """The vocabulary sizes for `fd.models.din(sizes)`: the highest id of each of the six columns plus 1, items last.
 
-    Raises ValueError for rows of another kind.
+    Raises ValueError for data of another kind.
     """
     if data.x.ndim != 2 or data.x.dtype.kind not in "iu" or data.x.shape[1] < 7:
         raise ConfigurationError(
@@ -108,7 +110,7 @@ def sizes(data: FederatedData) -> tuple[int, ...]:
 
 
 def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> Pair:
-    """Of profiles [P, 5], candidates [P, n], histories [P, H]: x int16 [P n, 6 + H], y 1 for each first candidate."""
+    """x int16 [P n, 6 + H] and y int32 [P n] from profiles [P, 5], candidates [P, n], the first positive, histories."""
     x = np.empty((*candidates.shape, 6 + history.shape[1]), np.int16)
     x[..., :5] = profile[:, None]
     x[..., 5] = candidates
@@ -119,15 +121,15 @@ def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> P
 
 
 def _histories(item: np.ndarray, before: np.ndarray, length: int) -> np.ndarray:
-    """int16 [R, length]: of ratings sorted by user and time, the items of the ``before`` [R] ratings of that user."""
+    """int16 [R, length]: the items of the ``before[r]`` ratings in front of rating r, sorted by user and time."""
     padded = np.concatenate([np.zeros(length, np.int16), item.astype(np.int16)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, length)[: len(item)]
     return np.where(np.arange(length)[None] >= length - before[:, None], windows, 0).astype(np.int16)
 
 
 def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], np.ndarray]:
-    """``pick(user [P], r [P, n])``: the r-th film, from 0, that this user never rated, of all that anybody rated; and
-    how many there are [U]."""
+    """A function ``pick(user [P], r [P, n])``, which returns film number r (from 0) among the films that the user never
+    rated; and the number of these films [U]. A film counts if any user rated it."""
     catalogue, column = np.unique(item, return_inverse=True)
     films = len(catalogue)
     owner, rated = np.divmod(np.unique(user.astype(np.int64) * films + column), films)
@@ -177,22 +179,25 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
 
 
 def _matches(path: Path, pattern: re.Pattern[str], wanted: str) -> list[tuple[str, ...]]:
-    """The groups of the pattern in every line of the file, at least one."""
-    found = []
+    """The groups of the pattern in each line of the file. ValueError for a line that does not match."""
+    groups = []
     with lines.opened(path, "latin-1") as file:
         for number, line in enumerate(file, 1):
             match = pattern.fullmatch(line.rstrip("\r\n"))
             if match is None:
                 raise lines.damaged(number, wanted, line)
-            found.append(match.groups())
-        if not found:
+            groups.append(match.groups())
+        if not groups:
             raise lines.damaged(1, wanted, "an empty file")
-    return found
+    return groups
 
 
 def _read_latest_small(places: Sequence[Path]) -> Ratings:
-    how = "write it from ratings.csv of MovieLens ml-latest-small (GroupLens' site) with numpy.savez, arrays user_id, "
-    path = lines.find(FILENAMES["latest-small"], places, how + "movie_id and timestamp [R], or pass size='1m'")
+    instructions = (
+        "write it from ratings.csv of MovieLens ml-latest-small (GroupLens' site) with numpy.savez, arrays user_id, "
+        "movie_id and timestamp [R], or pass size='1m'"
+    )
+    path = lines.find(FILENAMES["latest-small"], places, instructions)
     spec = {"user_id": Column(lowest=1), "movie_id": Column(lowest=1), "timestamp": Column(lowest=0)}
     ids, movies, time = files.read_npz(path, spec).values()
     known, user = np.unique(ids, return_inverse=True)

@@ -1,17 +1,17 @@
-"""Recipes that deal the rows of a labelled data set to clients.
+"""Partitioners. They assign the examples of a labelled data set to clients.
 
-A recipe is a value; calling it on the labels deals the rows:
+A partitioner is an immutable object that can be compared and printed. Call it with the labels to get the row numbers of
+each client:
 
     >>> import numpy as np
-    >>> recipe = dirichlet(2, alpha=0.3, seed=0)
-    >>> recipe
+    >>> partitioner = dirichlet(2, alpha=0.3, seed=0)
+    >>> partitioner
     dirichlet(num_clients=2, alpha=0.3, seed=0, prior='client', size_sigma=0.0, min_size=1)
-    >>> [rows.size for rows in recipe(np.array([0, 0, 1, 1, 2, 2]))]
+    >>> [rows.size for rows in partitioner(np.array([0, 0, 1, 1, 2, 2]))]
     [3, 3]
 
-Every recipe uses every row exactly once, gives every client at least one row, ends for every
-legal input, and depends on its arguments and the data alone. Shapes: M rows, N clients, C distinct
-labels.
+Every partitioner uses every example exactly once, gives every client at least one example, and terminates for every
+legal input. The result only depends on the arguments and the data. Shapes: M examples, N clients, C distinct labels.
 """
 
 from __future__ import annotations
@@ -28,28 +28,34 @@ from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 
 PRIORS = ("client", "class", "global")
-ATTEMPTS = 100  # draws of prior="class" before the short clients are topped up
+ATTEMPTS = 100  # with prior="class": draws before small clients are filled up
 
 
 @dataclass(frozen=True, repr=False)
 class Partition:
-    """A recipe by its name and arguments; `eval(repr(recipe))` gives the same recipe."""
+    """A partitioner with its name and arguments. `eval(repr(partitioner))` gives an equal partitioner."""
 
     name: str
+    """The name of its factory, such as "dirichlet"."""
     arguments: Mapping[str, Any] = field(hash=False)
+    """The arguments of its factory."""
     owners: Callable[[np.ndarray, np.ndarray | None], np.ndarray] = field(compare=False)
-    """(y [M], writer [M] or None) -> the client of every row, int [M]."""
+    """``owners(y [M], writer [M] or None) -> int [M]``, the client of every example."""
 
     @property
     def num_clients(self) -> int | None:
-        """N, or None where the data decide."""
+        """N, or None if it depends on the data (`by_writer`)."""
         return self.arguments.get("num_clients")
 
     def __call__(self, y: np.ndarray, writer: np.ndarray | None = None) -> list[np.ndarray]:
-        """The row numbers of each client: N arrays, int64, ascending, disjoint; together 0..M-1.
+        """Returns the row numbers of each client: N int64 arrays, ascending and disjoint, that together are 0..M-1.
 
-        y: integer labels [M]. writer: integers or strings [M], read by `by_writer` alone.
-        Raises ValueError for other shapes or types and for fewer rows than the recipe needs.
+        Args:
+          y: integer labels [M].
+          writer: integers or strings [M]. Only `by_writer` uses them.
+
+        Raises:
+          ValueError: a shape or dtype is different, or there are too few examples for the partitioner.
         """
         y = checks.array("y", y)
         if y.ndim != 1 or y.dtype.kind not in "iu" or y.size == 0:
@@ -66,13 +72,17 @@ class Partition:
 
 
 def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0) -> Partition:
-    """Shuffle the rows and cut them into N pieces.
+    """Shuffles the examples and splits them into N parts.
 
-    size_sigma = 0: sizes differ by at most one row. size_sigma > 0: sizes from
-    LogNormal(log(M/N), size_sigma), rescaled to sum to M, each at least 1 (FedDyn's and FedDC's
-    authors' code; size_sigma is the standard deviation of the logarithm, 0.3 in their experiments).
+    Args:
+      num_clients: N >= 1.
+      seed: random seed, >= 0.
+      size_sigma: with 0 (default) the sizes differ by at most one. With size_sigma > 0 they are drawn from
+        LogNormal(log(M/N), size_sigma) and rescaled to sum to M, each at least 1, as in the code of FedDyn's and
+        FedDC's authors. size_sigma is the standard deviation of the logarithm, 0.3 in their experiments.
 
-    Raises ValueError for num_clients < 1, a negative seed or size_sigma; when called, for M < N.
+    Raises:
+      ValueError: a value is out of range. Calling the partitioner raises it if M < N.
     """
     num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
     size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual", computed=False)
@@ -94,27 +104,36 @@ def dirichlet(
     min_size: int | None = None,
     capped: bool = True,
 ) -> Partition:
-    """Uneven label mixes; small alpha: few labels per client, large alpha: the same mix for all.
+    """Assigns different label distributions to the clients, drawn from a Dirichlet distribution.
 
-    - prior="client": each client draws its label mix from Dir(alpha 1_C). Until all rows are dealt, a
-      random client that is not full takes a row of a class drawn from its mix, drawn again while
-      that class is used up (FedDyn's and FedDC's authors' code). Sizes as in `iid`.
-    - prior="global": the same with Dir(alpha p), p the label frequencies of the data (Hsu et al.,
-      arXiv 1909.06335; FedGVRGM). With C equally frequent labels, alpha here does what alpha/C
-      does under "client".
-    - prior="class": each class is split over the clients by Dir(alpha 1_N), without the clients that
-      already hold M/N rows or more, and all is drawn again until every client has min_size rows
-      (MOON's authors' code; LfD). After 100 draws the last one is repaired: one random row
-      at a time moves from the then largest client to a client that is short. Sizes vary. With
-      capped=False large clients get more all the same (FedEve's authors' library, whose clients
-      may be empty: min_size=1 comes nearest).
+    With a small alpha each client has few labels. With a large alpha all clients have nearly the same distribution.
 
-    min_size: the fewest rows of a client; None is 10 for "class" (MOON's) and 1 otherwise, where it
-    matters to log-normal sizes alone: the short ones grow to it at the expense of the largest.
+    - prior="client": each client draws its label distribution from Dir(alpha 1_C). The examples are assigned one at a
+      time: a client that is not full is chosen at random, and a class is drawn from its distribution. If no example of
+      this class is left, the class is drawn again. (Code of FedDyn's and FedDC's authors.)
+    - prior="global": the same with Dir(alpha p), where p are the label frequencies of the data. With C equally frequent
+      labels, alpha here has the same effect as alpha / C with prior="client". (Hsu et al., arXiv 1909.06335; FedGVRGM.)
+    - prior="class": each class is split over the clients by Dir(alpha 1_N), without the clients that already have M/N
+      examples or more. This is repeated until every client has min_size examples. After 100 attempts the last one is
+      corrected: one random example at a time moves from the largest client to a client below min_size. (MOON's authors'
+      code; LfD.)
 
-    Raises ValueError for num_clients < 1, alpha not positive and finite, an unknown prior,
-    min_size < 1, a negative seed or size_sigma, size_sigma with prior="class"; when called, for
-    M < N min_size.
+    Args:
+      num_clients: N >= 1.
+      alpha: concentration, > 0 and finite.
+      seed: random seed, >= 0.
+      prior: "client" (default), "global" or "class", see above.
+      size_sigma: the spread of the sizes, as in `iid`. It must be 0 with prior="class", where the sizes follow from the
+        label distributions.
+      min_size: minimum number of examples per client, >= 1. Default: 10 for prior="class" (as MOON), otherwise 1. With
+        the other priors it only matters for log-normal sizes: clients below the minimum are enlarged, and the largest
+        clients are reduced.
+      capped: for prior="class" only. With False, clients with M/N examples or more can receive more, as in the library
+        of FedEve's authors. Clients may be empty there; min_size=1 is the closest setting.
+
+    Raises:
+      ValueError: a value is out of range or unknown, size_sigma > 0 with prior="class", or capped=False with another
+        prior. Calling the partitioner raises it if M < N min_size.
     """
     num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
     size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual", computed=False)
@@ -126,14 +145,14 @@ def dirichlet(
             "decide the sizes; use prior='client' or prior='global' for log-normal sizes"
         )
     default = 10 if prior == "class" else 1
-    fewest = default if min_size is None else checks.integer("min_size", min_size, 1)
+    min_size = default if min_size is None else checks.integer("min_size", min_size, 1)
     arguments = {
         "num_clients": num_clients,
         "alpha": alpha,
         "seed": seed,
         "prior": prior,
         "size_sigma": size_sigma,
-        "min_size": fewest,
+        "min_size": min_size,
     }
     capped = checks.flag("capped", capped)
     if not capped:
@@ -145,24 +164,28 @@ def dirichlet(
         rng = np.random.default_rng(seed)
         classes, class_sizes = np.unique(y, return_counts=True)
         if prior == "class":
-            return _split_classes(rng, y, class_sizes, num_clients, alpha, fewest, capped)
-        sizes = _sizes(rng, y.size, num_clients, size_sigma, fewest)
+            return _split_classes(rng, y, class_sizes, num_clients, alpha, min_size, capped)
+        sizes = _sizes(rng, y.size, num_clients, size_sigma, min_size)
         p = class_sizes / y.size if prior == "global" else np.ones(classes.size)
         mixes = _log_gamma(rng, alpha * p, (num_clients, classes.size))
-        return _deal(rng, y, class_sizes, sizes, mixes)
+        return _assign_by_turns(rng, y, class_sizes, sizes, mixes)
 
     return Partition("dirichlet", arguments, owners)
 
 
 def shards(num_clients: int, per_client: int, seed: int = 0) -> Partition:
-    """Sort by label, cut into N * per_client equal blocks, give each client per_client random ones.
+    """Sorts the examples by label, splits them into N * per_client equal blocks, and assigns the blocks at random.
 
-    McMahan et al. (arXiv 1602.05629), 2 blocks; FedADC, 2 to 4. Rows of one label are shuffled
-    first; blocks differ by at most one row. A block may straddle labels, so a client can hold more
-    than per_client of them.
+    The examples of one label are shuffled first. The sizes of the blocks differ by at most one. A block can contain
+    more than one label, so a client can have more than per_client labels.
 
-    Raises ValueError for num_clients or per_client < 1, a negative seed; when called, for
-    M < N * per_client.
+    Args:
+      num_clients: N >= 1.
+      per_client: number of blocks per client, >= 1. McMahan et al. (arXiv 1602.05629) use 2, FedADC uses 2 to 4.
+      seed: random seed, >= 0.
+
+    Raises:
+      ValueError: a value is out of range. Calling the partitioner raises it if M < N * per_client.
     """
     num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
     per_client = checks.integer("per_client", per_client, 1)
@@ -180,9 +203,9 @@ def shards(num_clients: int, per_client: int, seed: int = 0) -> Partition:
 
 
 def by_writer() -> Partition:
-    """One client per writer, in increasing order of the writer's id: a natural partition.
+    """Assigns one client to each writer, in increasing order of the writers' ids: a natural partition.
 
-    Raises ValueError, when called, without writers or unless they are M integers or strings.
+    Calling the partitioner raises ValueError if ``writer`` is missing, or is not M integers or strings.
     """
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
@@ -192,7 +215,7 @@ def by_writer() -> Partition:
             )
         try:
             writer = np.asarray(writer)
-        except Exception as error:  # ragged, or somebody else's object
+        except Exception as error:  # ragged lists, or a foreign object
             raise ConfigurationError(f"writer must be one id per row, got {checks.shown(writer)}") from error
         if writer.shape != y.shape or writer.dtype.kind not in "iuUS":
             raise ConfigurationError(
@@ -204,52 +227,53 @@ def by_writer() -> Partition:
     return Partition("by_writer", {}, owners)
 
 
-def _deal(
+def _assign_by_turns(
     rng: np.random.Generator,
     y: np.ndarray,
     class_sizes: np.ndarray,
     sizes: np.ndarray,
     mixes: np.ndarray,
 ) -> np.ndarray:
-    """Every turn a client that is not full takes a row of a class of its mix (log weights [N, C]).
+    """In every turn, a client that is not full gets an example of a class drawn from its mix (log weights [N, C]).
 
-    All turns draw at once. Up to the first turn that finds its class empty they are what dealing
-    one by one gives; the later turns that want this class draw again. At most C passes.
+    All turns draw their class in one vectorised pass. The draws are valid up to the first turn whose class is empty.
+    The later turns with this class draw again, and so on, for at most C passes. The result has the same distribution as
+    drawing turn by turn.
     """
-    # Clients on unit-rate Poisson clocks, stopped when full: the next is uniform among the rest.
+    # Each client has a Poisson clock of rate 1 and stops when it is full. So the next client is uniform among the rest.
     wait = rng.standard_exponential(y.size)
     time, first = np.cumsum(wait), np.cumsum(sizes) - sizes
     time -= np.repeat(time[first] - wait[first], sizes)
     turn = np.repeat(np.arange(sizes.size), sizes)[np.argsort(time)]
 
-    left = class_sizes.copy()
-    wanted = _draw(rng, mixes, left > 0, turn).astype(np.min_scalar_type(left.size))
-    done = 0
+    remaining = class_sizes.copy()
+    drawn = _draw(rng, mixes, remaining > 0, turn).astype(np.min_scalar_type(remaining.size))
+    valid = 0
     while True:
-        ahead = wanted[done:]
-        demand = np.bincount(ahead, minlength=left.size)
-        over = demand > left
+        unchecked = drawn[valid:]
+        demand = np.bincount(unchecked, minlength=remaining.size)
+        over = demand > remaining
         if not over.any():
             break
-        first_too_many = (np.cumsum(demand) - demand + left)[over]
-        stop = np.argsort(ahead, kind="stable")[first_too_many].min()
-        left -= np.bincount(ahead[:stop], minlength=left.size)
-        done += stop
-        again = done + np.flatnonzero(left[wanted[done:]] == 0)
-        wanted[again] = _draw(rng, mixes, left > 0, turn[again])
+        first_too_many = (np.cumsum(demand) - demand + remaining)[over]
+        stop = np.argsort(unchecked, kind="stable")[first_too_many].min()
+        remaining -= np.bincount(unchecked[:stop], minlength=remaining.size)
+        valid += stop
+        redrawn = valid + np.flatnonzero(remaining[drawn[valid:]] == 0)
+        drawn[redrawn] = _draw(rng, mixes, remaining > 0, turn[redrawn])
 
     owner = np.empty(y.size, np.int64)
-    owner[_by_label(rng, y)] = turn[np.argsort(wanted, kind="stable")]
+    owner[_by_label(rng, y)] = turn[np.argsort(drawn, kind="stable")]
     return owner
 
 
 def _draw(rng: np.random.Generator, mixes: np.ndarray, open_: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """A class for every turn, from its client's mix restricted to the open classes [C]."""
+    """Draws a class for every turn, from the mix of its client, restricted to the classes with examples left [C]."""
     clients, row = np.unique(turn, return_inverse=True)
     weights = np.where(open_, mixes[clients], -np.inf)
     upto = np.cumsum(np.exp(weights - weights.max(axis=1, keepdims=True)), axis=1)
     upto = upto / upto[:, -1:] + np.arange(clients.size)[:, None]
-    # One sorted table for all clients. A float32 u keeps row + u < row + 1 in float64.
+    # One sorted table for all clients. u is float32, so row + u < row + 1 also holds after rounding to float64.
     u = rng.random(turn.size, dtype=np.float32)
     return np.searchsorted(upto.ravel(), row + u, side="right") - row * open_.size
 
@@ -268,10 +292,10 @@ def _split_classes(
         counts = np.zeros((class_sizes.size, num_clients), np.int64)
         sizes = np.zeros(num_clients, np.int64)
         for c, class_size in enumerate(class_sizes):
-            # While rows are left, somebody holds less than M/N: the maximum is finite.
+            # As long as examples are left, some client has fewer than M/N, so the maximum is finite.
             weights = _log_gamma(rng, alpha, num_clients)
             weights = np.where(sizes * num_clients < y.size, weights, -np.inf) if capped else weights
-            # A random offset rounds without favour when there are fewer rows than clients.
+            # The random offset makes rounding fair if a class has fewer examples than there are clients.
             counts[c] = _apportion(class_size, np.exp(weights - weights.max()), rng.random())
             sizes += counts[c]
         if sizes.min() >= min_size:
@@ -280,7 +304,7 @@ def _split_classes(
     client_of_count = np.tile(np.arange(num_clients), len(counts))
     owner[_by_label(rng, y)] = np.repeat(client_of_count, counts.ravel())
 
-    change = _top_up(sizes, min_size) - sizes  # 0 for all unless the last attempt failed too
+    change = _top_up(sizes, min_size) - sizes  # all 0, unless the last attempt failed, too
     rows = _by_label(rng, owner)
     rank = np.arange(y.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     moved = rows[rank < -change[owner[rows]]]
@@ -289,21 +313,21 @@ def _split_classes(
 
 
 def _sizes(rng: np.random.Generator, num_rows: int, num_clients: int, sigma: float, min_size: int) -> np.ndarray:
-    """Equal (sigma = 0) or log-normal sizes [N] that sum to num_rows, none below min_size."""
+    """Equal (sigma = 0) or log-normal sizes [N] >= min_size that sum to num_rows."""
     _require_rows(num_rows, num_clients, "min_size", min_size)
     log_size = sigma * rng.standard_normal(num_clients)
     return _top_up(_apportion(num_rows, np.exp(log_size - log_size.max())), min_size)
 
 
 def _apportion(total: int, weights: np.ndarray, offset: float = 0.5) -> np.ndarray:
-    """Integers that sum to total, each within one of its share; share 0 stays 0."""
+    """Integers that sum to total and differ from total * weights / sum(weights) by at most 1. Weight 0 gives 0."""
     upto = np.cumsum(weights)
     cuts = np.floor(total * (upto / upto[-1]) + offset)
     return np.diff(np.minimum(cuts, total).astype(np.int64), prepend=0)
 
 
 def _top_up(sizes: np.ndarray, min_size: int) -> np.ndarray:
-    """Raise sizes to min_size, each row taken from the largest at that moment."""
+    """Raises sizes to min_size. Each additional example is taken from the client that is largest at that moment."""
     raised = np.maximum(sizes, min_size)
     largest = [(-size, client) for client, size in enumerate(sizes.tolist())]
     heapq.heapify(largest)
@@ -315,16 +339,16 @@ def _top_up(sizes: np.ndarray, min_size: int) -> np.ndarray:
 
 
 def _by_label(rng: np.random.Generator, y: np.ndarray) -> np.ndarray:
-    """Row numbers sorted by label, in random order within a label."""
+    """The row numbers sorted by label, in random order within each label."""
     shuffled = rng.permutation(y.size)
     return shuffled[np.argsort(y[shuffled], kind="stable")]
 
 
 def _log_gamma(rng: np.random.Generator, shape: float | np.ndarray, size: int | tuple[int, ...]) -> np.ndarray:
-    """Logarithms of Gamma(shape) draws: a Dirichlet draw before normalisation.
+    """Logarithms of Gamma(shape) samples: a Dirichlet sample before normalisation.
 
-    As logarithms, the ratios of classes survive at any alpha, also once the likely classes are
-    gone. Gamma(a) = Gamma(a + 1) U^(1/a) in law.
+    Logarithms do not underflow, so the ratios of unlikely classes are correct for any alpha, also if the likely classes
+    are used up. Gamma(a) has the distribution of Gamma(a + 1) U^(1/a).
     """
     shape = np.maximum(shape, 1e-300)  # 1/shape must stay finite
     return np.log(rng.standard_gamma(shape + 1, size)) - rng.standard_exponential(size) / shape
@@ -333,10 +357,10 @@ def _log_gamma(rng: np.random.Generator, shape: float | np.ndarray, size: int | 
 def _require_rows(num_rows: int, num_clients: int, name: str, each: int) -> None:
     if num_clients * each <= num_rows:
         return
-    asked = f"num_clients={num_clients}" + (f" with {name}={each}" if each > 1 else "")
+    arguments = f"num_clients={num_clients}" + (f" with {name}={each}" if each > 1 else "")
     fixes = [f"{name} <= {num_rows // num_clients}"] if num_clients <= num_rows else []
     fixes += [f"num_clients <= {num_rows // each}"] if each <= num_rows else []
     raise ConfigurationError(
-        f"{asked} needs at least {num_clients * each} rows, the data set has {num_rows}: "
+        f"{arguments} needs at least {num_clients * each} rows, the data set has {num_rows}: "
         f"use {' or '.join(fixes) or 'more data'}"
     )

@@ -1,4 +1,4 @@
-"""Rows of many clients, cut out of an array in memory or out of a memory-mapped file."""
+"""Copies the rows of many clients from an array in memory or from a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 
 def source(array: np.ndarray) -> np.ndarray | _Mapped:
-    """The rows of an array, to be `cut` from: by read calls if it is a memory map."""
+    """The rows of an array for `cut`. Rows of a memory map are read by read calls."""
     return array if (root := _root(array)) is None else _Mapped(root, array)
 
 
 def cut(rows: np.ndarray | _Mapped, begins: np.ndarray, sizes: np.ndarray, places: np.ndarray, R: int) -> np.ndarray:
-    """[R, ...]: of clients whose ``sizes`` rows start at ``begins``, [K] each, the rows from ``places`` on; zeros."""
+    """[R, ...]: client k's rows begins[k] .. begins[k] + sizes[k] - 1 are copied to places[k]. The rest is zero."""
     out = np.zeros((R, *rows.shape[1:]), rows.dtype)
     for begin, size, place in zip(begins.tolist(), sizes.tolist(), places.tolist(), strict=True):
         if size:
@@ -26,8 +26,11 @@ def cut(rows: np.ndarray | _Mapped, begins: np.ndarray, sizes: np.ndarray, place
 
 
 class _Mapped:
-    """Rows of a memory-mapped file, by read calls: touching pages of a map for the first time costs several times more,
-    and ends the process if the file has been cut short."""
+    """The rows of a memory-mapped file, read by read calls.
+
+    The first access to a page of a memory map takes several times longer, and ends the process if the file has been
+    truncated.
+    """
 
     def __init__(self, root: np.memmap, array: np.ndarray) -> None:
         self.shape, self.dtype = array.shape, array.dtype
@@ -40,16 +43,16 @@ class _Mapped:
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         out = np.empty((rows.stop - rows.start, *self.shape[1:]), self.dtype)
-        left, at = out.reshape(-1).view(np.uint8), self.begin + rows.start * self.row
-        while left.size:
-            read = os.preadv(self.descriptor, [left], at)  # type: ignore[list-item]
-            if not read:
+        missing, position = out.reshape(-1).view(np.uint8), self.begin + rows.start * self.row
+        while missing.size:
+            count = os.preadv(self.descriptor, [missing], position)  # type: ignore[list-item]
+            if not count:
                 self._changed()
-            left, at = left[read:], at + read
+            missing, position = missing[count:], position + count
         return out
 
     def check(self) -> None:
-        """OSError if the file is another than when it was opened."""
+        """Raises OSError if the file has changed since it was opened."""
         if _stamp(self.file) != self.stamp:
             self._changed()
 
@@ -61,7 +64,7 @@ class _Mapped:
 
 
 def _root(array: np.ndarray) -> np.memmap | None:
-    """The memory map of a file that an array is, or is a part of in one piece."""
+    """The memory map that the array is a contiguous part of, or None."""
     root: Any = array
     while root is not None and not (isinstance(root, np.memmap) and not isinstance(root.base, np.ndarray)):
         root = getattr(root, "base", None)
@@ -71,7 +74,7 @@ def _root(array: np.ndarray) -> np.memmap | None:
 
 def _stamp(file: str) -> tuple[int, int] | None:
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""AG News as rows of word numbers."""
+"""AG News as sequences of word ids."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ UNKNOWN = 1  # 0 is padding
 
 
 def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pair]:
-    """Training and test rows: x int32 [M, length], y int32 [M] in 0..3.
+    """Reads the training and the test examples: x int32 [M, length], y int32 [M] in 0..3.
 
-    A word's number is its place among the ``vocabulary`` - 2 most frequent of the training texts, and 2. Raises
-    FileNotFoundError, and ValueError for damaged files.
+    The ids 2, 3, ... are the ``vocabulary`` - 2 most frequent words of the training texts, the most frequent first.
+    Raises FileNotFoundError, and ValueError for damaged files.
     """
     path = lines.find(FILENAME, places, HOW)
     test_path = lines.find("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
@@ -35,15 +35,15 @@ def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pa
     def rows(texts: list[list[str]]) -> np.ndarray:
         x = np.zeros((len(texts), length), np.int32)
         for row, words in zip(x, texts, strict=True):
-            found = [numbers.get(word, UNKNOWN) for word in words[:length]]
-            row[: len(found)] = found
+            ids = [numbers.get(word, UNKNOWN) for word in words[:length]]
+            row[: len(ids)] = ids
         return x
 
     return (rows(texts), y), (rows(test_texts), y_test)
 
 
 def _texts(path: Path) -> tuple[list[list[str]], np.ndarray]:
-    """The words of each title and description, in lower case, and its class from 0."""
+    """The words of each title and description in lower case, and the classes, from 0."""
     texts, classes = [], []
     with lines.opened(path) as file:
         rows = csv.reader(file, strict=True)

@@ -1,7 +1,7 @@
-"""The zoo: the networks of the papers, each with its parameter count (tested), as `fd.Model`s.
+"""The networks of the papers as `fd.Model`s.
 
-Every classifier's factory takes ``cosine=True`` for cosines without a bias (LfD). Weights are initialised as PyTorch
-does by default, which is what the papers' code relies on.
+With ``cosine=True`` a classifier returns cosines, without a bias (LfD). The weights are initialised as in PyTorch by
+default, which the papers' code relies on. The docstrings give the number of parameters; it is tested.
 """
 
 from __future__ import annotations
@@ -44,40 +44,50 @@ __all__ = [
 
 
 def linear(input_shape: tuple[int, ...] = (30,), num_classes: int = 5, cosine: bool = False) -> Model:
-    """Multinomial logistic regression, initialised to zero (155 parameters for FedDyn/FedDC's synthetic data)."""
+    """Multinomial logistic regression, initialised to zero (155 parameters for FedDyn's and FedDC's synthetic data)."""
     return _model(MLP((), num_classes, zero_init=not checks.flag("cosine", cosine), cosine=cosine), input_shape)
 
 
 def mnist_2nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
-    """McMahan et al.'s 2NN, 784-200-200-10 (199,210 parameters); FedDyn's and FedDC's network for MNIST."""
+    """McMahan et al.'s 2NN, used for MNIST by FedDyn and FedDC: layers 784-200-200-10 (199,210 parameters)."""
     return _model(MLP((200, 200), num_classes, cosine=cosine), input_shape)
 
 
 def emnist_nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
-    """784-100-100-10 (89,610 parameters); FedDyn's and FedDC's network for EMNIST-L."""
+    """FedDyn's and FedDC's network for EMNIST-L: layers 784-100-100-10 (89,610 parameters)."""
     return _model(MLP((100, 100), num_classes, cosine=cosine), input_shape)
 
 
 def cifar_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
-    """FedDyn's and FedDC's CIFAR network: two 5x5 convolutions of 64, 384-192 (797,962 parameters; 815,332 for 100)."""
+    """FedDyn's and FedDC's CIFAR network: two 5x5 convolutions with 64 filters, dense layers with 384 and 192 units.
+
+    797,962 parameters for 10 classes, 815,332 for 100.
+    """
     network = CNN(((64, 5, "VALID", 2), (64, 5, "VALID", 2)), (384, 192), num_classes, cosine=cosine)
     return _model(network, (32, 32, 3))
 
 
 def mnist_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
-    """McMahan et al.'s MNIST CNN: 5x5 convolutions of 32 and 64, 512 (1,663,370 parameters)."""
+    """McMahan et al.'s MNIST CNN: two 5x5 convolutions with 32 and 64 filters, a dense layer with 512 units.
+
+    1,663,370 parameters.
+    """
     network = CNN(((32, 5, "SAME", 2), (64, 5, "SAME", 2)), (512,), num_classes, cosine=cosine)
     return _model(network, (28, 28, 1))
 
 
 def lenet5(num_classes: int = 62, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
-    """LeNet-5 with ReLU and max-pooling on 28x28 (66,126 parameters for 62 classes)."""
+    """LeNet-5 with ReLU and max-pooling for 28x28 images (66,126 parameters for 62 classes)."""
     network = CNN(((6, 5, "SAME", 2), (16, 5, "VALID", 2)), (120, 84), num_classes, cosine=cosine)
     return _model(network, input_shape)
 
 
 def simple_fl_lenet(num_classes: int = 62, cosine: bool = False) -> Model:
-    """FedEve's "LeNet5" (authors' library simple-FL): 3x3 convolutions of 6 and 10, 100, dropout 0.5 (31,972)."""
+    """FedEve's "LeNet5", from the authors' library simple-FL.
+
+    Two 3x3 convolutions with 6 and 10 filters, a dense layer with 100 units, dropout 0.5 before and after it. 31,972
+    parameters for 62 classes.
+    """
     convolutions = ((6, 3, "VALID", 2), (10, 3, "VALID", 2))
     return _model(CNN(convolutions, (100,), num_classes, 0.5, 0.5, cosine), (28, 28, 1))
 
@@ -88,9 +98,11 @@ def fedadc_cnn(
     dense: tuple[int, int, int] = (512, 256, 128),
     cosine: bool = False,
 ) -> Model:
-    """FedADC's CIFAR-10 network, four convolutions and four dense layers (2,328,746 parameters).
+    """FedADC's CIFAR-10 network: four convolutions and four dense layers, including the classifier.
 
-    The paper gives no widths: these are our choice, with 3x3 kernels and pooling after the second and the fourth.
+    2,328,746 parameters. The paper gives no widths. The defaults are our choice, with 3x3 kernels and pooling after the
+    second and the fourth convolution. ``convolutions`` are the numbers of filters, ``dense`` the units of the first
+    three dense layers.
     """
     widths = checks.shape("convolutions", convolutions, 4)
     layers = tuple((width, 3, "SAME", 1 + i % 2) for i, width in enumerate(widths))
@@ -98,7 +110,11 @@ def fedadc_cnn(
 
 
 def emnist_cnn(num_classes: int = 62, cosine: bool = False) -> Model:
-    """Reddi et al.'s EMNIST CNN: 3x3 convolutions of 32 and 64, one pooling, 128, dropout 0.25 and 0.5 (1,206,590)."""
+    """Reddi et al.'s EMNIST CNN.
+
+    Two 3x3 convolutions with 32 and 64 filters, max-pooling, dropout 0.25, a dense layer with 128 units, dropout 0.5.
+    1,206,590 parameters for 62 classes.
+    """
     convolutions = ((32, 3, "VALID", 1), (64, 3, "VALID", 2))
     return _model(CNN(convolutions, (128,), num_classes, 0.25, 0.5, cosine), (28, 28, 1))
 
@@ -109,17 +125,21 @@ def simple_cnn(
     projection: bool = True,
     cosine: bool = False,
 ) -> Model:
-    """MOON's and LfD's simple CNN with a projection head (92,626 parameters, cosine 92,616; without 62,006)."""
+    """MOON's and LfD's simple CNN with a projection head.
+
+    92,626 parameters for 10 classes, 92,616 with ``cosine=True``, and 62,006 with ``projection=False``.
+    """
     return _model(SimpleCNN(num_classes, checks.flag("projection", projection), cosine), input_shape)
 
 
 def resnet18(
     num_classes: int = 10, input_shape: tuple[int, ...] = (32, 32, 3), stem: int = 3, cosine: bool = False
 ) -> Model:
-    """ResNet-18 with GroupNorm(2) in place of BatchNorm.
+    """ResNet-18 with GroupNorm(2) instead of BatchNorm.
 
-    ``stem=3``: a 3x3 convolution and no pooling (11,220,132 parameters for 100 classes); ``stem=7``: the ImageNet
-    stem, a 7x7 convolution of stride 2 and max-pooling (11,181,642 for 10 classes; FedDyn/FedDC).
+    ``stem=3`` (default) starts with a 3x3 convolution without pooling (11,220,132 parameters for 100 classes).
+    ``stem=7`` is the ImageNet stem, a 7x7 convolution with stride 2 and max-pooling (11,181,642 parameters for 10
+    classes; used by FedDyn and FedDC).
     """
     stem = checks.integer("stem", stem, 3, 7, "3: 3x3, no pooling; 7: 7x7 with pooling")
     if stem not in (3, 7):
@@ -128,38 +148,43 @@ def resnet18(
 
 
 def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int = 99) -> Model:
-    """FedEve's DIN for click-through on MovieLens, a score a row (205,398 parameters for ML-1M).
+    """FedEve's deep interest network (DIN) for click-through prediction on MovieLens (205,398 parameters for ML-1M).
 
-    Rows are ids [user, gender, age, occupation, zip, candidate, history...], as the data set `movielens` has them; the
-    loss is the binary cross-entropy of labels 0 and 1. Evaluations also report `fd.ranking.scores()` of test rows in
-    blocks of 1 + ``test_negatives``, an option of the data set too.
-    sizes: ids of each of the first six, 0 (missing) included; ML-1M's by default, for others
-        `fedjax_drift.data.movielens.sizes(data)`.
-    Raises ValueError unless sizes are six integers >= 1, and for ``test_negatives`` < 9 (HR@10 needs 10 rows).
+    It returns one logit per example. The loss is the binary cross-entropy with labels 0 and 1. An example has the ids
+    [user, gender, age, occupation, zip, candidate, history...], as in the data set `movielens`. Evaluation also reports
+    `fd.ranking.scores()`.
+
+    Args:
+      sizes: vocabulary sizes of the first six columns, including id 0 (missing). Default: those of ML-1M. For other
+        data use `fedjax_drift.data.movielens.sizes(data)`.
+      test_negatives: the test set has blocks of 1 + test_negatives examples. Use the same value for the data set.
+
+    Raises:
+      ValueError: sizes are not six integers >= 1, or test_negatives < 9 (HR@10 needs 10 examples).
     """
-    found = checks.array("sizes", sizes)
-    if found.shape != (6,):
+    checked_sizes = checks.array("sizes", sizes)
+    if checked_sizes.shape != (6,):
         raise ConfigurationError(
             "sizes must be six, of users, genders, ages, occupations, zips and items, got "
             f"{checks.shown(sizes)}: take fedjax_drift.data.movielens.sizes(data)"
         )
-    sizes = tuple(checks.integer("each of sizes", size, 1) for size in found.tolist())
+    sizes = tuple(checks.integer("each of sizes", size, 1) for size in checked_sizes.tolist())
     group = 1 + checks.integer("test_negatives", test_negatives, 9)
     options = {"loss": binary_cross_entropy, "scores": ranking.scores(group)}
     return Model.from_linen(DIN(sizes), (7,), input_dtype=jnp.int32, **options)
 
 
 def binary_cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Of the logistic function of logits [B] with labels 0 and 1, integer or floating: [B]."""
+    """Binary cross-entropy, [B], from logits [B] and labels 0 or 1 (integer or floating)."""
     return optax.sigmoid_binary_cross_entropy(logits, y.astype(logits.dtype))
 
 
 def text_classifier(num_classes: int = 4, vocabulary: int = 20_000, width: int = 64, cosine: bool = False) -> Model:
-    """The mean embedding of a text's tokens, a dense layer, MOON's projection head (1,305,988 parameters; cosine
-    1,305,984). LfD names no network for AG News: this is our choice.
+    """A text classifier: the mean embedding of the tokens, a dense layer, and MOON's projection head.
 
-    Rows are token ids in 0..vocabulary-1, 0 being padding; ``width`` is the embedding's. Raises ValueError for a
-    ``vocabulary`` < 2 or a ``width`` < 1.
+    1,305,988 parameters, 1,305,984 with ``cosine=True``. LfD does not specify a network for AG News; this is our
+    choice. An example has token ids in 0..vocabulary-1, where 0 is padding. ``width`` is the size of the embeddings.
+    Raises ValueError if ``vocabulary`` < 2 or ``width`` < 1.
     """
     vocabulary = checks.integer("vocabulary", vocabulary, 2)
     width = checks.integer("width", width, 1)
@@ -174,12 +199,15 @@ def drug_target(
     filters: int = 32,
     cosine: bool = False,
 ) -> Model:
-    """Does a ligand bind a protein? Two encoders of three convolutions as in DeepDTA, MOON's projection head.
+    """Predicts whether a ligand binds a protein: two encoders as in DeepDTA, and MOON's projection head.
 
-    Rows are characters' ids in 0..vocabulary-1: ``ligand`` of the ligand (SMILES), then those of the protein, both
-    padded with 0. Filters of 4, 6, 8 and of 4, 8, 12 characters, 1, 2 and 3 times ``filters`` of them, the maximum over
-    all positions, a dense layer (214,146 parameters; cosine 214,144). LfD names no network for BindingDB: this is our
-    choice. Raises ValueError for a ``ligand`` < 16, which is what its filters take; proteins need 22.
+    An example has character ids in 0..vocabulary-1. The first ``ligand`` ids are the SMILES string of the ligand, the
+    others are the sequence of the protein. Both are padded with 0. Each encoder has embeddings of size ``width`` and
+    three convolutions with 1, 2 and 3 times ``filters`` channels. Their kernels have 4, 6 and 8 characters for the
+    ligand, and 4, 8 and 12 for the protein. The maximum over all positions and a dense layer follow.
+
+    214,146 parameters, 214,144 with ``cosine=True``. LfD does not specify a network for BindingDB; this is our choice.
+    Raises ValueError if ``ligand`` < 16, the receptive field of its convolutions. Proteins need at least 22 characters.
     """
     ligand = checks.integer("ligand", ligand, 16)
     vocabulary = checks.integer("vocabulary", vocabulary, 2)
@@ -193,7 +221,7 @@ def _model(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     network = network.clone(num_classes=num_classes, cosine=checks.flag("cosine", network.cosine))
     model = Model.from_linen(network, input_shape, **options)
     drops = getattr(network, "dropout_flat", 0) or getattr(network, "dropout_hidden", 0)
-    return model if drops else model._replace(train_apply=None)  # training is evaluation, and algorithms may know it
+    return model if drops else model._replace(train_apply=None)  # without dropout, training uses `apply`
 
 
 MODELS: dict[str, Any] = {
@@ -215,5 +243,5 @@ MODELS: dict[str, Any] = {
 
 
 def num_parameters(model: Model) -> int:
-    """d, the number of parameters."""
+    """d, the number of parameters of a model."""
     return tree.size(jax.eval_shape(lambda: model.init(jax.random.key(0))))

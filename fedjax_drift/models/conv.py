@@ -1,4 +1,4 @@
-"""The convolution, in the form that is fastest on each platform."""
+"""The convolution, in the implementation that is fastest on each platform."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The convolution on a CPU, where clients train one after another and speed depends on the caches.
+"""The convolution on a CPU, where clients train one after another and the speed depends on the caches.
 
-Rounds take 0.92 (LeNet-5), 0.87 (MNIST CNN) and 0.74 (CIFAR CNN) of the time that they take with `windows.convolve`.
+A round takes 0.92 (LeNet-5), 0.87 (MNIST CNN) and 0.74 times (CIFAR CNN) the time that it takes with
+`windows.convolve`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from fedjax_drift.models import windows
 
 
 def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """The form of `conv.conv` that is fastest on one core. x [C, H, W, B] is already padded."""
+    """The implementation of `conv.conv` that is fastest on one core. x [C, H, W, B] is already padded."""
     h, w, C, F = kernel.shape
     if pool == 2 and stride == 1 and F < 16:
         return _four_windows(x, kernel)
-    # With up to 16 channels, or in another precision, XLA's own convolution is not its fast one; 1x1 has no patches.
+    # XLA's convolution is only fast with more than 16 channels and in float32. A 1x1 kernel needs no patches.
     if stride > 1 or max(C, F) <= 16 or h * w == 1 or x.dtype != jnp.float32:
         return pool_blocks(windows.convolve(x, kernel, stride, 1), pool)
     return pool_blocks(_convolution_p.bind(x.transpose(3, 1, 2, 0), kernel), pool).transpose(3, 1, 2, 0)
@@ -32,10 +33,11 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arr
 
 
 def _four_windows(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Convolution and pooling by 2 for few filters: a patch of (h + 1) x (w + 1) holds four windows pooled into one.
+    """Convolution and pooling by 2 for few filters. A patch of (h + 1) x (w + 1) has the four windows that are pooled.
 
-    For 5x5 that is 9 numbers of patches a position instead of 25, and four times as many columns in a product that is
-    too narrow for vectors otherwise; it costs 1.44 times the operations.
+    With a 5x5 kernel a patch has 36 numbers per channel: 9 per position of the convolution, instead of 25.
+    The product has four times as many columns, because F columns are too few for vector instructions. It needs 1.44
+    times the operations.
     """
     F = kernel.shape[-1]
     shifted = [jnp.pad(kernel, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in (0, 1) for j in (0, 1)]
@@ -44,7 +46,7 @@ def _four_windows(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def pool_blocks(x: jax.Array, pool: int) -> jax.Array:
-    """`windows.max_pool` over axes 1 and 2, whatever the others are."""
+    """`windows.max_pool` over the axes 1 and 2, for any order of the other axes."""
     if pool == 1:
         return x
     a, H, W, b = x.shape
@@ -54,7 +56,7 @@ def pool_blocks(x: jax.Array, pool: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """``x.max(axes)``. Ties share the gradient, as in JAX's own rule, which makes a LeNet-5 step a third longer."""
+    """``x.max(axes)``. Ties share the gradient, as in JAX's rule, with which a LeNet-5 step takes a third longer."""
     return x.max(axes)
 
 
@@ -68,10 +70,10 @@ def _largest_derivative(axes: tuple[int, ...], primals: tuple, tangents: tuple) 
 
 # --- many channels ----------------------------------------------------------------------------------------------------
 #
-# Stride 1, no padding: x [B, H, W, C], kernel [h, w, C, F], g [B, H', W', F], the gradient of the output. Only in this
-# layout does XLA's convolution take its patches on the fly, as fast as a large product. So the weight gradient is a
-# convolution in the same layout, and the image gradient is a product. All three process a few images at a time, whose
-# patches stay in the cache.
+# Stride 1, no padding: x [B, H, W, C], kernel [h, w, C, F], g [B, H', W', F], the gradient of the output. XLA's
+# convolution only extracts its patches on the fly, as fast as a large product, in this layout. So the weight gradient
+# is a convolution in the same layout, and the image gradient is a product. All three process a few images at a time, so
+# that the patches stay in the cache.
 
 
 def _convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -83,7 +85,7 @@ def _convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
-    """x, g -> [h, w, C, F]: a convolution of C images that have B channels."""
+    """x, g -> [h, w, C, F]: a convolution of C images with B channels."""
     _, H, W, F = g.shape
     h, w, C = x.shape[1] - H + 1, x.shape[2] - W + 1, x.shape[3]
 
@@ -98,7 +100,7 @@ def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def _image_gradient(g: jax.Array, kernel: jax.Array) -> jax.Array:
-    """g, kernel -> [B, H, W, C]: the gradient of the patches, added in place for each weight of the window."""
+    """g, kernel -> [B, H, W, C]: the gradients of the patches, added in place for each position of the window."""
     h, w, C, F = kernel.shape
     _, H, W, _ = g.shape
 
@@ -115,7 +117,7 @@ def _image_gradient(g: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _chunks(x: jax.Array, patch_numbers: int) -> jax.Array:
-    """[B, ...] -> [B / n, n, ...]. The patches of one image are ``patch_numbers`` floats, of n images at most 4 MB."""
+    """[B, ...] -> [B / n, n, ...]. One image has ``patch_numbers`` floats of patches, and n images at most 4 MB."""
     most = min(len(x), max(1, 2**20 // patch_numbers))
     n = max(n for n in range(1, most + 1) if len(x) % n == 0)
     return x.reshape(-1, n, *x.shape[1:])
@@ -127,14 +129,14 @@ def _correlate(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
 #
-# The three functions are the partial derivatives of <g, x * kernel>: each is bilinear, and its transposes are the other
-# two. As primitives with these rules they have forward-mode and reverse-mode derivatives of any order, all made of the
-# same three functions. `jax.custom_vjp` has no forward mode. `jax.custom_jvp` leaves the transposes to JAX, which makes
-# the weight gradient a hundred times slower.
+# The three functions are the partial derivatives of <g, x * kernel>. Each is bilinear, and its transposes are the other
+# two. As primitives with these rules they have forward-mode and reverse-mode derivatives of any order, which consist of
+# the same three functions. `jax.custom_vjp` has no forward mode. With `jax.custom_jvp` JAX would transpose them itself,
+# and the weight gradient would be a hundred times slower.
 
 
 def _primitive(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Primitive:
-    """The function as a primitive. `jax.vmap` makes a loop of it; `lax.conv` would become a grouped convolution."""
+    """The function as a primitive. Under `jax.vmap` it becomes a loop; `lax.conv` becomes a grouped convolution."""
     primitive = Primitive(f"cpu{function.__name__}")
 
     def batch(inputs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[jax.Array, int]:

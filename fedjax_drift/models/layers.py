@@ -1,6 +1,7 @@
-"""Layers that stay fast when every client has its own weights.
+"""Layers that are fast if every client has its own weights.
 
-Inside a network images are (C, H, W, B), the batch innermost. conv.py has the convolution, windows.py the pooling.
+Inside a network, images have the layout [C, H, W, B]; the batch is the last axis. The convolution is in conv.py, the
+pooling is in windows.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
 
 
 def to_grid(x: jax.Array) -> jax.Array:
-    """[B, H, W, C] -> [C, H, W, B], the layout of the layers below."""
+    """[B, H, W, C] -> [C, H, W, B], the layout of the layers in this file."""
     return x.transpose(3, 1, 2, 0)
 
 
@@ -46,16 +47,16 @@ def flatten(x: jax.Array) -> jax.Array:
 
 
 def torch_uniform(fan_in: int) -> Callable[..., jax.Array]:
-    """U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default for weights and biases, which the papers' code uses."""
+    """An initializer: U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default for weights and biases."""
     bound = fan_in**-0.5
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 class Conv(nn.Module):
-    """`conv`, pooling included, with a kernel [h, w, C, F] and a bias [F], initialised as PyTorch does."""
+    """Convolution and max-pooling with a kernel [h, w, C, F] and a bias [F], initialised as in PyTorch."""
 
     features: int
-    kernel_size: int | tuple[int, int]  # k x k, or (h, w); sequences are images one column wide
+    kernel_size: int | tuple[int, int]  # k for k x k, or (h, w); a sequence is an image with one column
     stride: int = 1
     padding: Padding = "VALID"
     use_bias: bool = True
@@ -67,13 +68,13 @@ class Conv(nn.Module):
         h, w = (k, k) if isinstance(k, int) else k
         init = torch_uniform(h * w * C)
         y = conv(x, self.param("kernel", init, (h, w, C, self.features)), self.stride, self.padding, self.pool)
-        if self.use_bias:  # after the pooling, on fewer numbers: the same
+        if self.use_bias:  # added after the pooling, to fewer numbers; the result is the same
             y = y + self.param("bias", init, (self.features,))[:, None, None, None]
         return y
 
 
 class Dense(nn.Module):
-    """[B, in] -> [B, features], kernel [in, features] and bias [features], initialised as PyTorch does, or to zero."""
+    """[B, in] -> [B, features] with a kernel [in, features] and a bias, initialised as in PyTorch, or to zero."""
 
     features: int
     use_bias: bool = True
@@ -87,9 +88,9 @@ class Dense(nn.Module):
 
 
 class Embedding(nn.Module):
-    """int [...] -> [..., features]: rows of a table [count, features], standard normal at first as in PyTorch.
+    """int [...] -> [..., features]: rows of a table [count, features], initialised standard normal as in PyTorch.
 
-    An id outside 0..count-1 gives NaN, so that a table too small for the data is seen in the first loss.
+    An id outside 0..count-1 gives NaN, so the first loss is NaN if the table is too small for the data.
     """
 
     count: int
@@ -102,7 +103,7 @@ class Embedding(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation of [C, H, W, B] over (C/groups, H, W) of each image, with a scale and a bias per channel."""
+    """Group normalisation of [C, H, W, B] over [C/groups, H, W] of each image, with a scale and a bias per channel."""
 
     groups: int = 2
     epsilon: float = 1e-5
@@ -120,7 +121,7 @@ class GroupNorm(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The last layer: `Dense`, or with ``cosine`` the cosines between features and class weights, without a bias."""
+    """The last layer: `Dense`; or with ``cosine=True`` the cosines between features and class weights, without bias."""
 
     num_classes: int
     cosine: bool = False
@@ -140,5 +141,5 @@ def cosine_logits(features: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def normalize(x: jax.Array, axis: int) -> jax.Array:
-    """x / ||x|| along axis; a zero vector stays zero, with a finite gradient."""
+    """x / ||x|| along an axis. A zero vector stays zero, with a finite gradient."""
     return x * lax.rsqrt(jnp.maximum(jnp.square(x).sum(axis, keepdims=True), 1e-12))

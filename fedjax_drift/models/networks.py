@@ -1,6 +1,7 @@
-"""The networks behind the zoo, as flax.linen modules.
+"""The networks of `fedjax_drift.models` as flax.linen modules.
 
-Those of images take [B, H, W, C] (`MLP` any rows); `DIN`, `MeanOfTokens` and `LigandAndTarget` take rows of integers.
+The inputs are images [B, H, W, C], for `MLP` arrays [B, ...], and for `DIN`, `MeanOfTokens` and `LigandAndTarget`
+integers [B, length].
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class MLP(nn.Module):
 
 
 class CNN(nn.Module):
-    """Convolutions with ReLU and max-pooling, then dense layers with ReLU, then the classifier."""
+    """Convolutions with max-pooling and ReLU, then dense layers with ReLU, then the classifier."""
 
     convolutions: tuple[tuple[int, int, Padding, int], ...]  # (filters, kernel size, padding, pooling window or 1)
     hidden: tuple[int, ...]
     num_classes: int
     dropout_flat: float = 0.0  # before the first dense layer
-    dropout_hidden: float = 0.0  # after each
+    dropout_hidden: float = 0.0  # after each dense layer
     cosine: bool = False
 
     def setup(self) -> None:
@@ -80,7 +81,7 @@ class CNN(nn.Module):
 
 
 class SimpleCNN(nn.Module):
-    """MOON's simple CNN. Its representation is the output of the projection head, and so is the classifier's input."""
+    """MOON's simple CNN. The features are the output of the projection head, which is the input of the classifier."""
 
     num_classes: int
     projection: bool = True
@@ -131,7 +132,7 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """Four stages of two blocks, 64 to 512 channels wide, mean over the positions, classifier."""
+    """Four stages of two blocks with 64 to 512 channels, then the mean over the positions, then the classifier."""
 
     num_classes: int
     stem: int = 3
@@ -160,12 +161,12 @@ class ResNet18(nn.Module):
 
 
 class DIN(nn.Module):
-    """The deep interest network: a user's history, weighted by how much each item has to do with the candidate.
+    """The deep interest network: attention of the candidate to the items in the history of the user.
 
-    Rows are ids [user, gender, age, occupation, zip, candidate, history...]; 0 in the history is padding.
+    An example has the ids [user, gender, age, occupation, zip, candidate, history...]. 0 in the history is padding.
     """
 
-    sizes: tuple[int, ...]  # ids of each of the first six; the history is of the candidate's
+    sizes: tuple[int, ...]  # vocabulary sizes of the first six; the history shares the embedding of the candidate
     widths: tuple[int, ...] = (15, 2, 3, 5, 15, 15)
 
     def setup(self) -> None:
@@ -174,7 +175,7 @@ class DIN(nn.Module):
         self.denses = [Dense(32), Dense(16), Dense(1)]
 
     def interest(self, candidate: jax.Array, history: jax.Array, real: jax.Array) -> jax.Array:
-        """[B, W]: the history [B, H, W] as the candidate [B, W] sees it; zero where it is all padding."""
+        """[B, W]: the sum of the history [B, H, W], weighted by attention of the candidate [B, W]; 0 if it is empty."""
         t = jnp.broadcast_to(candidate[:, None], history.shape)
         pairs = jnp.concatenate([t, history, t - history, t * history], -1)
         hidden, out = self.attention
@@ -194,7 +195,7 @@ class DIN(nn.Module):
 
 
 class MeanOfTokens(nn.Module):
-    """The mean embedding of a text's tokens [B, length], 0 being padding, and a dense layer."""
+    """The mean embedding of the tokens [B, length] of a text, where 0 is padding, and a dense layer."""
 
     vocabulary: int
     width: int
@@ -208,9 +209,9 @@ class MeanOfTokens(nn.Module):
 
 
 class LigandAndTarget(nn.Module):
-    """Two characters' sequences in a row [B, ligand + target]: convolutions along each, its maximum, side by side."""
+    """Two sequences of characters [B, ligand + target]: a `SequenceCNN` for each, concatenated, and a dense layer."""
 
-    ligand: int  # characters of the first; the others are the second's
+    ligand: int  # length of the first sequence
     vocabulary: int
     width: int
     filters: int
@@ -226,7 +227,7 @@ class LigandAndTarget(nn.Module):
 
 
 class SequenceCNN(nn.Module):
-    """Embedded characters [B, length], convolutions that widen by ``filters`` each, the maximum: [B, 3 filters]."""
+    """[B, length] -> [B, 3 filters]: embeddings, convolutions with 1, 2, 3 times ``filters`` channels, the maximum."""
 
     vocabulary: int
     width: int
@@ -242,7 +243,7 @@ class SequenceCNN(nn.Module):
 
 
 class Projected(nn.Module):
-    """An encoder, MOON's projection head and a classifier of its output, the representation as in `SimpleCNN`."""
+    """An encoder, MOON's projection head and a classifier. The features are the output of the projection head."""
 
     encoder: nn.Module
     num_classes: int

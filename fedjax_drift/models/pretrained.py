@@ -1,4 +1,4 @@
-"""Parameters from files: a model's own, and PyTorch's ResNet-18."""
+"""Saves and loads the parameters of models, and loads those of PyTorch's ResNet-18."""
 
 from __future__ import annotations
 
@@ -18,25 +18,30 @@ TORCH_RESNET = re.compile(r"(?:layer(\d)\.(\d)\.)?(conv|bn|downsample\.)(\d)\.(w
 
 
 def save_params(params: Params, path: str | os.PathLike[str]) -> None:
-    """Writes parameters as an npz that `load_params` reads, one array a leaf, named by its path."""
-    place = checks.path("path", path)
-    named = {_name(where): np.asarray(leaf) for where, leaf in jax.tree.leaves_with_path(params)}
+    """Saves parameters to an npz file for `load_params`. It has one array per leaf, named by the path of the leaf.
+
+    Raises ValueError for parameters that are empty or not numeric, and OSError if the file can't be written.
+    """
+    target = checks.path("path", path)
+    named = {_name(leaf_path): np.asarray(leaf) for leaf_path, leaf in jax.tree.leaves_with_path(params)}
     if not named:
         raise ConfigurationError(f"params must hold at least one array, got {checks.shown(params)}: pass state.params")
     for name, leaf in named.items():
         checks.array(f"params, at {name or 'its root'},", leaf.reshape(-1))
-    with open(place, "wb") as file:
+    with open(target, "wb") as file:
         np.savez(file, **named)  # type: ignore[arg-type]
 
 
 def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
-    """The model's parameters from an npz: those of `save_params`, or for `resnet18` those of torchvision's.
+    """Loads the parameters of a model from an npz file of `save_params`, or for `resnet18` from one of torchvision.
 
-    The latter are ``numpy.savez(path, **{k: v.numpy() for k, v in resnet18(weights="DEFAULT").state_dict().items()})``
-    in PyTorch: scales and biases of batch normalisation become those of group normalisation, running statistics are
-    left out, and the classifier, which has other classes, is drawn from key 0, as is the stem unless it is 7 x 7.
+    To export a ResNet-18 in PyTorch, run
+    ``numpy.savez(path, **{k: v.numpy() for k, v in resnet18(weights="DEFAULT").state_dict().items()})``.
+    The scales and biases of batch normalisation become those of group normalisation. The running statistics are not
+    used. The classifier has other classes, so it is initialised randomly with key 0. The same holds for the stem,
+    unless it is 7 x 7.
 
-    Raises FileNotFoundError without the file; ValueError for one that is no npz or whose arrays don't fit the model.
+    Raises FileNotFoundError without the file, and ValueError if it is not an npz or the arrays do not fit the model.
     """
     checks.instance("model", model, Model, "fd.models.lenet5(), for example")
     path = checks.path("path", path)
@@ -54,12 +59,15 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
                 f"{path}: {name} must be real numbers, got {array.dtype}: write it with save_params"
             )
     expected = jax.eval_shape(model.init, jax.random.key(0))
-    shapes, drawn = {_name(where): leaf.shape for where, leaf in jax.tree.leaves_with_path(expected)}, set[str]()
+    shapes = {_name(leaf_path): leaf.shape for leaf_path, leaf in jax.tree.leaves_with_path(expected)}
+    initialised = set[str]()  # the parameters that the file does not have
     if "layer1.0.conv1.weight" in arrays:
         arrays = dict(filter(None, map(_of_torch, arrays, arrays.values())))
         other_stem = _shape(arrays, STEM) != shapes.get(STEM)
-        drawn = {name for name in shapes if "classifier" in name or (name == STEM and other_stem)}
-    wrong = [name for name in {**shapes, **arrays} if name not in drawn and _shape(arrays, name) != shapes.get(name)]
+        initialised = {name for name in shapes if "classifier" in name or (name == STEM and other_stem)}
+    wrong = [
+        name for name in {**shapes, **arrays} if name not in initialised and _shape(arrays, name) != shapes.get(name)
+    ]
     if wrong:
         held, wanted = (
             "nothing" if shape is None else f"shape {list(shape)}"
@@ -70,13 +78,13 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
             f"({len(wrong)} arrays don't fit): choose the model it was saved from"
         )
     return jax.tree_util.tree_map_with_path(
-        lambda where, leaf: leaf if _name(where) in drawn else np.asarray(arrays[_name(where)], leaf.dtype),
-        model.init(jax.random.key(0)) if drawn else expected,
+        lambda path, leaf: leaf if _name(path) in initialised else np.asarray(arrays[_name(path)], leaf.dtype),
+        model.init(jax.random.key(0)) if initialised else expected,
     )
 
 
 def _is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Whether it begins as one: the length of a header, 8 bytes, and the header, a JSON object."""
+    """Whether a file starts like a safetensors file: 8 bytes with the length of a header, then a JSON object."""
     with open(path, "rb") as file:
         length, brace = int.from_bytes(file.read(8), "little"), file.read(1)
     return brace == b"{" and length < os.path.getsize(path)
@@ -91,7 +99,7 @@ def _name(path: tuple) -> str:
 
 
 def _of_torch(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Our name and layout of an array of torchvision's ResNet-18; None for what we leave out."""
+    """Our name and layout of an array of torchvision's ResNet-18. None for an array that is not used."""
     if not (match := TORCH_RESNET.fullmatch(name)):
         return None
     stage, block, kind, number, what = match.groups()
@@ -101,7 +109,7 @@ def _of_torch(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
     leaf = "kernel" if conv else {"weight": "scale", "bias": "bias"}[what]
     if stage is None:
         return f"{'conv' if conv else 'norm'}/{leaf}", array
-    if int(block) > 1:  # of a deeper ResNet
+    if int(block) > 1:  # a deeper ResNet
         return name, array
     which = 2 if kind == "downsample." else int(number) - 1
     layer = f"{'Conv' if conv else 'GroupNorm'}_{which}"

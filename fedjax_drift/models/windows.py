@@ -1,6 +1,6 @@
 """Windows of images [C, H, W, B]: padding, pooling, and the convolution as one product of patches and weights.
 
-What the forms of the convolution share; conv.py chooses among them.
+All implementations of the convolution use these functions. conv.py selects the implementation.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Padding = str | tuple[int, int]
 
 
 def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """The default form of `conv.conv`: one product. x [C, H, W, B] is already padded; ``pool`` is as in `conv.conv`.
+    """The default implementation of `conv.conv`: one product. x [C, H, W, B] is already padded.
 
-    Patches are made of shifted slices, each a contiguous copy, and every elementwise operation vectorises over the
-    batch. Under `jax.vmap` over clients it is a batched product; `lax.conv` would become a grouped convolution.
+    The patches are concatenated slices, each a contiguous copy, and every elementwise operation vectorises over the
+    batch. Under `jax.vmap` over clients it becomes a batched product, whereas `lax.conv` becomes a grouped convolution.
     """
     h, w, C, F = kernel.shape
     H, W = positions(x, (h, w), stride)
-    # First the columns of each window, then its rows: w + h slices instead of w * h. Rows of the patches are (i, j, c).
+    # First the columns of each window, then its rows: w + h slices instead of w * h. The rows of patches are (i, j, c).
     columns = jnp.concatenate([strided_slice(x, 2, j, W, stride) for j in range(w)])
     patches = jnp.concatenate([strided_slice(columns, 1, i, H, stride) for i in range(h)])
     out = kernel.reshape(h * w * C, F).T @ patches.reshape(h * w * C, -1)
@@ -34,12 +34,12 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arr
 
 
 def max_pool(x: jax.Array, window: int = 2, stride: int | None = None, padding: Padding = "VALID") -> jax.Array:
-    """Maximum over window x window; [C, H, W, B] -> [C, H', W', B]. ``stride`` defaults to the window."""
+    """The maximum over window x window: [C, H, W, B] -> [C, H', W', B]. ``stride`` defaults to the window."""
     return _pool(x, window, stride or window, padding, -jnp.inf, jnp.maximum)
 
 
 def avg_pool(x: jax.Array, window: int = 2, stride: int | None = None, padding: Padding = "VALID") -> jax.Array:
-    """Mean over window x window (padding counts as zero); [C, H, W, B] -> [C, H', W', B]."""
+    """The mean over window x window, padding counted as zero: [C, H, W, B] -> [C, H', W', B]."""
     return _pool(x, window, stride or window, padding, 0.0, jnp.add) / window**2
 
 
@@ -57,7 +57,7 @@ def pad(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding, va
 
 
 def positions(x: jax.Array, window: tuple[int, int], stride: int) -> tuple[int, int]:
-    """(H', W'), how many positions a window has in x [C, H, W, B]. Raises ValueError if it has none."""
+    """(H', W'), the number of positions of a window in x [C, H, W, B]. Raises ValueError if there is none."""
     H, W = ((n - k) // stride + 1 for n, k in zip(x.shape[1:3], window, strict=True))
     if H < 1 or W < 1:
         raise ConfigurationError(
@@ -67,7 +67,7 @@ def positions(x: jax.Array, window: tuple[int, int], stride: int) -> tuple[int, 
 
 
 def strided_slice(x: jax.Array, axis: int, start: int, count: int, stride: int) -> jax.Array:
-    """``count`` entries of x along an axis, ``stride`` apart."""
+    """``count`` entries of x along an axis, from ``start``, ``stride`` apart."""
     return lax.slice_in_dim(x, start, start + (count - 1) * stride + 1, stride, axis)
 
 
