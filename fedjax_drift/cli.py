@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift import checks, experiment, options, papers, report
+from fedjax_drift import checks, cli_quickstart, experiment, options, papers, report
 from fedjax_drift.checkpoint import SavedRuns, lock_folder, replace_file, unused
 from fedjax_drift.checks import nearest
 from fedjax_drift.data.datasets import DATASETS
@@ -46,7 +46,6 @@ from fedjax_drift.sweep import check_sweepable
 
 RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
 NAME_WIDTH = 22  # of an algorithm in the table, which then has 80 columns
-QUICKSTART = ("fedavg", "fedprox:mu=0.1", "fedavgm:beta=0.7")
 
 RUN_EXAMPLES = """\
 examples:
@@ -71,9 +70,10 @@ command), rounds.jsonl and rounds.csv (a line for each round, algorithm and
 seed, written as the round ends), curves.png, a picture of each thing that was
 measured, checkpoints, and for each algorithm a folder with the model that it
 trained, model.npz (fd.load_run reads all of it); with --target also
-rounds_to_target.png; with --per-client also clients.csv, a line for each
-client, and fairness.png. Ctrl-C and SIGTERM stop after the round in progress.
-Whatever ended a run, it goes on with
+rounds_to_target.png and, with --measure gradients, drift_story.png (labels,
+drift, accuracy and rounds in one); with --per-client also clients.csv, a line
+for each client, and fairness.png. Ctrl-C and SIGTERM stop after the round in
+progress. Whatever ended a run, it goes on with
 
   fedjax-drift run --resume OUTPUT
 
@@ -192,7 +192,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers = {}
     for name, summary, epilog, fill in (
-        ("quickstart", "compare three algorithms on generated handwriting, in a minute or two", None, _fill_quickstart),
+        ("quickstart", "see client drift, and that it can be corrected, in under a minute", None, _fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, _fill_run),
         ("data", "list the data sets, or draw what the clients of one hold", DATA_EXAMPLES, _fill_data),
         ("experiment", "run a table of a paper", EXPERIMENT_EXAMPLES, _fill_experiment),
@@ -272,16 +272,8 @@ def _fill_run(parser: argparse.ArgumentParser) -> None:
 
 def _fill_quickstart(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
-    parser.description = textwrap.fill(
-        "Simulates writers of 62 characters: in every round, some of them train a LeNet-5 on their own images. "
-        f"Compares {', '.join(QUICKSTART)}. The first time the images are drawn, which takes another minute. "
-        "Prints a table and writes config.json, rounds.jsonl, rounds.csv and curves.png.",
-        78,
-    )
-    add(parser, "--writers", "N", "clients of the federation", count, 3400)
-    add(parser, "--cohort", "K", "writers a round (default: 100, or all if there are fewer)", count)
-    add(parser, "--rounds", "N", "rounds of each algorithm", count, 15)
-    add(parser, "--seed", "N", "of the images, the cohorts and the initial model", options.seed, 0)
+    parser.description = cli_quickstart.DESCRIPTION
+    cli_quickstart.add_options(parser)
     _add_output(parser)
     parser.set_defaults(command=_quickstart)
 
@@ -395,8 +387,8 @@ class Ended(NamedTuple):
     scores: dict[str, np.ndarray]  # of each client, with --per-client
 
 
-def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    """Checks and reads everything; what it returns does the work."""
+def _run(args: argparse.Namespace, argv: Sequence[str], table: Callable[..., str] | None = None) -> Callable[[], int]:
+    """Checks and reads everything; what it returns does the work. table: see `_simulate`."""
     specs = options.specs(args)
     output = _output(args, "-".join([args.dataset.partition(":")[0], *dict.fromkeys(s.name for s in specs)])[:80])
     seeds = [args.seed + i for i in range(args.seeds)]
@@ -464,7 +456,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
                 return Ended(states, {key: np.mean([each[key] for each in scores], axis=0) for key in scores[0]})
 
             histories = {name: history for name, (_, history) in before.items()}
-            return _simulate(config, names, histories, start, output, progress)
+            data = simulations[names[0]].data
+            return _simulate(config, names, histories, start, output, progress, data, table or _table)
 
     return work
 
@@ -520,9 +513,12 @@ def _simulate(
     start: Callable[[str, Callable[[dict[str, Any]], None]], Ended],
     output: Path,
     progress: bool,
+    data: fd.FederatedData,
+    table: Callable[..., str],
 ) -> int:
     """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done.
 
+    table: ``table(records, target)``, what is printed at the end.
     before: the histories of those that were restored. Of several processes the first alone writes files. Where the
     library itself raises ValueError or FloatingPointError (the model has diverged), the next takes its turn.
     """
@@ -588,11 +584,11 @@ def _simulate(
     records = {name: history for name, history in records.items() if history}
     written = ["config.json", "rounds.jsonl", "rounds.csv"]
     if writes:
-        written += [*_draw_runs(records, config["target"], output), *_write_clients(per_client, output)]
+        written += [*_draw_runs(records, config["target"], data, output), *_write_clients(per_client, output)]
         folders = [file_name(name) for name in names if any((output / file_name(name)).glob(f"**/{MODEL}"))]
         written += [f"{folder}/{'seed-*/' * several}{MODEL}" for folder in folders]
     if records:
-        print("\n" + _table(records, config["target"]))
+        print("\n" + table(records, config["target"]))
     if any("accuracy" in scores for scores in per_client.values()):
         print("\n" + _clients_table(per_client))
     ended = [f"stopped: {', '.join(stopped)}"] if stopped else []
@@ -602,7 +598,9 @@ def _simulate(
     return 130 if interrupted else 1 if stopped else 0
 
 
-def _draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, output: Path) -> list[str]:
+def _draw_runs(
+    records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, data: fd.FederatedData, output: Path
+) -> list[str]:
     """Writes the pictures that the records have numbers for; returns their names."""
     from fedjax_drift import plots
 
@@ -613,6 +611,7 @@ def _draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float
     pictures["label_mix"] = functools.partial(plots.label_mix, first)
     if target is not None:
         pictures["rounds_to_target"] = functools.partial(plots.rounds_to_target, runs, target)
+        pictures["drift_story"] = functools.partial(plots.drift_story, runs, target, data)
     written = []
     for name, draw in pictures.items():
         path = output / f"{name}.png"
@@ -672,24 +671,19 @@ def _clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
 
 
 def _quickstart(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    cohort = min(100, args.writers) if args.cohort is None else args.cohort
-    if cohort > args.writers:
-        raise ValueError(f"--cohort must be in 1..{args.writers} (all writers), got {cohort}: raise --writers")
-    # Local momentum takes LeNet-5 off its first plateau within a few rounds.
-    run = [
-        "run", f"--dataset=glyphs:num_writers={args.writers}", "--model=lenet5", f"--cohort={cohort}",
-        f"--rounds={args.rounds}", "--batch-size=10", "--lr=0.05", "--momentum=0.9", "--eval-every=3",
-        f"--seed={args.seed}", *[f"--algorithm={name}" for name in QUICKSTART],
-    ]  # fmt: skip
-    run += [f"--output={args.output}"] if args.output else []
-    run += ["--force"] * args.force + ["--no-progress"] * args.no_progress
-    intro = (
-        f"Compares {len(QUICKSTART)} algorithms, {args.rounds} rounds of {cohort} of {args.writers:,} writers each. "
-        "The default sizes take one to two minutes on two idle cores, and one more the first time, to draw the images. "
-        "It is the same as this command:"
-    )
-    print(textwrap.fill(intro, 80), _wrapped_command(["fedjax-drift", *run]), sep="\n\n", end="\n\n", flush=True)
-    return _run(_parse(run), run)
+    run = cli_quickstart.run_command(args)
+    intro = textwrap.fill(cli_quickstart.introduction(args), 80)
+    print(intro, _wrapped_command(["fedjax-drift", *run]), sep="\n\n", end="\n\n", flush=True)
+    simulate = _run(_parse(run), run, cli_quickstart.table)
+
+    def work() -> int:
+        code = simulate()
+        if code == 0:
+            for text in (cli_quickstart.READING, cli_quickstart.GOING_ON):
+                print("", *_wrap(text, "", ""), sep="\n")
+        return code
+
+    return work
 
 
 def _data(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:

@@ -25,7 +25,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.personal import summary
-from fedjax_drift.records import History, Records, Runs, by_run, measured
+from fedjax_drift.records import History, Reached, Records, Runs, by_run, measured
 from fedjax_drift.records import rounds_to_target as reached_rounds
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ MARKERS = "osD^vP*"
 SHOWN_CLIENTS = 50
 SHOWN_ROUNDS = 30
 SHOWN_MARKERS = 30
+SPACED_MARKERS = 12  # of a line that has markers however many points it has
 SHOWN_POINTS = 100  # of a line against rounds; more are summed up in half as many windows at most
 QUARTILES = (0.25, 0.5, 0.75)
 
@@ -51,6 +52,7 @@ RANGES = {  # of what a record has
 QUARTILES_SHOWN = "median and quartiles"
 SEEDS_SHOWN = "mean over seeds, 95 % confidence"
 
+CLIENT_DRIFT = "Client drift after the last local epoch"
 MEASURE = "pass measure=({!r},) to Simulation"
 
 
@@ -101,7 +103,7 @@ def drift(records: Records, path: FilePath = None) -> Figure:
     squared = "Squared gradient norm"
     panels = (
         Panel("Period drift", squared, _by_round(runs, "period_drift", log=True), log=True),
-        Panel("Client drift after the last local epoch", squared, _by_round(runs, "client_drift", log=True), log=True),
+        Panel(CLIENT_DRIFT, squared, _by_round(runs, "client_drift", log=True), log=True),
         Panel("Dissimilarity of gradients", "Dissimilarity", _by_round(runs, "dissimilarity", log=True), log=True),
     )
     return _picture("drift", panels, MEASURE.format("gradients"), path)
@@ -184,10 +186,56 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
     no round has the key.
     """
     runs, target = reached_rounds(records, target, key), float(target)
-    places = [*by_run(records)]  # a run has the colour that it has in other pictures
     figure = _figure(7.5, 1.6 + 0.42 * len(runs))
     axes = figure.subplots()
-    for i, (name, seeds) in enumerate(runs.items()):
+    _bars(runs, [*by_run(records)], axes)
+    goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
+    axes.set_title(f"Rounds to {goal}")
+    return _written(figure, path)
+
+
+def drift_story(records: Records, target: float, data: FederatedData, path: FilePath = None) -> Figure:
+    """What drift is and what it costs, in four panels: the clients' label mixes, the drift of their local models, the
+    test accuracy of the global model with the target, and the rounds until it first meets the target.
+
+    Client drift is FedEve's eq. 4 after the last local epoch, the mean of the cohort: ||grad F_i(theta_i) -
+    grad F_i(w_S)||^2, where theta_i is what client i has made of the global model, w_S the mean of the cohort's
+    theta_i, and F_i the mean loss of client i's rows. It is 0 if all local models agree. records, target: as in
+    `rounds_to_target`. data: whose clients trained. path: as in `curves`. Raises ValueError for data without one
+    integer label a row, for a target that is no accuracy, and where no round has an accuracy or a client drift.
+    """
+    checks.instance("data", data, FederatedData, "pass sim.data, for example")
+    reached, runs, target = reached_rounds(records, target), by_run(records), float(target)
+    drifts = Panel(CLIENT_DRIFT, "Squared gradient norm", _by_round(runs, "client_drift", log=True), log=True)
+    if not any(line.x.size for line in drifts.lines.values()):
+        raise ValueError(
+            f"drift_story needs at least 1 round that was measured, got none: {MEASURE.format('gradients')}"
+        )
+    accuracies = _by_round(runs, "accuracy", 100)
+    accuracy = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracies, guide=100 * target)
+    width, height = 9.6, 6.8
+    figure = _figure(width, height)
+    mix_axes, drift_axes, accuracy_axes, rounds_axes = figure.subplots(2, 2).flat
+    _label_mixes(data, mix_axes, figure)
+    drawn: dict[str, Line2D] = {}
+    for panel, axes in ((accuracy, accuracy_axes), (drifts, drift_axes)):
+        lines = _draw_panel(panel, axes)
+        for name, line in lines.items():  # told apart without colours, too
+            every = math.ceil(len(line.get_xdata()) / SPACED_MARKERS)
+            line.set(marker=MARKERS[[*runs].index(name) % len(MARKERS)], markevery=every)
+        drawn = lines | drawn
+    _log_scale(drift_axes)
+    beside = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": 9}
+    accuracy_axes.annotate("target", (0.01, 100 * target), **beside)
+    _bars(reached, [*runs], rounds_axes)
+    rounds_axes.set_title(f"Rounds to {100 * target:g} % test accuracy")
+    _legend(figure, {name: drawn[name] for name in runs if name in drawn}, width, height)
+    return _written(figure, path)
+
+
+def _bars(reached: Mapping[str, Sequence[Reached]], places: Sequence[str], axes: Axes) -> None:
+    """The rounds that each run has taken; a run has the colour that its place gives it in other pictures."""
+    for i, (name, seeds) in enumerate(reached.items()):
         colour = COLOURS[places.index(name) % len(COLOURS)]
         took = np.array([seed.after if seed.round is None else seed.round for seed in seeds], float)
         missed = sum(seed.round is None for seed in seeds)
@@ -205,16 +253,14 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
                 axes.plot([seed.after, seed.round], [y, y], color="black", linewidth=1)
         if len(took) > 1:
             axes.plot(took, apart, "o", color="black", markersize=3.5, markerfacecolor="white")
-    axes.set_yticks(range(len(runs)), [*runs])
+    axes.set_yticks(range(len(reached)), [*reached])
     axes.invert_yaxis()
     axes.margins(x=0.14)
-    goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
-    coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in runs.values() for seed in seeds)
-    since = " of the first evaluation at the target (line: since the evaluation before)" if coarse else ""
-    axes.set(xlabel=f"Round{since}", title=f"Rounds to {goal}")
+    coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in reached.values() for seed in seeds)
+    since = " of the first evaluation at the target\n(line: since the evaluation before)" if coarse else ""
+    axes.set_xlabel(f"Round{since}")
     _ruled(axes)
     axes.grid(False, axis="y")
-    return _written(figure, path)
 
 
 def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
@@ -598,11 +644,7 @@ def _picture(name: str, panels: Sequence[Panel], fix: str, path: FilePath, xlabe
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         if (twin := first.setdefault(panel.ylabel, axes)) is not axes:
             axes.sharey(twin)
-        drawn = _draw(panel, axes) | drawn
-        bands = dict.fromkeys(line.band for line in panel.lines.values() if line.band and line.x.size)
-        axes.set_xlabel(f"{xlabel} ({'; '.join(bands)})" if bands else xlabel)
-        axes.set(ylabel=panel.ylabel, title=panel.title)
-        _ruled(axes)
+        drawn = _draw_panel(panel, axes, xlabel) | drawn
     for panel in panels:
         if panel.log:
             _log_scale(first[panel.ylabel])
@@ -610,13 +652,23 @@ def _picture(name: str, panels: Sequence[Panel], fix: str, path: FilePath, xlabe
     return _written(figure, path)
 
 
-def _legend(figure: Figure, lines: Mapping[str, Any], width: float) -> None:
-    """Below the picture; of a run without a name none."""
+def _draw_panel(panel: Panel, axes: Axes, xlabel: str = "Round") -> dict[str, Line2D]:
+    """Draws the runs that have points, with labels and a title; returns their lines by name."""
+    drawn = _draw(panel, axes)
+    bands = dict.fromkeys(line.band for line in panel.lines.values() if line.band and line.x.size)
+    axes.set_xlabel(f"{xlabel} ({'; '.join(bands)})" if bands else xlabel)
+    axes.set(ylabel=panel.ylabel, title=panel.title)
+    _ruled(axes)
+    return drawn
+
+
+def _legend(figure: Figure, lines: Mapping[str, Any], width: float, height: float = 4.2) -> None:
+    """Below the picture, which is so high without it; of a run without a name none."""
     lines = {name: line for name, line in lines.items() if name}
     if not lines:
         return
     columns = max(1, min(len(lines), 5, int(11 * width) // (max(map(len, lines)) + 8)))
-    figure.set_figheight(4.2 + 0.2 * math.ceil(len(lines) / columns))
+    figure.set_figheight(height + 0.2 * math.ceil(len(lines) / columns))
     look: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 3}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns, **look)
 

@@ -464,7 +464,7 @@ def datasets() -> Iterator[Call]:
         **dict.fromkeys(("iid_sol", "iid_data"), optional(flag())),
     }
     yield Call("fd.datasets.load", fd.datasets.load, {"name": "synthetic", "num_clients": 3}, kinds)
-    glyphs = {"num_writers": integer(sound=[np.int64(2)])}
+    glyphs = {"num_writers": integer(sound=[np.int64(2)]), "num_classes": optional(integer(1, 62, [np.int64(10)]))}
     yield Call("load glyphs", fd.datasets.load, {"name": "glyphs", "num_writers": 2}, glyphs)
     of_name = {"name": choice("mnist"), "data_dir": optional(path())}
     yield Call("fd.datasets.found", fd.datasets.found, {"name": "mnist"}, of_name)

@@ -191,8 +191,8 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             checks.flag(option, value)
     if checked.get("num_classes") is not None:
-        split = checked.get("split", "letters")
-        checks.integer("num_classes", checked["num_classes"], 1, EMNIST[split], f"these are the classes of {split}")
+        highest = _all_classes(name, checked)
+        checks.integer("num_classes", checked["num_classes"], 1, highest, f"there are {highest} classes")
     return checked
 
 
@@ -310,12 +310,15 @@ def _synthetic(
     return Samples((x[~is_test], y[~is_test]), (x[is_test], y[is_test]), writer[~is_test], writer[is_test])
 
 
-def _glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3400) -> Samples:
+def _glyphs(
+    data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3400, num_classes: int | None = None
+) -> Samples:
     """Drawn characters in thousands of hands, the built-in stand-in for FEMNIST.
 
     62 classes in LEAF's order, uint8 [28, 28, 1], 255 = ink, no mean and std; `num_writers` >= 1 clients of 19 to 460
-    training rows, each with its own test rows. Drawn on the first use (a minute or two for 3,400 writers), kept in the
-    cache. See `fedjax_drift.data.glyphs.make_glyphs`.
+    training rows, each with its own test rows. num_classes: only the first so many classes, in 1..62, the default; 10
+    are the digits, 36 digits and capitals. Writers without a training row of these are left out. Drawn on the first use
+    (a minute or two for 3,400 writers), kept in the cache. See `fedjax_drift.data.glyphs.make_glyphs`.
     """
 
     def draw() -> files.Arrays:
@@ -325,7 +328,14 @@ def _glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3
 
     spec = federated_files.writers_spec(("", "_test"), num_writers)
     a = files.cached(f"glyphs_{num_writers}_{seed}_v{GLYPHS_VERSION}.npz", spec, draw)
-    return Samples(_pair(a["x"], a["y"]), _pair(a["x_test"], a["y_test"]), a["writer"], a["writer_test"])
+    train, test = _pair(a["x"], a["y"]), _pair(a["x_test"], a["y_test"])
+    writer, test_writer = a["writer"], a["writer_test"]
+    if num_classes is None:
+        return Samples(train, test, writer, test_writer)
+    known = train[1] < num_classes
+    tested = (test[1] < num_classes) & np.isin(test_writer, writer[known])
+    train, test = _rows(train, known, "training", num_classes), _rows(test, tested, "test", num_classes)
+    return Samples(train, test, writer[known], test_writer[tested])
 
 
 def _mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
@@ -400,12 +410,17 @@ def _emnist(
     _, idx = _filenames("emnist", split=split)
     readers = {idx: lambda path: ours(image_files.read_idx_pairs(path))}
     train, test = _image_pairs(_published("emnist", split=split), EMNIST[split], (28, 28, 1), data_dir, readers, ours)
-    train, test = ((x[y < wanted], y[y < wanted]) for x, y in (train, test))
-    for part, (_, y) in (("training", train), ("test", test)):
-        if not len(y):
-            raise ValueError(f"num_classes must leave {part} rows, got {num_classes}, which leaves none: raise it")
+    train = _rows(train, train[1] < wanted, "training", wanted)
+    test = _rows(test, test[1] < wanted, "test", wanted)
     mean, std = _mean_and_std(train[0])
     return Samples(train, test, mean=(mean,), std=(std,))
+
+
+def _rows(pair: Pair, wanted: np.ndarray, part: str, num_classes: int) -> Pair:
+    """The rows of the wanted classes. ValueError without any."""
+    if not wanted.any():
+        raise ValueError(f"num_classes must leave {part} rows, got {num_classes}, which leaves none: raise it")
+    return pair[0][wanted], pair[1][wanted]
 
 
 def _mean_and_std(x: np.ndarray) -> tuple[float, float]:
@@ -608,8 +623,13 @@ OPTIONS = {
 def num_classes(name: str, **options: Any) -> int:
     """How many classes a data set has with these options of `load`, which raises the same ValueErrors."""
     options = _checked(name, options)
+    return options.get("num_classes") or _all_classes(name, options)
+
+
+def _all_classes(name: str, options: Mapping[str, Any]) -> int:
+    """How many classes a data set has before num_classes= leaves some out."""
     if name == "emnist":
-        return options.get("num_classes") or EMNIST[options.get("split", "letters")]
+        return EMNIST[options.get("split", "letters")]
     return VARIANTS[options.get("variant", "feddyn")][1] if name == "synthetic" else CLASSES[name]
 
 
