@@ -679,7 +679,7 @@ def _quickstart(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], i
     def work() -> int:
         code = simulate()
         if code == 0:
-            for text in (cli_quickstart.READING, cli_quickstart.GOING_ON):
+            for text in (cli_quickstart.READING, cli_quickstart.NEXT):
                 print("", *_wrap(text, "", ""), sep="\n")
         return code
 

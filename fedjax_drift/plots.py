@@ -221,7 +221,7 @@ def drift_story(records: Records, target: float, data: FederatedData, path: File
     for panel, axes in ((accuracy, accuracy_axes), (drifts, drift_axes)):
         lines = _draw_panel(panel, axes)
         for name, line in lines.items():  # told apart without colours, too
-            every = math.ceil(len(line.get_xdata()) / SPACED_MARKERS)
+            every = math.ceil(panel.lines[name].x.size / SPACED_MARKERS)
             line.set(marker=MARKERS[[*runs].index(name) % len(MARKERS)], markevery=every)
         drawn = lines | drawn
     _log_scale(drift_axes)

@@ -519,6 +519,8 @@ def plots() -> Iterator[Call]:
     valid = {"records": RECORDS, "target": 0.5}
     yield Call("fd.plots.rounds_to_target", fd.plots.rounds_to_target, valid, of_target | {"path": file})
     yield Call("fd.rounds_to_target", fd.rounds_to_target, valid, of_target)
+    story = {"records": runs, "target": target, "data": only(fd.FederatedData), "path": file}
+    yield Call("fd.plots.drift_story", fd.plots.drift_story, valid | {"data": DATA}, story)
     scores = {"accuracy": np.array([0.5, 0.7, np.nan]), "loss": np.ones(3)}
     of_scores = Kind(ANYTHING, [scores], like={"a": {"accuracy": [0.5, 0.7]}})
     yield Call("fd.plots.fairness", fd.plots.fairness, {"scores": scores}, {"scores": of_scores, "path": file})
