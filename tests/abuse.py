@@ -476,7 +476,7 @@ def datasets() -> Iterator[Call]:
         **dict.fromkeys(("iid_sol", "iid_data"), optional(flag())),
     }
     yield Call("fd.datasets.load", fd.datasets.load, {"name": "synthetic", "num_clients": 3}, kinds)
-    glyphs = {"num_writers": integer(sound=[np.int64(2)])}
+    glyphs = {"num_writers": integer(sound=[np.int64(2)]), "num_classes": optional(integer(1, 62, [np.int64(10)]))}
     yield Call("load glyphs", fd.datasets.load, {"name": "glyphs", "num_writers": 2}, glyphs)
     of_name = {"name": choice("mnist"), "data_dir": optional(path())}
     yield Call("fd.datasets.found", fd.datasets.found, {"name": "mnist"}, of_name)
@@ -531,6 +531,8 @@ def plots() -> Iterator[Call]:
     valid = {"records": RECORDS, "target": 0.5}
     yield Call("fd.plots.rounds_to_target", fd.plots.rounds_to_target, valid, of_target | {"path": file})
     yield Call("fd.rounds_to_target", fd.rounds_to_target, valid, of_target)
+    story = {"records": runs, "target": target, "data": only(fd.FederatedData), "path": file}
+    yield Call("fd.plots.drift_story", fd.plots.drift_story, valid | {"data": DATA}, story)
     scores = {"accuracy": np.array([0.5, 0.7, np.nan]), "loss": np.ones(3)}
     of_scores = Kind(ANYTHING, [scores], like={"a": {"accuracy": [0.5, 0.7]}})
     yield Call("fd.plots.fairness", fd.plots.fairness, {"scores": scores}, {"scores": of_scores, "path": file})

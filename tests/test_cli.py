@@ -317,17 +317,47 @@ def test_ctrl_c_ends_the_algorithm_and_keeps_what_is_done(tmp_path, monkeypatch,
 
 
 def test_quickstart_is_the_run_command_it_prints(tmp_path, monkeypatch, capsys):
+    def trained(self, state, rounds, eval_every, *, on_round, measure_every, **_):
+        assert eval_every == 1 and measure_every == rounds == 2
+        for t in (1, 2):
+            measured = {"client_drift": [9.0, 0.25]} if t == 2 else {}
+            on_round({"round": t, "train_loss": 1.0, "seconds": 1.0, "accuracy": 0.4 * t} | measured)
+        return state, []
+
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path))
-    monkeypatch.setattr("fedjax_drift.cli.run.simulate", lambda config, names, *_: made.update(config) or 0)
-    made: dict = {}
-    assert (
-        cli.main(["quickstart", "--writers", "3", "--cohort", "2", "--rounds", "1", "--output", str(tmp_path / "o")])
-        == 0
-    )
-    printed = capsys.readouterr().out.split("\n\n")[1]
-    assert shlex.split(printed.replace("\\\n", "")) == shlex.split(made["command"])
-    assert made["data"]["clients"] == 3 and list(made["algorithms"]) == list(quickstart.QUICKSTART)
-    assert cli.main(["quickstart", "--writers", "3", "--cohort", "4"]) == 2
+    monkeypatch.setattr(fd.Simulation, "run", trained)
+    folder = tmp_path / "o"
+    small = ["--clients", "4", "--cohort", "2", "--rounds", "2", "--no-progress"]
+    assert cli.main(["quickstart", *small, "--output", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+    config = json.loads((folder / "config.json").read_text())
+    assert shlex.split(printed.split("\n\n")[1].replace("\\\n", "")) == shlex.split(config["command"])
+    assert config["data"]["clients"] == 4 and config["data"]["classes"] == 10
+    for name in quickstart.ALGORITHMS:
+        assert re.search(rf"\n{name} +2 +60.0 % +0.25\n", printed)
+    with Image.open(folder / "drift_story.png") as picture:
+        assert picture.width > 1000
+    assert cli.main(["quickstart", "--clients", "3", "--cohort", "4"]) == 2
+    assert "--cohort must be in 1..3 (all clients), got 4" in capsys.readouterr().err
+    assert cli.main(["quickstart", "--writers", "3"]) == 2
+    assert "unknown argument '--writers'" in capsys.readouterr().err
+
+
+def test_quickstarts_table_says_who_met_the_target_and_when():
+    runs = {
+        "fedavg": [{"round": t, "accuracy": 0.02 * t, "client_drift": [9.0, 0.1 * t]} for t in range(1, 21)],
+        "scaffold": [{"round": 1, "accuracy": 0.4}],
+        "stopped": [{"round": 1}],
+    }
+    lines = quickstart.table(runs, 0.3).splitlines()
+    assert [line.split() for line in lines[1:4]] == [
+        ["fedavg", "15", "31.0", "%", "1.6"],
+        ["scaffold", "1", "40.0", "%", "nan"],
+        ["stopped", "-", "nan", "%", "nan"],
+    ]
+    assert "> 20" in quickstart.table(runs, 0.9) and lines[4].endswith("means of the last 10 rounds.")
+    assert " - " in quickstart.table({"stopped": [{"round": 1}]}, 0.3)
 
 
 def test_data_lists_and_draws(tmp_path, capsys):

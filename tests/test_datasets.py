@@ -214,7 +214,11 @@ def test_glyphs_are_kept_and_remade_when_damaged(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(glyphs, "make_glyphs", None)  # not called again
         again = load("glyphs", dirichlet(3, 0.3), num_writers=2)
+        digits = load("glyphs", num_writers=2, num_classes=10)
     assert again.num_clients == 3 and again.test_sizes is None and len(again.x) == len(data.x)
+    np.testing.assert_array_equal(digits.label_counts(), data.label_counts()[:, :10])
+    np.testing.assert_array_equal(digits.x_test, data.x_test[data.y_test < 10])
+    assert digits.test_sizes.sum() == len(digits.x_test) and datasets.num_classes("glyphs", num_classes=10) == 10
     kept[0].write_bytes(kept[0].read_bytes()[:1000])
     with pytest.warns(UserWarning, match="again"):
         np.testing.assert_array_equal(load("glyphs", num_writers=2).x, data.x)
@@ -341,7 +345,8 @@ def test_fedprox_synthetic() -> None:
     "arguments, options, message",
     [
         (("minst",), {}, "did you mean 'mnist'"),
-        (("glyphs",), {"num_writer": 2}, "options of glyphs are num_writers: did you mean 'num_writers'"),
+        (("glyphs",), {"num_writer": 2}, "options of glyphs are num_writers, num_classes: did you mean 'num_writers'"),
+        (("glyphs",), {"num_classes": 63}, "num_classes must be in 1..62, got 63"),
         (("mnist",), {"num_writers": 2}, "mnist has no options"),
         (("mnist", 100), {}, "partition must be a recipe"),
         (("synthetic",), {"alpha": -1.0}, "alpha must be a finite number >= 0"),

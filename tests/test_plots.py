@@ -253,6 +253,28 @@ def test_records_of_any_form(tmp_path):
         plots.rounds_to_target([{"round": 1, "accuracy": 0.5}], 95)
 
 
+def test_the_story_of_drift_is_in_four_panels(tmp_path):
+    rng = np.random.default_rng(0)
+    data = fd.FederatedData.from_clients([(rng.random((4, 2)), np.full(4, label)) for label in (0, 1, 1)])
+    records = {"a": history(rounds=40, every=3), "b": history(rounds=40, every=3, seed=1)}
+    for name, gained in (("a", 0.01), ("b", 0.02)):
+        for record in records[name]:
+            record["accuracy"] = gained * record["round"]
+    figure = plots.drift_story(records, 0.5, data, tmp_path / "story.png")
+    mix, drift, accuracy, rounds, _ = figure.axes  # and the colour bar
+    np.testing.assert_array_equal(mix.images[0].get_array(), [[100, 0], [0, 100], [0, 100]])
+    assert drift.get_yscale() == "log" and points(drift.lines[0])[0] == [3, records["a"][2]["client_drift"][-1]]
+    assert points(accuracy.lines[1])[24] == [25, 50] and points(accuracy.lines[2]) == [[0, 50], [1, 50]]
+    assert len({line.get_marker() for line in accuracy.lines[:2]}) == 2  # without colours, too
+    assert [text.get_text() for text in rounds.texts] == ["> 40", "25"]
+    assert (tmp_path / "story.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match=r"at least 1 round that was measured, got none: pass measure=\('gradients'"):
+        plots.drift_story([{"round": 1, "accuracy": 0.5}], 0.5, data)
+    unlabelled = fd.FederatedData.from_clients([(np.ones((2, 1)), np.ones(2))])
+    with pytest.raises(ValueError, match="label counts need integer labels"):
+        plots.drift_story(records, 0.5, unlabelled)
+
+
 def test_label_mix_has_bubbles_of_the_shares():
     run = history(rounds=9, every=1)
     run[0]["label_mix"] = [0.5, 0.0, 0.5, 0.0]

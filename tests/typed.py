@@ -33,6 +33,7 @@ def what_users_type() -> tuple[float, fd.Algorithm]:
     fd.plots.curves({"a": [history, history]})
     fd.plots.curves({"a": "runs/typed"})
     fd.plots.rounds_to_target("runs/typed", 0.5).savefig("target.png")
+    fd.plots.drift_story({"a": history}, 0.5, data)
     scores: dict[str, np.ndarray] = sim.evaluate_clients(state, fine_tune=1)
     fd.plots.fairness(scores)
     fd.plots.federation(fd.datasets.load("glyphs", fd.partition.dirichlet(10, alpha=0.3)))

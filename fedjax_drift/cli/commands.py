@@ -90,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers = {}
     for name, summary, epilog, fill in (
-        ("quickstart", "compare three algorithms on generated handwriting, in a minute or two", None, fill_quickstart),
+        ("quickstart", "see client drift, and that it can be corrected, in under a minute", None, fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
         ("data", "list the data sets, or plot the clients of one data set", DATA_EXAMPLES, fill_data),
     ):

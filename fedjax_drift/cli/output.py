@@ -64,8 +64,10 @@ def written(path: Path, output: Path) -> Iterator[Path]:
         checks.warn(f"{path} could not be written ({error.strerror}): make room, then from the checkpoints: {again}")
 
 
-def draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, output: Path) -> list[str]:
-    """Writes the pictures that the records have numbers for; returns their names."""
+def draw_runs(
+    records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, data: fd.FederatedData, output: Path
+) -> list[str]:
+    """Writes the plots for which the records have numbers, and returns their names."""
     from fedjax_drift import plots
 
     runs = {name: by_seed(history) for name, history in records.items()}
@@ -75,6 +77,7 @@ def draw_runs(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float 
     pictures["label_mix"] = functools.partial(plots.label_mix, first)
     if target is not None:
         pictures["rounds_to_target"] = functools.partial(plots.rounds_to_target, runs, target)
+        pictures["drift_story"] = functools.partial(plots.drift_story, runs, target, data)
     names = []
     for name, draw in pictures.items():
         path = output / f"{name}.png"

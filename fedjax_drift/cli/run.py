@@ -58,6 +58,7 @@ The output folder contains
   curves.png                  loss and accuracy against rounds
   updates.png, drift.png, ..  one plot per drift measure, with --measure
   rounds_to_target.png        with --target
+  drift_story.png             with --target and --measure gradients
   clients.csv, fairness.png   one line per client, with --per-client
   ALGORITHM/model.npz         the trained model
   checkpoints/                see --resume
@@ -159,8 +160,11 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     return command + added, args.resume
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    """Checks and reads everything; what it returns does the work."""
+def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[..., str] = table) -> Callable[[], int]:
+    """Checks the options and reads the data; returns a function that does the work.
+
+    final_table: ``final_table(records, target)`` is printed at the end.
+    """
     specs = algorithm_specs(args)
     output = output_folder(args, "-".join([args.dataset.partition(":")[0], *dict.fromkeys(s.name for s in specs)])[:80])
     seeds = [args.seed + i for i in range(args.seeds)]
@@ -233,7 +237,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
                 return Ended(states, {key: np.mean([each[key] for each in scores], axis=0) for key in scores[0]})
 
             histories = {name: history for name, (_, history) in before.items()}
-            return simulate(config, names, histories, start, output, progress)
+            data = simulations[names[0]].data
+            return simulate(config, names, histories, start, output, progress, data, final_table)
 
     return work
 
@@ -289,11 +294,13 @@ def simulate(
     start: Callable[[str, Callable[[dict[str, Any]], None]], Ended],
     output: Path,
     progress: bool,
+    data: fd.FederatedData,
+    final_table: Callable[..., str],
 ) -> int:
     """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done.
 
-    before: the histories of those that were restored. Of several processes the first alone writes files. Where the
-    library itself raises ValueError or FloatingPointError (the model has diverged), the next takes its turn.
+    before: the histories of the algorithms that were restored. Of several processes only the first writes files. When
+    an algorithm fails, for example because its model has diverged, the next one runs.
     """
     writes = fd.distributed.is_first()
     if writes:
@@ -355,11 +362,11 @@ def simulate(
     records = {name: history for name, history in records.items() if history}
     names_written = ["config.json", "rounds.jsonl", "rounds.csv"]
     if writes:
-        names_written += [*draw_runs(records, config["target"], output), *write_clients(per_client, output)]
+        names_written += [*draw_runs(records, config["target"], data, output), *write_clients(per_client, output)]
         folders = [file_name(name) for name in names if any((output / file_name(name)).glob(f"**/{MODEL}"))]
         names_written += [f"{folder}/{'seed-*/' if several else ''}{MODEL}" for folder in folders]
     if records:
-        print("\n" + table(records, config["target"]))
+        print("\n" + final_table(records, config["target"]))
     if any("accuracy" in scores for scores in per_client.values()):
         print("\n" + clients_table(per_client))
     ended = [f"stopped: {', '.join(stopped)}"] if stopped else []

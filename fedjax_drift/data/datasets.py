@@ -157,8 +157,8 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             checks.flag(option, value)
     if checked.get("num_classes") is not None:
-        split = checked.get("split", "letters")
-        checks.integer("num_classes", checked["num_classes"], 1, EMNIST[split], f"these are the classes of {split}")
+        highest = _all_classes(name, checked)
+        checks.integer("num_classes", checked["num_classes"], 1, highest, f"there are {highest} classes")
     return checked
 
 
@@ -236,8 +236,13 @@ def synthetic(
 def num_classes(name: str, **options: Any) -> int:
     """The number of classes of a data set with these options of `load`. Raises ValueError as `load` does."""
     options = _checked(name, options)
+    return options.get("num_classes") or _all_classes(name, options)
+
+
+def _all_classes(name: str, options: Mapping[str, Any]) -> int:
+    """The number of classes of a data set before ``num_classes=`` drops some."""
     if name == "emnist":
-        return options.get("num_classes") or EMNIST[options.get("split", "letters")]
+        return EMNIST[options.get("split", "letters")]
     return generated.VARIANTS[options.get("variant", "feddyn")][1] if name == "synthetic" else CLASSES[name]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedjax_drift.data import federated_files, files
-from fedjax_drift.data.sources import DataDir, Samples, pair
+from fedjax_drift.data.sources import DataDir, Samples, of_classes, pair
 
 GLYPHS_VERSION = 1  # a part of the names of cached files; increase it if make_glyphs generates other images
 VARIANTS = {"feddyn": (30, 5, 20), "fedprox": (60, 10, 30)}  # dimension, classes, default number of clients
@@ -57,13 +57,18 @@ def synthetic(
     return Samples((x[~is_test], y[~is_test]), (x[is_test], y[is_test]), writer[~is_test], writer[is_test])
 
 
-def glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3400) -> Samples:
+def glyphs(
+    data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 3400, num_classes: int | None = None
+) -> Samples:
     """Generated characters in thousands of handwriting styles, a built-in replacement for FEMNIST.
 
     62 classes in the order of LEAF, uint8 [28, 28, 1], 255 = ink, no mean and std. There are `num_writers` >= 1
     clients with 19 to 460 training examples each; every client has its own test examples. The images are generated on
     the first use (one or two minutes for 3,400 writers) and kept in the cache. See
     `fedjax_drift.data.glyphs.make_glyphs`.
+
+    num_classes: use only the first num_classes classes, in 1..62: 10 are the digits, 36 the digits and capitals.
+    Writers without a training example of these classes are dropped. Default: all.
     """
 
     def generate() -> files.Arrays:
@@ -73,4 +78,12 @@ def glyphs(data_dir: DataDir, seed: int, natural: bool, *, num_writers: int = 34
 
     spec = federated_files.writers_spec(("", "_test"), num_writers)
     a = files.cached(f"glyphs_{num_writers}_{seed}_v{GLYPHS_VERSION}.npz", spec, generate)
-    return Samples(pair(a["x"], a["y"]), pair(a["x_test"], a["y_test"]), a["writer"], a["writer_test"])
+    train, test = pair(a["x"], a["y"]), pair(a["x_test"], a["y_test"])
+    writer, test_writer = a["writer"], a["writer_test"]
+    if num_classes is None:
+        return Samples(train, test, writer, test_writer)
+    used = train[1] < num_classes
+    test_used = (test[1] < num_classes) & np.isin(test_writer, writer[used])
+    train = of_classes(train, used, "training", num_classes)
+    test = of_classes(test, test_used, "test", num_classes)
+    return Samples(train, test, writer[used], test_writer[test_used])

@@ -22,6 +22,7 @@ from fedjax_drift.data.sources import (
     flat,
     folder,
     incomplete,
+    of_classes,
     pair,
     prepare,
     tfds_name,
@@ -110,12 +111,8 @@ def emnist(
     readers = {idx: lambda path: normalised(image_files.read_idx_pairs(path))}
     name = tfds_name("emnist", split=split)
     train, test = _pairs(name, EMNIST[split], (28, 28, 1), data_dir, readers, normalised)
-    train, test = ((x[y < classes_used], y[y < classes_used]) for x, y in (train, test))
-    for part, (_, y) in (("training", train), ("test", test)):
-        if not len(y):
-            raise ConfigurationError(
-                f"num_classes must leave {part} rows, got {num_classes}, which leaves none: raise it"
-            )
+    train = of_classes(train, train[1] < classes_used, "training", classes_used)
+    test = of_classes(test, test[1] < classes_used, "test", classes_used)
     mean, std = _mean_and_std(train[0])
     return Samples(train, test, mean=(mean,), std=(std,))
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedjax_drift.data import bindingdb, files, movielens, text
 from fedjax_drift.data.federated import Pair
+from fedjax_drift.errors import ConfigurationError
 
 DataDir = str | os.PathLike[str] | None
 
@@ -68,6 +69,13 @@ class Samples(NamedTuple):
     """Mean per channel of the inputs, scaled to [0, 1]."""
     std: tuple[float, ...] | None = None
     """Standard deviation per channel, likewise."""
+
+
+def of_classes(samples: Pair, used: np.ndarray, part: str, num_classes: int) -> Pair:
+    """The examples for which ``used`` holds. Raises ConfigurationError if there are none."""
+    if not used.any():
+        raise ConfigurationError(f"num_classes must leave {part} rows, got {num_classes}, which leaves none: raise it")
+    return samples[0][used], samples[1][used]
 
 
 def pair(x: np.ndarray, y: np.ndarray) -> Pair:

@@ -23,10 +23,11 @@ figure is created.
   and the band are means over 50 windows.
 """
 
-# training.py, clients.py and tables.py have the functions. canvas.py and lines.py have what they share.
+# training.py, clients.py, story.py and tables.py have the functions. canvas.py and lines.py have what they share.
 
 from fedjax_drift.plots.canvas import COLOURS, MARKERS, STYLES
 from fedjax_drift.plots.clients import fairness, federation, label_mix
+from fedjax_drift.plots.story import drift_story
 from fedjax_drift.plots.tables import Compared, compared
 from fedjax_drift.plots.training import (
     agreement,
@@ -48,6 +49,7 @@ __all__ = [
     "compared",
     "curves",
     "drift",
+    "drift_story",
     "fairness",
     "federation",
     "forgetting",

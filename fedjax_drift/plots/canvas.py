@@ -58,16 +58,22 @@ def figure_of_panels(name: str, panels: Sequence[Panel], fix: str, path: FilePat
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         if (twin := first.setdefault(panel.ylabel, axes)) is not axes:
             axes.sharey(twin)
-        drawn = draw_lines(panel, axes) | drawn
-        bands = dict.fromkeys(line.band for line in panel.lines.values() if line.band and line.x.size)
-        axes.set_xlabel(f"{xlabel} ({'; '.join(bands)})" if bands else xlabel)
-        axes.set(ylabel=panel.ylabel, title=panel.title)
-        add_grid(axes)
+        drawn = draw_panel(panel, axes, xlabel) | drawn
     for panel in panels:
         if panel.log:
             use_log_scale(first[panel.ylabel])
     add_legend(figure, {name: drawn[name] for name in panels[0].lines if name in drawn}, width)
     return written(figure, path)
+
+
+def draw_panel(panel: Panel, axes: Axes, xlabel: str = "Round") -> dict[str, Line2D]:
+    """Draws the lines of a panel with its labels and title, and returns the lines by name."""
+    drawn = draw_lines(panel, axes)
+    bands = dict.fromkeys(line.band for line in panel.lines.values() if line.band and line.x.size)
+    axes.set_xlabel(f"{xlabel} ({'; '.join(bands)})" if bands else xlabel)
+    axes.set(ylabel=panel.ylabel, title=panel.title)
+    add_grid(axes)
+    return drawn
 
 
 def draw_lines(panel: Panel, axes: Axes) -> dict[str, Line2D]:
@@ -105,13 +111,13 @@ def use_log_scale(axes: Axes) -> None:
         axes.set_ylim(bottom=-0.2 * smallest)
 
 
-def add_legend(figure: Figure, lines: Mapping[str, Any], width: float) -> None:
-    """Adds a legend below the axes. Runs without a name are left out."""
+def add_legend(figure: Figure, lines: Mapping[str, Any], width: float, height: float = 4.2) -> None:
+    """Adds a legend below the axes, whose height is ``height`` inches. Runs without a name are left out."""
     lines = {name: line for name, line in lines.items() if name}
     if not lines:
         return
     columns = max(1, min(len(lines), 5, int(11 * width) // (max(map(len, lines)) + 8)))
-    figure.set_figheight(4.2 + 0.2 * math.ceil(len(lines) / columns))
+    figure.set_figheight(height + 0.2 * math.ceil(len(lines) / columns))
     style: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 3}
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns, **style)
 

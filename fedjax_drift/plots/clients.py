@@ -150,7 +150,7 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     figure = new_figure(10.0 if labelled else 5.0, 5.0)
     if labelled:
         mix, sizes = figure.subplots(1, 2, width_ratios=(3, 2))
-        _label_mixes(data, mix, figure)
+        draw_label_mixes(data, mix, figure)
     else:
         sizes = figure.subplots()
 
@@ -171,7 +171,8 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     return written(figure, path)
 
 
-def _label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
+def draw_label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
+    """Draws the share of each label among the examples of at most 50 clients."""
     counts = data.label_counts()
     N, C = counts.shape
     shown = np.arange(min(N, SHOWN_CLIENTS)) * N // min(N, SHOWN_CLIENTS)

@@ -11,11 +11,15 @@ from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.plots.canvas import COLOURS, MEASURE, FilePath, Panel, add_grid, figure_of_panels, new_figure, written
 from fedjax_drift.plots.lines import by_epoch, by_round, finite_points, from_round_one
-from fedjax_drift.records import Records, by_run, measured, numbers
+from fedjax_drift.records import Reached, Records, by_run, measured, numbers
 from fedjax_drift.records import rounds_to_target as reached_rounds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+CLIENT_DRIFT = "Client drift after the last local epoch"
 
 
 def curves(records: Records, path: FilePath = None) -> Figure:
@@ -53,7 +57,7 @@ def drift(records: Records, path: FilePath = None) -> Figure:
     squared = "Squared gradient norm"
     panels = (
         Panel("Period drift", squared, by_round(runs, "period_drift", log=True), log=True),
-        Panel("Client drift after the last local epoch", squared, by_round(runs, "client_drift", log=True), log=True),
+        Panel(CLIENT_DRIFT, squared, by_round(runs, "client_drift", log=True), log=True),
         Panel("Dissimilarity of gradients", "Dissimilarity", by_round(runs, "dissimilarity", log=True), log=True),
     )
     return figure_of_panels("drift", panels, MEASURE.format("gradients"), path)
@@ -150,10 +154,17 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
       ValueError: the target is not a finite number, or is an accuracy above 1; or no round has the key.
     """
     runs, target = reached_rounds(records, target, key), float(target)
-    places = [*by_run(records)]  # a run has the same colour as in other plots
     figure = new_figure(7.5, 1.6 + 0.42 * len(runs))
     axes = figure.subplots()
-    for i, (name, seeds) in enumerate(runs.items()):
+    draw_bars(runs, [*by_run(records)], axes)
+    goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
+    axes.set_title(f"Rounds to {goal}")
+    return written(figure, path)
+
+
+def draw_bars(reached: Mapping[str, Sequence[Reached]], places: Sequence[str], axes: Axes) -> None:
+    """Draws the rounds that each run needs. A run has the colour of its position in ``places``, as in other plots."""
+    for i, (name, seeds) in enumerate(reached.items()):
         colour = COLOURS[places.index(name) % len(COLOURS)]
         needed = np.array([seed.after if seed.round is None else seed.round for seed in seeds], float)
         several = len(needed) > 1
@@ -172,16 +183,14 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
                 axes.plot([seed.after, seed.round], [y, y], color="black", linewidth=1)
         if several:
             axes.plot(needed, heights, "o", color="black", markersize=3.5, markerfacecolor="white")
-    axes.set_yticks(range(len(runs)), [*runs])
+    axes.set_yticks(range(len(reached)), [*reached])
     axes.invert_yaxis()
     axes.margins(x=0.14)
-    goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
-    coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in runs.values() for seed in seeds)
-    since = " of the first evaluation at the target (line: since the evaluation before)" if coarse else ""
-    axes.set(xlabel=f"Round{since}", title=f"Rounds to {goal}")
+    coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in reached.values() for seed in seeds)
+    since = " of the first evaluation at the target\n(line: since the evaluation before)" if coarse else ""
+    axes.set_xlabel(f"Round{since}")
     add_grid(axes)
     axes.grid(False, axis="y")
-    return written(figure, path)
 
 
 def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence[str], path: FilePath = None) -> Figure:

@@ -1,0 +1,77 @@
+"""One figure that shows what client drift is and what correcting it gains."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fedjax_drift import checks
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.plots.canvas import (
+    MARKERS,
+    MEASURE,
+    FilePath,
+    Panel,
+    add_legend,
+    draw_panel,
+    new_figure,
+    use_log_scale,
+    written,
+)
+from fedjax_drift.plots.clients import draw_label_mixes
+from fedjax_drift.plots.lines import by_round
+from fedjax_drift.plots.training import CLIENT_DRIFT, draw_bars
+from fedjax_drift.records import Records, by_run, rounds_to_target
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+MARKERS_PER_LINE = 12
+
+
+def drift_story(records: Records, target: float, data: FederatedData, path: FilePath = None) -> Figure:
+    """Plots what client drift is and what correcting it gains, in four panels.
+
+    The panels show the label mixes of the clients; the client drift against rounds; the test accuracy of the global
+    model against rounds, with the target; and the rounds until each run first reaches the target.
+
+    Client drift is eq. 4 of FedEve after the last local epoch, as the mean over the cohort: ||grad F_i(theta_i) -
+    grad F_i(w_S)||^2. Here theta_i is the local model of client i, w_S is the mean of the cohort's local models, and
+    F_i is the mean loss over the examples of client i. It is 0 if all local models are equal.
+
+    Args:
+      records, path: as in `curves`.
+      target: the test accuracy to reach, in 0..1.
+      data: the clients that trained, with one integer label per example.
+
+    Raises:
+      ValueError: other labels; a target that is not an accuracy; no round has an accuracy or a client drift.
+    """
+    checks.instance("data", data, FederatedData, "pass sim.data, for example")
+    reached, runs, target = rounds_to_target(records, target), by_run(records), float(target)
+    drift = Panel(CLIENT_DRIFT, "Squared gradient norm", by_round(runs, "client_drift", log=True), log=True)
+    if not any(line.x.size for line in drift.lines.values()):
+        raise ConfigurationError(
+            f"drift_story needs at least 1 round that was measured, got none: {MEASURE.format('gradients')}"
+        )
+    percent = by_round(runs, "accuracy", 100)
+    accuracy = Panel("Test accuracy of the global model", "Test accuracy (%)", percent, guide=100 * target)
+    width, height = 9.6, 6.8
+    figure = new_figure(width, height)
+    mix_axes, drift_axes, accuracy_axes, rounds_axes = figure.subplots(2, 2).flat
+    draw_label_mixes(data, mix_axes, figure)
+    drawn: dict[str, Line2D] = {}
+    for panel, axes in ((accuracy, accuracy_axes), (drift, drift_axes)):
+        lines = draw_panel(panel, axes)
+        for name, line in lines.items():  # markers, so that runs differ without colours as well
+            every = math.ceil(panel.lines[name].x.size / MARKERS_PER_LINE)
+            line.set(marker=MARKERS[[*runs].index(name) % len(MARKERS)], markevery=every)
+        drawn = lines | drawn
+    use_log_scale(drift_axes)
+    accuracy_axes.annotate("target", (0.01, 100 * target), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
+    draw_bars(reached, [*runs], rounds_axes)
+    rounds_axes.set_title(f"Rounds to {100 * target:g} % test accuracy")
+    add_legend(figure, {name: drawn[name] for name in runs if name in drawn}, width, height)
+    return written(figure, path)
