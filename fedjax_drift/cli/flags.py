@@ -227,8 +227,9 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--cohort", "K", "clients per round", count, 10)
     add(group, "--sampling", "KIND", "uniform: exactly K clients; bernoulli: each with probability K/N", str, "uniform")
     add(
-        group, "--redeal", "evenly|ALPHA", "in every round, pool the cohort's data and redistribute them: evenly (only "
-        "period drift remains), or each label by Dirichlet(ALPHA) (only client drift, with --partition iid)", _redeal,
+        group, "--redeal", "evenly|ALPHA", "in every round, pool the cohort's data and redistribute them. evenly: all "
+        "clients of a cohort get about the same labels, which leaves period drift only. ALPHA: each label is split by "
+        "Dirichlet(ALPHA), which with --partition iid leaves client drift only", _redeal,
     )  # fmt: skip
     group = parser.add_argument_group("local training of every client")
     add(group, "--epochs", "E", "passes over a client's data per round", int, local.epochs)
@@ -281,8 +282,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("execution")
     add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", count0, 1)
     add(
-        group, "--devices", "N", "number of CPU devices (default: one per core, with --distributed one); no effect "
-        "on a GPU", count,
+        group, "--devices", "N", "number of CPU devices of a process (default: one per core; with --distributed, 1). "
+        "No effect on a GPU", count,
     )  # fmt: skip
     add(group, "--lanes", "L", "clients that train side by side (vmap) on one device", _lanes, "auto")
     group.add_argument(
@@ -292,8 +293,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "--stream",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="keep the data in host memory and send only the cohort's data in each round (default: auto, if they "
-        "fill a device)",
+        help="keep the data in host memory and send only the cohort's data in each round (default: auto, which "
+        "means yes only if the data need more than half of the devices' memory)",
     )
     bank = "where client states are kept: auto, device, sharded, host, or a new folder"
     add(group, "--bank", "WHERE", bank, str, "auto")

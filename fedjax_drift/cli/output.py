@@ -23,7 +23,7 @@ from fedjax_drift.records import by_seed
 
 
 def add_output(group: Any, progress: bool = True) -> None:
-    add(group, "--output", "DIR", "new or empty folder for the results (default: runs/WHAT-TIME)", Path)
+    add(group, "--output", "DIR", "new or empty folder for the results (default: runs/NAME-DATE-TIME)", Path)
     group.add_argument("--force", action="store_true", help="write into DIR even if it contains files")
     if progress:
         group.add_argument("--no-progress", action="store_true", help="no progress bars")

@@ -111,7 +111,7 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     group.add_argument(
         "--per-client", action="store_true", help="at the end, evaluate the model on each client's own test data, "
-        "before and after one epoch of fine-tuning. Common test data are assigned by the clients' label mixes. "
+        "before and after one epoch of fine-tuning. A common test set is split by the clients' label mixes. "
         "With several seeds the mean is reported",
     )  # fmt: skip
     group = parser.add_argument_group("checkpoints")
