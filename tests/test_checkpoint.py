@@ -153,7 +153,7 @@ def test_another_simulation_is_refused(message, saved) -> None:
         saved.restore(sim)
 
 
-@pytest.mark.filterwarnings("ignore:.* belong")
+@pytest.mark.filterwarnings("ignore:.* belong", "ignore:since the checkpoints")
 def test_another_simulation_is_a_warning_without_strict(device, saved, tmp_path) -> None:
     whole = saved.restore(device, 4)[0]
     other = simulation(fd.algorithms.feddc(0.2, aggregation="paper"), cohort_size=3)

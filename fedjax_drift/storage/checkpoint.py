@@ -144,7 +144,8 @@ class Checkpoints:
           round: one of `rounds`, or "best". Default: the newest intact checkpoint, with a warning for each damaged one.
           strict: whether the algorithm, its hyper-parameters, the model, the data and ``config`` must be those of the
             checkpoint. If False, a warning lists the differences; arrays of other shapes or dtypes still raise an
-            error. The checkpoints of the run that continues belong in another folder.
+            error. Save the run that continues in another folder; with ``bank=folder`` the client states are its own
+            from then on.
 
         Raises:
           OtherRunError: the checkpoint belongs to another simulation. The message lists the differences.
