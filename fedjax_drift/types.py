@@ -257,7 +257,7 @@ class ServerUpdate(Protocol):
       context: the round, its learning rate and the participation.
 
     Returns:
-      The new variables (structure and shapes of ``server``). They are discarded in a round without any report.
+      The new variables (structure and shapes of ``server``). They are discarded if no client reports.
     """
 
     def __call__(self, server: Any, mean: PyTree, context: Round, /) -> Any: ...
@@ -304,8 +304,8 @@ class Report(Protocol):
 class Algorithm(NamedTuple):
     """A federated algorithm: a tuple of pure functions. A factory creates it and captures the hyper-parameters.
 
-    The server only gets the weighted mean of the messages, never the message of one client. Secure aggregation needs
-    the same. It also lets the engine process a cohort of any size with L lanes and one running sum.
+    The server only gets the weighted mean of the messages, never the message of one client. Secure aggregation has
+    the same restriction. It also lets the engine process a cohort of any size with L lanes and one running sum.
     """
 
     init_server: InitServer  # creates the server's variables
