@@ -5,7 +5,8 @@ Axis letters, in every shape comment of the library:
     N  clients in the federation               M  examples of the data set, all clients together
     K  clients in this round's cohort          B  examples in a minibatch
     L  lanes: clients that train side by side  E  local epochs
-    d  parameters of the model
+    D  devices                                 G  groups of lanes, which a device trains one after another
+    d  parameters of the model                 theta_i, D_i = theta_i - start  a client's model and its update
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Work(NamedTuple):
     size: jax.Array  # int32 [], n_i, number of examples of this client
     q: jax.Array  # float [], q_i = N n_i / sum n; its mean over all clients is 1
     num_batches: jax.Array  # int32 [], ceil(n_i / B), batches per epoch
-    num_steps: jax.Array  # int32 [], K_i = E * ceil(n_i / B), local steps; a straggler stops after fewer
+    num_steps: jax.Array  # int32 [], local steps that are done: K_i = E * ceil(n_i / B), or fewer
     mean_steps: int  # Kbar = E * ceil(mean n_i / B), steps of a client of mean size
     lr: jax.Array  # float [], eta_t
     initial_lr: float  # eta_0

@@ -13,6 +13,8 @@ from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 import fedjax_drift as fd
 from fedjax_drift import tree
 from fedjax_drift.round.cohort import plan
+from fedjax_drift.round.engine import Client
+from fedjax_drift.round.train import executed_steps
 
 LOCAL = fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)
 
@@ -283,3 +285,13 @@ def test_groups_of_options_are_the_flat_options(data) -> None:  # noqa: F811
         simulate(data, placement=3, mesh=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'lane'"):
         simulate(data, lane=2)
+
+
+def test_executed_steps_of_a_group_are_those_of_its_longest_lane_in_every_epoch(data) -> None:  # noqa: F811
+    engine = simulate(data, local=fd.LocalTraining(epochs=2, batch_size=1)).setup.engine._replace(lanes=2)
+    straggler_and_other = Client(
+        *[jnp.array(values).reshape(1, 1, 2) for values in ([0, 1], [10, 6], [0, 0], [10, 12], [0, 1])]
+    )
+    assert executed_steps(engine, straggler_and_other) == 2 * (10 + 6)
+    whole = straggler_and_other._replace(steps=jnp.array([[[20, 12]]]))
+    assert executed_steps(engine, whole) == 2 * 20

@@ -94,7 +94,7 @@ def scaffold(
         return ClientResult((D, dc), weight(work, "uniform"), Client(c_new), metrics)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
-        D, dc = mean
+        D, dc = mean  # all weights are 1, so (|S| / N) mean_S dc = (1 / N) sum_S dc
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)  # (4)
         c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (5)
         return Server(w, c)

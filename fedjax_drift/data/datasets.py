@@ -158,7 +158,8 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             checks.flag(option, value)
     if checked.get("num_classes") is not None:
         highest = _all_classes(name, checked)
-        checks.integer("num_classes", checked["num_classes"], 1, highest, f"there are {highest} classes")
+        of = checked.get("split", "letters") if name == "emnist" else name
+        checks.integer("num_classes", checked["num_classes"], 1, highest, f"these are the classes of {of}")
     return checked
 
 

@@ -69,7 +69,11 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key that draws the cohort of round t, and the key of its clients."""
+    """The key that draws the cohort of round t, and the key of its clients.
+
+    Client i uses fold_in(clients_key, i). Beyond the ids, N is for redistributing rows, N + 1 for failures, N + 2 for
+    the noise of a private aggregation, and N + 3 for fine-tuning.
+    """
     cohort_key, clients_key = jax.random.split(jax.random.fold_in(key, t))
     return cohort_key, clients_key
 

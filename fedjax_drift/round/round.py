@@ -24,7 +24,7 @@ from fedjax_drift.round.client_states import finish, gather, scatter, state_of
 from fedjax_drift.round.cohort import Plan, plan, undealt
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import evaluate
-from fedjax_drift.round.train import check_finite, client_work, over_clients, scalars, update
+from fedjax_drift.round.train import check_finite, client_work, executed_steps, over_clients, scalars, update
 from fedjax_drift.types import Metrics, Params, PyTree, Round, ServerState
 
 RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy", "client_mean_loss", "client_mean_accuracy"}
@@ -57,7 +57,7 @@ def round_fn(
     """
     algorithm, aggregation = engine.algorithm, engine.aggregation
     today = plan(engine, state, arrays.rows, cohort)
-    gathered = gather(engine, state.clients, today.dealt.place)
+    gathered = gather(engine, state.clients, today.dealt.place)  # () unless states are sharded: see `state_of`
 
     def train(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         """One client: what is added to the sum over clients, and what is kept of it."""
@@ -88,7 +88,7 @@ def round_fn(
     server = tree.cast_like(
         algorithm.server_update(state.server, mean, context), state.server, f"{algorithm.name}: the updated server"
     )
-    any_answer = private | (weight > 0)  # without an answer the round changes nothing
+    any_answer = private | (weight > 0)  # without one the server keeps its variables
     server = tree.select(any_answer, server, state.server)
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
@@ -99,7 +99,7 @@ def round_fn(
         server = tree.select(any_answer, observed, server)
     if algorithm.finish is not None:
         new_states = finish(algorithm.finish, server, outcome["answered"], new_states)
-    clients = scatter(engine, state.clients, today.dealt.place, new_states)
+    clients = scatter(engine, state.clients, today.dealt.place, new_states)  # absent clients have no place: dropped
 
     info = describe(engine, today, outcome)
     of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
@@ -115,17 +115,16 @@ def describe(engine: Engine, today: Plan, outcome: dict[str, jax.Array]) -> dict
     N = engine.num_clients
     of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
     present = today.cohort.id < N
-    steps = today.dealt.steps  # [D, G, L]
-    executed = steps.max(-1).sum() * engine.lanes
+    steps, executed = today.dealt.steps.sum(), executed_steps(engine, today.dealt)
     info = {
         "cohort": jnp.where(present, today.cohort.id, -1),
         "size": today.cohort.size,
         "weight": of_cohort(outcome["weight"]),
         "client_steps": today.cohort.steps,
         "bad_leaf": jnp.where(present, of_cohort(outcome["bad_leaf"]), -1),
-        "steps": steps.sum(),
+        "steps": steps,
         "executed_steps": executed,
-        "executed_ratio": executed / jnp.maximum(steps.sum(), 1),
+        "executed_ratio": executed / jnp.maximum(steps, 1),
         "lr": today.shared.lr,
     }
     info["finite"] = info["bad_leaf"] < 0

@@ -1,6 +1,7 @@
 """Training of a cohort: groups of L clients side by side, one group after another, on every device.
 
-Memory for messages is L of them and one running sum, whatever K is. A client's result depends only on its id, the
+Memory for messages is L of them and one running sum, whatever K is. The new states of all K clients are kept until
+`client_states.scatter` stores them. A client's result depends only on its id, the
 round's key and its own rows.
 """
 
@@ -121,6 +122,18 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         epoch=epoch,
         model=engine.model,
     )
+
+
+def executed_steps(engine: Engine, dealt: Client) -> jax.Array:
+    """int32 []: the local steps that the devices run for clients [D, G, L], idle lanes included.
+
+    In every epoch a group runs as many steps as its longest lane. A straggler stops in the middle of an epoch, so this
+    can be more than the steps of any of its clients.
+    """
+    batches = -(-dealt.size // min(engine.local.batch_size, engine.max_size))[..., None]
+    epochs = jnp.arange(engine.local.epochs)[None, None, None]
+    left = dealt.steps[..., None] - batches * epochs
+    return jnp.clip(left, 0, batches).max(2).sum() * engine.lanes
 
 
 def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientResult:
