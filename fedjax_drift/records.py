@@ -50,7 +50,7 @@ def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> 
     Args:
       records: the runs, in one of the forms that `plots` accepts: a history, the path of a log, the result of
         `fd.sweep`, or a dict from the name of a run to one of these.
-      target: the smallest value of ``key`` that reaches the target; for a key that ends in "loss", the largest value.
+      target: a run reaches it when ``key`` is at least ``target``; for a key that ends in "loss", at most ``target``.
         An accuracy is in 0..1.
       key: the entry of the records to compare. Default: "accuracy".
 

@@ -1,6 +1,6 @@
 """The algorithms: one file per algorithm, and `ALGORITHMS`, a dict from name to factory.
 
-The files import `local`, `tree` and `types` alone.
+The files import `local`, `tree`, `types`, `checks`, `errors` and each other.
 """
 
 from collections.abc import Callable

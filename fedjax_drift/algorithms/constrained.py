@@ -37,9 +37,9 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
       mu: strength of the penalty, >= 0. The paper gives no value; we use a grid from 0.001 to 1.
       kind: "parameter" (default) penalises the distance of the weights. "feature" penalises the distance of the outputs
         of the part on the client's batches.
-      part: "extractor", "header", "classifier", or "all" (default). All except "all" with kind "parameter" need
-        ``Model.features``. "extractor", "header" with kind "parameter", and "all" with kind "feature" also need
-        ``Model.extractor``. `fd.models.simple_cnn` has both.
+      part: "extractor", "header", "classifier", or "all" (default). "all" with kind "parameter" needs
+        nothing else. "classifier", and "header" with kind "feature", need ``Model.features``. All other combinations
+        need ``Model.features`` and ``Model.extractor``. `fd.models.simple_cnn` has both.
 
     Raises:
       ValueError: a value is out of range, or the model does not have the part.

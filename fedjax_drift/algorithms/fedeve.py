@@ -1,9 +1,9 @@
 """FedEve. Shen, Li, Zhu, Zhao, Wu, Wu, "FedEve: On Bridging the Client Drift and Period Drift for Cross-device
 Federated Learning", 2025, arXiv 2508.14539, algorithm 1.
 
-Server:    what <- w - server_lr M                            predict                                (15a)
+Server:    w_hat <- w - server_lr M                            predict                                (15a)
            shat2 <- s2 + sQ2                                                                         (15b)
-Client i:  starts at what;  Delta_i = what - theta_i
+Client i:  starts at w_hat;  Delta_i = w_hat - theta_i
 Server:    Delta = sum_S n_i Delta_i / sum_S n_i
            sQ2 = ||M - Delta||^2 / (|S| d)                    period drift                           (16)
            sR2 = sum_S ||Delta_i - Delta||^2 / (|S|^2 d)      client drift                           (16)

@@ -6,7 +6,8 @@ Server:    mw <- beta mw + (|S| / N) mean_S D_k                                 
 
 Deviates:  as printed in the paper, (10) accumulates parameters instead of updates: wtilde = w + (|S| / N) mean_S D_k,
 mw <- mw + wtilde, w <- wtilde - beta mw. Its only fixed point has wtilde = 0, so the model does not train
-(`literal="momentum"`). We follow the text of the paper, "historical change states". With 10 of 100 clients and
+(`literal="momentum"`). The text of the paper speaks of "historical change states", so here mw
+accumulates updates. With 10 of 100 clients and
 beta = 0.9 the factor |S| / N equals 1 - beta, so the momentum is damped. The factor grows with the participation,
 consistent with figure 5 of the paper.
 """

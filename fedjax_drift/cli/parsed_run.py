@@ -68,9 +68,10 @@ class ParsedRun(NamedTuple):
 def parse_run(
     words: str | Sequence[str], *, data: FederatedData | None = None, values: Mapping[str, Any] | None = None
 ) -> ParsedRun:
-    """The simulations that the options of `fedjax-drift run` describe, to go on with in Python.
+    """Creates the simulations that the options of `fedjax-drift run` describe, for use in Python.
 
-    As on the command line, JAX gets ``--devices`` CPU devices, by default one per core, unless it has started.
+    As on the command line, JAX uses the number of CPU devices given by ``--devices`` (default: one per core). If JAX has
+    already started, the default keeps its devices.
 
     >>> import fedjax_drift as fd
     >>> words = "--dataset synthetic:num_clients=8 --algorithm fedprox:mu=0.1 --cohort 4 --rounds 3 --lr 0.5"
@@ -83,9 +84,9 @@ def parse_run(
     Args:
       words: what one types after ``fedjax-drift run``, as one string or already split into words; without the options
         that belong to the command alone (``--output``, ``--seeds``, ``--target``, ``--distributed``, checkpoints, ...).
-      data: the federation, in place of loading the one that the options name: the ``data`` of an earlier call.
-      values: numbers, which may be traced, in place of options of local training (``lr``) and of every algorithm
-        (``mu``), so that `fd.sweep` can try a grid of them:
+      data: a `FederatedData` to use instead of loading the data set, normally the ``data`` of an earlier call.
+      values: a dict of numbers that replace options of local training (``lr``), or options that all the algorithms have
+        (``mu``). They may be JAX tracers, so that `fd.sweep` can vary them:
         ``lambda **values: fd.parse_run(words, data=data, values=values).simulations["fedprox:mu=0.1"]``.
 
     Raises:

@@ -26,7 +26,7 @@ SHOWN_ROUNDS = 30
 
 
 def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
-    """Plots the quantiles over the clients of the accuracy on their own test examples, the worst client first.
+    """Plots the accuracy of every client on its own test examples, sorted, the worst client first.
 
     If there is no accuracy, it plots the loss. A dashed line shows the values after each client has fine-tuned its copy
     of the model, if they were computed. The worst 10 % of the clients are shaded. Their mean is in the legend.

@@ -147,7 +147,7 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
 
     Args:
       records, path: as in `curves`.
-      target: the smallest value of ``key`` that reaches the target; for a key that ends in "loss", the largest value.
+      target: a run reaches it when ``key`` is at least ``target``; for a key that ends in "loss", at most ``target``.
       key: the entry of the records to compare. Default: "accuracy", in 0..1.
 
     Raises:

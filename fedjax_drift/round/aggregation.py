@@ -79,8 +79,8 @@ def private(clip_norm: float, noise_multiplier: float) -> Aggregation:
     replaced by zeros. The simulation must use ``sampling="bernoulli"`` without over-selection, because the privacy
     accounting assumes Poisson sampling.
 
-    The server variables are private. The values of single clients in the ``info`` of `round_fn` are not: only the
-    simulator knows them.
+    The server variables are private. The values of single clients in the ``info`` of `round_fn` are not private: a
+    real server would not see them.
 
     Args:
       clip_norm: largest global norm S of one client's message, > 0.

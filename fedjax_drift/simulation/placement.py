@@ -47,13 +47,13 @@ class Placement:
     "auto": True if they take more than half of a device's memory, but not more than half of the memory of all."""
     bank: str | os.PathLike = "auto"
     """Where client states are kept. "device": replicated on every device. "sharded": sharded over the devices. "host":
-    in host memory (of every process). A path: in files in that folder. On the host and in files only clients that have
-    taken part need space, and every round overwrites the states of the round before, which is then invalid. "auto": the
-    first of these that takes no more than half of a device's memory, or else "host"."""
+    in host memory (of every process). A path: in files in that folder. With "host" or a path, only clients that have
+    taken part need space, and every round overwrites the client states in place, so the state of the round before
+    becomes invalid. "auto": the first of these that takes no more than half of a device's memory, or else "host"."""
     donate: bool = False
     """Whether a round may overwrite the state it is given. It saves one copy; the old state is then invalid."""
     eval_batch_size: int = 500
-    """Rows a batch in `Simulation.evaluate`."""
+    """Rows per batch in `Simulation.evaluate`."""
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {

@@ -146,7 +146,7 @@ class Simulation:
 
     @property
     def sampling_rate(self) -> float:
-        """The probability that a client is asked in a round."""
+        """The probability that a client is selected in a round; with over-selection ceil(over_selection * K) / N."""
         return self.setup.engine.clients_asked / self.data.num_clients
 
     @property
@@ -206,11 +206,13 @@ class Simulation:
         return state._replace(clients=store)
 
     def reopen(self, state: ServerState, round: int | None = None, strict: bool = True) -> ServerState:  # noqa: A002
-        """A state that was saved without its client states, with those of the folder ``bank=``.
+        """Returns ``state`` with the client states that are stored in the folder ``bank=``.
+
+        It is for a state that was saved without its client states.
 
         Args:
-          state: of the round at which the folder was left, or of ``round``; its ``clients`` are replaced.
-          round: a round whose client states a checkpoint has pinned. Default: the newest.
+          state: a state of the last round that the folder contains, or of ``round``. Its ``clients`` are replaced.
+          round: a round that has a checkpoint. Default: the last round in the folder.
           strict: if False, another federation, algorithm, model or key is a warning, see `Checkpoints.restore`.
 
         Raises:
@@ -235,8 +237,8 @@ class Simulation:
     ) -> tuple[ServerState, dict[str, jax.Array]]:
         """One round. Pure: the same state gives the same result, bit for bit, and stays valid (unless donated).
 
-        It may be scanned and vmapped. Inside a `jax.jit` of your own the data set becomes a constant of that program,
-        which makes compiling slow: `jax.lax.scan` needs none around it.
+        It may be scanned and vmapped. Inside your own `jax.jit` the data set becomes a constant of the program, and
+        compilation is slow. Call `jax.lax.scan` without an outer `jax.jit`.
 
         Args:
           state: from `init` or an earlier round.
@@ -245,20 +247,22 @@ class Simulation:
         Returns:
           The next state, and info, a dict. For each client of the cohort, [K]:
 
-          - ``cohort``: int32, the clients that count; -1 marks a client that did not answer, a client that was dealt no
-            row, and an empty place of a Bernoulli cohort.
+          - ``cohort``: int32, the ids of the clients that are aggregated. -1 marks a client that did not report, a
+            client without examples, and an empty place of a Bernoulli cohort.
           - ``size``, ``weight``, and ``client_steps``, the local steps done.
           - ``loss``: the mean over those steps of what the algorithm minimises, its own terms included.
           - ``finite``, and ``bad_leaf``: the index of the first leaf of the update that is not finite; -1: none.
-          - ``asked``: only where clients may fail, the ids drawn; with over-selection more than K.
+          - ``asked``: the ids of all selected clients, more than K with over-selection. Only present if clients can
+            fail.
 
-          Scalars: ``lr``; ``steps``, needed by the cohort; ``executed_steps``, run with idle lanes included; their
-          ratio ``executed_ratio``; what the algorithm reports (FedEve its ``gain``, ...); and with ``measure=`` what
-          `measure` returns. If no client answered, all weights are 0, and only ``round`` changes in the state.
+          Scalars: ``lr``; ``steps``, the local steps that the cohort needs; ``executed_steps``, the steps that the
+          devices run, those of idle lanes included; ``executed_ratio``, their ratio. In addition the metrics of the
+          algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results of `measure`. If no client reports, all
+          weights are 0, and only ``round`` changes in the state.
 
         Raises:
-          ValueError: an empty cohort, ids out of range or repeated; for an algorithm that steers by its evaluation
-            (FedGVR, FedGVRGM), an evaluation that is not finite.
+          ValueError: the cohort is empty, or an id is out of range or repeated; or the algorithm uses the test accuracy
+            (FedGVR, FedGVRGM) and the evaluation is not finite.
           FloatingPointError: with ``on_nonfinite="raise"``, an update that is not finite.
           OSError: a data file that has changed, or no room for client states; the state that went in is still valid.
           MemoryError: not even one lane fits in a device's memory. (If several do not fit, they are halved, with a
@@ -316,27 +320,30 @@ class Simulation:
           state: from `init` or an earlier round.
           rounds: >= 0.
           eval_every: >= 0, rounds between evaluations; the last round is evaluated, too. 0, or no test set: never.
-          progress: whether to show a bar with rounds a second, the time left, loss and accuracy. Default: in a terminal
+          progress: whether to show a bar with rounds per second, the time left, loss and accuracy. Default: in a terminal
             and in a notebook, and not in CI.
           on_round: ``on_round(record)`` is called for each record.
           measure_every: >= 1, rounds between measurements, with ``measure=``.
-          checkpoints: `fd.Checkpoints`, or just a folder: the run is saved while it goes on and at its end, and
-            ``checkpoints.restore(sim)`` returns to it. Then SIGTERM ends the run like Ctrl-C, and SystemExit(143) is
-            raised; and a run that was stopped does not evaluate its last round, so that going on gives the records of a
-            run that was never stopped.
+          checkpoints: `fd.Checkpoints`, or just a folder. The run is saved while it continues and at its end, and
+            ``checkpoints.restore(sim)`` restores it. With checkpoints, SIGTERM stops the run like Ctrl-C and then
+            raises SystemExit(143). A stopped run does not evaluate its last round, so the resumed run has the same
+            records as a run that was never stopped.
 
         Returns:
           The last state, and the history: one record, a dict, for each round, with
 
-          - ``round``: rounds done so far; ``clients``: that counted; ``seconds``.
-          - ``train_loss``: mean over the cohort, weighted by rows.
+          - ``round``: the number of completed rounds.
+          - ``clients``: the number of aggregated clients.
+          - ``seconds``: the duration of the round.
+          - ``train_loss``: the mean over the cohort, weighted by the clients' numbers of examples.
           - ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``, as in `round_fn`.
           - after an evaluation, what `evaluate` returns.
-          - what the algorithm reports, and what is measured: scalars as they are, values of clients as their mean over
-            the cohort, with one entry for each local epoch as lists of E.
+          - the metrics of the algorithm and the drift measures. A scalar is stored as it is. For a value per client, the
+            mean over the cohort is stored. A measure with one value per local epoch is a list of length E.
 
-          Of several processes each returns all of it and calls its ``on_round``, and the first shows the bar. Ctrl-C or
-          SIGTERM in any process ends the run of all after the same round.
+          With several processes, every process returns the complete state and history and calls its own ``on_round``.
+          Only the first process shows the bar. Ctrl-C or SIGTERM in any process ends the run of all after the same
+          round.
 
         Raises:
           ValueError: before anything compiles, arguments out of range; a folder that cannot be written, is in use or
@@ -412,8 +419,9 @@ class Simulation:
     ) -> dict[str, jax.Array]:
         """The drift of the round that follows from this state, ``round_fn(state, cohort)``. Changes nothing.
 
-        Below, K counts the clients of the cohort and E the local epochs; w is the global model, D_i = theta_i minus the
-        model that the client was sent, and w_S the mean of the local models.
+        Below, K counts the clients of the cohort S and E the local epochs. w is the global model, theta_i a local model,
+        D_i = theta_i minus the model that the client was sent, and w_S the mean of the local models. F_i is the mean
+        loss over the examples of client i, p_i = n_i / n, and f = sum_i p_i F_i.
 
         Args:
           state: from `init` or an earlier round.
@@ -424,14 +432,15 @@ class Simulation:
           A dict. Values are NaN for an absent client, and for one whose update is not finite.
 
           - "updates": ``update_norm`` [K, E], ||D_i||; ``update_cosine`` [K, E], with the cohort's mean update.
-          - "gradients": ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2 (FedEve, 4); ``period_drift``
-            [], ||mean_S grad F_i(w) - grad f(w)||^2 (FedEve, 3, this cohort's); ``dissimilarity`` [], Gamma =
-            sum_i p_i ||grad F_i(w) - grad f(w)||^2 (FedGVRGM, 4); ``gradient_norm`` [], ||grad f(w)||. Takes the
-            gradient of all N clients.
+          - "gradients": ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2 (FedEve, eq. 4);
+            ``period_drift`` [], ||mean_S grad F_i(w) - grad f(w)||^2 (FedEve, eq. 3, for this cohort); ``dissimilarity``
+            [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. This computes the
+            gradients of all N clients.
           - "predictions": ``cka`` [K, E], linear CKA of local and global logits on the test set; ``kl`` [K, E], mean
             KL(global || local) in nats.
-          - "forgetting": ``lp_present``, ``lp_absent`` [K], LP (LfD, 11) over the classes that the client has, and has
-            not; NaN where there is none. LP exceeds 1 where a client knows a class better than w, as in early rounds.
+          - "forgetting": ``lp_present``, ``lp_absent`` [K]: LP, the local model's accuracy on a class divided by the
+            global model's (LfD, eq. 11), as the mean over the classes that the client has, and over those that it does
+            not have. NaN if there is no such class. LP exceeds 1 where the local model is better, as in early rounds.
           - "labels": ``label_mix`` [C], share of each class in the cohort's rows.
 
         Raises:
@@ -468,19 +477,20 @@ class Simulation:
     def evaluate_clients(
         self, state: ServerState, fine_tune: LocalTraining | int | None = None
     ) -> dict[str, np.ndarray]:
-        """Loss and accuracy of the global model on each client's own test rows. The state does not change.
+        """Loss and accuracy of the global model on each client's own test examples. The state does not change.
 
         `fd.personal.summary` and `fd.plots.fairness` summarise the result.
 
         Args:
           state: from `init` or an earlier round.
-          fine_tune: also score a copy of the global model that each client has trained on its own rows, at the round's
-            rate: for so many epochs of this simulation's local training, or by a `LocalTraining`. This is plain
-            training on the model's loss, without the algorithm's terms (so without LfD's temperature).
+          fine_tune: if given, each client also trains a copy of the global model on its own examples, with the learning
+            rate of this round, and the copy is evaluated too. An integer is the number of epochs of this simulation's
+            local training; a `LocalTraining` replaces that. This is plain training on the model's loss, without the
+            algorithm's terms (so without LfD's temperature).
 
         Returns:
           ``loss``, ``accuracy`` and, fine-tuned, ``personal_loss``, ``personal_accuracy``: float [N] each, NaN for a
-          client without test rows.
+          client without test examples.
 
         Raises:
           ValueError: a test set that is not split by client (natural partitions, ``test_clients=`` and

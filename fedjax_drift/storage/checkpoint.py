@@ -62,8 +62,8 @@ class Checkpoints:
     folder: str | os.PathLike
     """Created when the first checkpoint is written."""
     every: int | None = None
-    """Save every ``every`` rounds (>= 1). A crash loses at most this number of rounds that were reported. None
-    (default): use only ``seconds``."""
+    """Save every ``every`` rounds (>= 1). A crash loses at most ``every`` rounds whose records ``on_round``
+    has received. None (default): use only ``seconds``."""
     seconds: float | None = 60.0
     """Seconds (> 0) after which the next round is saved, unless a save is still running. None: use only ``every``."""
     keep: int = 3
@@ -144,8 +144,8 @@ class Checkpoints:
           round: one of `rounds`, or "best". Default: the newest intact checkpoint, with a warning for each damaged one.
           strict: whether the algorithm, its hyper-parameters, the model, the data and ``config`` must be those of the
             checkpoint. If False, a warning lists the differences; arrays of other shapes or dtypes still raise an
-            error. Save the run that continues in another folder; with ``bank=folder`` the client states are its own
-            from then on.
+            error. Use another checkpoint folder for the continued run. With ``bank=folder``, the client states in that
+            folder belong to the continued run from then on.
 
         Raises:
           OtherRunError: the checkpoint belongs to another simulation. The message lists the differences.
