@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
     n_Delta: Params  # n_i Delta_i
     n: jax.Array  # [], n_i
-    Delta: Params  # Delta_i = what - theta_i
+    Delta: Params  # Delta_i = w_hat - theta_i
     square: jax.Array  # [], ||Delta_i||^2
 
 
@@ -75,10 +75,10 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
         return Server(params, tree.zeros_like(params), jnp.zeros((), float))
 
     def client_update(server: Server, client: PyTree, work: Work) -> ClientResult:
-        what = predict(server)
-        theta, metrics = train(work, start=what)
+        w_hat = predict(server)
+        theta, metrics = train(work, start=w_hat)
         n = weight(work, "examples")
-        Delta = jax.tree.map(lambda what, theta: what.astype(n.dtype) - theta.astype(n.dtype), what, theta)
+        Delta = jax.tree.map(lambda w_hat, theta: w_hat.astype(n.dtype) - theta.astype(n.dtype), w_hat, theta)
         message = Message(jax.tree.map(lambda Delta: n * Delta, Delta), n, Delta, tree.dot(Delta, Delta))
         return ClientResult(message, weight(work, "uniform"), client, metrics)
 

@@ -10,9 +10,9 @@ Deviates:  as FedGVR and FedGM. About the momentum of c the paper only says that
 large, and training diverges for eps = 1 (`literal="variate_momentum"`).
 
 With the factor, c follows the c_k with a delay. This diverges, too, with beta = 0.9, full participation and
-K eta_l L near 1 (L is the curvature). It diverges at a much smaller K eta_l L if the factor of D_k is |S| / N = 1 as well,
-because the momentum then multiplies a constant update by 1 / (1 - beta) = 10. Without momentum on c (`variate_momentum=False`, as in SCAFFOLD) it does not diverge. The paper uses 10 %
-participation and eta_l = 0.001.
+K eta_l L near 1 (L is the curvature). It diverges at a much smaller K eta_l L if the factor of D_k is |S| / N = 1 as
+well, because the momentum then multiplies a constant update by 1 / (1 - beta) = 10. Without momentum on c
+(`variate_momentum=False`, as in SCAFFOLD) it does not diverge. The paper uses 10 % participation and eta_l = 0.001.
 """
 
 from __future__ import annotations

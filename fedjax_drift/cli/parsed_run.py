@@ -70,8 +70,8 @@ def parse_run(
 ) -> ParsedRun:
     """Creates the simulations that the options of `fedjax-drift run` describe, for use in Python.
 
-    As on the command line, JAX uses the number of CPU devices given by ``--devices`` (default: one per core). If JAX has
-    already started, the default keeps its devices.
+    As on the command line, JAX uses the number of CPU devices given by ``--devices`` (default: one per core). If JAX
+    has already started, the default keeps its devices.
 
     >>> import fedjax_drift as fd
     >>> words = "--dataset synthetic:num_clients=8 --algorithm fedprox:mu=0.1 --cohort 4 --rounds 3 --lr 0.5"

@@ -106,8 +106,8 @@ def load(
         None) that returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, one per
         user for `movielens`, the clients of the generator for `synthetic`, and ``iid(100, seed)`` for the others. With
         the default partition of `glyphs`, `femnist`, `movielens` and `synthetic` (variant="fedprox") every client has
-        its own test examples, unless the test set comes from other writers than the training set. Any other partition leaves the test
-        set pooled.
+        its own test examples, unless the test set comes from other writers than the training set. Any other partition
+        leaves the test set pooled.
       data_dir: the folder of the files; no other place is searched. Default: `$FEDJAX_DRIFT_DATA` if set, then the
         cache (`$FEDJAX_DRIFT_CACHE` or ``~/.cache/fedjax_drift``), then tensorflow-datasets (`$TFDS_DATA_DIR` or
         ``~/tensorflow_datasets``).
@@ -193,7 +193,7 @@ def synthetic(
     iid_data: bool | None = None,
     seed: int = 0,
 ) -> FederatedData:
-    """Synthetic linear classification, `load("synthetic", ...)`. ``alpha`` and ``beta`` set how much the clients differ.
+    """Synthetic linear classification, as `load("synthetic", ...)`; ``alpha`` and ``beta`` make the clients differ.
 
     Client k labels its examples without noise: y = argmax(x W_k + b_k), with x ~ N(v_k, diag(j^-1.2)), j = 1..d,
     float32.

@@ -48,7 +48,7 @@ def drift(records: Records, path: FilePath = None) -> Figure:
     """Plots period drift, client drift after the last local epoch, and dissimilarity against rounds.
 
     Period drift (FedEve, eq. 3) and client drift (FedEve, eq. 4) are squared norms of differences of gradients. Their
-    panels share a logarithmic axis. The dissimilarity of gradients is eq. 4 of FedGVRGM. Panels without data are left
+    panels share a logarithmic axis. Panels without data are left
     out.
 
     records, path: as in `curves`. Raises ValueError if no round has any of these measures.

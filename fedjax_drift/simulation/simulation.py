@@ -320,8 +320,8 @@ class Simulation:
           state: from `init` or an earlier round.
           rounds: >= 0.
           eval_every: >= 0, rounds between evaluations; the last round is evaluated, too. 0, or no test set: never.
-          progress: whether to show a bar with rounds per second, the time left, loss and accuracy. Default: in a terminal
-            and in a notebook, and not in CI.
+          progress: whether to show a bar with rounds per second, the time left, loss and accuracy. Default: in a
+            terminal and in a notebook, and not in CI.
           on_round: ``on_round(record)`` is called for each record.
           measure_every: >= 1, rounds between measurements, with ``measure=``.
           checkpoints: `fd.Checkpoints`, or just a folder. The run is saved while it continues and at its end, and
@@ -338,8 +338,8 @@ class Simulation:
           - ``train_loss``: the mean over the cohort, weighted by the clients' numbers of examples.
           - ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``, as in `round_fn`.
           - after an evaluation, what `evaluate` returns.
-          - the metrics of the algorithm and the drift measures. A scalar is stored as it is. For a value per client, the
-            mean over the cohort is stored. A measure with one value per local epoch is a list of length E.
+          - the metrics of the algorithm and the drift measures. A scalar is stored as it is. For a value per client,
+            the mean over the cohort is stored. A measure with one value per local epoch is a list of length E.
 
           With several processes, every process returns the complete state and history and calls its own ``on_round``.
           Only the first process shows the bar. Ctrl-C or SIGTERM in any process ends the run of all after the same
@@ -419,9 +419,9 @@ class Simulation:
     ) -> dict[str, jax.Array]:
         """The drift of the round that follows from this state, ``round_fn(state, cohort)``. Changes nothing.
 
-        Below, K counts the clients of the cohort S and E the local epochs. w is the global model, theta_i a local model,
-        D_i = theta_i minus the model that the client was sent, and w_S the mean of the local models. F_i is the mean
-        loss over the examples of client i, p_i = n_i / n, and f = sum_i p_i F_i.
+        Below, K counts the clients of the cohort S and E the local epochs. w is the global model, theta_i a local
+        model, D_i = theta_i minus the model that the client was sent, and w_S the mean of the local models. F_i is the
+        mean loss over the examples of client i, p_i = n_i / n, and f = sum_i p_i F_i.
 
         Args:
           state: from `init` or an earlier round.
@@ -433,9 +433,9 @@ class Simulation:
 
           - "updates": ``update_norm`` [K, E], ||D_i||; ``update_cosine`` [K, E], with the cohort's mean update.
           - "gradients": ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2 (FedEve, eq. 4);
-            ``period_drift`` [], ||mean_S grad F_i(w) - grad f(w)||^2 (FedEve, eq. 3, for this cohort); ``dissimilarity``
-            [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. This computes the
-            gradients of all N clients.
+            ``period_drift`` [], ||mean_S grad F_i(w) - grad f(w)||^2 (FedEve, eq. 3, for this cohort);
+            ``dissimilarity`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. This
+            computes the gradients of all N clients.
           - "predictions": ``cka`` [K, E], linear CKA of local and global logits on the test set; ``kl`` [K, E], mean
             KL(global || local) in nats.
           - "forgetting": ``lp_present``, ``lp_absent`` [K]: LP, the local model's accuracy on a class divided by the
