@@ -1,6 +1,6 @@
-"""Clients that fail: which clients of a cohort answer, and how many of their local steps they do.
+"""Clients that fail: which clients of a cohort report, and how many of their local steps they do.
 
-`cohort.fail` decides it from random keys before anybody trains, so a client that does not answer costs nothing.
+`cohort.fail` draws it from random keys before the clients train, so a client that drops out costs nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedjax_drift.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Failures:
-    """How clients fail; pass it as ``Simulation(failures=)``. The default: every client answers.
+    """How clients fail; pass it as ``Simulation(failures=)``. By default every client reports.
 
     A client's round takes ``steps / mean_steps * exp(speed_spread * z_i)`` units of time, with z_i ~ N(0, 1) drawn once
     for each client. One unit is what a client of mean size needs on a device of median speed.
@@ -24,14 +24,14 @@ class Failures:
     """
 
     dropout: float = 0.0
-    """Probability, in 0..1, that a client does not answer. It counts as absent and keeps its old state."""
+    """Probability, in 0..1, that a selected client drops out. It keeps its old state."""
     stragglers: float = 0.0
     """Probability, in 0..1, that a client stops early and sends what it has. It does 1 to K_i - 1 of its K_i local
     steps, each number equally likely (FedProx's systems heterogeneity, arXiv 1812.06127, in steps, not epochs)."""
     over_selection: float = 1.0
-    """>= 1. A round asks ceil(over_selection * K) clients; the first K answers count."""
+    """>= 1. A round selects ceil(over_selection * K) clients and aggregates the first K that report."""
     deadline: float | None = None
-    """> 0. A client that needs more time than this is absent. None: the round waits for all clients."""
+    """> 0. A client that needs more time than this is dropped. None: the round waits for all clients."""
     speed_spread: float = 0.0
     """>= 0, standard deviation of the logarithm of a device's speed. It acts through ``deadline`` and
     ``over_selection``."""
@@ -62,7 +62,7 @@ class Failures:
             )
 
     def clients_asked(self, K: int, N: int) -> int:
-        """How many of the N clients a round asks in order to get K answers."""
+        """How many of the N clients a round selects in order to aggregate K."""
         asked = math.ceil(round(self.over_selection * K, 9))  # 1.1 * 50 is 55, and a little more in floating point
         if asked > N:
             raise ConfigurationError(

@@ -27,9 +27,9 @@ ON_DEVICES = ("device", "sharded")  # values of ``bank`` that keep client states
 
 @dataclass(frozen=True)
 class Placement:
-    """Where rows and client states live; pass it as ``Simulation(placement=)``.
+    """Where examples and client states live; pass it as ``Simulation(placement=)``.
 
-    Results depend on nothing here, beyond rounding. Raises ValueError for values out of range.
+    Results do not depend on the placement, beyond rounding. Raises ValueError for values out of range.
     """
 
     lanes: int | str | None = "auto"
@@ -38,12 +38,12 @@ class Placement:
     mesh: Mesh | None = None
     """A mesh with the one axis "clients" (`clients_mesh`). None: all devices of all processes (`fd.distributed`)."""
     stream: bool | str = "auto"
-    """True keeps the training rows on the host, in memory or in a memory-mapped file, and prefetches the rows of each
-    cohort while the round before trains. "auto": if the rows take more than half of a device's memory and cannot be
+    """True keeps the training examples on the host, in memory or in a memory-mapped file, and prefetches those of each
+    cohort while the round before trains. "auto": if the examples take more than half of a device's memory and cannot be
     sharded, or take more than half of the memory of all devices."""
     shard_data: bool | str = "auto"
-    """True shards the training rows over the devices, each client on one device; the devices exchange the cohort's rows
-    in every round. Each of several processes reads only the rows of its own clients. False replicates the rows.
+    """True shards the training examples over the devices, each client on one device; the devices exchange those of the
+    cohort in every round. Each of several processes reads only its own clients. False replicates the examples.
     "auto": True if they take more than half of a device's memory, but not more than half of the memory of all."""
     bank: str | os.PathLike = "auto"
     """Where client states are kept. "device": replicated on every device. "sharded": sharded over the devices. "host":
@@ -53,7 +53,7 @@ class Placement:
     donate: bool = False
     """Whether a round may overwrite the state it is given. It saves one copy; the old state is then invalid."""
     eval_batch_size: int = 500
-    """Rows per batch in `Simulation.evaluate`."""
+    """Examples per batch in `Simulation.evaluate`."""
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {

@@ -63,20 +63,21 @@ class Simulation:
     """Simulates federated learning of ``model`` on ``data`` with ``algorithm``.
 
     Args:
-      model: what is trained.
-      data: N clients' rows, and a test set for `evaluate`.
+      model: the model to train.
+      data: the examples of N clients, and a test set for `evaluate`.
       algorithm: a value such as ``fd.algorithms.fedavg()``.
       local: how a client trains. Default ``LocalTraining()``.
       cohort_size: K, clients a round, in 1..N; with Bernoulli sampling the expected number.
       sampling: "uniform" (exactly K clients, without replacement) or "bernoulli" (each client with probability K/N,
         drawn again while the cohort is empty).
-      failures: `fd.Failures`: clients that drop out, stop early or answer too late. Default: every client answers.
+      failures: `fd.Failures`: clients that drop out, stop early or report too late. Default: every client reports.
       aggregation: how messages become the mean that the server sees: ``fd.aggregation.clipped(norm)``,
         ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own. Default: their weighted mean.
-      placement: `fd.Placement`: where rows and client states live, how many clients train side by side, the devices.
+      placement: `fd.Placement`: where examples and client states live, how many clients train side by side, the
+        devices.
         Results do not depend on it, beyond rounding.
       on_nonfinite: what happens to a client whose update is NaN or infinite. "keep" (default): it is averaged like any
-        other, and `run` warns. "drop_client": the client counts as absent and keeps its old state. "raise": `round_fn`
+        other, and `run` warns. "drop_client": the client is dropped and keeps its state. "raise": `round_fn`
         waits for the round and raises FloatingPointError; the state that went in is still valid.
       measure: which measures of drift every round takes, any of "updates", "gradients", "predictions", "forgetting",
         "labels" (see `Simulation.measure`). Clients are trained up to two more times for it. Without it a round costs
