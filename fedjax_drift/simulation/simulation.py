@@ -74,8 +74,7 @@ class Simulation:
       aggregation: how messages become the mean that the server sees: ``fd.aggregation.clipped(norm)``,
         ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own. Default: their weighted mean.
       placement: `fd.Placement`: where examples and client states live, how many clients train side by side, the
-        devices.
-        Results do not depend on it, beyond rounding.
+        devices. Results do not depend on it, beyond rounding.
       on_nonfinite: what happens to a client whose update is NaN or infinite. "keep" (default): it is averaged like any
         other, and `run` warns. "drop_client": the client is dropped and keeps its state. "raise": `round_fn`
         waits for the round and raises FloatingPointError; the state that went in is still valid.
