@@ -27,9 +27,9 @@ LAST = 10  # rounds that the table shows the means of: FedAvg's accuracy swings 
 DESCRIPTION = f"""\
 Shows what client drift is, and that it can be corrected: clients with about two
 of ten digits each train logistic regression, with {", ".join(ALGORITHMS[:-1])} and
-{ALGORITHMS[-1]}. The digits are drawn, nothing is downloaded. Prints a table
-and writes drift_story.png, the picture of it, beside what fedjax-drift run
-writes.
+{ALGORITHMS[-1]}. The digits are drawn, nothing is downloaded. It prints a
+table. Besides the files of fedjax-drift run it writes drift_story.png, a
+picture of the results.
 """
 INTRODUCTION = """\
 {clients:,} clients hold drawn digits, about two of the ten digits each. In each of {rounds:,} rounds, {cohort:,} of
@@ -48,10 +48,10 @@ To go on, change something in the command above: --partition iid (clients that a
 def fill_quickstart(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
     parser.description = DESCRIPTION
-    add(parser, "--clients", "N", "clients of the federation", count, 50)
-    add(parser, "--cohort", "K", "clients a round (default: 10, or all if there are fewer)", count)
-    add(parser, "--rounds", "N", "rounds of each algorithm", count, 60)
-    add(parser, "--seed", "N", "of the digits, the partition, the cohorts and the initial model", seed, 0)
+    add(parser, "--clients", "N", "number of clients", count, 50)
+    add(parser, "--cohort", "K", "clients per round (default: 10, or all if there are fewer)", count)
+    add(parser, "--rounds", "N", "number of rounds of each algorithm", count, 60)
+    add(parser, "--seed", "N", "random seed of the digits, the partition, the cohorts and the initial model", seed, 0)
     add_output(parser)
     parser.set_defaults(command=quickstart)
 
