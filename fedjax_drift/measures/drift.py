@@ -27,8 +27,8 @@ MEASURES = {
     "updates": "norm of each client's update and its cosine with their mean, after every local epoch",
     "gradients": "period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity",
     "predictions": "linear CKA and KL between local and global predictions on the test set, after every local epoch",
-    "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that the "
-    "client has and for those that it does not have",
+    "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that "
+    "the client has and for those that it does not have",
     "labels": "share of each class in the cohort's rows",
 }
 TESTED = ("predictions", "forgetting")  # these need the test set
