@@ -1,4 +1,4 @@
-"""fedjax_drift simulates federated learning, for the study of drift: one round is one compiled JAX program.
+"""fedjax_drift simulates federated learning to study drift. Each round is one compiled JAX program.
 
 >>> import jax, numpy as np
 >>> import fedjax_drift as fd

@@ -306,7 +306,7 @@ class Algorithm(NamedTuple):
     """A federated algorithm: a tuple of pure functions. A factory creates it and captures the hyper-parameters.
 
     The server only gets the weighted mean of the messages, never the message of one client. Secure aggregation has
-    the same restriction. Because only a mean is needed, a cohort of any size needs L lanes and one running sum.
+    the same restriction. Because only a mean is needed, memory does not grow with the cohort: L clients and one sum.
     """
 
     init_server: InitServer  # creates the server's variables

@@ -1,4 +1,4 @@
-"""From the options of `fedjax-drift run` to simulations, on the command line and in Python (`fd.parse_run`)."""
+"""Turns the options of `fedjax-drift run` into simulations, for the command line and for Python (`fd.parse_run`)."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class ParsedRun(NamedTuple):
     """A run as its options describe it, see `parse_run`. Nothing has been compiled."""
 
     simulations: dict[str, Simulation]
-    """One for each ``--algorithm``, by the text that was given for it, such as "fedprox:mu=0.1"."""
+    """One simulation per ``--algorithm``; the key is the text given for it, such as "fedprox:mu=0.1"."""
     data: FederatedData
     """The federation that all of them share."""
     params: Params | None
     """The initial parameters, from ``--init``; None: each seed draws its own."""
     config: dict[str, Any]
-    """Everything that was set, resolved, as `fedjax-drift run` writes it to config.json."""
+    """All settings, defaults included, as `fedjax-drift run` writes them to config.json."""
     rounds: int
     eval_every: int
     """0: never."""

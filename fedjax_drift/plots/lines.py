@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
 
 def by_round(runs: Runs, key: str, factor: float = 1, log: bool = False) -> dict[str, Line]:
-    """The line of each run over the rounds that have `key`. Of a list, the last entry counts."""
+    """The line of each run over the rounds that have `key`. The last entry of a list is used."""
     lines = {}
     for name, seeds in measured(runs, key).items():
         values = [(t, factor * values[:, -1]) for t, values in seeds]

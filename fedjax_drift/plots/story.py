@@ -1,4 +1,4 @@
-"""One figure that shows what client drift is and what correcting it gains."""
+"""One figure that shows client drift, and how much is gained by correcting it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MARKERS_PER_LINE = 12
 
 
 def drift_story(records: Records, target: float, data: FederatedData, path: FilePath = None) -> Figure:
-    """Plots what client drift is and what correcting it gains, in four panels.
+    """Plots client drift, and how much is gained by correcting it, in four panels.
 
     The panels show the label mixes of the clients; the client drift against rounds; the test accuracy of the global
     model against rounds, with the target; and the rounds until each run first reaches the target.

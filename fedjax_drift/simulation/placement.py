@@ -29,7 +29,7 @@ ON_DEVICES = ("device", "sharded")  # values of ``bank`` that keep client states
 class Placement:
     """Where examples and client states live; pass it as ``Simulation(placement=)``.
 
-    Results do not depend on the placement, beyond rounding. Raises ValueError for values out of range.
+    The placement does not change the results, except for rounding errors. Raises ValueError for values out of range.
     """
 
     lanes: int | str | None = "auto"
@@ -39,8 +39,8 @@ class Placement:
     """A mesh with the one axis "clients" (`clients_mesh`). None: all devices of all processes (`fd.distributed`)."""
     stream: bool | str = "auto"
     """True keeps the training examples on the host, in memory or in a memory-mapped file, and prefetches those of each
-    cohort while the round before trains. "auto": if the examples take more than half of a device's memory and cannot be
-    sharded, or take more than half of the memory of all devices."""
+    cohort while the round before trains. "auto": True if the examples take more than half of a device's memory and
+    cannot be sharded, or if they take more than half of the memory of all devices together."""
     shard_data: bool | str = "auto"
     """True shards the training examples over the devices, each client on one device; the devices exchange those of the
     cohort in every round. Each of several processes reads only its own clients. False replicates the examples.
@@ -94,7 +94,7 @@ class Placement:
         return 1 if self.lanes is None else min(int(self.lanes), per_device)
 
     def rows_at(self, data: FederatedData, mesh: Mesh) -> str:
-        """ "devices": replicated; "parts": sharded; "host": streamed."""
+        """Where the training examples are kept: "devices" (replicated), "parts" (sharded) or "host" (streamed)."""
         if self.shard_data is True:
             if self.stream is True:
                 raise ConfigurationError(

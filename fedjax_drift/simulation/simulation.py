@@ -43,7 +43,7 @@ from fedjax_drift.types import Algorithm, Model, Params, Record, ServerState
 
 
 class FlatOptions(TypedDict, total=False):
-    """The fields of `Failures` and of `Placement`, which `Simulation` also takes by their own names."""
+    """The fields of `Failures` and of `Placement`, which are also keyword arguments of `Simulation`."""
 
     dropout: float
     stragglers: float
@@ -78,7 +78,7 @@ class Simulation:
       on_nonfinite: what happens to a client whose update is NaN or infinite. "keep" (default): it is averaged like any
         other, and `run` warns. "drop_client": the client is dropped and keeps its state. "raise": `round_fn`
         waits for the round and raises FloatingPointError; the state that went in is still valid.
-      measure: which measures of drift every round takes, any of "updates", "gradients", "predictions", "forgetting",
+      measure: the drift measures to compute in every round, any of "updates", "gradients", "predictions", "forgetting",
         "labels" (see `Simulation.measure`). Clients are trained up to two more times for it. Without it a round costs
         nothing more.
       **options: the fields of `fd.Failures` and `fd.Placement` may also be passed by their own names:
@@ -116,7 +116,7 @@ class Simulation:
 
     @property
     def setup(self) -> Setup:
-        """Everything that was decided when the simulation was put together."""
+        """The checked and resolved options: data, model, placement, and what a round is compiled from."""
         return self.executor.setup
 
     @property
@@ -171,7 +171,7 @@ class Simulation:
 
     @cached_property
     def specification(self) -> Specification:
-        """What checkpoints and client stores have to know of this simulation."""
+        """A description of the simulation, with which checkpoints and client stores detect another one."""
         setup = self.setup
         return Specification(
             mesh=setup.mesh,
@@ -213,7 +213,8 @@ class Simulation:
         Args:
           state: a state of the last round that the folder contains, or of ``round``. Its ``clients`` are replaced.
           round: a round that has a checkpoint. Default: the last round in the folder.
-          strict: if False, another federation, algorithm, model or key is a warning, see `Checkpoints.restore`.
+          strict: if False, a different federation, algorithm, model or key only causes a warning, see
+            `Checkpoints.restore`.
 
         Raises:
           ValueError: the folder belongs to another federation, algorithm, model, key or round; what differs is listed.
@@ -265,8 +266,8 @@ class Simulation:
             (FedGVR, FedGVRGM) and the evaluation is not finite.
           FloatingPointError: with ``on_nonfinite="raise"``, an update that is not finite.
           OSError: a data file that has changed, or no room for client states; the state that went in is still valid.
-          MemoryError: not even one lane fits in a device's memory. (If several do not fit, they are halved, with a
-            warning, until they do.) The state is still valid, unless it was donated.
+          MemoryError: not even one lane fits in a device's memory. (If L > 1 lanes do not fit, L is halved, with
+            a warning, until they fit.) The state is still valid, unless it was donated.
         """
         setup = self.setup
         state, cohort = setup.admit(state), self._checked_cohort(cohort)
@@ -311,10 +312,11 @@ class Simulation:
     ) -> tuple[ServerState, list[Record]]:
         """Runs ``rounds`` rounds from ``state``.
 
-        Short rounds are dispatched several at a time, as many as take a tenth of a second. Their records come together,
-        and their ``seconds`` is the mean over them. Ctrl-C ends the run after the rounds in progress and returns what
-        is done; a second Ctrl-C ends it at once. An exception of a round, or of ``on_round``, has the newest state and
-        the history as ``error.state`` and ``error.history``, and with ``checkpoints`` these are saved.
+        If rounds are short, several are dispatched together, about 0.1 s of work at a time. Their records arrive at the
+        same time, and ``seconds`` in each is the mean duration of these rounds. Ctrl-C ends the run after the rounds in
+        progress and returns what is done; a second Ctrl-C ends it at once. An exception of a round, or of ``on_round``,
+        has the newest state and the history as ``error.state`` and ``error.history``, and with ``checkpoints`` these
+        are saved.
 
         Args:
           state: from `init` or an earlier round.
@@ -485,8 +487,8 @@ class Simulation:
           state: from `init` or an earlier round.
           fine_tune: if given, each client also trains a copy of the global model on its own examples, with the learning
             rate of this round, and the copy is evaluated too. An integer is the number of epochs of this simulation's
-            local training; a `LocalTraining` replaces that. This is plain training on the model's loss, without the
-            algorithm's terms (so without LfD's temperature).
+            local training; a `LocalTraining` is used instead of it. This is plain training on the model's loss, without
+            the algorithm's terms (so without LfD's temperature).
 
         Returns:
           ``loss``, ``accuracy`` and, fine-tuned, ``personal_loss``, ``personal_accuracy``: float [N] each, NaN for a

@@ -62,8 +62,8 @@ class Checkpoints:
     folder: str | os.PathLike
     """Created when the first checkpoint is written."""
     every: int | None = None
-    """Save every ``every`` rounds (>= 1). A crash loses at most ``every`` rounds whose records ``on_round``
-    has received. None (default): use only ``seconds``."""
+    """Save every ``every`` rounds (>= 1). After a crash, at most ``every`` of the rounds that were
+    reported to ``on_round`` are lost. None (default): use only ``seconds``."""
     seconds: float | None = 60.0
     """Seconds (> 0) after which the next round is saved, unless a save is still running. None: use only ``every``."""
     keep: int = 3
@@ -284,7 +284,7 @@ def versions() -> dict[str, str]:
 def check_same(path: Path, stored: Mapping[str, Any], current: Mapping[str, Any], strict: bool = True) -> None:
     """Raises OtherRunError with the differences of two identities; a warning if not ``strict``.
 
-    Functions of which only the code has changed are a warning, as the change may have no effect.
+    If only the code of a function has changed, there is a warning, because the change may have no effect.
     """
     changed, edited = differences(stored, current)
     if changed:
