@@ -54,6 +54,7 @@ class MovedModules(MetaPathFinder, Loader):
         homes = [importlib.import_module(path) for path in paths]
         if len(homes) == 1:  # `import fedjax_drift.drift` sets fd.drift, which must stay the module that it is
             sys.modules[str(module.__name__)] = homes[0]
+            return
 
         def attribute(name: str) -> Any:
             new = RENAMED.get(name, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,9 +66,9 @@ def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Ar
     return means | {name: scores[name] for name in engine.set_scores}
 
 
-def evaluate_server(engine: Engine, server: Any, test: TestRows) -> dict[str, jax.Array]:
-    """`evaluate` of the global model and, as client_mean_<name>, of the mean of the cohort's models if there is one."""
-    scores = evaluate(engine, server.params, test)
+def server_scores(evaluate_params: Callable[[Params], dict[str, jax.Array]], server: Any) -> dict[str, jax.Array]:
+    """Scores of the global model and, as client_mean_<name>, of the mean of the cohort's models if there is one."""
+    scores = evaluate_params(server.params)
     if (mean := getattr(server, "client_mean", None)) is not None:
-        scores |= {f"client_mean_{name}": value for name, value in evaluate(engine, mean, test).items()}
+        scores |= {f"client_mean_{name}": value for name, value in evaluate_params(mean).items()}
     return scores

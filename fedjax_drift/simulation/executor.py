@@ -19,6 +19,7 @@ from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import of_one_round
 from fedjax_drift.round.engine import TestRows
+from fedjax_drift.round.evaluate import server_scores
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.host import Fetched, Host
 from fedjax_drift.simulation.loop import rounds_of_one
@@ -69,13 +70,9 @@ class Executor:
         return self.setup.arrays.test
 
     def scores(self, server: Any) -> dict[str, jax.Array]:
-        """The evaluation of the global model and, as client_mean_<name>, of the mean of the cohort's models."""
+        """The `server_scores` on the test set."""
         test = self.test()
-        scores = self.programs.launch_scoring("evaluate", server.params, test)
-        if (mean := getattr(server, "client_mean", None)) is not None:
-            of_mean = self.programs.launch_scoring("evaluate", mean, test)
-            scores |= {f"client_mean_{name}": value for name, value in of_mean.items()}
-        return scores
+        return server_scores(lambda params: self.programs.launch_scoring("evaluate", params, test), server)
 
     def fetch(self, key: jax.Array, t: int, cohort: jax.Array | None = None) -> Fetched:
         """What round t needs, where rows or states are kept on the host."""

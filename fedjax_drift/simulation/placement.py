@@ -19,10 +19,9 @@ from fedjax_drift.devices.mesh import AXIS, clients_mesh, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
+from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.tree import nbytes
 from fedjax_drift.types import THREEFRY, PyTree, ServerState
-
-ON_DEVICES = ("device", "sharded")  # values of ``bank`` that keep client states on the devices
 
 
 @dataclass(frozen=True)

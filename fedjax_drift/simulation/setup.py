@@ -29,8 +29,9 @@ from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.round import init
 from fedjax_drift.round.train import any_update, uploaded
 from fedjax_drift.simulation import validate
-from fedjax_drift.simulation.placement import ON_DEVICES, Placement, moved, shardings_of
+from fedjax_drift.simulation.placement import Placement, moved, shardings_of
 from fedjax_drift.storage.client_store import ClientStore
+from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, ServerState
 
 

@@ -38,7 +38,7 @@ from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
 from fedjax_drift.storage.saver import saving
-from fedjax_drift.storage.specification import Specification
+from fedjax_drift.storage.specification import ON_DEVICES, Specification
 from fedjax_drift.types import Algorithm, Model, Params, Record, ServerState
 
 
@@ -220,7 +220,7 @@ class Simulation:
           ValueError: the folder belongs to another federation, algorithm, model, key or round; what differs is listed.
         """
         setup = self.setup
-        if self.bank in ("device", "sharded", "host"):
+        if self.bank in (*ON_DEVICES, "host"):
             raise ConfigurationError(
                 f"reopen needs client states that are kept in files, got bank={self.bank!r}: pass a path"
             )

@@ -22,7 +22,7 @@ from fedjax_drift.devices.mesh import AXIS, copied
 from fedjax_drift.measures import drift
 from fedjax_drift.round import rows
 from fedjax_drift.round.engine import Arrays, Engine, TestRows
-from fedjax_drift.round.evaluate import evaluate_server
+from fedjax_drift.round.evaluate import evaluate, server_scores
 from fedjax_drift.round.round import init, rounds
 from fedjax_drift.simulation import hyper, programs
 from fedjax_drift.simulation.executor import with_measured
@@ -84,7 +84,8 @@ def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], l
         return drift.measure(engine_of(values), measures, state, arrays, None)
 
     def turn_evaluate(values: PyTree, server: Any, test: TestRows) -> dict:
-        return evaluate_server(engine_of(values), server, test)
+        engine = engine_of(values)
+        return server_scores(lambda params: evaluate(engine, params, test), server)
 
     def of_turn(program: Callable, shared: int, **options: Any) -> Callable:
         """The program for a turn. shared: how many of the last arguments are the same for all runs."""

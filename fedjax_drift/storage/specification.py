@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 
 from fedjax_drift.types import ServerState
 
+ON_DEVICES = ("device", "sharded")  # values of ``bank`` that keep client states on the devices
+
 
 class Specification(NamedTuple):
     """The run that a checkpoint or a client store belongs to."""
@@ -27,7 +29,7 @@ class Specification(NamedTuple):
     @property
     def states_on_host(self) -> bool:
         """Whether client states are kept in host memory or in files."""
-        return self.client_store not in ("device", "sharded")
+        return self.client_store not in ON_DEVICES
 
     def store_identity(self, state: ServerState) -> dict[str, Any]:
         """What a client store must have in common with a run: the identity of its checkpoints, and the key."""
