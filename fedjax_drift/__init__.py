@@ -13,7 +13,7 @@
 from fedjax_drift import _moved as _moved
 from fedjax_drift import algorithms, errors, logs, models, plots
 from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
-from fedjax_drift.data import datasets, partition
+from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
 from fedjax_drift.devices import distributed
@@ -51,6 +51,7 @@ __all__ = [
     "Work",
     "aggregation",
     "algorithms",
+    "augment",
     "clients_mesh",
     "datasets",
     "distributed",

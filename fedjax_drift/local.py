@@ -50,6 +50,10 @@ class LocalTraining:
     optimizer: optax.GradientTransformation | None = None
     """Replaces momentum: maps a gradient to a direction that points uphill, such as ``optax.scale_by_adam()``.
     `Simulation` raises ValueError for an optimizer that includes the negative step, such as ``optax.adam(lr)``."""
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    """``augment(key, x)`` returns a random variant of one training example ``x`` (scaled, without a batch axis), with
+    the same shape and dtype, such as ``fd.augment.crop_and_flip()``. Every example of every step has a key of its own,
+    which depends on the client's key, the epoch and the step. None: the examples are used as they are."""
 
     def __post_init__(self) -> None:
         checked = {
@@ -64,6 +68,11 @@ class LocalTraining:
             checked["clip_norm"] = checks.positive("clip_norm", self.clip_norm, "None means no clipping")
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # as Python numbers, because arrays are not hashable
+        if self.augment is not None and not callable(self.augment):
+            raise ConfigurationError(
+                f"augment must be a function (key, example) -> example, got {checks.shown(self.augment)}: pass "
+                "fd.augment.crop_and_flip(), for example"
+            )
         if self.optimizer is not None:
             if not isinstance(self.optimizer, optax.GradientTransformation):
                 raise ConfigurationError(
@@ -158,13 +167,14 @@ def train(
         return jax.tree.map(lambda a, like: a.astype(like.dtype), tree, start)
 
     def epoch(carry: tuple, e: jax.Array) -> tuple:
-        shuffle_key, noise_key = jax.random.split(jax.random.fold_in(work.key, e))
+        shuffle_key, noise_key, augment_key = jax.random.split(jax.random.fold_in(work.key, e), 3)
         batch = work.epoch(shuffle_key)
 
         def step(k: jax.Array, carry: tuple) -> tuple:
             theta, memory, total = carry
             point = at(theta) if at else theta
-            value, g = value_and_grad(point, batch(k), jax.random.fold_in(noise_key, k))
+            examples = augmented(work, jax.random.fold_in(augment_key, k), batch(k))
+            value, g = value_and_grad(point, examples, jax.random.fold_in(noise_key, k))
             if correct:
                 g = as_params(correct(g, theta))
             u, memory = work.optimizer.update(g, memory, point)
@@ -185,8 +195,18 @@ def train(
     return theta, {"loss": total / jnp.maximum(work.num_steps, 1)}
 
 
+def augmented(work: Work, key: jax.Array, batch: Batch) -> Batch:
+    """The batch with a random variant of each example; the batch itself if training does not augment."""
+    if work.augment is None:
+        return batch
+    return batch._replace(x=jax.vmap(work.augment)(jax.random.split(key, len(batch.x)), batch.x))
+
+
 def full_gradient(work: Work, params: Params) -> Params:
-    """Gradient of F_i at ``params``: the mean loss over all examples of the client, in evaluation mode (no dropout)."""
+    """Gradient of F_i at ``params``: the mean loss over all examples of the client.
+
+    The model is in evaluation mode (no dropout), and the examples are not augmented.
+    """
     batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
 
     def total(params: Params, batch: Batch) -> jax.Array:

@@ -173,6 +173,7 @@ class Work(NamedTuple):
     """``epoch(key)`` shuffles the client's examples and returns a function from step k in 0..ceil(n_i / B)-1 to its
     `Batch`."""
     model: Model
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (key, one example) -> a random variant of it
     watcher: Watcher | None = None  # observes `local.train` while drift is measured
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import optax
 
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checks import nearest
-from fedjax_drift.data import partition
+from fedjax_drift.data import augment, partition
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
@@ -24,6 +24,7 @@ from fedjax_drift.models import MODELS
 HIDDEN = ("data_dir", "seed", "natural")  # parameters of a data set that have flags of their own
 
 
+FUNCTIONS = ("optimizer", "augment")  # options of `LocalTraining` whose values are functions
 LOCAL = ("epochs", "batch_size", "lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
 
@@ -56,6 +57,7 @@ PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
 
 
 OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
+AUGMENTATIONS = {"crop_and_flip": augment.crop_and_flip}
 
 
 DECAYS = ("b1", "b2", "decay")  # options of optimizers that are in [0, 1)
@@ -242,6 +244,10 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(
         group, "--optimizer", "NAME[:key=value,...]", f"client optimizer of optax instead of SGD with momentum: one of "
         f"{', '.join(OPTIMIZERS)}. Its state is reset in every round", str,
+    )  # fmt: skip
+    add(
+        group, "--augment", "NAME[:key=value,...]", "train on random variants of the images: one of "
+        f"{', '.join(AUGMENTATIONS)}; options are those of fd.augment.NAME", str,
     )  # fmt: skip
     add(
         group, "--on-nonfinite", "WHAT", "what happens to an update that is NaN or infinite: keep (average it "

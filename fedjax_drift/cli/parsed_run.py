@@ -19,9 +19,11 @@ import optax
 from fedjax_drift import checks
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.flags import (
+    AUGMENTATIONS,
     DECAYS,
     DEFAULT_MODEL,
     FAILURES,
+    FUNCTIONS,
     HIDDEN,
     LOCAL,
     OPTIMIZERS,
@@ -31,7 +33,7 @@ from fedjax_drift.cli.flags import (
     add_run,
     parse_spec,
 )
-from fedjax_drift.data import datasets, movielens, partition
+from fedjax_drift.data import augment, datasets, movielens, partition
 from fedjax_drift.data.datasets import DATASETS, num_classes
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.mesh import use_cpu_devices
@@ -157,7 +159,11 @@ def assemble(
     dataset, written = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN), algorithm_specs(args)
     values = dict(values or {})
     trained = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
-    local = LocalTraining(**trained, optimizer=None if args.optimizer is None else optimizer(args.optimizer))
+    local = LocalTraining(
+        **trained,
+        optimizer=None if args.optimizer is None else optimizer(args.optimizer),
+        augment=None if args.augment is None else augmentation(args.augment),
+    )
     algorithms = {each.text: _algorithm(each._replace(options=each.options | values)) for each in written}
     measure_every = _measure_every(args)
     data = load_data(args) if data is None else data
@@ -186,8 +192,8 @@ def assemble(
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
         "init": args.init,
         "algorithms": {each.text: _resolved(each) for each in written},
-        "local": {f.name: getattr(local, f.name) for f in dataclasses.fields(local) if f.name != "optimizer"}
-        | {"optimizer": args.optimizer},
+        "local": {f.name: getattr(local, f.name) for f in dataclasses.fields(local) if f.name not in FUNCTIONS}
+        | {name: getattr(args, name) for name in FUNCTIONS},
         "rounds": args.rounds,
         "cohort_size": args.cohort,
         "sampling": args.sampling,
@@ -301,6 +307,12 @@ def optimizer(text: str) -> optax.GradientTransformation:
             check = checks.fraction if key in DECAYS else checks.nonnegative
             check(f"optimizer {found.name}: {key}", value)
     return OPTIMIZERS[found.name](**found.options)
+
+
+def augmentation(text: str) -> augment.Augment:
+    """An augmentation of the training images, NAME[:key=value,...]."""
+    spec = parse_spec("augmentation", text, AUGMENTATIONS)
+    return AUGMENTATIONS[spec.name](**spec.options)
 
 
 def _measure_every(args: argparse.Namespace) -> int:

@@ -121,6 +121,7 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         optimizer=engine.local.direction(),
         epoch=epoch,
         model=engine.model,
+        augment=engine.local.augment,
     )
 
 

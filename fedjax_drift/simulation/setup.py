@@ -176,6 +176,7 @@ def assemble(
     if redeal is not None and redeal.alpha is not None:
         max_size = redeal.most_rows[capacity - 1]  # one client may get all rows of a cohort
     validate.check_local(local, shapes.params, max_size)
+    validate.check_augment(local, data, decoded)
     rows_at = placement.rows_at(data, mesh)
     client_store = placement.states_at(jax.eval_shape(algorithm.init_client, shapes.params), N, mesh)
     sharded = client_store == "sharded" and mesh.size > 1

@@ -521,6 +521,7 @@ class Simulation:
         """Sums over each client's test rows, [N], of the scores of its fine-tuned copy of the global model."""
         setup, executor = self.setup, self.executor
         validate.check_local(local, state.params, setup.engine.max_size)
+        validate.check_augment(local, self.data, setup.engine.decode)
         state = state._replace(clients=())
         chunks = []
         for ids, tests in personal.chunks(self.data):

@@ -393,7 +393,7 @@ def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
         yield "the data set", a.data, f"another one, {b.data} (make it once, outside build)"
     engines = a.engine, b.engine
     locals_ = a.engine.local, b.engine.local
-    for name in ("epochs", "batch_size"):
+    for name in ("epochs", "batch_size", "augment"):
         yield from _differs(name, *[getattr(local, name) for local in locals_])
     for name in ("clip_norm", "optimizer"):  # their values may be traced; whether they are given must be static
         yield from _differs(name, *[_presence(getattr(local, name)) for local in locals_])

@@ -193,6 +193,27 @@ def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
         )
 
 
+def check_augment(local: LocalTraining, data: FederatedData, decode: Callable) -> None:
+    """Checks that the augmentation returns one example like the one that it gets. decode: see `check_model`."""
+    if local.augment is None:
+        return
+    stored = jax.ShapeDtypeStruct(data.x.shape[1:], jax.dtypes.canonicalize_dtype(data.x.dtype))
+    example = jax.eval_shape(decode, stored)
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=THREEFRY))
+    shown = f"{example.dtype}{[*example.shape]}"
+    try:
+        variant = jax.eval_shape(local.augment, key, example)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"augment must be a function (key, x) -> x of one example, {shown}, got one that fails: {first_line(error)}"
+        ) from error
+    returned = jax.tree.map(lambda a: f"{a.dtype}{[*a.shape]}", variant)
+    if returned != shown:
+        raise ConfigurationError(f"augment must keep the shape and the dtype of an example, {shown}, got {returned}")
+
+
 class Shapes(NamedTuple):
     """Properties of a model that `check_model` determines."""
 

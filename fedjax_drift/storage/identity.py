@@ -202,6 +202,9 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[
     A variable that a user's function captures may have another name with the same value.
     """
     old, new = ({name: json.dumps(value) for name, value in side.items()} for side in (stored, current))
+    for one, other in ((old, new), (new, old)):  # an option that one version lacks has its default, None, in the other
+        for name in [name for name in one if one[name] == "null" and name not in other]:
+            del one[name]
     functions = {name.removesuffix("." + CODE) for name in {**old, **new} if name.endswith("." + CODE)}
 
     def anonymous(name: str) -> str:

@@ -1,0 +1,55 @@
+"""Random changes of training images: functions for ``LocalTraining(augment=...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+
+Augment = Callable[[jax.Array, jax.Array], jax.Array]  # (key, one example) -> one example of the same shape and dtype
+
+
+def crop_and_flip(padding: int = 4, crop: float = 1.0, flip: float = 0.5) -> Augment:
+    """Random crops and horizontal flips, the usual augmentation of CIFAR images.
+
+    An image [H, W, C] is padded with zeros on all four sides, and a window [H, W, C] at a random position is cut out of
+    it. The (2 padding + 1)^2 positions are equally likely. Then the image is mirrored from left to right, or not. The
+    zeros are added after scaling or standardisation (`FederatedData.decode`): they are black in images scaled to
+    [0, 1], and the mean colour in standardised images.
+
+    FedDC's and FedDyn's official code has ``crop=0.5``: only half of the images are cropped.
+
+    Args:
+      padding: >= 0, pixels on each side.
+      crop: in [0, 1], the probability that an image is cropped.
+      flip: in [0, 1], the probability that an image is mirrored.
+
+    Raises:
+      ValueError: a value is out of range; or, when a `Simulation` is created, the examples are not images [H, W, C].
+    """
+    padding = checks.integer("padding", padding, 0)
+    crop, flip = _probability("crop", crop), _probability("flip", flip)
+
+    def augment(key: jax.Array, image: jax.Array) -> jax.Array:
+        if image.ndim != 3:
+            raise ConfigurationError(
+                f"crop_and_flip needs images [height, width, channels], got examples of shape {[*image.shape]}: "
+                "pass a function of your own as augment="
+            )
+        offset_key, crop_key, flip_key = jax.random.split(key, 3)
+        offset = jax.random.randint(offset_key, (2,), 0, 2 * padding + 1)
+        offset = jnp.where(jax.random.bernoulli(crop_key, crop), offset, padding)
+        padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+        image = lax.dynamic_slice(padded, (*offset, 0), image.shape)
+        return jnp.where(jax.random.bernoulli(flip_key, flip), image[:, ::-1], image)
+
+    return augment
+
+
+def _probability(name: str, value: float) -> float:
+    return checks.number(name, value, "a probability in 0..1", lambda v: 0 <= v <= 1)
