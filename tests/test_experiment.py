@@ -16,7 +16,7 @@ from PIL import Image
 from scipy import stats
 
 import fedjax_drift as fd
-from experiments.tables import papers, report, runner
+from experiments.tables import papers, queue, report, runner
 from experiments.tables.__main__ import main
 from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.runner import Result
@@ -319,7 +319,7 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
     place = with_tables(tmp_path / "tables", table=text)
     table = papers.read_table(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedProx"]
-    assert runner._grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
+    assert runner.tuning_grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
         {"lr": 1e-4},
         {"lr": 0.5},
     ]
@@ -626,3 +626,86 @@ def test_panels_of_one_method_share_their_axis_and_those_of_several_do_not():
 
     one, two = axes_of("A"), axes_of("AB")
     assert one[0] == one[1] == pytest.approx((0.06, 0.94)) and two[0] != two[1]
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def queue_of(place: Path, output: Path, *arguments: str) -> int:
+    return main([*arguments, "tiny/table", f"--tables={place}", f"--output={output}"])
+
+
+@pytest.fixture
+def queued(tmp_path: Path, monkeypatch) -> Path:
+    """Tables of which one setting needs data that are not at hand, and one is a headline."""
+    monkeypatch.setattr("os.nice", lambda by: 0)  # a process cannot raise its priority again
+    text = TINY.replace('"patience"', '"MNIST, which is not at hand"')
+    text = text.replace("[scores]", 'headline = ["later"]\n[scores]', 1) + "[settings.later]\nrounds = 4\n"
+    return with_tables(tmp_path / "tables", table=text)
+
+
+def test_the_queue_runs_headlines_first_and_then_nothing_is_missing(queued, tmp_path, capsys):
+    output = tmp_path / "o"
+    assert queue_of(queued, output, "missing") == 0
+    listed = capsys.readouterr().out
+    jobs = re.findall(r"min  tiny/table  (.+)", listed)
+    assert [job.split("  ")[0] for job in jobs] == ["later"] * 4 + ["natural, half of them"] * 4
+    assert [job.split("  ")[2] for job in jobs] == (["seed 0"] * 2 + ["seeds 1, 2"] * 2) * 2
+    assert "not here (MNIST, which is not at hand): 4 jobs of 2 cells of tiny/table" in listed
+
+    assert queue_of(queued, output, "run", "--missing", "--no-progress", "--budget=1h") == 0
+    assert "nothing is left to run here" in capsys.readouterr().out
+    assert [sorted(read(output, method)) for method in ("FedAvg", "FedProx")] == [[0, 1, 2]] * 2
+    assert (output / "tiny/table/later/FedAvg.tuning.jsonl").exists()
+    assert queue_of(queued, output, "missing") == 0
+    assert "0 jobs of 0 cells, about 0.0 hours" in capsys.readouterr().out
+
+
+def test_the_budget_ends_the_queue_as_ctrl_c_does(queued, tmp_path, monkeypatch, capsys):
+    """The job in progress is saved, and the next call completes it: the same results as at one go."""
+    folders = tmp_path / "whole", tmp_path / "parts"
+    queue_of(queued, folders[0], "run", "--missing", "--no-progress")
+    with monkeypatch.context() as patch:
+        patch.setattr("signal.setitimer", lambda *timer: None)  # the alarm comes after a number of rounds instead
+        sweep = fd.Simulation.sweep
+
+        def with_alarm(self, *arguments, **options):
+            signal.raise_signal(signal.SIGALRM)
+            return sweep(self, *arguments, **options)
+
+        patch.setattr(fd.Simulation, "sweep", with_alarm)
+        assert queue_of(queued, folders[1], "run", "--missing", "--no-progress", "--budget=2m") == 0
+    assert "the budget is used up" in capsys.readouterr().out
+    assert queue_of(queued, folders[1], "run", "--missing", "--no-progress") == 0
+    of_whole, of_parts = (series(read(folder, "FedProx")) for folder in folders)
+    assert of_whole == of_parts
+
+
+def test_an_estimate_uses_the_rate_that_was_measured(queued, tmp_path):
+    output = tmp_path / "o"
+    tables = papers.read_tables(queued, ["tiny/table"])
+    queue_of(queued, output, "run", "--missing", "--no-progress")
+    file = output / "tiny/table/natural-half-of-them/FedAvg.jsonl"
+    runs = [json.loads(line) for line in file.read_text().splitlines()]
+    for rate in (1, 10):
+        lines = [
+            json.dumps(run | {"seconds": 60.0 * rate * run["together"], "options": run["options"]}) for run in runs[:2]
+        ]
+        file.write_text("\n".join(lines) + "\n")
+        (job,) = [
+            job
+            for job in queue.missing(tables, output, lambda text: None)
+            if job.cell.method == "FedAvg" and not job.obstacle
+        ]
+        assert job.seeds == [2] and job.minutes == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text, seconds", [("90s", 90), ("150m", 9000), ("2.5h", 9000)])
+def test_a_budget_is_a_duration(text: str, seconds: float) -> None:
+    assert queue.seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "150", "m", "-3m", "nanh", "infs"])
+def test_another_budget_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="--budget must be a number of seconds, minutes or hours such as 150m"):
+        queue.seconds_of(text)

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 import fedjax_drift as fd
-from experiments.tables import papers, report, runner
+from experiments.tables import papers, queue, report, runner
 from experiments.tables.papers import Cell, Table
 
 OUTPUT = Path("runs/experiments")
@@ -47,7 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "list":
         print(report.listing(tables, [args.output, args.tables / "results"]))
         return 0
+    if args.command == "missing":
+        print(queue.listing(queue.missing(tables, args.output, lambda text: print(text, file=sys.stderr))))
+        return 0
     if args.command == "run":
+        if args.missing:
+            return _run_missing(args, tables)
+        if not args.names or args.budget is not None:
+            parser.error("run needs names of tables, or --missing; --budget is for --missing")
         return _run(args, list(zip(tables, cells, strict=True)))
     if args.all == bool(args.names):
         parser.error("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
@@ -71,6 +78,17 @@ def _run(args: argparse.Namespace, tables: Sequence[tuple[Table, list[Cell]]]) -
         return 130
     command = shlex.join(["report", *args.names, f"--results={args.output}"])
     print(f"the results are in {args.output}; to see them: {report.COMMAND} {command}")
+    return 0
+
+
+def _run_missing(args: argparse.Namespace, tables: Sequence[Table]) -> int:
+    progress, say = False if args.no_progress else None, functools.partial(print, flush=True)
+    try:
+        ended = queue.run_missing(tables, args.output, args.budget, say, progress)
+    except KeyboardInterrupt:
+        print("interrupted: the same command resumes from here")
+        return 130
+    print("the budget is used up: the same command resumes from here" if ended else "nothing is left to run here")
     return 0
 
 
@@ -104,13 +122,22 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", title="commands", required=True)
     listing = commands.add_parser("list", parents=[shared], help="list the tables, and how much of each has been run")
     run = commands.add_parser("run", parents=[shared], help="run tables, or parts of them")
+    absent = commands.add_parser("missing", parents=[shared], help="list what has not been run, with estimated times")
     pages = commands.add_parser("report", parents=[shared], help="write the pages of tables from their results")
-    for command in (listing, run):
+    for command in (listing, run, absent):
         command.add_argument(
             "--output", metavar="DIR", type=Path, default=OUTPUT, help="folder of the results (%(default)s)"
         )
 
-    run.add_argument("names", nargs="+", metavar="NAME", help="<paper>/<table>, as list shows them")
+    run.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>, as list shows them")
+    run.add_argument(
+        "--missing", action="store_true", help="run what is missing of these tables (default: of all), the most "
+        "valuable cells first, at low priority; `missing` shows the list",
+    )  # fmt: skip
+    run.add_argument(
+        "--budget", metavar="TIME", type=_seconds, help="with --missing: stop after this time, such as 150m or 2h",
+    )  # fmt: skip
+    absent.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table> (default: all)")
     for flag, text in (
         ("--rows", "only settings whose names start with this, or else contain it"),
         ("--methods", "only these methods"),
@@ -132,6 +159,13 @@ def _parser() -> argparse.ArgumentParser:
         "the table, else experiments/results, those that come with the project)",
     )  # fmt: skip
     return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        return queue.seconds_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ EXPERIMENTS = Path(__file__).parents[1]  # the folder of all tables
 TAKES = ("best", "last", "at", "rounds_to", "median")
 TABLE_KEYS = {
     "title", "paper", "note", "common", "bases", "methods", "scores", "settings", "tune", "claims", "needs", "picture",
-    "label_mix",
+    "label_mix", "headline", "priority",
 }  # fmt: skip
 REFERENCE_KEYS = {"runs", "as", "printed", "marks"}  # of a setting that is another table's
 NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # of a setting
@@ -180,6 +180,8 @@ class Table(NamedTuple):
     tune: dict[str, Any]
     picture: str  # the entry that is drawn
     label_mix: str = ""  # the method whose cohorts' labels are drawn, too
+    headline: tuple[str, ...] = ()  # the settings that the queue runs first
+    priority: int = 9  # of the queue: tables with lower numbers run earlier
 
 
 def slug(name: str) -> str:
@@ -247,6 +249,7 @@ def _table(folder: Path, name: str, entries: dict[str, Any], tables: dict[str, T
         title: _setting(folder, name, title, setting, entries, methods, scores, tables)
         for title, setting in entries["settings"].items()
     }
+    _check_names("a setting in headline", entries.get("headline", ()), settings)
     claims = entries.get("claims", [])
     _check_names("a method that is claimed to be better", itertools.chain(*claims), methods)
     tune = entries.get("tune", {})
@@ -260,6 +263,7 @@ def _table(folder: Path, name: str, entries: dict[str, Any], tables: dict[str, T
     return Table(
         name, entries["title"], entries["paper"], entries.get("note", ""), settings, list(methods), scores, claims,
         tune, entries.get("picture", next(iter(scores.values())).of), entries.get("label_mix", ""),
+        tuple(entries.get("headline", ())), entries.get("priority", 9),
     )  # fmt: skip
 
 

@@ -165,13 +165,13 @@ def run_cells(
                 continue
             try:
                 if tune and not read_tuned(cell, output):
-                    grid = _grid(table, cell)
+                    grid = tuning_grid(table, cell)
                     say(f"{title}: tuning {len(grid)} combinations")
                     _tune(table, cell, grid, output, _parsed(cell, TUNING_SEED, federations), progress)
                 cell = with_tuned(cell, table, output)
                 cell = cell if rounds is None else cell._replace(options=_at_most(cell.options, rounds))
                 wanted = list(range(cell.seeds) if seeds is None else seeds)
-                if missing := _missing(cell, output, wanted):
+                if missing := unfinished(cell, output, wanted):
                     say(f"{title}: {cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}")
                     _run_cell(cell, missing, output, _parsed(cell, missing[0], federations), progress)
                     _say_scores(table, cell, output, wanted, say)
@@ -199,7 +199,7 @@ def _at_most(options: dict[str, Any], rounds: int) -> dict[str, Any]:
     return options | {name: min(rounds, options[name]) for name in names}
 
 
-def _missing(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
+def unfinished(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
     """The seeds that have no result yet; ValueError where the file holds results of other options."""
     results, rounds = read_results(output / cell.file), cell.options["rounds"]
     for result in results.values():
@@ -378,7 +378,7 @@ def tuning_score(table: Table) -> Score:
     return table.scores[table.tune.get("score", next(iter(table.scores)))]
 
 
-def _grid(table: Table, cell: Cell) -> list[dict[str, float]]:
+def tuning_grid(table: Table, cell: Cell) -> list[dict[str, float]]:
     """All combinations of the values that the method has."""
     names = tunable(cell.options)
     return fd.grid(**{name: values for name, values in table.tune["grid"].items() if name in names})
