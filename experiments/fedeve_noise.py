@@ -2,14 +2,14 @@
 
     python experiments/fedeve_noise.py [--rounds 400] [--output DIR]
 
-Every client's update Delta_i is drawn from a standard normal distribution, so no client has a direction of its own:
-there is neither period drift nor client drift in the sense of the paper's equations (3) and (4). Only the clients' sizes
-n_i, the weights of the mean, are those of MNIST's writers with the partitions of tables 1 and 3. The variances and the
-gain are equations (15) and (16) of FedEve (arXiv 2508.14539), in NumPy.
+Every client's update Delta_i is drawn from a standard normal distribution, so no client has a direction of its own.
+There is neither period drift nor client drift in the sense of the paper's equations (3) and (4). Only the clients'
+sizes n_i, the weights of the mean, are those of MNIST's writers with the partitions of tables 1 and 3. The gain is
+that of equations (15) and (16) of FedEve (arXiv 2508.14539), in NumPy.
 
 The result: the gain increases with the inequality of the client sizes alone. Dirichlet partitions with a smaller alpha
-have less equal sizes, so the order of the gains in the paper's figure 8 appears without any drift. What remains for drift
-to explain is the difference between this gain and the measured one.
+have less equal sizes, so the order of the gains in the paper's figure 8 appears without any drift. Drift explains the
+difference between this gain and the measured one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def main() -> None:
     print(f"{'clients':12} {'median gain':>24} {'effective clients of 10':>24}")
     for name, partition in PARTITIONS.items():
         sizes = client_sizes(partition)
-        medians = [float(np.median(gains(sizes, args.rounds, np.random.default_rng(s))[20:])) for s in range(args.seeds)]
+        medians = [
+            float(np.median(gains(sizes, args.rounds, np.random.default_rng(s))[20:])) for s in range(args.seeds)
+        ]
         rng = np.random.default_rng(0)
         cohorts = sizes[[rng.choice(len(sizes), COHORT, replace=False) for _ in range(2000)]].astype(float)
         effective = float((cohorts.sum(1) ** 2 / (cohorts**2).sum(1)).mean())
