@@ -400,7 +400,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
         return "open", "not scored", False
     late = [any(map(math.isinf, values.values())) for values in (x, y)]
     if all(map(math.isinf, (*x.values(), *y.values()))):
-        return "open", "neither got there", False
+        return "open", "neither reached the target", False
     one, other = (
         {seed: score.within(runs[seed].rounds) + 1.0 if math.isinf(value) else value for seed, value in values.items()}
         for runs, values in ((a, x), (b, y))
@@ -415,7 +415,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
     half = _quantile(len(gaps)) * gaps.std(ddof=1) / math.sqrt(len(gaps))
     low, high = gaps.mean() - half, gaps.mean() + half
     better, worse = low > 0 and not late[0], high < 0 and not late[1]
-    bound = " (a bound: not all got there)" if any(late) else ""
+    bound = " (a bound: not all reached the target)" if any(late) else ""
     text = f"{gaps.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {len(gaps)} seeds{within}{bound}"
     return "holds" if better else "does not hold" if worse else "open", text, True
 
@@ -452,7 +452,7 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     if tested:
         yield from (
             "",
-            "| setting | score | claim | order of the published numbers | result | better by, 95 % interval |",
+            "| setting | score | claim | holds in the published numbers | holds in ours | better by, 95 % interval |",
             "|---|---|---|---|---|---|",
         )
     for verdict in tested:
@@ -462,12 +462,12 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     for verdict in verdicts:
         if not verdict.interval:
             line = untested.setdefault((verdict.setting, verdict.score), [])
-            line.append(f"{verdict.a} than {verdict.b}: {verdict.text}")
+            line.append(f"{verdict.a} over {verdict.b}: {verdict.text}")
     if untested:
         yield from (
             "",
-            "The following claims are open, because the methods share fewer than two seeds, or all seeds give the same "
-            "difference. The numbers say by how much the first method is better:",
+            "The following claims are open, because the methods share fewer than two seeds, or no interval can be "
+            "computed. The numbers say by how much the first method is better:",
             "",
         )
         yield from (f"- {setting}, {score}: {'; '.join(lines)}" for (setting, score), lines in untested.items())
