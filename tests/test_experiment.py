@@ -579,10 +579,10 @@ def test_a_claim_is_judged_by_a_t_interval():
     assert report.compare(runs(0.3), runs(0.1), ACCURACY) == ("open", "+20.00", False)
     assert report.compare(runs(0.3, 0.3), runs(0.25, 0.25), ACCURACY) == ("open", "+5.00 for every seed", False)
     assert report.compare(runs(0.3, 0.3), runs(math.nan, math.nan), ACCURACY) == ("open", "not scored", False)
-    assert report.compare(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither got there", False)
+    assert report.compare(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither reached the target", False)
 
     # Never reached is a bound, the round after the last that counts; rounds that one has alone don't count.
-    bound = "+90.0 [+87.5, +92.5], 3 seeds (a bound: not all got there)"
+    bound = "+90.0 [+87.5, +92.5], 3 seeds (a bound: not all reached the target)"
     assert report.compare(early, runs(0.1, 0.1, 0.1), ROUNDS) == ("holds", bound, True)
     assert report.compare(early, runs(0.1, 0.1, 0.1), ROUNDS._replace(round=60))[1].startswith("+50.0 ")
     assert report.compare(runs(0.1, 0.1, 0.1), early, ROUNDS)[0] == "does not hold"
@@ -603,7 +603,7 @@ def test_a_claim_that_the_papers_numbers_contradict_is_counted_apart():
     assert report._two_counts(verdicts) == [[0, 0, 1], [2, 0, 0]]
     lines = list(report._verdict_lines(verdicts))
     assert sum(line.startswith("| s |") for line in lines) == 2
-    assert lines[-1] == "- s, rounds: A than B: +1.0 [+0.5, +1.5], 3 seeds"
+    assert lines[-1] == "- s, rounds: A over B: +1.0 [+0.5, +1.5], 3 seeds"
 
 
 def test_a_setting_whose_runs_diverged_has_no_panel_and_does_not_end_the_page(tmp_path):

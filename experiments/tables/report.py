@@ -17,11 +17,11 @@ from experiments.tables.runner import Result, best_of, read_results, read_tuned,
 CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")
 PRINTED_OR_NOT = (
-    "where the paper's numbers have that order",
-    "elsewhere (settings of our own, and what its text says but its numbers do not show)",
+    "claims that the paper's numbers show",
+    "other claims (settings of our own, and claims of the paper's text that its numbers do not show)",
 )
 INITIALS = ("auc", "cka", "kl", "lp")  # among what is drawn
-ENDED_EARLY = " A run that reached its target ended there, before its command's rounds."
+ENDED_EARLY = " A run that reached its target ended in that round, before the number of rounds in its command."
 BETTER, WORSE, ALIKE = "▲", "▼", "≈"
 COMMAND = "python -m experiments.tables"
 Results = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
@@ -120,12 +120,12 @@ def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -
     yield from ("", *_legend(ours))
     verdicts = list(orderings(table, ours))
     if verdicts:
-        yield from ("", "## The paper's order", "", *_verdict_lines(verdicts))
+        yield from ("", "## The order of the methods", "", *_verdict_lines(verdicts))
     yield from ("", "## How each cell was run", "", *_runs(table, folder, ours))
     if missing := _missing(table, ours):
         yield from ("", "## Not run", "", *_not_run(missing))
     report, run = (f"`{COMMAND} {command} {table.name}`" for command in ("report", "run"))
-    yield from ("", f"This page is made by {report} from the JSONL beside it; {run} runs it.")
+    yield from ("", f"{report} makes this page from the JSONL files in its folder. {run} runs the table.")
 
 
 def _has(setting: Setting, score: Score) -> bool:
@@ -139,14 +139,14 @@ def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
 
 def _caption(table: Table, ours: Results) -> Iterator[str]:
     several = any(len(runs) > 1 for methods in ours.values() for runs in methods.values())
-    band = "; the band is from the lowest to the highest seed" if several else ""
-    yield f"Lines: means over seeds, and over neighbouring rounds where there are many{band}."
+    band = " The band is from the lowest to the highest seed." if several else ""
+    yield f"Lines are means over seeds. If there are many rounds, they are also means over neighbouring rounds.{band}"
     marks = [_marks(table, name, methods, 1.0) for name, methods in ours.items()]
     points = [at for of in marks for each in of.values() for at, _ in each]
     if any(at is not None for at in points):
-        yield "○: the paper's number where it has a round; ●: ours, the mean over seeds that got there."
+        yield "○ is the published number of rounds to the target. ● is ours, the mean over the seeds that reached it."
     if None in points:
-        yield "◁ at the right edge: the paper's number, which has no round."
+        yield "◁ at the right edge is the published number. It does not belong to a round."
 
 
 def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Results) -> Iterator[str]:
@@ -221,10 +221,12 @@ def _difference_text(runs: Mapping[int, Result], printed: Printed, score: Score,
 def _legend(ours: Results) -> Iterator[str]:
     seeds = sorted({len(runs) for methods in ours.values() for runs in methods.values()})
     yield (
-        f"Ours: mean ± standard deviation over seeds ({', '.join(map(str, seeds))} of them; one has no ±). Seeds are "
-        "of cohorts and initial models, the partition is the same. Difference: ours less the paper's; "
-        f"{BETTER} better, {WORSE} worse than the spread over seeds explains (95 %; what another partition would "
-        f"change is not in it), {ALIKE} not. >200: not within 200 rounds; (2 of 3): mean of the two seeds that have it."
+        f"Our numbers are mean ± standard deviation over seeds (number of seeds: {', '.join(map(str, seeds))}). A "
+        "number with one seed has no ±. Seeds differ in cohorts and initial models; the partition is the same. The "
+        f"difference is our number minus the published number. {BETTER} (better) and {WORSE} (worse) mark differences "
+        f"that are larger than the spread over seeds explains (95 %), and {ALIKE} marks the others. The spread does "
+        'not include the effect of another partition. ">200" means that the target was not reached within 200 rounds. '
+        '"(2 of 3)" marks the mean of the two seeds that reached the target.'
     )
 
 
@@ -254,7 +256,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
     yield from ("", f"Versions: {'; '.join(versions)}." + (ENDED_EARLY if any(run.reached for run in every) else ""))
     if tunings:
         yield from ("", "Tuned:", "", *tunings)
-    yield from ("", "<details><summary>The command of each, for its first seed</summary>", "", "```")
+    yield from ("", "<details><summary>The command of each cell, for its first seed</summary>", "", "```")
     yield from commands
     yield from ("```", "", "</details>")
 
@@ -398,7 +400,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
         return "open", "not scored", False
     late = [any(map(math.isinf, values.values())) for values in (x, y)]
     if all(map(math.isinf, (*x.values(), *y.values()))):
-        return "open", "neither got there", False
+        return "open", "neither reached the target", False
     one, other = (
         {seed: score.within(runs[seed].rounds) + 1.0 if math.isinf(value) else value for seed, value in values.items()}
         for runs, values in ((a, x), (b, y))
@@ -413,7 +415,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
     half = _quantile(len(gaps)) * gaps.std(ddof=1) / math.sqrt(len(gaps))
     low, high = gaps.mean() - half, gaps.mean() + half
     better, worse = low > 0 and not late[0], high < 0 and not late[1]
-    bound = " (a bound: not all got there)" if any(late) else ""
+    bound = " (a bound: not all reached the target)" if any(late) else ""
     text = f"{gaps.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {len(gaps)} seeds{within}{bound}"
     return "holds" if better else "does not hold" if worse else "open", text, True
 
@@ -450,7 +452,7 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     if tested:
         yield from (
             "",
-            "| setting | score | claim | printed so | | better by, 95 % interval |",
+            "| setting | score | claim | holds in the published numbers | holds in ours | better by, 95 % interval |",
             "|---|---|---|---|---|---|",
         )
     for verdict in tested:
@@ -460,9 +462,14 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     for verdict in verdicts:
         if not verdict.interval:
             line = untested.setdefault((verdict.setting, verdict.score), [])
-            line.append(f"{verdict.a} than {verdict.b}: {verdict.text}")
+            line.append(f"{verdict.a} over {verdict.b}: {verdict.text}")
     if untested:
-        yield from ("", "Open, as fewer than two seeds are shared, or none differ; better by:", "")
+        yield from (
+            "",
+            "The following claims are open, because the methods share fewer than two seeds, or no interval can be "
+            "computed. The numbers say by how much the first method is better:",
+            "",
+        )
         yield from (f"- {setting}, {score}: {'; '.join(lines)}" for (setting, score), lines in untested.items())
 
 
@@ -482,16 +489,19 @@ def write_index(tables: Sequence[Table], folder: Path) -> list[Path]:
 def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterator[str]:
     yield from ("# All tables of the five papers", "")
     yield (
-        f"Made by `{COMMAND} report --all` from the JSONL in these folders: a file for each method in each setting, "
-        "a line for each seed; a table's page has their commands, times, hardware and commits. "
-        f"{_coverage(everything)} Beside the paper's: how many numbers are {BETTER} better, {ALIKE} alike, {WORSE} "
-        "worse, as the table's page explains; those of a single seed are not counted. Orders: how many claims that one "
-        "method is better than another hold / do not hold / are open, first "
-        f"{PRINTED_OR_NOT[0]}, then {PRINTED_OR_NOT[1]}."
+        f"`{COMMAND} report --all` makes this page from the JSONL files in these folders. There is one file for each "
+        "method in each setting, with one line for each seed. The page of a table has the commands, times, hardware "
+        f"and commits. {_coverage(everything)}"
+    )
+    yield (
+        f'\nThe column "difference" counts how many numbers are {BETTER} better than the published numbers, {ALIKE} '
+        f"equal within the spread over seeds, and {WORSE} worse. Numbers with one seed are not counted. The columns "
+        '"orders" count how many claims that one method is better than another hold / do not hold / are open. The '
+        f"first of them counts {PRINTED_OR_NOT[0]}. The second counts {PRINTED_OR_NOT[1]}."
     )
     yield from (
         "",
-        "| table | what | run | beside the paper's | orders, printed so | orders, others | not run, because it needs |",
+        "| table | content | run | difference | orders, published | orders, others | needed for the rest |",
         "|---|---|---|---|---|---|---|",
     )
     for table, ours, verdicts in everything:
@@ -499,7 +509,7 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
         orders = [" / ".join(map(str, counts)) if sum(counts) else "-" for counts in _two_counts(verdicts)]
         shown = [status(table, ours), _marks_of(table, ours), *orders, "; ".join(sorted(_missing(table, ours)))]
         yield f"| {linked} | {table.title} | " + " | ".join(shown) + " |"
-    yield from ("", "Which of the papers' orderings hold in these results: [orderings.md](orderings.md).")
+    yield from ("", "[orderings.md](orderings.md) lists the claims that were tested.")
 
 
 def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str:
@@ -509,7 +519,7 @@ def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str
         for setting in table.settings.values():
             for method, cell in setting.cells.items():
                 done[cell.file] = complete(cell, ours.get(setting.name, {}).get(method, {}))
-    return f"{sum(done.values())} of {len(done)} cells have been run (one that several tables share counts once)."
+    return f"{sum(done.values())} of {len(done)} cells have been run. A cell that several tables share counts once."
 
 
 def _marks_of(table: Table, ours: Results) -> str:
@@ -526,13 +536,13 @@ def _marks_of(table: Table, ours: Results) -> str:
 
 
 def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterator[str]:
-    yield from ("# The papers' orderings in our results", "")
+    yield from ("# Do the papers' rankings hold in our results?", "")
     yield (
-        'For every claim "method a is better than b" of a paper, in every setting that was run: it holds if the 95 % '
-        "confidence interval of the difference is above zero (a t interval over seeds, of the differences between runs "
-        "of one seed), does not hold if it is below, and is open otherwise, as where fewer than two seeds are shared. "
-        "Intervals are of one comparison each, not of all of them together, and of one partition: another may have "
-        "another order."
+        'A claim is "method a is better than b". Each claim of a paper is tested in every setting that was run, with '
+        "the differences between runs of the same seed. It holds if the 95 % confidence interval of their mean (a t "
+        "interval over seeds) is above zero. It does not hold if the interval is below zero. Otherwise it is open, for "
+        "example if fewer than two seeds are shared. There is no correction for multiple comparisons. Each interval is "
+        "for one partition; with another partition, the order may be different."
     )
     by_table, seen = [], set()
     for table, _, verdicts in everything:
@@ -544,8 +554,8 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
                 seen.add(key)
                 new.append(verdict)
         by_table.append((table, new))
-    yield from ("", f"Printed so: {PRINTED_OR_NOT[0]}; others: {PRINTED_OR_NOT[1]}.", "")
-    columns = [f"{word}, {where}" for where in ("printed so", "others") for word in WORDS]
+    yield from ("", f'"Published" counts {PRINTED_OR_NOT[0]}. "Others" counts {PRINTED_OR_NOT[1]}.', "")
+    columns = [f"{word}, {where}" for where in ("published", "others") for word in WORDS]
     yield from (f"| table | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns))
     by_table = [(table, verdicts) for table, verdicts in by_table if verdicts]
     for table, verdicts in by_table:
