@@ -639,7 +639,7 @@ def queue_of(place: Path, output: Path, *arguments: str) -> int:
 def queued(tmp_path: Path, monkeypatch) -> Path:
     """Tables of which one setting needs data that are not at hand, and one is a headline."""
     monkeypatch.setattr("os.nice", lambda by: 0)  # a process cannot raise its priority again
-    text = TINY.replace('"patience"', '"MNIST, which is not at hand"')
+    text = TINY.replace('"patience"', '"MNIST (not available here)"')
     text = text.replace("[scores]", 'headline = ["later"]\n[scores]', 1) + "[settings.later]\nrounds = 4\n"
     return with_tables(tmp_path / "tables", table=text)
 
@@ -651,7 +651,7 @@ def test_the_queue_runs_headlines_first_and_then_nothing_is_missing(queued, tmp_
     jobs = re.findall(r"min  tiny/table  (.+)", listed)
     assert [job.split("  ")[0] for job in jobs] == ["later"] * 4 + ["natural, half of them"] * 4
     assert [job.split("  ")[2] for job in jobs] == (["seed 0"] * 2 + ["seeds 1, 2"] * 2) * 2
-    assert "not here (MNIST, which is not at hand): 4 jobs of 2 cells of tiny/table" in listed
+    assert "not here (MNIST (not available here)): 4 jobs of 2 cells of tiny/table" in listed
 
     assert queue_of(queued, output, "run", "--missing", "--no-progress", "--budget=1h") == 0
     assert "nothing is left to run here" in capsys.readouterr().out

@@ -2,10 +2,10 @@
 
 A job is one cell and the seeds that it lacks. Jobs are ordered by
 
-  1. their stage: the first seed of headline settings, then their seeds up to `SEEDS`, then the first seed of the other
-     settings, then their seeds up to `SEEDS`
-  2. the ``priority`` of their table, 1 before 2
-  3. their estimated minutes
+  1. whether their setting is a headline of its table
+  2. the ``priority`` of the table, 1 before 2
+  3. their seeds: the first seed of all cells, then the others up to `SEEDS`
+  4. their estimated minutes
 
 The estimate divides the FLOPs of the local training by the rate at which this machine has trained this model before,
 which the committed results tell. A job of more than `MOST_HOURS` is left for a faster machine.
@@ -92,7 +92,7 @@ def missing(tables: Sequence[Table], output: Path, say: Callable[[str], None] = 
             minutes = flops / _rate(cell, rates) / 60
             slow = f"more than {MOST_HOURS:g} hours here" if minutes > 60 * MOST_HOURS else ""
             jobs.append(Job(table, cell, seeds, stage, minutes, slow))
-    return sorted(jobs, key=lambda job: (bool(job.obstacle), job.stage, job.table.priority, job.minutes))
+    return sorted(jobs, key=lambda job: (bool(job.obstacle), job.stage > 1, job.table.priority, job.stage, job.minutes))
 
 
 def listing(jobs: Sequence[Job]) -> str:
@@ -118,9 +118,9 @@ def _cells(table: Table) -> Iterator[Cell]:
 
 
 def _not_at_hand(table: Table, cell: Cell) -> str:
-    """What the setting needs, if the table says that it is not at hand: a stand-in may have the same name."""
+    """What the setting needs, if the table says that it is not available: a stand-in may have the same name."""
     needs = table.settings[cell.setting].needs
-    return needs if "not at hand" in needs else ""
+    return needs if "not available here" in needs else ""
 
 
 def _stages(table: Table, cell: Cell, seeds: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
