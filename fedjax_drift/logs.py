@@ -185,7 +185,7 @@ class _Lines:
         self.missing = b""
 
     def write(self, lines: bytes) -> None:
-        """Appends the missing lines, then ``lines``. If that fails, raises OSError and leaves the file unchanged."""
+        """Appends the missing lines, then ``lines``. On failure, raises OSError and leaves the file unchanged."""
         self.missing += lines
         left = memoryview(self.missing)
         try:

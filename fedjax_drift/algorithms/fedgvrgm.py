@@ -74,7 +74,7 @@ def fedgvrgm(
     gm = fedgm(mu, beta, server_lr, scale, "momentum" in literal)
     if "variate_momentum" in literal and not variate_momentum:
         raise ConfigurationError(
-            'variate_momentum must be True for literal="variate_momentum", got False: leave one out of the two options'
+            'variate_momentum must be True for literal="variate_momentum", got False: leave out one of them'
         )
     gain = 1.0 if "variate_momentum" in literal else 1 - beta
 
