@@ -238,7 +238,7 @@ def test_streaming_says_what_it_cannot_do(mapped) -> None:
     state = sim.init(jax.random.key(0))
     with pytest.raises(ValueError, match="outside jax.jit"):
         jax.lax.scan(lambda s, _: sim.round_fn(s), state, None, length=2)
-    with pytest.raises(ValueError, match="rows of all clients"):
+    with pytest.raises(ValueError, match="examples of all clients"):
         simulate(mapped, stream=True, measure="gradients")
 
 

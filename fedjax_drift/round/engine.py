@@ -48,9 +48,9 @@ class Client(NamedTuple):
     size: jax.Array  # int32, n_i
     offset: jax.Array  # int32, index of its first example
     steps: jax.Array  # int32, the local steps that it does: K_i, or fewer for a straggler
-    place: (
-        jax.Array
-    )  # int32, index of its state in ServerState.clients; without a client store (`bank=`) this is its id
+    place: jax.Array
+    """int32, index of its state in ServerState.clients. This is its id unless a client store (`bank=`) keeps the
+    states."""
 
 
 class TestRows(NamedTuple):
