@@ -135,7 +135,7 @@ LOCAL = [
     ({"lr": 0}, "lr must be a finite number > 0, got 0"),
     ({"lr": float("nan")}, "lr must be a finite number > 0, got nan"),
     ({"lr": "0.1"}, "lr must be a finite number > 0, got '0.1'"),
-    ({"lr_decay": -1}, "lr_decay must be a finite number > 0, got -1: 1 keeps the rate constant"),
+    ({"lr_decay": -1}, "lr_decay must be a finite number > 0, got -1: 1 keeps the learning rate constant"),
     ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
     ({"weight_decay": -0.1}, "weight_decay must be a finite number >= 0, got -0.1"),
     ({"clip_norm": 0}, "clip_norm must be a finite number > 0, got 0: None means no clipping"),
@@ -144,7 +144,7 @@ LOCAL = [
     ({"epochs": 0.5}, "epochs must be an integer >= 1, got 0.5"),
     ({"lr": 1e-50}, "lr must be a finite number > 0 in float32, the dtype that JAX uses, got 1e-50, which becomes 0"),
     ({"lr": 10**400}, "lr must be a finite number > 0"),
-    ({"weight_decay": 1e39}, "weight_decay must be .* got 1e.39, which is infinite there"),
+    ({"weight_decay": 1e39}, "weight_decay must be .* got 1e.39, which becomes infinite"),
     ({"momentum": np.ma.masked}, r"momentum must be in \[0, 1\), got masked"),
 ]
 SIMULATION = [
@@ -192,7 +192,7 @@ SIMULATION = [
         },
         "data must fit in int32, .* in y: number the classes from 0",
     ),
-    ({"data": with_test(X[:1], Y[:1]), "measure": "predictions"}, "it needs at least 2 of them, got 1"),
+    ({"data": with_test(X[:1], Y[:1]), "measure": "predictions"}, "needs at least 2 test examples, got 1"),
     ({"data": two_classes(2 * (Y > 0) - 1), "cohort_size": 1}, r"got -1..1: number the classes from 0, as np.unique"),
     ({"data": two_classes(Y > 0), "cohort_size": 1}, r"must be integers for the default loss, got bool: pass y.astype"),
     ({"model": dropped()}, "it changes a state of its own, as nnx.Dropout .*: use fd.Model.from_nnx"),

@@ -189,9 +189,9 @@ def binary_cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
 def text_classifier(num_classes: int = 4, vocabulary: int = 20_000, width: int = 64, cosine: bool = False) -> Model:
     """A text classifier: the mean embedding of the tokens, a dense layer, and MOON's projection head.
 
-    An example has token ids in 0..vocabulary-1, where 0 is padding. ``width`` is the size of the embeddings. The network
-    has 1,305,988 parameters, and 1,305,984 with ``cosine=True``. LfD does not specify a network for AG News, so it is
-    our choice. Raises ValueError if ``vocabulary`` < 2 or ``width`` < 1.
+    An example has token ids in 0..vocabulary-1, where 0 is padding. ``width`` is the size of the embeddings. The model
+    has 1,305,988 parameters, and 1,305,984 with ``cosine=True``. LfD does not specify a network for AG News, so the
+    network is our choice. Raises ValueError if ``vocabulary`` < 2 or ``width`` < 1.
     """
     vocabulary = checks.integer("vocabulary", vocabulary, 2)
     width = checks.integer("width", width, 1)
