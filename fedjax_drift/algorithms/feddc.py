@@ -18,7 +18,7 @@ Deviations:  the paper and the authors' code differ in these points:
   converges more slowly than (G), which the authors' code uses (default).
 - (7): in the paper, w is the mean of theta_i + h_i over all N clients with weights n_i. Clients outside the cohort
   contribute the values of their last participation (`aggregation="paper"`). With full participation and equal sizes
-  this equals (7) above. Otherwise it converges more slowly.
+  this equals (7) above. Otherwise the paper's rule converges more slowly.
 - (6): the text of the paper introduces h_i as w - theta_i. Training only works with the opposite sign, as in (6).
 
 The authors' experiments use, with q_i = N n_i / sum n:

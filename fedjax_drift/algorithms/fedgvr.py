@@ -61,10 +61,10 @@ def fedgvr(
       mu: strength of the proximal term, >= 0.
       window: h >= 1, the number of rounds over which the improvement of the accuracy is measured.
       server_lr: learning rate of the server, > 0.
-      recursion: the update rule of c_k. "printed" (default) is (7). (7) assumes that eps = 1. With eps < 1, c_k - c
-        becomes too large: its fixed point is (g_k - mean g) / eps, where g_k is the mean gradient of client k. When eps
-        rises again, the correction is too strong. "exact" replaces c_k - c in (7) by eps (c_k - c). Then c_k+ is always
-        the mean gradient of client k, including the proximal term.
+      recursion: the update rule of c_k. "printed" (default) is (7), as printed in the paper. This equation assumes that
+        eps = 1. With eps < 1, c_k - c becomes too large: its fixed point is (g_k - mean g) / eps, where g_k is the mean
+        gradient of client k. When eps rises again, the correction is too strong. "exact" replaces c_k - c in (7) by
+        eps (c_k - c). Then c_k+ is always the mean gradient of client k, including the proximal term.
       literal: equations to use as printed in the paper: one name, several names, or True for all four.
         "step": every step of (6) starts at w. K steps then move about as far as one step, so E has almost no effect
         with plain SGD without clipping.

@@ -14,9 +14,9 @@ Deviations:
 Stability:  even with the factor 1 - beta, c follows the mean of the c_k with a delay. In the following, beta = 0.9, all
 clients participate, and L is the curvature of the loss.
 - With a damped momentum of w (`scale="one_minus_beta"`), training diverges for K eta_l L near 1.
-- With the default scale |S| / N = 1, it diverges for much smaller K eta_l L, because the momentum of w multiplies a
-  constant update by 1 / (1 - beta) = 10.
-- Without momentum on c (`variate_momentum=False`, as in SCAFFOLD), it does not diverge.
+- With the default scale |S| / N = 1, training diverges for much smaller K eta_l L, because the momentum of w multiplies
+  a constant update by 1 / (1 - beta) = 10.
+- Without momentum on c (`variate_momentum=False`, as in SCAFFOLD), training does not diverge.
 The paper uses 10 % participation and eta_l = 0.001.
 """
 
