@@ -188,7 +188,10 @@ def test_runs_of_several_algorithms_and_settings_are_told_apart(tmp_path):
     lines = [{"algorithm": a, "seed": s, "round": 1, "accuracy": 0.1} for a in "xy" for s in (1, 2)]
     assert names(lines) == ["x", "y"]  # as `logs.read` gives them
     for wrong, message in (
-        (swept("fedavg") + swept("fedavg"), "two of fedavg with seed 0: pass a dict, name -> what each sweep returned"),
+        (
+            swept("fedavg") + swept("fedavg"),
+            "two of fedavg with seed 0: pass a dict from a name to the result of each sweep",
+        ),
         ({"A": 3}, r"records\['A'\] must be a history, .*, got a int"),
         ([both[0], {"round": 1}], "records must be a history, .* got a list of Run"),
     ):
