@@ -539,7 +539,7 @@ BAD = [
     (lambda: run(fd.algorithms.fedadc(0.9), momentum=0.9), r"fedadc needs plain local SGD.*momentum=0.9"),
     (lambda: federate(fd.algorithms.fedreg()), r"fedreg is for classifiers with the default loss"),
     (lambda: federate(fd.algorithms.fedgvrgm(), without_test()), r"fedgvrgm evaluates the model every round.*test="),
-    (lambda: fd.algorithms.fedgvrgm(variate_momentum=False, literal="variate_momentum"), r"leave one out"),
+    (lambda: fd.algorithms.fedgvrgm(variate_momentum=False, literal="variate_momentum"), r"leave out one"),
     (
         lambda: federate(fd.algorithms.fedgvr(), (regression(), LINE)),
         r"fedgvr follows the test accuracy: use a classifier",

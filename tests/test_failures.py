@@ -244,7 +244,7 @@ BAD = [
     ({"stragglers": -0.1}, "stragglers must be a probability in 0..1, got -0.1"),
     ({"over_selection": 4}, r"over_selection must be in 1..3 \(all clients\), got 4"),
     ({"deadline": 0}, "deadline must be a finite number > 0, got 0"),
-    ({"speed_spread": 1.0}, "speed_spread needs a deadline or over_selection"),
+    ({"speed_spread": 1.0}, "speed_spread has no effect without deadline or over_selection"),
     ({"aggregation": fd.aggregation.mean}, "aggregation must be an fd.aggregation.Aggregation, got <function"),
     ({"aggregation": fd.aggregation.private(1, 1)}, "drawn by independent coins, got sampling='uniform'"),
     (

@@ -238,7 +238,7 @@ def test_streaming_says_what_it_cannot_do(mapped) -> None:
     state = sim.init(jax.random.key(0))
     with pytest.raises(ValueError, match="outside jax.jit"):
         jax.lax.scan(lambda s, _: sim.round_fn(s), state, None, length=2)
-    with pytest.raises(ValueError, match="rows of all clients"):
+    with pytest.raises(ValueError, match="examples of all clients"):
         simulate(mapped, stream=True, measure="gradients")
 
 
@@ -409,5 +409,5 @@ def test_bfloat16_computes_in_it_and_keeps_float32(data) -> None:
     sim = fd.Simulation(half, data, fd.algorithms.scaffold(), **SETTING)
     state = jax.eval_shape(sim.round_fn, sim.init(jax.random.key(0)))[0]
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.clients))} == {jnp.dtype("float32")}
-    with pytest.raises(ValueError, match="dtype must be floating"):
+    with pytest.raises(ValueError, match="dtype must be floating-point"):
         model.computing_in(jnp.int8)

@@ -38,7 +38,7 @@ def test_rankings_of_the_first_row_of_every_block() -> None:
     assert float(fd.ranking.ndcg(z, 3, group=4)) == pytest.approx((1 + 1 / np.log2(4) + 1 / np.log2(3)) / 5)
     found = fd.ranking.scores(4, (1, 3))(z, jnp.tile(jnp.array([1, 0, 0, 0]), 5))
     assert list(found) == ["auc", "hr@1", "hr@3", "ndcg@1", "ndcg@3"]
-    with pytest.raises(ValueError, match="group must divide the number of test rows, got 3 for 20 rows"):
+    with pytest.raises(ValueError, match="group must divide the number of test examples, got 3 for 20 examples"):
         fd.ranking.ranks(z, 3)
     with pytest.raises(ValueError, match=r"k must be in 1\.\.4, got 5"):
         fd.ranking.scores(4, (5,))
@@ -84,7 +84,7 @@ def test_scores_see_every_test_row_in_its_place() -> None:
         (lambda z, y: {"right": z[:, 0], "n": z[:5, 0]}, r"numbers, or one a row, \[11\] .* got \[5\] for 'n'"),
         (lambda z, y: {"right": jnp.resize(z, 11)}, r"one a row .* for 7 rows: right \[11\]|any number of rows"),
         (lambda z, y: {"auc": float(z.mean())}, r"does not accept 11 rows of logits \[3\] with labels \[\]"),
-        (fd.ranking.scores(), "a ranking needs one logit a row"),
+        (fd.ranking.scores(), "a ranking needs one logit per example"),
     ],
 )
 def test_scores_are_tried_before_anything_compiles(scores: object, message: str) -> None:
