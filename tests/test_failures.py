@@ -62,7 +62,7 @@ def test_nobody_answers(data) -> None:  # noqa: F811
     # FedGVR also keeps the accuracies it has seen: a round without clients is not one of them.
     sim = simulate(data, fd.algorithms.fedgvr(), dropout=1.0)
     start = sim.init(jax.random.key(0))
-    with pytest.warns(RuntimeWarning, match="round 0: no client answered"):
+    with pytest.warns(RuntimeWarning, match="round 0: no client reported"):
         state, history = sim.run(start, 2, progress=False)
     assert [record["clients"] for record in history] == [0, 0] and int(state.round) == 2
     jax.tree.map(np.testing.assert_array_equal, (state.server, state.clients), (start.server, start.clients))
