@@ -125,8 +125,8 @@ def test_test_rows_in_a_clients_label_mix() -> None:
 def test_bad_input(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"fine_tune must be an integer >= 1, got 0: epochs, or a fd.LocalTraining"):
+    with pytest.raises(ValueError, match=r"fine_tune must be an integer >= 1, got 0: pass a number of epochs, or a fd.LocalTraining"):
         sim.evaluate_clients(state, 0)
     pooled = fd.FederatedData(data.x, data.y, data.sizes, data.x_test, data.y_test)
-    with pytest.raises(ValueError, match="not cut into clients"):
+    with pytest.raises(ValueError, match="not split by client"):
         simulate(pooled).evaluate_clients(state, 1)

@@ -129,13 +129,13 @@ def test_the_states_on_the_host_are_the_newest(data, tmp_path) -> None:
     sim = simulate(data, bank=tmp_path / "bank")
     start = sim.init(jax.random.key(0))
     state, _ = sim.run(start, 2, progress=False)
-    with pytest.raises(ValueError, match="of round 0, but its clients have been overwritten up to round 2"):
+    with pytest.raises(ValueError, match="of round 0 whose client states were overwritten in round 2"):
         sim.round_fn(start)
     with pytest.raises(ValueError, match="must be a bank that nobody else uses"):
         simulate(data, bank=tmp_path / "bank").init(jax.random.key(0))
     with pytest.raises(ValueError, match="outside JAX"):
         jax.lax.scan(lambda s, _: sim.round_fn(s), state._replace(clients=()), None, length=2)
-    with pytest.raises(ValueError, match="keeps its clients on the devices"):
+    with pytest.raises(ValueError, match="whose client states are on the devices"):
         sim.round_fn(simulate(data).init(jax.random.key(0)))
 
 

@@ -79,8 +79,8 @@ def test_scores_see_every_test_row_in_its_place() -> None:
     "scores, message",
     [
         (lambda z, y: z.mean(), "must return a dict of numbers .* got a ShapeDtypeStruct"),
-        (lambda z, y: {"auc": z.mean(0)}, r"must return numbers, or one a row, \[11\] .* got \[3\] for 'auc'"),
-        (lambda z, y: {"loss": z.mean()}, "needs names of its own, got loss"),
+        (lambda z, y: {"auc": z.mean(0)}, r"must return a number or one number per example, \[11\] .* got \[3\] for 'auc'"),
+        (lambda z, y: {"loss": z.mean()}, "must not return .loss."),
         (lambda z, y: {"right": z[:, 0], "n": z[:5, 0]}, r"numbers, or one a row, \[11\] .* got \[5\] for 'n'"),
         (lambda z, y: {"right": jnp.resize(z, 11)}, r"one a row .* for 7 rows: right \[11\]|any number of rows"),
         (lambda z, y: {"auc": float(z.mean())}, r"does not accept 11 rows of logits \[3\] with labels \[\]"),

@@ -382,7 +382,8 @@ class Simulation:
           ValueError: an argument is out of range; or the folder cannot be written, is in use or belongs to another run.
             These errors are raised before anything is compiled.
           OSError: the end of the run could not be saved. (If an earlier save fails, there is only a warning.)
-          The errors of `round_fn`.
+
+        The errors of `round_fn` can be raised, too.
         """
         rounds, eval_every, measure_every, progress = validate.check_run(rounds, eval_every, measure_every, progress)
         if on_round is not None:
