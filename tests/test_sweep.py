@@ -368,13 +368,13 @@ def test_runs_of_which_some_are_behind_go_on_together(data, tmp_path) -> None:
     for found, expected in zip(runs, whole, strict=True):
         jax.tree.map_with_path(close(1e-6), found.state._replace(key=0), expected.state._replace(key=0))
         assert [r["round"] for r in found.history] == list(range(1, 9))
-    with pytest.raises(ValueError, match="rounds must be at least the 8 that are done in .*, got 4"):
+    with pytest.raises(ValueError, match="rounds must be at least 8, the number of completed rounds in .*, got 4"):
         quietly(lambda: sim, 4, seeds=range(3), checkpoints=saved)
     with pytest.raises(ValueError, match="another simulation: local.lr: 0.1 in the checkpoint, not 0.5"):
         quietly(lambda: saving(data, 0.5), 9, seeds=range(3), checkpoints=saved)
     with pytest.raises(ValueError, match="leave start out"):
         quietly(lambda: sim, 9, seeds=range(3), checkpoints=saved, start=runs)
-    with pytest.raises(ValueError, match="differ in a number, got lr=0.1-seed-0 twice"):
+    with pytest.raises(ValueError, match="a different folder for each run, got lr=0.1-seed-0 twice"):
         quietly(partial(saving, data), 1, settings=grid(lr=[0.1, 0.1, 0.2]), checkpoints=tmp_path / "twice")
 
 

@@ -315,6 +315,6 @@ def check_mesh(spec: Specification) -> None:
     """Raises ConfigurationError unless the mesh spans all processes."""
     if jax.process_count() > 1 and not spans_processes(spec.mesh):
         raise ConfigurationError(
-            "mesh must have the devices of all processes for checkpoints, got a mesh without the devices of another "
-            "process: leave out mesh=, or save the state yourself"
+            "mesh must have the devices of all processes for checkpoints, got a mesh with devices of this process "
+            "only: leave out mesh=, or save the state yourself"
         )
