@@ -435,7 +435,7 @@ def test_columns_of_any_numbers(tmp_path: Path, source: str) -> None:
             write(path, clients, ("image", "coarse_label"))
         data = read(*paths, x="image", y="coarse_label")
         assert read(paths[0], x="image", y="coarse_label").x_test is None
-        with pytest.raises(ValueError, match=r"no column 'pixels', only .*name the inputs with x="):
+        with pytest.raises(ValueError, match=r"no column 'pixels', only .*pass the names of the columns as x="):
             read(paths[0])
     order = ["a", "b"] if source == "tff" else ["b", "a"]  # HDF5 lists its groups by name
     assert data.sizes.tolist() == [len(train[name][1]) for name in order] and data.x.dtype == np.float32
@@ -465,11 +465,11 @@ def test_damaged_json(tmp_path: Path) -> None:
     whole = path.read_text()
     for content, said in (
         (whole[:-20], "damaged, cut short"),
-        ("[]", "must hold users, num_samples and user_data"),
+        ("[]", "must have LEAF's users, num_samples and user_data"),
         (whole.replace('"a": {', '"b": {'), "damaged"),
         (whole.replace('"x"', '"z"'), "damaged"),
         (whole.replace('"num_samples": [2]', '"num_samples": [3]'), r"must be 3 rows, got \[2, 3\]"),
-        (whole.replace("[1.0, 1.0, 1.0]]", "[1.0]]"), "must have one shape"),
+        (whole.replace("[1.0, 1.0, 1.0]]", "[1.0]]"), "must have the same shape"),
         (whole.replace("1.0", '"word"'), "must be numbers: encode text"),
     ):
         path.write_text(content)
@@ -519,7 +519,7 @@ def test_damaged_hdf5(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a.h5"):
         fd.datasets.from_tff(path)
     h5py.File(path, "w").close()
-    with pytest.raises(ValueError, match="must hold a group examples, got nothing"):
+    with pytest.raises(ValueError, match="must have a group examples, got nothing"):
         fd.datasets.from_tff(path)
 
 

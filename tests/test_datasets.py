@@ -348,7 +348,7 @@ def test_fedprox_synthetic() -> None:
         (("glyphs",), {"num_writer": 2}, "options of glyphs are num_writers, num_classes: did you mean 'num_writers'"),
         (("glyphs",), {"num_classes": 63}, "num_classes must be in 1..62, got 63"),
         (("mnist",), {"num_writers": 2}, "mnist has no options"),
-        (("mnist", 100), {}, "partition must be a recipe"),
+        (("mnist", 100), {}, "partition must be a partitioner"),
         (("synthetic",), {"alpha": -1.0}, "alpha must be a finite number >= 0"),
         (("synthetic",), {"beta": float("nan")}, "beta must be a finite number >= 0"),
         (("synthetic",), {"variant": "fedpox"}, "did you mean 'fedprox'"),

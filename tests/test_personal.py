@@ -118,7 +118,7 @@ def test_test_rows_in_a_clients_label_mix() -> None:
     assert (cut.x_test == data.with_client_tests(seed=1).x_test).all()
     assert (cut.x_test != data.with_client_tests(seed=2).x_test).any()
     other = fd.FederatedData(data.x, data.y, data.sizes, x_test, tests + 1)
-    with pytest.raises(ValueError, match="the test set must hold classes that clients have, got 3: leave its rows out"):
+    with pytest.raises(ValueError, match="the test set must only have classes that clients have, got class 3: leave its examples out"):
         other.with_client_tests()
 
 

@@ -159,10 +159,10 @@ def check_cohort(cohort: Any, N: int) -> jax.Array:
     try:
         ids = np.asarray(cohort)
     except Exception as error:  # ragged lists, or an object of an unknown type
-        raise ConfigurationError(f"cohort must be a list of client ids, got {checks.shown(cohort)}") from error
+        raise ConfigurationError(f"cohort must be a one-dimensional list of client ids, got {checks.shown(cohort)}") from error
     if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ConfigurationError(
-            f"cohort must be a list of at least 1 integer client id, got {ids.dtype}{list(ids.shape)}"
+            f"cohort must be a one-dimensional list of at least 1 integer client id, got {ids.dtype}{list(ids.shape)}"
         )
     if ids.min() < 0 or ids.max() >= N:
         bad = ids[(ids < 0) | (ids >= N)][0]
