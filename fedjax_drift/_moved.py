@@ -1,7 +1,8 @@
 """Modules of version 0.3 that have moved. They can still be imported under the old path, with a DeprecationWarning.
 
 The names in `fedjax_drift` itself (``fd.Simulation``, ``fd.drift``, ...) are the public interface and have not changed.
-The module ``fedjax_drift.sweep`` is missing from the list, because importing it would replace the function ``fd.sweep``.
+The module ``fedjax_drift.sweep`` is missing from the list, because importing it would replace the function
+``fd.sweep``.
 """
 
 from __future__ import annotations

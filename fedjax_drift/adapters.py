@@ -90,7 +90,8 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
             ) from error
         if not isinstance(instance, nnx.Module):
             raise ConfigurationError(
-                f"module must be a function nnx.Rngs -> nnx.Module, but it returned {_kind(instance)}: return the module"
+                f"module must be a function nnx.Rngs -> nnx.Module, but it returned {_kind(instance)}: return the "
+                "module"
             )
         return instance
 

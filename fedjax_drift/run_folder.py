@@ -52,8 +52,8 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
       seed: one of the run's seeds. Not needed if the run has only one seed.
 
     Raises:
-      ValueError: the folder is not the output folder of a run; ``algorithm`` or ``seed`` is missing although the run has
-        several of them; the run does not have this algorithm or seed; or the algorithm has not finished.
+      ValueError: the folder is not the output folder of a run; ``algorithm`` or ``seed`` is missing although the run
+        has several of them; the run does not have this algorithm or seed; or the algorithm has not finished.
     """
     folder = checks.path("folder", folder, "the output folder of fedjax-drift run")
     try:

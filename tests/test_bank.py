@@ -300,7 +300,10 @@ def test_a_full_disk_loses_nothing(full, taken, tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 4], states_of([3, 4], 1), 1)
         size = (tmp_path / "bank/states").stat().st_size
-        with full(), pytest.raises(OSError, match="round 2 could not be stored .*: the client store stays at round 1") as error:
+        with (
+            full(),
+            pytest.raises(OSError, match="round 2 could not be stored .*: the client store stays at round 1") as error,
+        ):
             bank.commit([4, 5], states_of([4, 5], 2), 2)
         assert error.value.errno in (errno.ENOSPC, errno.EFBIG)
         assert not (tmp_path / "bank/index.new").exists()
@@ -332,11 +335,20 @@ def test_one_user_at_a_time(tmp_path) -> None:
 
 OTHERS = [
     ({"num_clients": 21}, "num_clients: 20 in the client store, not 21"),
-    ({"identity": {"algorithm": "feddyn", "rows": 7}}, 'identity \'algorithm\': "scaffold" in the client store, not "feddyn"'),
+    (
+        {"identity": {"algorithm": "feddyn", "rows": 7}},
+        'identity \'algorithm\': "scaffold" in the client store, not "feddyn"',
+    ),
     ({"identity": {"algorithm": "scaffold", "rows": "7"}}, "'rows': 7 in the client store, not \"7\""),
     ({"identity": {"algorithm": "scaffold"}}, "'rows': 7 in the client store, not nothing"),
-    ({"initial": INITIAL | {"w": np.zeros((3, 2), np.float32)}}, r"\['w'\]: float32\[2, 3\] in the client store, not float32"),
-    ({"initial": INITIAL | {"w": np.zeros((2, 3), np.float64)}}, r"\['w'\]: float32\[2, 3\] in the client store, not float64"),
+    (
+        {"initial": INITIAL | {"w": np.zeros((3, 2), np.float32)}},
+        r"\['w'\]: float32\[2, 3\] in the client store, not float32",
+    ),
+    (
+        {"initial": INITIAL | {"w": np.zeros((2, 3), np.float64)}},
+        r"\['w'\]: float32\[2, 3\] in the client store, not float64",
+    ),
     ({"initial": {"n": np.int32(0), "v": 1.0}}, r"\['v'\]: nothing in .*; leaf \['w'\]: float32\[2, 3\] in .* nothing"),
 ]
 

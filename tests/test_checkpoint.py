@@ -197,7 +197,9 @@ def test_another_simulation_is_a_warning_with_states_on_the_host(bank, tmp_path)
     for t in new.rounds:  # with files also of the round from which it continued
         new.restore(other, t)[0].clients.close()
     fewer = simulation(data=fd.FederatedData.from_clients(CLIENTS[:4], test=CLIENTS[0]), bank=where, cohort_size=3)
-    with pytest.raises(OtherRunError, match="num_clients: 5 in the client store, not 4|must have the states of 4 clients, got 5"):
+    with pytest.raises(
+        OtherRunError, match="num_clients: 5 in the client store, not 4|must have the states of 4 clients, got 5"
+    ):
         new.restore(fewer, strict=False)
 
 
@@ -219,7 +221,9 @@ def test_another_run_is_refused(device, saved) -> None:
 def test_format_and_versions(device, saved, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "versions", lambda: {"fedjax_drift": "9.0", "jax": "1.0"})
-        with pytest.warns(UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run continues"):
+        with pytest.warns(
+            UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run continues"
+        ):
             saved.restore(device)
     monkeypatch.setattr(contents, "FORMAT", 6)
     with pytest.raises(ValueError, match="must be of format 6, got 5 in .*: use the version of fedjax_drift"):
@@ -548,7 +552,9 @@ def test_arguments_of_wrong_types(device, saved) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             fd.Checkpoints(saved.folder, **options)
-    with pytest.raises(ValueError, match="sim must be a Simulation, got Model: create it with the arguments of the run"):
+    with pytest.raises(
+        ValueError, match="sim must be a Simulation, got Model: create it with the arguments of the run"
+    ):
         saved.restore(MODEL)
     for wrong in (True, 4.0, "4", [4], np.array([4, 5])):
         with pytest.raises(ValueError, match=r'round must be one of the saved rounds \[2, 4, 5\], or "best", got '):
@@ -788,8 +794,8 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
     assert cli.main(["run", "--resume", str(folder)]) == 0  # there is nothing left to do
     assert "running" not in capsys.readouterr().out and lines_of(folder) == lines_of(whole)
     for arguments, said in [
-        ([str(folder), "--lr", "3"], "only --rounds, .* may be added, got '--lr'"),
-        ([str(folder), "--rounds", "6"], "--rounds must be at least the 7 of the run that goes on, got 6"),
+        ([str(folder), "--lr", "3"], "only --rounds, .* may be changed, got '--lr'"),
+        ([str(folder), "--rounds", "6"], "--rounds must be at least 7, as in the resumed run, got 6"),
         ([str(tmp_path)], "--resume must be the output folder of a run"),
     ]:
         capsys.readouterr()
@@ -827,7 +833,7 @@ def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
         assert cli.main([*command, "--output", str(folder)]) == 0
     said = capsys.readouterr().err
     for file in ("fedavg/model.npz", "scaffold/model.npz", "curves.png"):
-        assert f"{folder}/{file} could not be written (No space left on device): make room, then from the" in said
+        assert f"{folder}/{file} could not be written (No space left on device): free some disk space, then" in said
         assert not (folder / file).exists() and (whole / file).exists()
     assert said.count(f"the log in {folder} could not be written (No space left on device): the run goes on") == 1
     assert not list(folder.rglob("*.new*"))

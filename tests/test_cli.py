@@ -216,7 +216,8 @@ def test_what_is_measured_is_written_and_drawn(tmp_path, capsys):
     assert ", ".join(["rounds.jsonl", "rounds.csv", *(f"{name}.png" for name in pictures)]) in printed
     assert {path.stem for path in folder.glob("*.png")} == set(pictures)
     assert (
-        json.loads((folder / "config.json").read_text())["redeal"] == "evenly" and "rows dealt anew evenly" in printed
+        json.loads((folder / "config.json").read_text())["redeal"] == "evenly"
+        and "examples redistributed evenly" in printed
     )
     done = records(folder)
     assert ["kl" in r and "label_mix" in r for r in done] == [False, True, False, True]

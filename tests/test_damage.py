@@ -57,7 +57,11 @@ def test_a_hundred_damaged_files() -> None:
         ("tiny_imagenet wnids", "twice", "must hold different ids"),
         ("leaf json", "deep", "is damaged.*recursion"),
         ("fedjax sqlite", "an endless view", "must have a table federated_data, got CREATE VIEW .*: download it again"),
-        ("fedjax sqlite", "a bomb", "data of client .* must be complete and at most 134217728 bytes unpacked, got more"),
+        (
+            "fedjax sqlite",
+            "a bomb",
+            "data of client .* must be complete and at most 134217728 bytes unpacked, got more",
+        ),
         ("fedjax sqlite", "a generated blob", "damaged or not one of FedJAX's files .*too big"),
         ("fedjax sqlite", "a folder", "Is a directory: check the file and its permissions"),
         ("tff h5", "bomb", "pixels must unpack to at most 1073741824 bytes, got 3136000000: copy the file"),

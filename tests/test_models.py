@@ -376,11 +376,17 @@ class Nnx(nnx.Module):
         (lambda: fd.Model.from_linen(Linen, (3,)), "got the class Linen: pass Net"),
         (lambda: fd.Model.from_linen(Nnx(), (3,)), "got a Nnx: use Model.from_nnx"),
         (lambda: fd.Model.from_linen(lambda x: x, (3,)), "got a function: use fd.Model"),
-        (lambda: fd.Model.from_linen(Equinox(), (3,)), "got a Equinox: for an Equinox module use fd.Model.*eqx.partition"),
+        (
+            lambda: fd.Model.from_linen(Equinox(), (3,)),
+            "got a Equinox: for an Equinox module use fd.Model.*eqx.partition",
+        ),
         (lambda: fd.Model.from_nnx(Linen()), "got a Linen: use Model.from_linen"),
         (lambda: fd.Model.from_nnx(Equinox()), "eqx.partition.*eqx.combine"),
         (lambda: fd.Model.from_nnx(nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))), "got a tuple: .* before nnx.split"),
-        (lambda: fd.Model.from_nnx(lambda rngs: 3), "module must be a function nnx.Rngs -> nnx.Module, but it returned a int"),
+        (
+            lambda: fd.Model.from_nnx(lambda rngs: 3),
+            "module must be a function nnx.Rngs -> nnx.Module, but it returned a int",
+        ),
     ],
 )
 def test_modules_of_another_kind_are_told_where_to_go(make, said) -> None:

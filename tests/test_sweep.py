@@ -202,9 +202,7 @@ def test_a_run_that_diverges_warns_and_leaves_the_others_alone(data) -> None:
     def build(lr):
         return simulate(data, devices=1, local=local(lr=lr))
 
-    with pytest.warns(
-        RuntimeWarning, match=r"seed 0, lr=1e\+38, round \d: \d of 3 client updates are not finite"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"seed 0, lr=1e\+38, round \d: \d of 3 client updates are not finite"):
         bad, good = quietly(build, 4, settings=grid(lr=[1e38, 0.1]), eval_every=0)
     assert np.isnan(bad.history[-1]["train_loss"]) and len(bad.history) == 4
     assert_as_alone(build, [good], 4, 1e-5, eval_every=0)
@@ -262,7 +260,9 @@ BAD = {
     r"setting 1, .*: lr must be a finite number > 0, got -1": {"settings": grid(lr=[0.1, -1])},
     r"continuous hyper-parameters, got epochs 1 in setting 0 and 5 in setting 1": {"settings": grid(epochs=[1, 5])},
     r"hyper-parameters, got cohort_size 2 in setting 0 and 3 in": {"settings": grid(cohort_size=[2, 3], lr=[0.1, 0.2])},
-    r"hyper-parameters, got optimizer None in setting 0 and given": {"settings": grid(optimizer=[None, optax.scale_by_adam()])},
+    r"hyper-parameters, got optimizer None in setting 0 and given": {
+        "settings": grid(optimizer=[None, optax.scale_by_adam()])
+    },
     r"hyper-parameters, got states of .*'.server.best': 'float32\[4\]'": {"settings": grid(window=[3, 5])},
     r"option must be a number, because it differs between settings, got 'I'": {"settings": grid(option=["I", "II"])},
     r"uses at least one of halves, lr in another way": {"settings": [{"lr": 1, "halves": 1}, {"lr": 2, "halves": 2}]},

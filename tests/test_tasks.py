@@ -79,10 +79,19 @@ def test_scores_see_every_test_row_in_its_place() -> None:
     "scores, message",
     [
         (lambda z, y: z.mean(), "must return a dict of numbers .* got a ShapeDtypeStruct"),
-        (lambda z, y: {"auc": z.mean(0)}, r"must return a number or one number per example, \[11\] .* got \[3\] for 'auc'"),
+        (
+            lambda z, y: {"auc": z.mean(0)},
+            r"must return a number or one number per example, \[11\] .* got \[3\] for 'auc'",
+        ),
         (lambda z, y: {"loss": z.mean()}, "must not return .loss."),
-        (lambda z, y: {"right": z[:, 0], "n": z[:5, 0]}, r"a number or one number per example, \[11\] .* got \[5\] for 'n'"),
-        (lambda z, y: {"right": jnp.resize(z, 11)}, r"one number per example .* for 7 examples: right \[11\]|any number of rows"),
+        (
+            lambda z, y: {"right": z[:, 0], "n": z[:5, 0]},
+            r"a number or one number per example, \[11\] .* got \[5\] for 'n'",
+        ),
+        (
+            lambda z, y: {"right": jnp.resize(z, 11)},
+            r"one number per example .* for 7 examples: right \[11\]|any number of rows",
+        ),
         (lambda z, y: {"auc": float(z.mean())}, r"does not accept logits \[11, 3\] with labels \[11\]"),
         (fd.ranking.scores(), "a ranking needs one logit a row"),
     ],

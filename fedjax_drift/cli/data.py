@@ -27,8 +27,8 @@ def fill_data(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [NAME[:key=value,...]] [options]"
     parser.description = textwrap.fill(
         "Without NAME: lists the data sets, shows which of them are on this machine, and says how to get the others. "
-        "With NAME: partitions this data set, prints the sizes of the clients, and plots their sizes and label mixes to "
-        "federation.png.",
+        "With NAME: partitions this data set, prints the sizes of the clients, and plots their sizes and label mixes "
+        "to federation.png.",
         78,
     )
     add_data(parser, required=False)

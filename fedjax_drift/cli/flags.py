@@ -181,10 +181,10 @@ def add_data(group: Any, required: bool) -> None:
     else:
         group.add_argument("dataset", nargs="?", metavar="NAME[:key=value,...]", help=text)
     add(
-        group, "--partition", "PARTITIONER", "how the data are partitioned into clients: iid, dirichlet:ALPHA (a smaller "
-        "ALPHA is more heterogeneous), dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the examples "
-        "sorted by label) or by_writer (default: the natural clients of glyphs, femnist, synthetic and movielens, "
-        "otherwise iid)",
+        group, "--partition", "PARTITIONER", "how the data are partitioned into clients: iid, dirichlet:ALPHA (smaller "
+        "ALPHA is more heterogeneous), dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the "
+        "examples sorted by label) or by_writer (default: the natural clients of glyphs, femnist, synthetic and "
+        "movielens, otherwise iid)",
     )  # fmt: skip
     add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
     add(
@@ -230,12 +230,18 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--init", "FILE", "npz file with the initial parameters (default: random)")
     add(group, "--rounds", "N", "number of rounds", count, 50)
     add(group, "--cohort", "K", "clients per round", count, 10)
-    add(group, "--sampling", "KIND", "uniform: select exactly K clients; bernoulli: select each client with "
-        "probability K/N", str, "uniform")
+    add(
+        group,
+        "--sampling",
+        "KIND",
+        "uniform: select exactly K clients; bernoulli: select each client with probability K/N",
+        str,
+        "uniform",
+    )
     add(
         group, "--redeal", "evenly|ALPHA", "in every round, pool the examples of the cohort and redistribute them. "
-        "evenly: all clients of a cohort get about the same labels, so only period drift remains. ALPHA: the examples of "
-        "each label are split by Dirichlet(ALPHA); with --partition iid only client drift remains", _redeal,
+        "evenly: all clients of a cohort get about the same labels, so only period drift remains. ALPHA: the examples "
+        "of each label are split by Dirichlet(ALPHA); with --partition iid only client drift remains", _redeal,
     )  # fmt: skip
     group = parser.add_argument_group("local training of every client")
     add(group, "--epochs", "E", "passes over a client's data per round", int, local.epochs)
@@ -246,7 +252,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--weight-decay", "LAMBDA", "add LAMBDA * parameters to the gradient", float, local.weight_decay)
     add(group, "--clip-norm", "NORM", "clip gradients to this global norm (default: no clipping)", float)
     add(
-        group, "--optimizer", "NAME[:key=value,...]", f"an optax optimizer for the clients, instead of SGD with momentum: "
+        group, "--optimizer", "NAME[:key=value,...]", f"optax optimizer of the clients, instead of SGD with momentum: "
         f"one of {', '.join(OPTIMIZERS)}. Its state is reset in every round", str,
     )  # fmt: skip
     add(

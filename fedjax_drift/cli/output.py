@@ -43,8 +43,8 @@ def output_folder(args: argparse.Namespace, what: str) -> Path:
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"--output must be a folder where files can be written, got {path} ({there} is not writable): choose another "
-            "folder"
+            f"--output must be a folder where files can be written, got {path} ({there} is not writable): choose "
+            "another folder"
         )
     if path.is_dir() and any(path.iterdir()) and not args.force:
         raise ConfigurationError(

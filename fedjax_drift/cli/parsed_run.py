@@ -249,8 +249,8 @@ def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition
         for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
             if value is not None:
                 raise ConfigurationError(
-                    f"{flag} needs --partition, got {value}: {dataset.name} has natural clients, so add --partition iid, "
-                    "for example"
+                    f"{flag} needs --partition, got {value}: {dataset.name} has natural clients, so add --partition "
+                    "iid, for example"
                 )
         return None
     hidden = ("num_clients", "seed", "size_sigma")

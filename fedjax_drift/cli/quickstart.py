@@ -98,7 +98,8 @@ def introduction(args: argparse.Namespace) -> str:
 
 
 def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float) -> str:
-    """Returns one line per algorithm: the round in which it first reaches the target, and means over the last rounds."""
+    """Returns one line per algorithm: the round in which it first reaches the target, and means over the last
+    rounds."""
     try:
         reached = fd.rounds_to_target(records, target)
     except ValueError:  # stopped before the first evaluation

@@ -44,7 +44,8 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
-        "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for testing",
+        "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
+        "testing",
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
         f"{config['cohort_size']:,} per round ({config['sampling']}{dealt})",
         "model": f"{model['name']}, {model['parameters']:,} parameters",
@@ -57,10 +58,10 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
 
 
 def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None = None) -> str:
-    """Returns one line per algorithm, or a second line if it also keeps the mean of its clients' models.
+    """Returns one line per algorithm, and a second line if it also keeps the mean of its clients' models.
 
-    The seconds per round are a median, so that the compilation in the first round has no effect. With several seeds, the
-    table has means and a line with the standard deviation.
+    The seconds per round are a median, so that the compilation in the first round has no effect. With several seeds,
+    the table has means and a line with the standard deviation.
     """
     width = min(NAME_WIDTH, max(map(len, ["algorithm", *records])))
     runs = {name: by_seed(history) for name, history in records.items()}

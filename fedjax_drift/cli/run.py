@@ -97,9 +97,9 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
     )
     add_output(group)
     add(
-        group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and the "
-        "initial model, but not the partition. All seeds run side by side in one program. Tables and plots show the mean "
-        "and the spread over seeds", seeds, 1,
+        group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
+        "the initial model, but not the partition. All seeds run side by side in one program. Tables and plots show "
+        "the mean and the spread over seeds", seeds, 1,
     )  # fmt: skip
     add(
         group,
@@ -141,11 +141,13 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     for flag in RESUMED:
         kind = {"action": "store_true"} if flag == "--no-progress" else {"type": count} if flag == "--rounds" else {}
         parser.add_argument(flag, **kind)
-    parser.add_argument("--distributed", nargs="?", const=True)  # not taken from the first command, because ports and numbers may differ
+    # --distributed is not taken from the first command, because ports and numbers may differ.
+    parser.add_argument("--distributed", nargs="?", const=True)
     args, unknown = parser.parse_known_args(argv[1:])
     if unknown:
         raise ConfigurationError(
-            f"with --resume only {', '.join(RESUMED)} and --distributed may be changed, got {unknown[0]!r}: leave it out"
+            f"with --resume only {', '.join(RESUMED)} and --distributed may be changed, got {unknown[0]!r}: leave it "
+            "out"
         )
     try:
         config = json.loads((args.resume / CONFIG).read_text())
@@ -320,8 +322,8 @@ def simulate(
             replace_file(output / CONFIG, json.dumps(config, indent=2) + "\n")
         except OSError as error:  # no rounds have been run that could be lost
             raise ConfigurationError(
-                f"--output must be a folder where files can be written, got {output} ({error.strerror}): choose another "
-                "folder"
+                f"--output must be a folder where files can be written, got {output} ({error.strerror}): choose "
+                "another folder"
             ) from error
     print(heading(config, output), flush=True)
     resume = f"to resume: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"

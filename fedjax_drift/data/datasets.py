@@ -5,8 +5,8 @@ then the cache). These are npz files or the files that the authors of the data s
 `mnist`, `fashion_mnist`, `emnist` (except the letters split), `cifar10` and `cifar100` are read from
 tensorflow-datasets.
 
-`DATASETS` has one loader per data set: (data_dir, seed, natural, *, options of the data set) -> `Samples`. natural: keep
-the clients that the data set defines (its writers or users), because no partition was given.
+`DATASETS` has one loader per data set: (data_dir, seed, natural, *, options of the data set) -> `Samples`. natural:
+keep the clients that the data set defines (its writers or users), because no partition was given.
 
 `from_leaf`, `from_fedjax` and `from_tff` read federations from your own files.
 """
@@ -142,7 +142,8 @@ def load(
 
 
 def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options as Python values. Raises ValueError for an unknown name or option and for an illegal value."""
+    """Returns the options as Python values. Raises ValueError for an unknown name or option and for an illegal
+    value."""
     checks.choice("name", name, NAMES)
     known, checked = OPTIONS[name], dict(options)
     for option, value in options.items():
@@ -196,7 +197,8 @@ def synthetic(
     iid_data: bool | None = None,
     seed: int = 0,
 ) -> FederatedData:
-    """Synthetic linear classification, the same as `load("synthetic", ...)`. ``alpha`` and ``beta`` make clients differ.
+    """Synthetic linear classification, the same as `load("synthetic", ...)`. ``alpha`` and ``beta`` make clients
+    differ.
 
     The labels of client k are y = argmax(x W_k + b_k), without noise. The inputs are x ~ N(v_k, diag(j^-1.2)),
     j = 1..d, float32.

@@ -95,8 +95,8 @@ class FederatedData:
                 continue
             if self.x.dtype != np.uint8:
                 raise ConfigurationError(
-                    f"{name} must be None unless the inputs are uint8 images, got inputs of {self.x.dtype}: standardise "
-                    "them yourself"
+                    f"{name} must be None unless the inputs are uint8 images, got inputs of {self.x.dtype}: "
+                    "standardise them yourself"
                 )
             per_channel = np.asarray(checks.array(name, [value])[0], np.float32)
             if per_channel.shape not in ((), self.x.shape[-1:]) or not np.isfinite(per_channel).all():
@@ -165,10 +165,11 @@ class FederatedData:
         """Creates a federation from one pair of arrays per client.
 
         Args:
-          clients: a list of pairs (x_i [n_i, ...], y_i [n_i, ...]) with n_i >= 1. Or a dict from client name to pair. The
-            clients then have names (`client_names`), and their ids follow the order of the dict.
+          clients: a list of pairs (x_i [n_i, ...], y_i [n_i, ...]) with n_i >= 1. Or a dict from client name to pair.
+            The clients then have names (`client_names`), and their ids follow the order of the dict.
           test: a pooled test set (x, y).
-          test_clients: the test examples of each client, as a list or dict like ``clients``. Use it instead of ``test``.
+          test_clients: the test examples of each client, as a list or dict like ``clients``. Use it instead of
+            ``test``.
             A client may have no test examples: pass empty arrays, or leave the client out of a dict.
             `Simulation.evaluate` uses the test examples of all clients together.
           mean, std: see the attributes of this class. Default: no standardisation.
@@ -239,7 +240,8 @@ class FederatedData:
         return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
 
     def client(self, i: int | str) -> Pair:
-        """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a name."""
+        """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a
+        name."""
         i = self.id_of(i) if isinstance(i, str) else checks.integer("a client id", i, 0, self.num_clients - 1)
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return self.x[rows], self.y[rows]
@@ -247,7 +249,9 @@ class FederatedData:
     def id_of(self, name: str) -> int:
         """Returns the id in 0..N-1 of the client with this name. Raises ValueError if no client has this name."""
         if (client_id := self._ids.get(checks.text("name", name))) is None:
-            known = "the clients have ids only" if self.client_names is None else f"{self.num_clients} clients have names"
+            known = (
+                "the clients have ids only" if self.client_names is None else f"{self.num_clients} clients have names"
+            )
             raise ConfigurationError(f"no client has the name {name!r} ({known}){checks.nearest(name, self._ids)}")
         return client_id
 
@@ -271,7 +275,8 @@ class FederatedData:
         return decode(jnp.asarray(x), self.mean, self.std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
-        """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits them.
+        """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits
+        them.
 
         It separates two kinds of drift (FedEve). Client drift: the clients of a cohort differ from each other. Period
         drift: the examples of a cohort as a whole differ from those of the federation.
@@ -402,8 +407,8 @@ def _counts(values: Any, name: str, total: int) -> np.ndarray:
         )
     if (counted := int(counts.sum())) != total:
         raise ConfigurationError(
-            f"{name} must sum to {total}, the number of examples, got {counted}: build the federation with from_clients or "
-            "from_partition"
+            f"{name} must sum to {total}, the number of examples, got {counted}: build the federation with "
+            "from_clients or from_partition"
         )
     return counts.astype(np.int32)
 
@@ -444,7 +449,8 @@ def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tu
         if len(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
             raise ConfigurationError(
                 f"{what} {i} must have the dtypes and shapes of client 0, inputs {_row(first_x)} and labels "
-                f"{_row(first_y)}, got {_row(x)} and {_row(y)}: use the same dtype and shape per example for every client"
+                f"{_row(first_y)}, got {_row(x)} and {_row(y)}: use the same dtype and shape per example for every "
+                "client"
             )
     sizes = np.array([len(x) for x, _ in pairs], np.int32)
     return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), sizes

@@ -44,9 +44,9 @@ class Rows(NamedTuple):
 def from_leaf(folder: FilePath) -> FederatedData:
     """Creates a federation from the JSON files of LEAF's preprocessing: folder/train/*.json and folder/test/*.json.
 
-    Each file has `users`, `num_samples` and `user_data`, a dict user -> {"x": [...], "y": [...]}. The values are numbers
-    in nested lists. All examples of a client must have the same shape. Fractional numbers become float32. The users
-    become the clients, in the order of the files. Users without examples are left out.
+    Each file has `users`, `num_samples` and `user_data`, a dict user -> {"x": [...], "y": [...]}. The values are
+    numbers in nested lists. All examples of a client must have the same shape. Fractional numbers become float32. The
+    users become the clients, in the order of the files. Users without examples are left out.
 
     The test files may be missing. If all their users are clients (LEAF's `-t sample`), every client has its own test
     examples. Otherwise (`-t user`) the test set is pooled.
@@ -161,7 +161,8 @@ def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.
 
 
 def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> files.Arrays:
-    """Returns the concatenated data, sorted by writer id. New writers get the next ids, which are added to ``number``."""
+    """Returns the concatenated data, sorted by writer id. New writers get the next ids, which are added to
+    ``number``."""
     clients = []
     for client, x, y in rows:
         name = f"{place}: client {client!r}"
@@ -186,9 +187,7 @@ def read_leaf(folder: Path) -> Iterator[Rows]:
     """Reads the clients of a folder with LEAF's JSON files, in the order of file names. Errors as in `from_leaf`."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise FileNotFoundError(
-            f"{folder} must have *.json files of LEAF's preprocess.sh, got none: copy them there"
-        )
+        raise FileNotFoundError(f"{folder} must have *.json files of LEAF's preprocess.sh, got none: copy them there")
     for path in paths:
         with files.opened(path) as file:
             content = json.loads(file.read())
@@ -203,7 +202,9 @@ def _numbers(values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise files.Wrong("all examples of a client must have the same shape: pad them, and write the file again") from error
+        raise files.Wrong(
+            "all examples of a client must have the same shape: pad them, and write the file again"
+        ) from error
     return array.astype(np.float32) if array.dtype.kind == "f" else array
 
 
@@ -289,8 +290,8 @@ def _pick(columns: Any, x: str, y: str) -> tuple[Any, Any]:
     for key in (x, y):
         if key not in columns:
             raise files.Wrong(
-                f"it has no column {key!r}, only {files.one_line(', '.join(columns))}: pass the names of the columns as "
-                "x= (inputs) and y= (labels)"
+                f"it has no column {key!r}, only {files.one_line(', '.join(columns))}: pass the names of the columns "
+                "as x= (inputs) and y= (labels)"
             )
     return columns[x], columns[y]
 
@@ -307,8 +308,8 @@ def _rows(client: str, x: Any, y: Any, rows: int) -> Iterator[Rows]:
             )
         if array.shape[:1] != (rows,):
             raise files.Wrong(
-                f"the {kind} of client {client!r} must have {rows} rows, got {list(array.shape)}: copy or write the file "
-                "again"
+                f"the {kind} of client {client!r} must have {rows} rows, got {list(array.shape)}: copy or write the "
+                "file again"
             )
     if rows:
         yield Rows(client, x, y)

@@ -22,9 +22,9 @@ def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto"
     All formats except npz are converted on the first use (one or two minutes for LEAF's) and kept in the cache.
 
     The pixels are inverted to 255 = ink, as in mnist and glyphs, so that the zero padding of convolutions has the value
-    of paper. If the source has no test set (npz), a random 20 % of each writer's examples become test examples. A writer
-    then has at least one test example, except for a writer with a single example, which is used for training. If the
-    test set has writers without training examples (LEAF's -t user), it is pooled. (Caldas et al., LEAF, arXiv
+    of paper. If the source has no test set (npz), a random 20 % of each writer's examples become test examples. A
+    writer then has at least one test example, except for a writer with a single example, which is used for training. If
+    the test set has writers without training examples (LEAF's -t user), it is pooled. (Caldas et al., LEAF, arXiv
     1812.01097; images of NIST Special Database 19.)
     """
     names = filenames("femnist", source=source)

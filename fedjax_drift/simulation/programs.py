@@ -130,7 +130,8 @@ def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
     state, seen = shardings_of(engine), _seen(engine)
 
     def jit(function: Callable, *fixed: Any, changes: dict[str, Any] | None = None, **options: Any) -> Callable:
-        """Jits ``function(engine, *fixed, ...)`` as a function of the numbers. changes: fields of the engine to replace."""
+        """Jits ``function(engine, *fixed, ...)`` as a function of the numbers. changes: fields of the engine to
+        replace."""
 
         def of_numbers(numbers: Numbers, *arguments: Any) -> Any:
             return function(hyper.join(form, numbers)._replace(**(changes or {})), *fixed, *arguments)

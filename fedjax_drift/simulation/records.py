@@ -43,7 +43,8 @@ def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list
 
 
 def complaints(t: int, info: Mapping[str, Any], entry: Record, leaves: Callable[[], Sequence[str]]) -> dict[str, str]:
-    """Returns the warnings about round t, by kind. leaves: returns the names that belong to the indices ``bad_leaf``."""
+    """Returns the warnings about round t, by kind. leaves: returns the names that belong to the indices
+    ``bad_leaf``."""
     found = {}
     if not info["finite"].all():
         found["not finite"] = nonfinite_message(t, info, leaves)

@@ -126,13 +126,14 @@ class Setup:
             return state
         if not isinstance(clients, ClientStore):
             raise ConfigurationError(
-                f"state must come from a simulation with bank={self.client_store!r}, got one whose client states are on "
-                "the devices: use the same bank= in both simulations"
+                f"state must come from a simulation with bank={self.client_store!r}, got one whose client states are "
+                "on the devices: use the same bank= in both simulations"
             )
         if clients.round != int(state.round):
             raise ConfigurationError(
                 f"state must be the newest one, got a state of round {int(state.round)} whose client states were "
-                f"overwritten in round {clients.round}: use the newest state (bank={self.client_store!r} keeps only that)"
+                f"overwritten in round {clients.round}: use the newest state (bank={self.client_store!r} keeps only "
+                "that)"
             )
         return state._replace(clients=clients)
 
@@ -150,7 +151,8 @@ def assemble(
     on_nonfinite: str,
     measure: str | Sequence[str],
 ) -> Setup:
-    """Checks the arguments of `Simulation` and their combinations, fills in defaults, and places the data on devices."""
+    """Checks the arguments of `Simulation` and their combinations, fills in defaults, and places the data on
+    devices."""
     local = LocalTraining() if local is None else local
     validate.check_types(model, data, algorithm, local)
     N = data.num_clients

@@ -172,7 +172,8 @@ class Simulation:
 
     @cached_property
     def specification(self) -> Specification:
-        """A description of the simulation. Checkpoints and ``bank=`` folders store it to detect a different simulation."""
+        """A description of the simulation. Checkpoints and ``bank=`` folders store it to detect a different
+        simulation."""
         setup = self.setup
         return Specification(
             mesh=setup.mesh,
@@ -280,8 +281,8 @@ class Simulation:
 
           - ``lr``: the learning rate of the round.
           - ``steps``: the sum of ``client_steps``.
-          - ``executed_steps``: the number of local steps that the devices run. If L > 1 clients are trained side by side
-            on a device, it includes the idle steps of clients that wait for a client with more steps.
+          - ``executed_steps``: the number of local steps that the devices run. If L > 1 clients are trained side by
+            side on a device, it includes the idle steps of clients that wait for a client with more steps.
           - ``executed_ratio``: ``executed_steps / steps``.
 
           In addition, info has the metrics of the algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results
@@ -294,7 +295,8 @@ class Simulation:
           FloatingPointError: with ``on_nonfinite="raise"``, an update is not finite.
           OSError: a data file has changed, or the disk has no room for client states. The given state is still valid.
           MemoryError: the round does not fit in a device's memory, even with L = 1. (If L > 1 clients side by side do
-            not fit, L is halved, with a warning, until they fit.) The given state is still valid, unless it was donated.
+            not fit, L is halved, with a warning, until they fit.) The given state is still valid, unless it was
+            donated.
         """
         setup = self.setup
         state, cohort = setup.admit(state), self._checked_cohort(cohort)
@@ -561,7 +563,8 @@ class Simulation:
             return {name: total / sizes for name, total in sums.items()}
 
     def _fine_tuned(self, state: ServerState, local: LocalTraining) -> dict[str, np.ndarray]:
-        """Returns the scores of each client's fine-tuned copy of the global model, summed over its test examples, [N]."""
+        """Returns the scores of each client's fine-tuned copy of the global model, summed over its test examples,
+        [N]."""
         setup, executor = self.setup, self.executor
         validate.check_local(local, state.params, setup.engine.max_size)
         state = state._replace(clients=())
@@ -585,9 +588,9 @@ class Simulation:
 
         - "message sum": the size of the sum of the messages and weights. The devices compute it in one all-reduce. On a
           ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort size.
-        - "client states": the bytes that each device sends. Each device sends the new states of its clients to all other
-          devices (an all-gather). With ``bank="sharded"``, it also sends old states to the devices that train these
-          clients (a reduce-scatter of the same size).
+        - "client states": the bytes that each device sends. Each device sends the new states of its clients to all
+          other devices (an all-gather). With ``bank="sharded"``, it also sends old states to the devices that train
+          these clients (a reduce-scatter of the same size).
         - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. These are D - 1 buffers, each
           large enough for the largest number of examples that one device can receive.
         """

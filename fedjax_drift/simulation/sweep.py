@@ -57,7 +57,8 @@ class Run(NamedTuple):
     algorithm: str = ""  # the name of the algorithm
 
     def __repr__(self) -> str:
-        """Returns a short text without the arrays of the state, for notebooks, which show the value of the last line."""
+        """Returns a short text without the arrays of the state, for notebooks, which show the value of the last
+        line."""
         last = self.history[-1] if self.history else {}
         scores = [f"{name} {last[name]:.3g}" for name in ("loss", "accuracy") if name in last]
         end = ", ".join([f"round {last.get('round', 0)}", *scores])
@@ -362,9 +363,7 @@ def check_sweepable(setup: Setup) -> None:
             "stream must be False in a sweep, got a simulation that streams its examples: pass stream=False"
         )
     if setup.client_store != "device":
-        raise ConfigurationError(
-            f'bank must be "device" in a sweep, got {setup.client_store!r}: pass bank="device"'
-        )
+        raise ConfigurationError(f'bank must be "device" in a sweep, got {setup.client_store!r}: pass bank="device"')
     if setup.on_nonfinite == "raise":
         raise ConfigurationError(
             'on_nonfinite must be "keep" or "drop_client" in a sweep, got "raise": a run that diverges must not stop '
@@ -397,7 +396,8 @@ def _check_start(
         runs = [run for run in start if run.seed == seed and dict(run.setting) == setting]
         if len(runs) != 1:
             raise ConfigurationError(
-                f"start must have one run of every seed and setting, got {len(runs)} runs of seed {seed}{_shown(setting)}"
+                f"start must have one run of every seed and setting, got {len(runs)} runs of seed "
+                f"{seed}{_shown(setting)}"
             )
         states.append(setup.admit(runs[0].state))
     rounds = sorted({int(state.round) for state in states})

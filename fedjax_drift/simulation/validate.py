@@ -97,7 +97,8 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
 
 
 def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data: FederatedData) -> None:
-    """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the sampling and the data."""
+    """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the sampling and the
+    data."""
     if not isinstance(aggregation, Aggregation):
         raise ConfigurationError(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
@@ -111,8 +112,8 @@ def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data
     if aggregation.noise_multiplier is not None and (over_selected or data.redeal is not None):
         source = "over_selection" if over_selected else "data.redealt()"
         raise ConfigurationError(
-            f"the privacy accounting of {aggregation.name} needs clients that do not influence each other, got {source}, "
-            "with which one client changes the messages of others or whether they are aggregated: leave it out"
+            f"the privacy accounting of {aggregation.name} needs clients that do not influence each other, got "
+            f"{source}, with which one client changes the messages of others or whether they are aggregated: leave it out"
         )
 
 
@@ -159,7 +160,9 @@ def check_cohort(cohort: Any, N: int) -> jax.Array:
     try:
         ids = np.asarray(cohort)
     except Exception as error:  # ragged lists, or an object of an unknown type
-        raise ConfigurationError(f"cohort must be a one-dimensional list of client ids, got {checks.shown(cohort)}") from error
+        raise ConfigurationError(
+            f"cohort must be a one-dimensional list of client ids, got {checks.shown(cohort)}"
+        ) from error
     if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ConfigurationError(
             f"cohort must be a one-dimensional list of at least 1 integer client id, got {ids.dtype}{list(ids.shape)}"

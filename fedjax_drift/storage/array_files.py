@@ -1,8 +1,8 @@
 """The arrays of a checkpoint in files. Process i writes the shards on its devices to the file ``arrays.i``.
 
-The first line of a file is JSON with one entry [array, bounds on every axis, number of bytes] per shard. After it follow
-the bytes of the shards, in the same order. Blocks of zeros are holes of the file, for example the states of clients that
-have never taken part.
+The first line of a file is JSON with one entry [array, bounds on every axis, number of bytes] per shard. After it
+follow the bytes of the shards, in the same order. Blocks of zeros are holes of the file, for example the states of
+clients that have never taken part.
 
 A checkpoint can be read with another number of processes and devices. A region of an array is then read from all shards
 that overlap with it. `contents.checksums` checks the bytes.

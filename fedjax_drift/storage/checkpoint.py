@@ -95,7 +95,9 @@ class Checkpoints:
         if self.every is not None:
             set_to("every", checks.integer("every", self.every, 1, fix="None means: save only by seconds="))
         if self.seconds is not None:
-            set_to("seconds", checks.positive("seconds", self.seconds, "None means: save only by every=", computed=False))
+            set_to(
+                "seconds", checks.positive("seconds", self.seconds, "None means: save only by every=", computed=False)
+            )
         set_to("keep", checks.integer("keep", self.keep, 1))
         if self.best is not None:
             checks.text("best", self.best, 'an entry of the records such as "accuracy", or None')
@@ -113,9 +115,7 @@ class Checkpoints:
         try:
             numbers = [int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal()]
         except OSError as error:
-            raise ConfigurationError(
-                f"folder must be readable, got {self.path} ({error.strerror})"
-            ) from error
+            raise ConfigurationError(f"folder must be readable, got {self.path} ({error.strerror})") from error
         return sorted(number for number in set(numbers) if os.path.lexists(self.place(number)))
 
     def place(self, round: int) -> Path:  # noqa: A002
@@ -218,8 +218,8 @@ class Checkpoints:
         if changed := [f"{name} {version}, now {current.get(name)}" for name, version in about.versions.items()
                        if current.get(name) != version]:  # fmt: skip
             checks.warn(
-                f"the checkpoint of round {t} was written with {', '.join(changed)}: the run continues, but its results "
-                "may differ in the last bits"
+                f"the checkpoint of round {t} was written with {', '.join(changed)}: the run continues, but its "
+                "results may differ in the last bits"
             )
         leaves = read_arrays(self.place(t), spec, about)
         return restored_state(spec, about, leaves, strict), about.history

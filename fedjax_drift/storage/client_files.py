@@ -68,8 +68,8 @@ class ClientFiles:
         try:
             lock(
                 self.states,
-                f"path must be a client store that is not in use, got {path}, which is open already, in another process "
-                "or in this one: close it there, or choose another folder",
+                f"path must be a client store that is not in use, got {path}, which is open already, in another "
+                "process or in this one: close it there, or choose another folder",
             )
         except BaseException:
             self.states.close()
@@ -189,8 +189,8 @@ def _checksum(client: int, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _transfer(call: Callable[..., int], file: int, parts: list[np.ndarray], offset: int) -> bool:
-    """Reads or writes all bytes of ``parts`` (uint8, contiguous), starting at ``offset``. False if the file ends early.
-    """
+    """Reads or writes all bytes of ``parts`` (uint8, contiguous), starting at ``offset``. False if the file ends
+    early."""
     left = sum(map(len, parts))
     while left:
         done = call(file, parts[:MOST_BUFFERS], offset)
@@ -223,7 +223,8 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def check_empty(path: Path) -> None:
-    """Raises ConfigurationError if the folder has files. Files of a `ClientStore.create` that was killed are allowed."""
+    """Raises ConfigurationError if the folder has files. Files of a `ClientStore.create` that was killed are
+    allowed."""
     files = {file.name for file in path.iterdir()}
     unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size
     if others := sorted(files - ({STATES, NEW_INDEX} if unfinished else set())):

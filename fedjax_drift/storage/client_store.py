@@ -314,9 +314,7 @@ class ClientStore:
         """
         table, records = self._now()
         ids = self._check_ids(ids)
-        t = checks.integer(
-            "round", round, table.round + 1, fix=f"round {table.round} was the last one committed"
-        )
+        t = checks.integer("round", round, table.round + 1, fix=f"round {table.round} was the last one committed")
         rows = self._check_states(states, len(ids))
         present = ids < self.num_clients
         if len(np.unique(ids[present])) < present.sum():

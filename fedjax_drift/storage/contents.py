@@ -93,8 +93,8 @@ def arrays_of(state: ServerState) -> PyTree:
 
 
 def layout(spec: Specification, arrays: PyTree) -> list[list]:
-    """Returns [name, dtype, shape] of every array. It does not depend on the devices: client states have N rows, without
-    padding."""
+    """Returns [name, dtype, shape] of every array. It does not depend on the devices: client states have N rows,
+    without padding."""
     leaves = tree.layout(arrays)
     if spec.states_on_host:
         return leaves
@@ -116,8 +116,8 @@ def restored_state(spec: Specification, about: About, leaves: list[Leaf], strict
     ids, *rows = [np.asarray(leaf) for leaf in leaves[n:]]
     if ids[-1] != spec.num_clients:
         raise OtherRunError(
-            f"the checkpoint must have the states of {spec.num_clients} clients, got {ids[-1]} clients: restore it with "
-            "the data of its run"
+            f"the checkpoint must have the states of {spec.num_clients} clients, got {ids[-1]} clients: restore it "
+            "with the data of its run"
         )
     states = jax.tree.unflatten(jax.tree.structure(expected.clients), rows)
     initial = jax.tree.map(lambda leaf: leaf[-1], states)

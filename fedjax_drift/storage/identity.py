@@ -78,8 +78,8 @@ def identity(
 def settings(value: Any, name: str) -> dict[str, Any]:
     """Returns the plain values in NamedTuples, dataclasses, containers and closures of functions, by dotted name.
 
-    Arrays are compared by their contents. For the code of a function there is an entry that ends in "<code>", except for
-    functions of libraries. Global variables that a function uses are not included.
+    Arrays are compared by their contents. For the code of a function there is an entry that ends in "<code>", except
+    for functions of libraries. Global variables that a function uses are not included.
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
@@ -203,7 +203,8 @@ def _codes(source: str) -> dict[tuple[str, int], str]:
 
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Returns the entries in which two identities differ, with both values as JSON, and the functions with changed code.
+    """Returns the entries in which two identities differ, with both values as JSON, and the functions with changed
+    code.
 
     A captured variable of a user's function may be renamed. If its value is the same, it is not a difference.
     """
@@ -235,7 +236,8 @@ _fingerprints: WeakKeyDictionary[FederatedData, dict[str, Any]] = WeakKeyDiction
 
 
 def fingerprint(data: FederatedData) -> dict[str, Any]:
-    """Returns checksums of the arrays of a federation. For arrays of more than 1 GB only evenly spaced rows are read."""
+    """Returns checksums of the arrays of a federation. For arrays of more than 1 GB only evenly spaced rows are
+    read."""
     if data not in _fingerprints:
         arrays = {name: getattr(data, name) for name in ("sizes", "x", "y", "x_test", "y_test", "mean", "std")}
         plain = {"name": data.name, "redeal": data.redeal}

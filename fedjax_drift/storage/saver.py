@@ -106,13 +106,13 @@ def _history(checkpoints: Checkpoints, spec: Specification, state: ServerState) 
         check_same(checkpoints.path, newest.identity | {"key": newest.key}, _run_identity(checkpoints, spec, state))
     if intact and intact[-1] > t:
         raise ConfigurationError(
-            f"the folder must have no checkpoints of rounds after {t}, the round of the state, got round {intact[-1]} in "
-            f"{checkpoints.path}: resume with checkpoints.restore(sim), or choose another folder"
+            f"the folder must have no checkpoints of rounds after {t}, the round of the state, got round {intact[-1]} "
+            f"in {checkpoints.path}: resume with checkpoints.restore(sim), or choose another folder"
         )
     if newest is not None and newest.round < t:
         checks.warn(
-            f"rounds {newest.round + 1} to {t} were run without checkpoints: the history in {checkpoints.path} does not "
-            "contain them"
+            f"rounds {newest.round + 1} to {t} were run without checkpoints: the history in {checkpoints.path} does "
+            "not contain them"
         )
     return newest.history if newest is not None else [], damaged
 
@@ -237,7 +237,8 @@ class Saver:
                 self.best = contents._replace(leaves=[np.array(leaf) for leaf in contents.leaves])
             except Exception as error:
                 checks.warn(
-                    f"round {int(state.round)}, the best so far, could not be saved ({reason(error)}): the run continues"
+                    f"round {int(state.round)}, the best so far, could not be saved ({reason(error)}): the run "
+                    "continues"
                 )
 
     def finish(self, state: ServerState, history: list[Record]) -> None:
