@@ -92,7 +92,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedavg", "--model", "lenet5"], "CNN does not accept examples of shape (30,)"),
         (["--algorithm", "fedavg", "--dataset", "mnits"], "did you mean 'mnist'?"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "nowhere/mnist.npz"),
-        (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, cut short"),
+        (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, truncated"),
         ([], "required: --algorithm"),
     ],
 )

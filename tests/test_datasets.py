@@ -196,7 +196,7 @@ def test_cifar10_jpegs_are_decoded_once_and_known_by_content(tmp_path: Path, mon
     with np.load(tmp_path / "cifar10_jpeg.npz") as z:
         broken = dict(z) | {"jpeg": z["jpeg"][::-1]}
     np.savez(tmp_path / "cifar10_jpeg.npz", **broken)
-    with pytest.raises(ValueError, match="image 0 is no readable image"):
+    with pytest.raises(ValueError, match="image 0 is not a readable image"):
         load("cifar10", iid(1), tmp_path)
     np.savez(tmp_path / "cifar10.npz", **images(20, 5, (32, 32, 3)))
     assert len(load("cifar10", iid(1), tmp_path).x) == 20

@@ -113,7 +113,8 @@ def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data
         source = "over_selection" if over_selected else "data.redealt()"
         raise ConfigurationError(
             f"the privacy accounting of {aggregation.name} needs clients that do not influence each other, got "
-            f"{source}, with which one client changes the messages of others or whether they are aggregated: leave it out"
+            f"{source}, with which one client changes the messages of others or whether they are aggregated: leave it "
+            "out"
         )
 
 
