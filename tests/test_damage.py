@@ -49,16 +49,20 @@ def test_a_hundred_damaged_files() -> None:
         ("jpegs npz", "offsets that wrap", "offsets must rise from 0"),
         ("idx gz", "three bytes", "its header must have the lengths of 3 axes, got others: copy it again"),
         ("idx gz", "bomb", "its array must unpack to at most 1073741824 bytes, got 2147483648"),
-        ("idx gz", "long bomb", "promises 40768 values, got more: copy it again"),
+        ("idx gz", "long bomb", "must have 40768 values, as its header says, got more: copy it again"),
         ("cifar10 pickle", "lists within lists", "data must be an array and labels a list of integers"),
-        ("cinic png", "bomb", "is no readable image .*exceeds limit.*: copy or make the file again"),
-        ("cinic png", "gif", "is no readable image"),
+        ("cinic png", "bomb", "is not a readable image .*exceeds limit.*: copy or write the file again"),
+        ("cinic png", "gif", "is not a readable image"),
         ("tiny_imagenet wnids", "not UTF-8", r"wnids\.txt is damaged.*'utf-8' codec can't decode"),
-        ("tiny_imagenet wnids", "twice", "must hold different ids"),
+        ("tiny_imagenet wnids", "twice", "must be different ids"),
         ("leaf json", "deep", "is damaged.*recursion"),
         ("fedjax sqlite", "an endless view", "must have a table federated_data, got CREATE VIEW .*: download it again"),
-        ("fedjax sqlite", "a bomb", "data of client .* must be whole and unpack to at most 134217728 bytes, got more"),
-        ("fedjax sqlite", "a generated blob", "damaged or none of FedJAX's SQLite files .*too big"),
+        (
+            "fedjax sqlite",
+            "a bomb",
+            "data of client .* must be complete and at most 134217728 bytes unpacked, got more",
+        ),
+        ("fedjax sqlite", "a generated blob", "damaged or not one of FedJAX's files .*too big"),
         ("fedjax sqlite", "a folder", "Is a directory: check the file and its permissions"),
         ("tff h5", "bomb", "pixels must unpack to at most 1073741824 bytes, got 3136000000: copy the file"),
         ("tff h5", "huge", "pixels must be at most the 0 bytes that are there, got 3136000000000: copy or make"),
@@ -95,7 +99,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch) -> None:
     whole = damage.digest(one.load(tmp_path))
     for change in (one.crafted["huge shape"], one.crafted["deep header"], lambda path: path.write_bytes(b"")):
         change(path)
-        with pytest.warns(UserWarning, match="making the cached data again: .*" + path.name):
+        with pytest.warns(UserWarning, match="the cached data are computed again: .*" + path.name):
             assert damage.digest(one.load(tmp_path)) == whole
 
 

@@ -196,7 +196,7 @@ def test_cifar10_jpegs_are_decoded_once_and_known_by_content(tmp_path: Path, mon
     with np.load(tmp_path / "cifar10_jpeg.npz") as z:
         broken = dict(z) | {"jpeg": z["jpeg"][::-1]}
     np.savez(tmp_path / "cifar10_jpeg.npz", **broken)
-    with pytest.raises(ValueError, match="image 0 is no readable image"):
+    with pytest.raises(ValueError, match="image 0 is not a readable image"):
         load("cifar10", iid(1), tmp_path)
     np.savez(tmp_path / "cifar10.npz", **images(20, 5, (32, 32, 3)))
     assert len(load("cifar10", iid(1), tmp_path).x) == 20
@@ -348,7 +348,7 @@ def test_fedprox_synthetic() -> None:
         (("glyphs",), {"num_writer": 2}, "options of glyphs are num_writers, num_classes: did you mean 'num_writers'"),
         (("glyphs",), {"num_classes": 63}, "num_classes must be in 1..62, got 63"),
         (("mnist",), {"num_writers": 2}, "mnist has no options"),
-        (("mnist", 100), {}, "partition must be a recipe"),
+        (("mnist", 100), {}, "partition must be a partitioner"),
         (("synthetic",), {"alpha": -1.0}, "alpha must be a finite number >= 0"),
         (("synthetic",), {"beta": float("nan")}, "beta must be a finite number >= 0"),
         (("synthetic",), {"variant": "fedpox"}, "did you mean 'fedprox'"),

@@ -205,7 +205,7 @@ def test_donation_overwrites_the_state_but_not_the_callers_params(data) -> None:
     after, _ = sim.round_fn(state)
     assert_equal(after.params, plain.round_fn(plain.init(jax.random.key(0), params=params))[0].params)
     assert jax.tree.leaves(state.clients)[0].is_deleted()
-    with pytest.raises(ValueError, match="donated to a round: go on from the state which that round returned"):
+    with pytest.raises(ValueError, match="donated to a round: use the state that this round returned"):
         sim.round_fn(state)
     assert jax.tree.leaves(params)[0] is not None and np.isfinite(params["a"]).all()
 

@@ -129,13 +129,13 @@ def test_the_states_on_the_host_are_the_newest(data, tmp_path) -> None:
     sim = simulate(data, bank=tmp_path / "bank")
     start = sim.init(jax.random.key(0))
     state, _ = sim.run(start, 2, progress=False)
-    with pytest.raises(ValueError, match="of round 0, but its clients have been overwritten up to round 2"):
+    with pytest.raises(ValueError, match="of round 0 whose client states were overwritten in round 2"):
         sim.round_fn(start)
-    with pytest.raises(ValueError, match="must be a bank that nobody else uses"):
+    with pytest.raises(ValueError, match="must be a client store that is not in use"):
         simulate(data, bank=tmp_path / "bank").init(jax.random.key(0))
     with pytest.raises(ValueError, match="outside JAX"):
         jax.lax.scan(lambda s, _: sim.round_fn(s), state._replace(clients=()), None, length=2)
-    with pytest.raises(ValueError, match="keeps its clients on the devices"):
+    with pytest.raises(ValueError, match="whose client states are on the devices"):
         sim.round_fn(simulate(data).init(jax.random.key(0)))
 
 
@@ -161,8 +161,8 @@ def test_a_folder_of_states_is_reopened_only_by_its_own_run(data, tmp_path) -> N
     with pytest.raises(ValueError, match="key"):
         build().reopen(saved._replace(key=jax.random.key(1)))
     for other, message in (
-        (build(local=fd.LocalTraining(epochs=2, batch_size=4, lr=0.3)), "local.lr.: 0.2 in the bank, not 0.3"),
-        (build(cohort_size=8), "cohort_size.: 7 in the bank, not 8"),
+        (build(local=fd.LocalTraining(epochs=2, batch_size=4, lr=0.3)), "local.lr.: 0.2 in the client store, not 0.3"),
+        (build(cohort_size=8), "cohort_size.: 7 in the client store, not 8"),
         (build(dropout=0.5), "failures.dropout"),
     ):  # one identity for folders of states and for checkpoints
         with pytest.raises(ValueError, match=f"belongs to another simulation: .*{message}"):
@@ -174,7 +174,7 @@ def test_a_folder_of_states_knows_its_hyper_parameters(data, tmp_path) -> None:
     state = build(0.1).init(jax.random.key(0))
     saved = jax.device_get(state._replace(clients=()))
     state.clients.close()
-    with pytest.raises(ValueError, match="alpha'?: 0.1 in the bank, not 0.01"):
+    with pytest.raises(ValueError, match="alpha'?: 0.1 in the client store, not 0.01"):
         build(0.01).reopen(saved)
     assert int(build(0.1).reopen(saved).round) == 0
 
