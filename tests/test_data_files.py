@@ -490,7 +490,7 @@ def test_damaged_databases(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a.sqlite"):
         fd.datasets.from_fedjax(path)
     path.write_bytes(b"hello" * 1000)
-    with pytest.raises(ValueError, match="none of FedJAX's SQLite files"):
+    with pytest.raises(ValueError, match="not one of FedJAX's files"):
         fd.datasets.from_fedjax(path)
     for change, said in (
         ("UPDATE federated_data SET num_examples = 3", r"must be 3 rows, got \[2, 3\]"),
@@ -513,7 +513,7 @@ def test_damaged_hdf5(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="a.h5"):
         fd.datasets.from_tff(path)
     write_tff(path, {"a": (np.ones((2, 3)), np.arange(3))})
-    with pytest.raises(ValueError, match=r"inputs of client 'a' must be 3 rows, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"inputs of client 'a' must have 3 rows, got \[2, 3\]"):
         fd.datasets.from_tff(path)
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match="a.h5"):
