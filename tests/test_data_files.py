@@ -130,8 +130,8 @@ def test_damaged_idx_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     raw = gzip.decompress(whole)
     for content, said in (
-        (whole[:500], "damaged, cut short"),
-        (b"hello", "damaged, cut short"),
+        (whole[:500], "damaged, truncated"),
+        (b"hello", "damaged, truncated"),
         (gzip.compress(raw[:-1]), "must have 40768 values, as its header says, got 40767"),
         (gzip.compress(b"\0\0\x0d" + raw[3:]), "no idx file of bytes"),
         (gzip.compress(b""), "no idx file of bytes"),
@@ -464,7 +464,7 @@ def test_damaged_json(tmp_path: Path) -> None:
     write_leaf(path, {"a": (np.ones((2, 3)), np.arange(2))})
     whole = path.read_text()
     for content, said in (
-        (whole[:-20], "damaged, cut short"),
+        (whole[:-20], "damaged, truncated"),
         ("[]", "must have LEAF's users, num_samples and user_data"),
         (whole.replace('"a": {', '"b": {'), "damaged"),
         (whole.replace('"x"', '"z"'), "damaged"),
