@@ -484,7 +484,7 @@ def test_folders_that_will_not_do(tmp_path) -> None:
         ("file/below", "Not a directory"),
         ("/dev/null/bank", "files can be written and locked, got /dev/null/bank"),
         ("used", "must be a new or empty folder, got .*/used, which has states: choose another folder"),
-        (".", "which holds bank; file; used"),
+        (".", "which has bank; file; used"),
         ("bank", "which has a client store: choose another folder, or open"),
     ]:
         with pytest.raises(ValueError, match=message):

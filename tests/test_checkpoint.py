@@ -777,7 +777,7 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
         patch.setattr(progress.Bar, "update", terminated)
         assert cli.main([*TINY, "--output", str(folder)]) == 143
     said = capsys.readouterr().err
-    assert f" rounds; to go on: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said
+    assert f" rounds; to resume: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said
     assert not (folder / "curves.png").exists()
     (folder / "rounds.jsonl").write_text("")  # whatever a kill has left of it
     with files.lock_folder(folder / "checkpoints", "it"):

@@ -76,7 +76,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedavg", "--measure-every", "2"], "--measure-every needs --measure, got 2"),
         (
             ["--algorithm", "fedavg", "--measure", "labels", "--measure-every", "3"],
-            "must be in 1..2, the rounds, got 3",
+            "must be in 1..2, the number of rounds, got 3",
         ),
         (["--algorithm", "fedavg", "--redeal", "even"], "must be evenly or a number > 0, got 'even'"),
         (["--algorithm", "fedavg", "--redeal", "0"], "must be evenly or a number > 0, got '0'"),
@@ -166,7 +166,7 @@ def test_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fd.Simulation, "sweep", stopped)
         assert cli.main([*several, "--output", str(folder)]) == 130
-    assert 6 <= len(records(folder)) < 120 and "to go on: fedjax-drift run --resume" in capsys.readouterr().out
+    assert 6 <= len(records(folder)) < 120 and "to resume: fedjax-drift run --resume" in capsys.readouterr().out
     assert cli.main(["run", "--resume", str(folder)]) == 0
     table = capsys.readouterr().out
     assert max(map(len, table.replace(str(tmp_path), "").splitlines())) <= 80
@@ -263,7 +263,7 @@ def test_an_algorithm_that_diverges_makes_way_for_the_next(tmp_path, capsys):
     command = [*TINY, "--algorithm", "fedgvr", "--algorithm", "feddyn:alpha=1", "--lr", "1e38", "--epochs", "3"]
     assert cli.main([*command, "--output", str(folder)]) == 1
     printed, error = capsys.readouterr()
-    assert "error: stopped fedgvr after 0 of 2 rounds: round 0: the evaluation that fedgvr steers by" in error
+    assert "error: stopped fedgvr after 0 of 2 rounds: round 0: the evaluation that fedgvr uses" in error
     assert "stopped: fedgvr after 0 of 2 rounds" in printed and re.search(r"cohort's mean +\d", printed)
     done = records(folder)
     assert [r["algorithm"] for r in done] == 2 * ["feddyn:alpha=1"] and done[-1]["train_loss"] is None

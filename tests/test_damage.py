@@ -42,7 +42,7 @@ def test_a_hundred_damaged_files() -> None:
         (
             "images npz",
             "unclosed header",
-            "is damaged, cut short, too large or of another kind .*: copy or make it again",
+            "is damaged, truncated, too large or of another kind .*: copy or write it again",
         ),
         ("images npz", "objects", "must be numbers, got objects, and allow_pickle is off: save it as numbers"),
         ("images npz", "a pipe", "mnist.npz must be a file, got a pipe or a device: put the file there"),

@@ -130,8 +130,8 @@ def test_damaged_idx_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     raw = gzip.decompress(whole)
     for content, said in (
-        (whole[:500], "damaged, cut short"),
-        (b"hello", "damaged, cut short"),
+        (whole[:500], "damaged, truncated"),
+        (b"hello", "damaged, truncated"),
         (gzip.compress(raw[:-1]), "must have 40768 values, as its header says, got 40767"),
         (gzip.compress(b"\0\0\x0d" + raw[3:]), "no idx file of bytes"),
         (gzip.compress(b""), "no idx file of bytes"),
@@ -464,7 +464,7 @@ def test_damaged_json(tmp_path: Path) -> None:
     write_leaf(path, {"a": (np.ones((2, 3)), np.arange(2))})
     whole = path.read_text()
     for content, said in (
-        (whole[:-20], "damaged, cut short"),
+        (whole[:-20], "damaged, truncated"),
         ("[]", "must have LEAF's users, num_samples and user_data"),
         (whole.replace('"a": {', '"b": {'), "damaged"),
         (whole.replace('"x"', '"z"'), "damaged"),
@@ -490,7 +490,7 @@ def test_damaged_databases(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a.sqlite"):
         fd.datasets.from_fedjax(path)
     path.write_bytes(b"hello" * 1000)
-    with pytest.raises(ValueError, match="none of FedJAX's SQLite files"):
+    with pytest.raises(ValueError, match="not one of FedJAX's files"):
         fd.datasets.from_fedjax(path)
     for change, said in (
         ("UPDATE federated_data SET num_examples = 3", r"must be 3 rows, got \[2, 3\]"),
@@ -513,7 +513,7 @@ def test_damaged_hdf5(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="a.h5"):
         fd.datasets.from_tff(path)
     write_tff(path, {"a": (np.ones((2, 3)), np.arange(3))})
-    with pytest.raises(ValueError, match=r"inputs of client 'a' must be 3 rows, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"inputs of client 'a' must have 3 rows, got \[2, 3\]"):
         fd.datasets.from_tff(path)
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match="a.h5"):

@@ -228,7 +228,7 @@ def test_fairness_shows_quantiles_and_the_worst_tenth():
     assert figure.axes[0].lines[0].get_ydata().tolist() == [2.0, 2.0, 0.5] and "Loss" in figure.axes[0].get_ylabel()
     with pytest.raises(ValueError, match="scores of at least 1 client"):
         plots.fairness({"FedAvg": {"loss": np.array([np.nan])}})
-    with pytest.raises(ValueError, match="scores must be what Simulation.evaluate_clients"):
+    with pytest.raises(ValueError, match="scores must be the result of Simulation.evaluate_clients"):
         plots.fairness([accuracy])
 
 

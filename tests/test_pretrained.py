@@ -57,7 +57,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "empty.npz").write_bytes(b"")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "small.npz").read_bytes()[:-40])
     for name in ("one.npy", "text.npz", "empty.npz", "cut.npz"):
-        with pytest.raises(ValueError, match=f"{name}: it is not an npz"):
+        with pytest.raises(ValueError, match=f"{name}: it is no npz"):
             load_params(small, tmp_path / name)
 
 

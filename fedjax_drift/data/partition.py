@@ -327,7 +327,10 @@ def _sizes(rng: np.random.Generator, num_rows: int, num_clients: int, sigma: flo
 
 
 def _apportion(total: int, weights: np.ndarray, offset: float = 0.5) -> np.ndarray:
-    """Returns integers that sum to total and differ from total * weights / sum(weights) by at most 1. Weight 0 gives 0."""
+    """Returns integers that sum to total and differ from total * weights / sum(weights) by at most 1.
+
+    Weight 0 gives 0.
+    """
     upto = np.cumsum(weights)
     cuts = np.floor(total * (upto / upto[-1]) + offset)
     return np.diff(np.minimum(cuts, total).astype(np.int64), prepend=0)
