@@ -238,9 +238,7 @@ def copy_rate(size: int) -> float:
     import jax.numpy as jnp
 
     a = jnp.ones(size // 4, jnp.float32)
-    add = jax.jit(
-        lambda a: a + 1, donate_argnums=0
-    )  # donated, because with new memory a CPU would time the allocation of pages
+    add = jax.jit(lambda a: a + 1, donate_argnums=0)  # donated, or else a CPU would time the allocation of pages
 
     def move() -> jax.Array:
         nonlocal a

@@ -30,12 +30,7 @@ WORKLOADS = {
     "emnist_cnn": Workload("emnist_cnn", equal_sizes(20, 200), 8, 20),
     RESNET: Workload(RESNET, equal_sizes(4, 50), 2, 50),
 }
-WANTED = {
-    "lenet5": 40,
-    "mnist_2nn": 90,
-    "cifar_cnn": 55,
-    "mnist_cnn": 55,
-}  # the targets, in percent of the CPU's product rate
+WANTED = {"lenet5": 40, "mnist_2nn": 90, "cifar_cnn": 55, "mnist_cnn": 55}  # targets, percent of the product rate
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
@@ -63,9 +58,7 @@ def share(name: str, arguments: argparse.Namespace, bandwidth: float | None, n: 
     for _ in range(arguments.turns):
         rate = measure.matmul_rate(n)
         took = statistics.median(measure.round_seconds(sim, 3, warm=1))
-        rate = max(
-            rate, measure.matmul_rate(n)
-        )  # measured before and after, because a limit that is too low would give a share that is too high
+        rate = max(rate, measure.matmul_rate(n))  # also measured after the round, in case the first one was disturbed
         least = max(needed / rate, moved / bandwidth if bandwidth else 0)
         shares, times, rates = [*shares, 100 * least / took], [*times, took], [*rates, rate]
     took, rate = statistics.median(times), statistics.median(rates)

@@ -30,16 +30,8 @@ from experiments.tables.papers import LOCAL_OPTIONS, Cell, Score, Series, Table,
 
 SAVE_SECONDS = 30.0  # the time between two saves
 TARGET_SECONDS = 30.0  # a cell with a target checks about this often whether all seeds have reached it
-BOOKKEEPING = {
-    "round",
-    "seconds",
-    "clients",
-    "lr",
-    "steps",
-    "executed_steps",
-    "executed_ratio",
-    "asked",
-}  # entries that are not stored
+# The entries of the records that are not stored.
+BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "asked"}
 DATA_OPTIONS = ("dataset", "partition", "clients", "size_sigma", "data_dir", "data_seed", "redeal")
 TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has
 Record = dict[str, Any]
@@ -232,10 +224,7 @@ def _run_cell(cell: Cell, seeds: Sequence[int], output: Path, parsed: fd.ParsedR
     """Runs the seeds side by side until the last round or the target, and writes their results."""
     folder = _partial(cell, output)
     begun = [seed for seed in seeds if fd.Checkpoints(folder / f"seed-{seed}").rounds]
-    for group in (
-        begun,
-        [seed for seed in seeds if seed not in begun],
-    ):  # all seeds of a sweep must be at the same round
+    for group in (begun, [seed for seed in seeds if seed not in begun]):  # the seeds of a sweep must be at one round
         if group:
             runs = _sweep(cell, group, folder, parsed, progress)
             results = read_results(output / cell.file)
@@ -344,10 +333,7 @@ def _locked(folder: Path) -> Iterator[bool]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
-        except (
-            BlockingIOError,
-            FileNotFoundError,
-        ):  # FileNotFoundError: another process has just finished the cell and removed the folder
+        except (BlockingIOError, FileNotFoundError):  # not found: another process has just removed the folder
             is_ours = False
         try:
             yield is_ours
