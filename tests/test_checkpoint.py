@@ -406,7 +406,7 @@ def test_folders_that_will_not_do(device, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     state = device.init(KEY)
     for folder in (tmp_path / "file", tmp_path / "file/below", "/dev/null/checkpoints"):
-        with pytest.raises(ValueError, match="folder must be where files can be written, got "):
+        with pytest.raises(ValueError, match="folder must be a folder where files can be written, got "):
             run(device, state, 1, folder)
     with monkeypatch.context() as read_only:
         refused = OSError(errno.EROFS, "Read-only file system")

@@ -136,7 +136,7 @@ def test_what_was_trained_can_be_taken_out(tmp_path):
         {"model": {"name": "none"}}, {"model": {"name": "linear", "depth": 3}},
     ):  # fmt: skip
         (folder / "config.json").write_text(json.dumps({**config, **edited} if edited else edited))
-        with pytest.raises(ValueError, match=f"{folder}, whose config.json can't be read .*"):
+        with pytest.raises(ValueError, match=f"{folder}, whose config.json can't be read: .*"):
             fd.load_run(folder, "fedavg")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "fedavg" / "model.npz").unlink()

@@ -468,7 +468,7 @@ def test_damaged_json(tmp_path: Path) -> None:
         ("[]", "must have LEAF's users, num_samples and user_data"),
         (whole.replace('"a": {', '"b": {'), "damaged"),
         (whole.replace('"x"', '"z"'), "damaged"),
-        (whole.replace('"num_samples": [2]', '"num_samples": [3]'), r"must be 3 rows, got \[2, 3\]"),
+        (whole.replace('"num_samples": [2]', '"num_samples": [3]'), r"must have 3 rows, got \[2, 3\]"),
         (whole.replace("[1.0, 1.0, 1.0]]", "[1.0]]"), "must have the same shape"),
         (whole.replace("1.0", '"word"'), "must be numbers: encode text"),
     ):
@@ -493,7 +493,7 @@ def test_damaged_databases(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not one of FedJAX's files"):
         fd.datasets.from_fedjax(path)
     for change, said in (
-        ("UPDATE federated_data SET num_examples = 3", r"must be 3 rows, got \[2, 3\]"),
+        ("UPDATE federated_data SET num_examples = 3", r"must have 3 rows, got \[2, 3\]"),
         ("UPDATE federated_data SET data = substr(data, 1, 20)", "damaged"),
         ("UPDATE federated_data SET data = x'00'", "damaged"),
         ("DROP TABLE federated_data", "no such table"),

@@ -97,7 +97,7 @@ def _without(key: str) -> dict[str, np.ndarray]:
         (images() | {"x_train": np.full((40, 28, 28), np.nan, np.float32)}, "x_train must be finite"),
         (images(shape=(32, 32, 3)), r"shape \[rows, 28, 28, 1\], got \[40, 32, 32, 3\]"),
         (images(test_rows=0), "x_test must have at least 1 row"),
-        (images() | {"x_train": np.array([None] * 40)}, "allow_pickle"),
+        (images() | {"x_train": np.array([None] * 40)}, "Python objects"),
     ],
 )
 def test_foreign_arrays_are_refused(tmp_path: Path, change: dict[str, np.ndarray], message: str) -> None:
@@ -286,7 +286,9 @@ def test_without_a_network_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError("unreachable")
 
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", None)
-    with pytest.raises(FileNotFoundError, match=r"needs TensorFlow, once: pip install \"fedjax-drift\[prepare\]\""):
+    with pytest.raises(
+        FileNotFoundError, match=r"TensorFlow is needed once to prepare it: pip install \"fedjax-drift\[prepare\]\""
+    ):
         files.from_tfds("fashion_mnist")
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(files.urllib.request, "getproxies", dict)

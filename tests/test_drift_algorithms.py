@@ -544,7 +544,10 @@ BAD = [
         lambda: federate(fd.algorithms.fedgvr(), (regression(), LINE)),
         r"fedgvr needs the test accuracy, got an evaluation without it: use a classifier",
     ),
-    (lambda: run(fd.algorithms.fedavg(), model=counting()), r"parameters must be floating, got int32 at \['n'\]"),
+    (
+        lambda: run(fd.algorithms.fedavg(), model=counting()),
+        r"parameters must have a floating dtype, got int32 at \['n'\]",
+    ),
     (lambda: run(fd.algorithms.fedgvrgm(), lr=1e30), r"round 0: the evaluation that fedgvrgm uses must be finite"),
 ]
 

@@ -238,7 +238,7 @@ def test_what_is_no_classifier_has_pictures_too():
     assert points(test.lines[0]) == [[1, 3], [2, 1.5]] and "Test loss" in test.get_title()
     rows = [(np.zeros((n, 2), np.float32), np.zeros(n, np.float32)) for n in (3, 5)]
     (sizes,) = plots.federation(fd.FederatedData.from_clients(rows)).axes
-    assert sizes.get_title() == "Sizes (8 rows in all)"
+    assert sizes.get_title() == "Sizes (8 examples in all)"
 
 
 def test_records_of_any_form(tmp_path):

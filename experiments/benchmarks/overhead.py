@@ -1,7 +1,7 @@
-"""What an almost empty round costs: linear model, 10 clients of 20 rows, one batch each. Milliseconds a round.
+"""The overhead of a round, in milliseconds: a linear model, 10 clients with 20 examples each, one batch per client.
 
-`run` sends off many rounds at once; a loop over `round_fn` comes back to Python in each. And what it costs to look
-whether every client's update is finite: rounds with and without that, in turn.
+`run` dispatches many rounds together. A loop over `round_fn` returns to Python in every round. The benchmark also
+measures the cost of checking that all updates are finite, with interleaved rounds with and without this check.
 
 python experiments/benchmarks/overhead.py [--rounds 2000] [--repeats 5]
 """
@@ -73,7 +73,7 @@ def wanted() -> float | None:
 
 
 def run_seconds(sim: fd.Simulation, arguments: argparse.Namespace, evaluated: int) -> list[float]:
-    """Seconds a round of `run`, its records included."""
+    """Returns the seconds per round of `run`, including its records."""
     state, _ = sim.run(sim.init(jax.random.key(0)), arguments.rounds, evaluated, progress=False)  # compiles
     times = []
     for _ in range(arguments.repeats):
@@ -88,7 +88,7 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--turns", type=int, default=40, help="rounds with and without the check, in turn")
+    parser.add_argument("--turns", type=int, default=40, help="number of interleaved rounds with and without the check")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.repeats, arguments.turns = 5, 1, 1

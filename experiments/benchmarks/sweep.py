@@ -1,9 +1,9 @@
-"""Eight seeds as one sweep, against eight runs in a row and against one run. Seconds for all rounds of all seeds.
+"""Eight seeds as one sweep, compared with eight runs one after another and with one run, in seconds for all rounds.
 
     python experiments/benchmarks/sweep.py [--seeds 8] [--turns 5]
 
-Linear: 10 of 100 clients x 20 rows of 30 features a round, 500 rounds. 2NN: 10 of 100 clients x 100 images of 28x28 a
-round, batch 50, 40 rounds. Everything is compiled before it is timed.
+Linear model: 10 of 100 clients per round, 20 examples of 30 features each, 500 rounds. 2NN: 10 of 100 clients per
+round, 100 images of 28x28 each, batch size 50, 40 rounds. Compilation is not timed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def compare(name: str, sim: fd.Simulation, rounds: int, arguments: argparse.Name
         for way, (call, seeds) in ways.items():
             start = time.perf_counter()
             call(range(seeds))
-            if turn:  # the first one compiles
+            if turn:  # the first turn compiles
                 times[way].append(time.perf_counter() - start)
     for way, taken in times.items():
         yield measure.row(f"{name}, {rounds} rounds, seeds: {ways[way][1]}, {way}", taken, "s")

@@ -1,9 +1,9 @@
-"""The workloads of accelerator.py as a plain PyTorch loop over clients, on the same device: seconds a round.
+"""The workloads of accelerator.py as a plain PyTorch loop over clients, on the same device: seconds per round.
 
     python experiments/benchmarks/torch_loop.py [--workloads "lenet5 100" ...] [--rounds 5]
 
-One client after another, one batch after another, images on the device, weighted sum of the models: how federated
-averaging is written by hand. float32 products run in TF32 where the device has it, as in JAX's default there.
+This is federated averaging as one would write it by hand: one client after another, one batch after another, images on
+the device, weighted sum of the models. float32 products use TF32 if the device has it, like JAX's default.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def network(name: str) -> nn.Module:
     for width in shape.hidden:
         parts += [nn.LazyLinear(width), nn.ReLU(), nn.Dropout(shape.dropout[1])]
     made = nn.Sequential(*parts, nn.LazyLinear(shape.classes))
-    made(torch.zeros(1, shape.image[-1], *shape.image[:2]))  # the first call sizes the dense layers
+    made(torch.zeros(1, shape.image[-1], *shape.image[:2]))  # the first call determines the sizes of the dense layers
     return made
 
 
@@ -119,7 +119,12 @@ def rows(arguments: argparse.Namespace, device: torch.device) -> Iterator[measur
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=5, help="after one that warms up; 2 in all with 3,400 clients")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of timed rounds, after one warm-up round; workloads with 3,400 clients run 2 rounds",
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.workloads, arguments.rounds = ["lenet5 10", "feddc_resnet18"], 1

@@ -1,12 +1,15 @@
-"""Executed / needed local steps where clients are uneven: FEMNIST-like sizes (mean 197 rows, spread 85), batch 20.
+"""Executed / needed local steps for clients of different sizes, as in FEMNIST (mean 197 examples, standard deviation
+85).
 
     python experiments/benchmarks/uneven_clients.py [--rounds 50] [--time]
 
-Sorting the cohort by local steps before cutting it into groups of lanes is what keeps the ratio low; 1 lane wastes
-nothing. No network is trained (a linear model of one feature), so the counts are the engine's own.
+The batch size is 20. L clients are trained side by side (L lanes), so a group of L clients executes as many steps as
+its largest client. The ratio is low because the cohort is sorted by local steps before it is split into groups. With L
+= 1 it is 1. The benchmark trains a linear model with one feature, because only the steps are counted.
 
-With --time: what a round of uneven clients takes (LeNet-5) beside one of equal clients with the same number of steps,
-in turn, lanes as chosen by "auto". That ratio bounds what packing the cohort's steps into lanes could gain here.
+With --time: the time of a round (LeNet-5, lanes="auto") with clients of different sizes, compared with clients of equal
+size with the same number of steps in total. The rounds are interleaved. The ratio is an upper bound of the speedup that
+a perfect packing of the steps into lanes could give.
 """
 
 from __future__ import annotations

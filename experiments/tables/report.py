@@ -1,4 +1,4 @@
-"""Our numbers beside the papers': tables, curves, and whether the methods come in the papers' order."""
+"""Writes pages with our numbers beside those of the papers: tables, curves, and the order of the methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRINTED_OR_NOT = (
     "claims that the paper's numbers show",
     "other claims (settings of our own, and claims of the paper's text that its numbers do not show)",
 )
-INITIALS = ("auc", "cka", "kl", "lp")  # among what is drawn
+INITIALS = ("auc", "cka", "kl", "lp")  # abbreviations among the plotted quantities
 ENDED_EARLY = " A run that reached its target ended in that round, before the number of rounds in its command."
 BETTER, WORSE, ALIKE = "▲", "▼", "≈"
 COMMAND = "python -m experiments.tables"
@@ -34,17 +34,17 @@ class Verdict(NamedTuple):
     score: str
     a: str
     b: str
-    printed: str  # whether the paper's numbers have that order: "yes", "no", "equal", "-" where there are none
+    printed: str  # whether the numbers of the paper have this order: "yes", "no", "equal", or "-" if there are none
     word: str  # "holds", "does not hold", "open"
     text: str  # the difference and its confidence interval
-    interval: bool  # whether there is one
+    interval: bool  # whether there is a confidence interval
 
 
 # --- which results exist ----------------------------------------------------------------------------------------------
 
 
 def results_of(table: Table, folder: Path) -> Results:
-    """All results of a table, for the settings that have any."""
+    """Returns all results of a table, for the settings that have results."""
     results = {
         setting.name: {m: runs for m, cell in setting.cells.items() if (runs := read_results(folder / cell.file))}
         for setting in table.settings.values()
@@ -57,12 +57,12 @@ def has_results(table: Table, folder: Path) -> bool:
 
 
 def folder_with_results(table: Table, folders: Sequence[Path]) -> Path:
-    """The first folder that has results of the table, else the last."""
+    """Returns the first folder that has results of the table, or the last folder if none has."""
     return next((folder for folder in folders if has_results(table, folder)), folders[-1])
 
 
 def status(table: Table, ours: Results) -> str:
-    """ "complete", "12 of 30 cells, 3 in part", or "not run"."""
+    """Returns "complete", "12 of 30 cells, 3 in part", or "not run"."""
     cells = sum(len(setting.cells) for setting in table.settings.values())
     begun = [(table.settings[name].cells[m], runs) for name, methods in ours.items() for m, runs in methods.items()]
     done = sum(complete(cell, runs) for cell, runs in begun)
@@ -71,13 +71,13 @@ def status(table: Table, ours: Results) -> str:
 
 
 def complete(cell: Cell, runs: Mapping[int, Result]) -> bool:
-    """Whether there are all seeds, with all the rounds that they were to have."""
+    """Whether the cell has all seeds with all rounds."""
     done = [run for run in runs.values() if run.reached or run.rounds >= cell.options["rounds"]]
     return len(done) >= max(cell.seeds, len(runs))
 
 
 def listing(tables: Sequence[Table], folders: Sequence[Path]) -> str:
-    """One line for each table."""
+    """Returns one line per table."""
     width = max(len(table.name) for table in tables)
     lines = [f"{'table':{width}}  {'results':26}  what"]
     for table in tables:
@@ -90,7 +90,7 @@ def listing(tables: Sequence[Table], folders: Sequence[Path]) -> str:
 
 
 def write_page(table: Table, folder: Path) -> list[Path]:
-    """Writes <table>.md and its pictures from the results in the folder; returns their paths."""
+    """Writes <table>.md and its plots from the results in the folder. Returns their paths."""
     file, ours = folder / f"{table.name}.md", results_of(table, folder)
     curves = file.with_suffix(".png")
     pictures = [curves] if draw(table, ours, curves) else []
@@ -100,7 +100,7 @@ def write_page(table: Table, folder: Path) -> list[Path]:
 
 
 def page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -> str:
-    """The results in the folder as markdown, with the pictures beside it."""
+    """Returns the results in the folder as Markdown, with links to the plots."""
     return "\n".join(_page(table, folder, ours, pictures)) + "\n"
 
 
@@ -133,7 +133,7 @@ def _has(setting: Setting, score: Score) -> bool:
 
 
 def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
-    """Whether any run has the number, or was to have reached it."""
+    """Whether a run has this number, or had the target of this score."""
     return any(not math.isnan(value) for runs in methods.values() for value in _values(score, runs))
 
 
@@ -182,12 +182,16 @@ def _ours(values: Sequence[float], score: Score, runs: Mapping[int, Result]) -> 
 
 
 def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
-    """Ours less the paper's, and a mark: ▲ and ▼ where it is better and worse than chance makes it, ≈ where not.
+    """Returns our number minus the number of the paper, and a mark.
 
-    Chance: a 95 % t interval of the difference between our mean and the paper's number, of which we take one more run's
-    spread, or the one that is printed. It knows nothing of partitions, which are one of ours and one of theirs. No mark
-    for one seed, for seeds that do not differ, and where only some have the number. Of a target that all or none reach:
-    ▲ where the paper did not reach it, ▼ where ours did not in the paper's rounds.
+    The mark is ▲ if ours is significantly better, ▼ if it is significantly worse, and ≈ otherwise. The test uses a 95 %
+    t interval of the difference between our mean and the number of the paper. The standard deviation of the paper's
+    number is the published one, or else that of our runs. The interval does not include the effect of the partition,
+    because we and the authors used one partition each.
+
+    There is no mark for a single seed, if all seeds are equal, and if only some seeds have the number. If a target is
+    reached by all seeds or by none, the mark is ▲ if the paper did not reach it, and ▼ if our runs did not reach it
+    within the rounds of the paper.
     """
     values = _values(score, runs)
     known = [value for value in values if math.isfinite(value)]
@@ -208,7 +212,7 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
 
 
 def _quantile(n: int) -> float:
-    """Of t, for an interval from the spread of n numbers."""
+    """Returns the 97.5 % quantile of the t distribution for n numbers."""
     from scipy.stats import t
 
     return float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
@@ -236,7 +240,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
     commands, tunings = [], []
     for name, methods in ours.items():
         for method, runs in methods.items():
-            # Seeds that ran side by side share their time.
+            # The time of a sweep belongs to all of its seeds together.
             minutes = sum(run.seconds / run.together for run in runs.values()) / 60
             rounds = "-".join(dict.fromkeys(str(f([run.rounds for run in runs.values()])) for f in (min, max)))
             about = [", ".join(sorted({getattr(run, what) or "?" for run in runs.values()}))
@@ -262,7 +266,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
 
 
 def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
-    """Why something was not run -> the settings, with their methods where some were."""
+    """Returns a dict from the reason why something was not run to the settings, with methods if others were run."""
     reasons: dict[str, list[str]] = {}
     for setting in table.settings.values():
         runs = ours.get(setting.name, {})
@@ -286,9 +290,9 @@ def _not_run(missing: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def draw(table: Table, ours: Results, path: Path) -> bool:
-    """The curves of all settings that were run, with the paper's numbers where they are of what is drawn.
+    """Plots the curves of all settings that were run, with the numbers of the paper if they are about this quantity.
 
-    False, and no picture, where no run has a number to draw.
+    Returns False, and writes no plot, if no run has numbers.
     """
     scale = max((score.scale for score in table.scores.values() if score.of == table.picture), default=1.0)
     scale = 100.0 if "accuracy" in table.picture else scale
@@ -310,7 +314,7 @@ def draw(table: Table, ours: Results, path: Path) -> bool:
 
 
 def draw_label_mixes(table: Table, ours: Results, folder: Path) -> list[Path]:
-    """A picture of the cohorts' labels for each setting, of the first seed of the method that the table names."""
+    """Plots the labels of the cohorts for each setting, for the first seed of the method that the table names."""
     mixes = {}
     for name, methods in ours.items():
         first = next(iter(methods.get(table.label_mix, {}).values()), None)
@@ -334,7 +338,7 @@ def _curve(run: Result, entry: str, scale: float) -> tuple[list[int], list[float
 def _marks(
     table: Table, setting: str, methods: Mapping[str, Mapping[int, Result]], scale: float
 ) -> dict[str, list[tuple[float | None, float]]]:
-    """The paper's numbers that are points of our curves; none of a round that we did not get to."""
+    """Returns the numbers of the paper as points, without rounds that our runs did not reach."""
     last = max(run.rounds for runs in methods.values() for run in runs.values())
     marks: dict[str, list[tuple[float | None, float]]] = {}
     for name, printed in table.settings[setting].printed.items():
@@ -349,7 +353,7 @@ def _marks(
 
 
 def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale: float) -> list[tuple[float, float]]:
-    """Where our runs reached the targets of which the paper has the rounds."""
+    """Returns the points where our runs reached the targets for which the paper gives the rounds."""
     marks = []
     for score in table.scores.values():
         if score.take == "rounds_to" and score.of == table.picture and score.name in table.settings[setting].printed:
@@ -363,7 +367,8 @@ def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale
 
 
 def orderings(table: Table, ours: Results) -> Iterator[Verdict]:
-    """What came of every claim that a method is better than another, in every setting and score that was run."""
+    """Yields a verdict on every claim that a method is better than another, for every setting and score that was
+    run."""
     pairs = dict.fromkeys(pair for chain in table.claims for pair in itertools.pairwise(chain))
     for score in table.scores.values():
         for name, methods in ours.items():
@@ -383,12 +388,12 @@ def _printed_order(printed: Mapping[str, Printed], a: str, b: str, score: Score)
 
 
 def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> tuple[str, str, bool]:
-    """Whether a is better than b: a word, the difference with its 95 % confidence interval, whether there is one.
+    """Compares two methods. Returns a word, the difference with its 95 % confidence interval, and whether there is one.
 
-    A t interval of the differences between runs of the same seed; open where they share fewer than two, or where seeds
-    do not differ. Both are scored over the rounds that all of these runs have. A target that was not reached in them
-    counts as reached in the round after, which is too soon: it is then open whether that method is better. A run that
-    lacks the score does not count.
+    The interval is a t interval of the differences between runs with the same seed. The verdict is open if the methods
+    share fewer than two seeds, or if the differences are equal for all seeds. Both methods are scored over the rounds
+    that all of these runs have. A target that was not reached counts as reached in the round after the last one. This
+    is too early, so the verdict cannot be that this method is better. Runs without the score are left out.
     """
     rounds = [run.rounds for run in (*a.values(), *b.values())]
     most = min(rounds) if score.take in ("best", "last") and min(rounds) < max(map(score.within, rounds)) else 0
@@ -421,7 +426,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
 
 
 def _up_to(run: Result, most: int) -> Result:
-    """The run's first ``most`` rounds; 0: all."""
+    """Returns the first ``most`` rounds of the run. 0 means all rounds."""
     if not most or run.rounds == most:
         return run
     kept = {name: sum(t <= most for t in rounds) for name, (rounds, _) in run.series.items()}
@@ -433,13 +438,13 @@ def _up_to(run: Result, most: int) -> Result:
 
 
 def _counts(verdicts: Iterable[Verdict]) -> list[int]:
-    """How many hold, do not hold, are open."""
+    """Returns how many claims hold, do not hold, and are open."""
     words = [verdict.word for verdict in verdicts]
     return [words.count(word) for word in WORDS]
 
 
 def _two_counts(verdicts: Sequence[Verdict]) -> list[list[int]]:
-    """Of the orders that the paper's numbers have, and of the others."""
+    """Returns the counts for claims whose order the numbers of the paper have, and for the other claims."""
     return [_counts(v for v in verdicts if (v.printed == "yes") == agrees) for agrees in (True, False)]
 
 
@@ -477,7 +482,7 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 
 def write_index(tables: Sequence[Table], folder: Path) -> list[Path]:
-    """Writes README.md, the page of all tables, and orderings.md; returns their paths."""
+    """Writes README.md, a page about all tables, and orderings.md. Returns their paths."""
     index, orders = folder / "README.md", folder / "orderings.md"
     results = [(table, results_of(table, folder)) for table in tables]
     everything = [(table, ours, list(orderings(table, ours))) for table, ours in results]
@@ -513,7 +518,7 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
 
 
 def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str:
-    """How much of all that the tables are made of has been run, each cell counted once."""
+    """Returns a sentence about how many cells have been run. A cell that several tables share counts once."""
     done: dict[Path, bool] = {}
     for table, ours, _ in everything:
         for setting in table.settings.values():
@@ -523,7 +528,7 @@ def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str
 
 
 def _marks_of(table: Table, ours: Results) -> str:
-    """How many numbers are better, alike, worse."""
+    """Returns how many numbers are better, similar and worse."""
     marked = [
         difference(ours[name][method], number, table.scores[score], table.settings[name].marks)[1]
         for name in ours
@@ -550,7 +555,7 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
         for verdict in verdicts:
             cells = table.settings[verdict.setting].cells
             key = cells[verdict.a].file, cells[verdict.b].file, table.scores[verdict.score]._replace(name="")
-            if key not in seen:  # else these are the same runs, which another table shows, too
+            if key not in seen:  # otherwise these are the same runs, which another table also shows
                 seen.add(key)
                 new.append(verdict)
         by_table.append((table, new))

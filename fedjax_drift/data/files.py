@@ -163,8 +163,8 @@ def must_fit(what: str, size: int, available: int | None) -> None:
         raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: {fix}")
     if available is not None and size > available:
         raise Wrong(
-            f"{what} must have at most {available} bytes, the size of the file, got {size}: copy or write the file "
-            "again"
+            f"{what} must have at most {available} bytes, the number of stored bytes, got {size}: copy or write the "
+            "file again"
         )
 
 
