@@ -133,8 +133,8 @@ def test_damaged_idx_files(tmp_path: Path) -> None:
         (whole[:500], "damaged, truncated"),
         (b"hello", "damaged, truncated"),
         (gzip.compress(raw[:-1]), "must have 40768 values, as its header says, got 40767"),
-        (gzip.compress(b"\0\0\x0d" + raw[3:]), "no idx file of bytes"),
-        (gzip.compress(b""), "no idx file of bytes"),
+        (gzip.compress(b"\0\0\x0d" + raw[3:]), "not an idx file of bytes"),
+        (gzip.compress(b""), "not an idx file of bytes"),
         (gzip.compress(raw[:6]), "cannot use"),
     ):
         path.write_bytes(content)
