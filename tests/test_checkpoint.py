@@ -835,7 +835,7 @@ def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
     for file in ("fedavg/model.npz", "scaffold/model.npz", "curves.png"):
         assert f"{folder}/{file} could not be written (No space left on device): free some disk space, then" in said
         assert not (folder / file).exists() and (whole / file).exists()
-    assert said.count(f"the log in {folder} could not be written (No space left on device): the run goes on") == 1
+    assert said.count(f"the log in {folder} could not be written (No space left on device): the run continues") == 1
     assert not list(folder.rglob("*.new*"))
     assert [record["round"] for record in lines_of(folder)] == [1, 2]
     assert cli.main(["run", "--resume", str(folder)]) == 0
