@@ -272,7 +272,7 @@ def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
 
     monkeypatch.setattr(sim.executor, "launch", small)
     start = sim.init(jax.random.key(0))
-    with pytest.warns(UserWarning, match="lanes do not fit in a device's memory, going on with") as said:
+    with pytest.warns(UserWarning, match="lanes do not fit in a device's memory: the run continues with") as said:
         state = sim.round_fn(start)[0] if method == "round_fn" else sim.run(start, 1, progress=False)[0]
     said = [w for w in said if w.category is UserWarning]  # others: what is collected here
     lanes = [w.message.args[0].split()[0] for w in said]
@@ -322,7 +322,7 @@ def test_a_program_that_fails_leaves_the_state_unless_it_was_donated(data, metho
     state = alone.init(jax.random.key(0))
     expected = one(alone, state)
     sim = simulation(lanes=2)
-    with pytest.warns(UserWarning, match="2 lanes do not fit in a device's memory, going on with 1"):
+    with pytest.warns(UserWarning, match="2 lanes do not fit in a device's memory: the run continues with 1"):
         found = one(sim, state)  # from the very state that the failed program was given
     assert sim.lanes == 1
     assert_close(found.server, expected.server)

@@ -152,20 +152,20 @@ class Executor:
                 if lanes == 1:
                     kept = "the state was donated to it, and is lost" if lost else "the state is still valid"
                     raise MemoryError(
-                        f"a round of {self._description()} does not fit in a device's memory even with 1 lane: take a "
+                        f"a round of {self._description()} does not fit in a device's memory even with 1 lane: use a "
                         f'smaller model, batch_size or cohort_size, or stream=True, or bank="host"; {kept}'
                     ) from error
                 if lost:
                     raise MemoryError(
                         f"{lanes} lanes do not fit in a device's memory, and the state was donated to the round that "
-                        f"failed: go on from an earlier one with lanes={lanes // 2}"
+                        f"failed: resume from an earlier state with lanes={lanes // 2}"
                     ) from error
-                if spans_processes(self.setup.mesh):  # the others may have found room, and wait for this one
+                if spans_processes(self.setup.mesh):  # the others may have had enough memory, and wait for this one
                     raise MemoryError(
-                        f"{lanes} lanes do not fit in a device's memory: lower lanes= (over several processes they are "
-                        "not halved by themselves); the state is still valid"
+                        f"{lanes} lanes do not fit in a device's memory: lower lanes= (with several processes it is "
+                        "not halved automatically); the state is still valid"
                     ) from error
-                checks.warn(f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}")
+                checks.warn(f"{lanes} lanes do not fit in a device's memory: the run continues with {lanes // 2}")
                 self.use_lanes(lanes // 2)
 
 
@@ -174,7 +174,7 @@ def with_measured(setup: Setup, info: dict, measured: dict) -> dict:
     if clash := info.keys() & measured.keys():
         names = ", ".join(sorted(clash))
         raise ConfigurationError(
-            f"{setup.engine.algorithm.name}: a metric needs a name that measure= leaves free, got {names}"
+            f"{setup.engine.algorithm.name}: metrics must not have the names of drift measures, got {names}"
         )
     return info | measured
 

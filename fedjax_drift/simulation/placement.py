@@ -110,17 +110,19 @@ class Placement:
         if self.shard_data is True:
             if self.stream is True:
                 raise ConfigurationError(
-                    "shard_data=True keeps the rows on the devices, stream=True on the host: choose one"
+                    "shard_data=True keeps the examples on the devices, stream=True on the host: choose one"
                 )
             if data.redeal is not None:
                 raise ConfigurationError(
-                    "shard_data must be False for data.redealt(), whose cohorts pool their rows, got True"
+                    "shard_data must be False for data.redealt(), which pools the examples of a cohort, got True"
                 )
         needed, D = data.x.nbytes + data.y.nbytes, mesh.size
-        # Rows are counted in int32, including the padding of sharded rows.
+        # Examples are counted in int32, including the padding of sharded examples.
         fits_int32, fits_sharded = len(data.x) < 2**31, len(data.x) + D * int(data.sizes.max()) < 2**31
         if self.shard_data is True and not fits_sharded:
-            raise ConfigurationError(f"shard_data=True takes up to 2**31 rows, got {len(data.x)}: stream=True")
+            raise ConfigurationError(
+                f"shard_data=True needs fewer than 2**31 examples, got {len(data.x)}: use stream=True"
+            )
         if self.stream is True:
             return "host"
         if self.shard_data is True:
@@ -150,7 +152,7 @@ class Placement:
             return "device"
         chosen = "sharded" if needed <= room * mesh.size else "host"
         checks.warn(
-            f"{N} client states take {needed / 1e9:.1f} GB, more than half of a device's memory: bank={chosen!r}"
+            f"{N} client states need {needed / 1e9:.1f} GB, more than half of a device's memory: using bank={chosen!r}"
         )
         return chosen
 
