@@ -159,8 +159,10 @@ def table(found: dict[str, dict[str, dict]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=ALGORITHMS, default=list(ALGORITHMS),
-                        help="the algorithms to test (default: all)")  # fmt: skip
+    names = list(ALGORITHMS)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=names, default=names, help="algorithms to test (default: all)"
+    )
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent / "results" / "agreement.json", help="path of the results"
     )

@@ -6,7 +6,7 @@
 The workloads (workloads.py):
 
 - LeNet-5 and the EMNIST CNN with 10, 100 and all 3,400 clients per round and batch size 20. The clients have different
-  numbers of examples, as the writers of FEMNIST.
+  numbers of examples, like the writers of FEMNIST.
 - pfl-research's CIFAR-10 benchmark: 1,000 clients x 50 images, 50 clients per round, batch size 10. Its complete run
   has 1,500 rounds, with an evaluation every 10 rounds.
 - FedDC's CIFAR-10 setting: 100 clients, 15 per round, 5 epochs, batch size 50, with FedDC's CNN and with ResNet-18-GN.

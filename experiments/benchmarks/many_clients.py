@@ -109,9 +109,8 @@ def stateless(arguments: argparse.Namespace, folder: Path) -> Iterator[measure.R
 
 def states(arguments: argparse.Namespace, folder: Path) -> Iterator[measure.Row]:
     few, everyone = (4, 4) if arguments.quick else (1_000, 100_000)
-    on_one = int(
-        memory_of(fd.clients_mesh()) / 4 / STATE
-    )  # the states take a quarter of the memory, because a round may need a second copy
+    # The states take a quarter of the memory, because a round may need a second copy.
+    on_one = int(memory_of(fd.clients_mesh()) / 4 / STATE)
     fitting = {"device": on_one, "sharded": on_one * len(jax.local_devices())}
     data = mapped(folder, "images", everyone, 20, (28, 28, 1), 62)
     models = {}

@@ -76,10 +76,8 @@ def save(name: str, rows: Iterable[Row], arguments: argparse.Namespace, where: t
 
     where: the platform ("cpu", "gpu", ...) and the name of the device. Default: the devices of JAX.
     """
-    done, version = (
-        [],
-        arguments.commit or commit(),
-    )  # the commit is read now, because files may change during a long benchmark
+    # The commit is read now, because files may change during a long benchmark.
+    done, version = [], arguments.commit or commit()
     for each in rows:
         wanted = f"   (wanted {_wanted(each)})" if _wanted(each) else ""
         note = f"   [{each['note']}]" if each["note"] else ""
@@ -251,9 +249,8 @@ def copy_rate(size: int) -> float:
     import jax.numpy as jnp
 
     a = jnp.ones(size // 4, jnp.float32)
-    add = jax.jit(
-        lambda a: a + 1, donate_argnums=0
-    )  # without donation, the time on a CPU would include the allocation of memory
+    # Without donation, the time on a CPU would include the allocation of memory.
+    add = jax.jit(lambda a: a + 1, donate_argnums=0)
 
     def move() -> jax.Array:
         nonlocal a

@@ -230,10 +230,8 @@ def _run_cell(cell: Cell, seeds: Sequence[int], output: Path, parsed: fd.ParsedR
     """Runs the seeds side by side until the last round or the target, and writes their results."""
     folder = _partial(cell, output)
     begun = [seed for seed in seeds if fd.Checkpoints(folder / f"seed-{seed}").rounds]
-    for group in (
-        begun,
-        [seed for seed in seeds if seed not in begun],
-    ):  # all seeds of a sweep must start at the same round
+    # All seeds of a sweep must start at the same round.
+    for group in (begun, [seed for seed in seeds if seed not in begun]):
         if group:
             runs = _sweep(cell, group, folder, parsed, progress)
             results = read_results(output / cell.file)
