@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -628,3 +629,11 @@ def test_panels_of_one_method_share_their_axis_and_those_of_several_do_not():
 
     one, two = axes_of("A"), axes_of("AB")
     assert one[0] == one[1] == pytest.approx((0.06, 0.94)) and two[0] != two[1]
+
+
+def test_the_agreement_table_marks_reruns_that_differ() -> None:
+    agreement = runpy.run_path(str(Path(__file__).parents[1] / "experiments" / "agreement.py"))
+    cell = {"server": 1e-7, "clients": 2e-7, "rerun equal": True}
+    layouts = {f"{P} x {D}": cell for P, D in agreement["LAYOUTS"]}
+    row = agreement["table"]({"fedavg": layouts | {"2 x 2": cell | {"rerun equal": False}}}).splitlines()[-1]
+    assert row == "| fedavg | 2.0e-07 | 2.0e-07 | 2.0e-07 (rerun differs) | 2.0e-07 |"

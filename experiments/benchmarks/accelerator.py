@@ -1,21 +1,24 @@
-"""Seconds per round on one accelerator, and the share of the hardware limit: arithmetic or memory bandwidth.
+"""Measures the seconds per round on one accelerator, and the share of its limit (arithmetic or memory bandwidth).
 
     python experiments/benchmarks/accelerator.py [--workloads "lenet5 100" pfl_cifar10 ...] [--rounds 20]
     python experiments/benchmarks/accelerator.py --bfloat16 [--seeds 3]
 
 The workloads (workloads.py):
 
-- LeNet-5 and the EMNIST CNN with 10, 100 and all 3,400 writers per round, batch size 20. Writers have different numbers
-  of examples.
+- LeNet-5 and the EMNIST CNN with 10, 100 and all 3,400 clients per round and batch size 20. The clients have different
+  numbers of examples, like the writers of FEMNIST.
 - pfl-research's CIFAR-10 benchmark: 1,000 clients x 50 images, 50 clients per round, batch size 10. Its complete run
   has 1,500 rounds, with an evaluation every 10 rounds.
 - FedDC's CIFAR-10 setting: 100 clients, 15 per round, 5 epochs, batch size 50, with FedDC's CNN and with ResNet-18-GN.
 
-The images are random. Necessary operations and bytes are counted as in roofline.py. The limits are measured in the same
-run: matrix products in JAX's default precision for float32, and one pass over memory.
+The images are random. The docstring of roofline.py defines the necessary operations and bytes. The limits are measured
+in the same run: the rate of a matrix product in JAX's default precision for float32, and the rate of one pass over
+memory.
 
-With --bfloat16, bfloat16 and float32 rounds are interleaved, and the test accuracy of both is measured on glyphs with
-100 writers per round. torch_loop.py trains the same workloads with a plain loop over clients in PyTorch.
+With --bfloat16, the script compares training in bfloat16 and in float32 on glyphs with 100 writers per round. It
+measures the time of interleaved rounds, and the test accuracy.
+
+torch_loop.py trains the same workloads with a plain loop over clients in PyTorch.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from workloads import RESNET, WORKLOADS, Workload, images, operations, step_byte
 
 import fedjax_drift as fd
 
-# The targets on an H200, in seconds per round.
+# The targets for an H200, in seconds per round.
 WANTED = {f"{net} {K}": s for net in ("lenet5", "emnist_cnn") for K, s in ((10, 0.015), (100, 0.03))}
 WANTED |= {"lenet5 3400": 1, "emnist_cnn 3400": 4}
 PFL_ROUNDS, PFL_SECONDS = 1500, 60
@@ -51,7 +54,7 @@ def rounds(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         timings, each = (3, 1) if long or arguments.quick else (arguments.rounds, 5)
         times = measure.round_seconds(sim, timings, each=each)
         took = statistics.median(times)
-        # The numbers of an average cohort, because every round has other clients.
+        # These are the numbers of an average cohort, because every round has another cohort.
         trained = workload.cohort * workload.epochs * float(workload.sizes.mean())
         steps = workload.cohort * workload.epochs * float((-(-workload.sizes // workload.batch)).mean())
         needed, moved = trained * operations(workload.network), steps * step_bytes(workload.network, workload.batch)
@@ -70,7 +73,7 @@ def rounds(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 
 def pfl_run(workload: Workload, rounds: int) -> measure.Row:
-    """Times the complete benchmark, including compilation."""
+    """Measures the time of the complete benchmark, including compilation."""
     x, y = images(workload)
     tests = min(len(x), 10_000)
     data = fd.FederatedData(x, y, workload.sizes, x[:tests], y[:tests])

@@ -1,11 +1,11 @@
-"""Runs every benchmark of this folder, one after another, each in a new process, and updates the tables in the README.
+"""Runs all benchmarks of this folder, each in a new process, and updates the tables in the README.
 
     python experiments/benchmarks/all.py [--only overhead memory] [--peer "COMMAND"] [--peer ...]
     python experiments/benchmarks/all.py --quick     runs tiny versions to test the benchmarks; no file changes
     python experiments/benchmarks/all.py --tables    only updates the tables from the results files
 
---peer is passed to lenet_femnist.py: it times other simulators, interleaved with ours. Benchmarks that need an
-accelerator or PyTorch are skipped with a message if there is none. Run it on an idle machine.
+lenet_femnist.py gets the option --peer, and compares other simulators with ours. If there is no accelerator or no
+PyTorch, the benchmarks that need it are skipped with a message. Run the benchmarks on an idle machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import measure
 
 class Benchmark(NamedTuple):
     command: str
-    needs: str = ""  # "accelerator", "torch" or both; with --quick no accelerator is needed
+    needs: str = ""  # "accelerator", "torch" or "accelerator torch"; with --quick no accelerator is needed
 
 
 BENCHMARKS = [
@@ -54,7 +54,7 @@ BENCHMARKS = [
 
 
 def missing(benchmark: Benchmark, quick: bool) -> str:
-    """Returns what the benchmark needs and this machine does not have, as text."""
+    """Returns, as text, the needs of the benchmark that this machine does not meet."""
     have = {
         "torch": lambda: importlib.util.find_spec("torch") is not None,
         "accelerator": lambda: quick or accelerated(),
@@ -63,15 +63,13 @@ def missing(benchmark: Benchmark, quick: bool) -> str:
 
 
 def accelerated() -> bool:
-    """Whether JAX has an accelerator. Another process finds out, because this process must not occupy the
-    accelerator."""
+    """Whether JAX has an accelerator. A new process tests this, so that this one does not occupy it."""
     return measure.run([sys.executable, "-c", "import jax; print(jax.default_backend())"]).strip() != "cpu"
 
 
 @functools.cache
 def unoptimised() -> str:
-    """Returns an XLA flag that shortens compilation in quick runs, or "" if this version of XLA does not know the
-    flag."""
+    """Returns an XLA flag that makes compilation faster, or "" if this version of XLA does not have the flag."""
     flag, program = "--xla_backend_optimization_level=0", "import jax; jax.devices('cpu')"
     known = subprocess.run([sys.executable, "-c", program], env=os.environ | {"XLA_FLAGS": flag}, capture_output=True)
     return flag if known.returncode == 0 else ""
@@ -115,7 +113,7 @@ def quick(commands: list[str]) -> list[str]:
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of the scripts to run, without .py")
-    parser.add_argument("--peer", action="append", help="the command of another simulator, as in lenet_femnist.py")
+    parser.add_argument("--peer", action="append", help="command of another simulator, as in lenet_femnist.py")
     parser.add_argument(
         "--tables", action="store_true", help="only update the tables in the README from the results files"
     )
@@ -128,7 +126,7 @@ def main() -> None:
         if arguments.only and benchmark.command.split(".py")[0] not in arguments.only:
             continue
         if lacks := missing(benchmark, arguments.quick):
-            print(f"left out: {benchmark.command} needs {lacks}", flush=True)
+            print(f"skipped: {benchmark.command} needs {lacks}", flush=True)
             continue
         commands.append(benchmark.command)
     if arguments.quick:

@@ -1,8 +1,8 @@
-"""All 3,400 writers of glyphs in one round (about 660,000 images), LeNet-5: seconds per round and peak memory.
+"""Measures the time and the peak memory of a round with all 3,400 writers of glyphs (LeNet-5, about 660,000 images).
 
     python experiments/benchmarks/all_writers.py [--writers 3400] [--rounds 3] [--lanes auto] [--model lenet5]
 
-The first run generates the images (under a minute on two cores) and caches them.
+The first run generates the images and caches them. This takes less than a minute on two cores.
 """
 
 from __future__ import annotations

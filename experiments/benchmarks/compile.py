@@ -1,8 +1,8 @@
-"""Seconds of the first round of a process, with an empty and with a filled compilation cache (LeNet-5).
+"""Measures the time of the first round of a process, with an empty and with a filled compilation cache.
 
     python experiments/benchmarks/compile.py [--repeats 3] [--model lenet5]
 
-Every number is measured in a new process. The workload is that of lenet_femnist.py: 50 of 500 clients per round.
+Every time is measured in a new process. With LeNet-5, there are 50 of 500 clients per round, as in lenet_femnist.py.
 """
 
 from __future__ import annotations

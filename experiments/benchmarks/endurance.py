@@ -1,11 +1,17 @@
-"""Whether memory and time per round stay constant over 2,000 rounds.
+"""Tests whether the memory and the time per round stay constant over 2,000 rounds.
 
     python experiments/benchmarks/endurance.py [--rounds 2000] [--model lenet5]
 
-The algorithm is SCAFFOLD with 20 of 200 clients x 20 images. Four cases run in separate processes: `run` with an
-evaluation every 50 rounds, the same with a checkpoint every 100 rounds, `run` with client states in host memory, and a
-loop over `round_fn`. The resident memory of the process is measured after each tenth of the rounds. The reference is
-the memory after the first fifth, because programs are compiled and buffers are allocated before.
+The algorithm is SCAFFOLD. There are 200 clients with 20 images each, and 20 of them are selected per round. Four cases
+run in separate processes:
+
+- `run` with an evaluation every 50 rounds
+- `run` with the same evaluations and a checkpoint every 100 rounds
+- `run` with the same evaluations and the client states in host memory
+- a loop over `round_fn`
+
+The resident memory of the process is measured after each tenth of the rounds. The final memory is compared with that
+after the first fifth, because programs are compiled and buffers are allocated in the first fifth.
 """
 
 from __future__ import annotations

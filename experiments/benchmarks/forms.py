@@ -1,14 +1,20 @@
-"""Compares implementations ("forms") of the convolution on an accelerator, by the time of a local step and of a round.
+"""Measures the time of local steps and of rounds with different implementations ("forms") of the convolution.
 
     python experiments/benchmarks/forms.py [--networks lenet5 emnist_cnn] [--lanes 128 25] [--forms ours rows ...]
     python experiments/benchmarks/forms.py --rounds "emnist_cnn 3400" ... [--forms ours rows] [--lanes 64 128]
-    python experiments/benchmarks/forms.py --no-graphs ...     the same without CUDA graphs
+    python experiments/benchmarks/forms.py --no-graphs ...     without CUDA graphs
 
-A step is value, gradient and SGD update for one minibatch, for L clients that are trained side by side (L lanes), in a
-loop as in the engine. The time is given in microseconds per client and step, so that different L can be compared. The
-error is that of the sum of all gradients, relative to the default form in full float32. The number of kernels is that
-of the compiled loop. If a form fails, a message is printed, and the next form runs. After --seconds no new measurement
-starts, and a message names those that are left out.
+A step computes the gradient of one minibatch and the SGD update, for L clients that are trained side by side (L lanes).
+Several steps run in a loop, as in the library. For each form the script prints:
+
+- the time in microseconds per client and step, so that different L can be compared
+- the number of kernels in the compiled loop
+- the error of the sum of all gradients, relative to the default form in full float32
+
+With --rounds, the script measures the time of complete rounds.
+
+If a form fails, a message is printed, and the next form runs. After --seconds no new measurement starts, and a message
+names each measurement that is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ from fedjax_drift.models import conv, conv_cpu, windows
 from fedjax_drift.models.networks import CNN
 from fedjax_drift.types import Params
 
-Form = Callable[..., jax.Array]  # arguments: padded x [C, H, W, B], kernel, stride, and pool, the window of the pooling
+Form = Callable[..., jax.Array]  # arguments: padded x [C, H, W, B], kernel, stride, pool (the window of the pooling)
 STEPS = 20  # number of local steps in one program
 START = time.perf_counter()
 
@@ -44,7 +50,7 @@ ours = windows.convolve
 
 
 def pooled(form: Form, maximum: Callable[[jax.Array, int], jax.Array]) -> Form:
-    """Returns the form without its pooling, followed by ``maximum``."""
+    """Returns the form with ``maximum`` as its max pooling."""
 
     def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
         out = form(x, kernel, stride, 1)
@@ -54,12 +60,12 @@ def pooled(form: Form, maximum: Callable[[jax.Array, int], jax.Array]) -> Form:
 
 
 def recomputed(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """The default form, but the backward pass computes the patches again."""
+    """Computes the default form. The backward pass computes the patches again."""
     return jax.checkpoint(lambda x, kernel: ours(x, kernel, stride, pool))(x, kernel)
 
 
 def columns(x: jax.Array, w: int, stride: int) -> jax.Array:
-    """Returns the patches of one row of the window for all rows of the image: [C, H, W, B] -> [w * C, H, W', B]."""
+    """Returns the patches of windows with one row and w columns: [C, H, W, B] -> [w * C, H, W', B]."""
     W = (x.shape[2] - w) // stride + 1
     return jnp.concatenate([windows.strided_slice(x, 2, j, W, stride) for j in range(w)])
 
@@ -69,7 +75,10 @@ def total(terms: list[jax.Array]) -> jax.Array:
 
 
 def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """Makes patches of single rows of the window. One product gives all rows, which are then shifted and added."""
+    """Computes the convolution from patches of windows with one row.
+
+    One matrix product gives the contributions of all rows of the kernel. These are shifted and added.
+    """
     h, w, C, F = kernel.shape
     H = (x.shape[1] - h) // stride + 1
     x = columns(x, w, stride)
@@ -114,10 +123,10 @@ FORMS: dict[str, Form] = {
 
 @contextmanager
 def convolving(form: Form) -> Iterator[None]:
-    """Makes the layers of the package use this form inside the block."""
+    """Makes the layers of the library use this form inside the ``with`` block."""
     before = dict(conv.FORMS)
     conv.FORMS.update(dict.fromkeys(before, form))
-    jax.clear_caches()  # because traced functions contain the previous form
+    jax.clear_caches()  # because cached programs contain the previous form
     try:
         yield
     finally:
@@ -160,9 +169,9 @@ def norm(tree: Params) -> float:
 
 
 def attempt(what: str, arguments: argparse.Namespace, trial: Callable[[], measure.Row]) -> Iterator[measure.Row]:
-    """Yields the row of the trial. If it fails or the time is over, it prints a message and yields nothing."""
+    """Yields the result of the trial. If the trial fails or the time is over, prints a message and yields nothing."""
     if time.perf_counter() - START > arguments.seconds:
-        print(f"left out: {what}", flush=True)
+        print(f"skipped: {what}", flush=True)
         return
     try:
         yield trial()
@@ -173,7 +182,10 @@ def attempt(what: str, arguments: argparse.Namespace, trial: Callable[[], measur
 
 
 def local_steps(network: str, lanes: int, quick: bool) -> tuple[Callable, tuple]:
-    """Returns a program of local steps, which returns the sum of their gradients, and the arguments of the program."""
+    """Returns a program of local steps and its arguments.
+
+    The program returns the learning rate times the sum of the gradients.
+    """
     workload = next(w for w in WORKLOADS.values() if w.network == network)
     batch, image, model = workload.batch, workload.image, measure.model(network)
     if quick:
@@ -197,8 +209,7 @@ def local_steps(network: str, lanes: int, quick: bool) -> tuple[Callable, tuple]
 
 
 def kernels(text: str) -> int:
-    """Returns the number of operations of a compiled program that start a kernel, which are those outside of
-    fusions."""
+    """Returns the number of operations of a compiled program that start a kernel. Operations inside a fusion do not."""
     fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", re.sub(r"(?m)^.* call\(.*$", "", text)))
     count = 0
     for block in text.split("\n\n"):
@@ -234,13 +245,20 @@ def round_of(what: str, name: str, lanes: int | str, form: str, quick: bool) -> 
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, RESNET], default=["lenet5", "emnist_cnn"])
-    parser.add_argument("--rounds", nargs="+", metavar="WORKLOAD", help='as in workloads.py, or "lenet5 500"')
+    parser.add_argument(
+        "--rounds",
+        nargs="+",
+        metavar="WORKLOAD",
+        help='measure rounds of these workloads of workloads.py, or for example "lenet5 500"',
+    )
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS), metavar="FORM")
     parser.add_argument("--lanes", nargs="+", type=int)
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel separately, without CUDA graphs")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no new measurement after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no new measurement after these seconds"
+    )
     arguments = parser.parse_args()
-    if arguments.no_graphs:  # JAX reads it when it first looks for devices
+    if arguments.no_graphs:  # JAX reads this variable when it first looks for devices
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     if arguments.quick:
         arguments.lanes = [2]

@@ -1,18 +1,19 @@
-"""The cost of a round if the federation has very many clients, large client states or large data.
+"""Measures the time of a round if the federation has very many clients, large client states or large data.
 
     python experiments/benchmarks/many_clients.py [--parts stateless states streaming]
 
-stateless   1,000,000 clients compared with 1,000 clients (linear model, 10 examples of 20 features per client, 100
-            clients per round). The examples are on the device, or streamed from a memory-mapped file.
-states      SCAFFOLD with LeNet-5, 100 clients per round with 20 images each. The client states are on the device,
-            sharded over the devices, in host memory, or in a file. There are 100,000 clients, or as many as fit in half
-            of the memory.
-streaming   LeNet-5, 50 of 2,000 clients x 100 images per round. The examples are on the host or in a memory-mapped
-file,
-            and are compared with examples on the device.
+The parts:
 
-Files are written to a temporary folder ($TMPDIR), and are in the page cache when they are read. They take 1.8 GB for
-"stateless", and up to 2.6 GB for "states".
+- stateless: compares 1,000,000 clients with 1,000 clients, with a linear model, 10 examples of 20 features per client,
+  and 100 clients per round. The examples are on the device, or are streamed from a memory-mapped file.
+- states: SCAFFOLD with LeNet-5, 20 images per client, and 100 clients per round. The client states are on the device,
+  sharded over the devices, in host memory, or in a file. There are 100,000 clients. On devices, there are fewer clients
+  if their states need more than a quarter of the memory.
+- streaming: LeNet-5 with 100 images per client, and 50 of 2,000 clients per round. Compares examples in host memory and
+  in a memory-mapped file with examples on the device.
+
+The files are written to a temporary folder ($TMPDIR), and are still in the page cache when they are read. They take
+1.8 GB in the part "stateless", and up to 2.6 GB in the part "states".
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ STATE = 66_126 * 4  # bytes of one client state
 
 
 def mapped(folder: Path, name: str, clients: int, rows: int, shape: tuple[int, ...], classes: int) -> fd.FederatedData:
-    """Returns a federation in memory-mapped files. The same random examples are repeated, which has no effect on
-    speed."""
+    """Returns a federation in memory-mapped files.
+
+    The same random inputs are repeated in the files. This has no effect on the speed.
+    """
     rng, M = np.random.default_rng(0), clients * rows
     dtype = np.uint8 if len(shape) > 1 else np.float32
     block = rng.integers(0, 256, (min(M, 10_000), *shape)).astype(dtype)
@@ -58,8 +61,7 @@ def network(arguments: argparse.Namespace) -> fd.Model:
 
 
 def runner(sim: fd.Simulation) -> Callable[[int], float]:
-    """Returns a function ``f(n)`` that runs n more rounds and returns the seconds per round. The first calls
-    compile."""
+    """Returns a function ``f(n)`` that runs n more rounds and returns the seconds per round."""
     state = sim.init(jax.random.key(0))
 
     def go_on(rounds: int) -> float:
@@ -107,7 +109,8 @@ def stateless(arguments: argparse.Namespace, folder: Path) -> Iterator[measure.R
 
 def states(arguments: argparse.Namespace, folder: Path) -> Iterator[measure.Row]:
     few, everyone = (4, 4) if arguments.quick else (1_000, 100_000)
-    on_one = int(memory_of(fd.clients_mesh()) / 4 / STATE)  # without donation a round needs two copies of the states
+    # The states take a quarter of the memory, because a round may need a second copy.
+    on_one = int(memory_of(fd.clients_mesh()) / 4 / STATE)
     fitting = {"device": on_one, "sharded": on_one * len(jax.local_devices())}
     data = mapped(folder, "images", everyone, 20, (28, 28, 1), 62)
     models = {}
@@ -134,7 +137,7 @@ def first_clients(data: fd.FederatedData, N: int) -> fd.FederatedData:
 def scaffold(
     model: fd.Model, data: fd.FederatedData, cohort: int, bank: str | Path, rounds: int
 ) -> tuple[fd.ServerState, list[float]]:
-    """Returns the state after ``rounds`` rounds, and the seconds of all rounds but the first two."""
+    """Returns the state after ``rounds`` rounds, and the seconds of each round except the first two."""
     sim = fd.Simulation(
         model,
         data,
@@ -164,7 +167,7 @@ def state_row(bank: str, N: int, state: fd.ServerState, times: list[float], turn
 
 
 def moving(state: fd.ServerState, ids: np.ndarray, turns: int) -> tuple[float, float]:
-    """Returns the median seconds to gather the states of the clients, and to store them again."""
+    """Returns the median times to gather the states of the clients, and to store them again, in seconds."""
     if isinstance(state.clients, ClientStore):
         bank = state.clients
         found = bank.gather(ids)

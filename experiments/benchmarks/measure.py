@@ -1,7 +1,8 @@
-"""Functions for all benchmarks: timing, the limits of the machine, results files, and the tables in the README.
+"""The functions that all benchmarks use: timing, limits of the machine, results files, and tables in the README.
 
-A benchmark is a generator of rows. `save` prints each row immediately, writes all rows to results/NAME.PLATFORM.json
-with the command, the commit and the hardware, and updates the tables in README.md from these files.
+A benchmark is a generator of table rows. `save` prints each row as soon as it is measured. It writes all rows to
+results/NAME.PLATFORM.json, with the command, the commit and the hardware, and updates the tables in README.md from
+these files.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ Row = dict[str, Any]
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the options that every benchmark has."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="run a tiny version as a test; its numbers mean nothing")
+    made.add_argument("--quick", action="store_true", help="run a tiny version as a test; ignore its numbers")
     made.add_argument(
         "--output", type=Path, help="folder for the results file (default: results/; with --quick: no file)"
     )
     made.add_argument("--no-results", action="store_true", help="print the results, but write no file")
-    made.add_argument("--commit", help="the commit to write into the results if this is not a git checkout")
+    made.add_argument("--commit", help="commit to write into the results (default: that of this git checkout)")
     return made
 
 
@@ -50,8 +51,12 @@ def row(
     at_least: float | None = None,
     note: str = "",
 ) -> Row:
-    """Returns one row of a table: the name of the measurement, one value per repeat, and the target for their
-    median."""
+    """Returns one row of a table.
+
+    what: the name of the measurement.
+    values: one value per repeat.
+    at_most, at_least: the target for the median of the values.
+    """
     values = [float(v) for v in values] if isinstance(values, Sequence) else [float(values)]
     spread = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     spread = {name: float(f"{value:.6g}") for name, value in spread.items()}
@@ -71,7 +76,8 @@ def save(name: str, rows: Iterable[Row], arguments: argparse.Namespace, where: t
 
     where: the platform ("cpu", "gpu", ...) and the name of the device. Default: the devices of JAX.
     """
-    done, version = [], arguments.commit or commit()  # read now, because files may change during a long benchmark
+    # The commit is read now, because files may change during a long benchmark.
+    done, version = [], arguments.commit or commit()
     for each in rows:
         wanted = f"   (wanted {_wanted(each)})" if _wanted(each) else ""
         note = f"   [{each['note']}]" if each["note"] else ""
@@ -105,7 +111,7 @@ def with_tables(text: str, folder: Path = RESULTS) -> str:
 
 
 def table(names: Sequence[str], folder: Path = RESULTS) -> str:
-    """Returns a Markdown table of the named benchmarks on all platforms, and a list of the machines below it."""
+    """Returns a Markdown table of the named benchmarks on all platforms, followed by a list of the machines."""
     lines, sources = [], []
     for name in names:
         for path in sorted(folder.glob(f"{name}.*.json")):
@@ -170,7 +176,10 @@ def _jax_devices() -> tuple[str, str]:
 
 
 def commit() -> str:
-    """Returns the commit of this checkout, with a note if there are uncommitted changes. "unknown": not a checkout."""
+    """Returns the commit of this checkout, with " with changes" if there are uncommitted changes.
+
+    Returns "unknown" if this is not a git checkout.
+    """
     made_here = [":!experiments/benchmarks/results", ":!experiments/benchmarks/README.md"]
     try:
         head = _git("rev-parse", "--short=10", "HEAD")
@@ -195,7 +204,7 @@ def _command() -> str:
 
 
 def seconds(call: Callable[[], Any], repeats: int = 5, warm: int = 1) -> list[float]:
-    """Returns the seconds of each of ``repeats`` calls, after ``warm`` calls. A call ends when its result is ready."""
+    """Returns the seconds of ``repeats`` calls, after ``warm`` untimed calls. A call ends when its result is ready."""
     import jax
 
     times = []
@@ -207,8 +216,10 @@ def seconds(call: Callable[[], Any], repeats: int = 5, warm: int = 1) -> list[fl
 
 
 def round_seconds(sim: Any, rounds: int, warm: int = 2, each: int = 1) -> list[float]:
-    """Returns ``rounds`` timings in seconds per round. A timing is the mean of ``each`` rounds without waits
-    between."""
+    """Returns ``rounds`` timings in seconds per round, after ``warm`` untimed ones.
+
+    A timing is the mean over ``each`` rounds, which are dispatched without waiting for their results.
+    """
     import jax
 
     state = sim.init(jax.random.key(0))
@@ -238,7 +249,8 @@ def copy_rate(size: int) -> float:
     import jax.numpy as jnp
 
     a = jnp.ones(size // 4, jnp.float32)
-    add = jax.jit(lambda a: a + 1, donate_argnums=0)  # donated, or else a CPU would time the allocation of pages
+    # Without donation, the time on a CPU would include the allocation of memory.
+    add = jax.jit(lambda a: a + 1, donate_argnums=0)
 
     def move() -> jax.Array:
         nonlocal a
@@ -249,7 +261,7 @@ def copy_rate(size: int) -> float:
 
 
 def peak_bytes() -> tuple[int, int]:
-    """Returns the peak memory of this process so far, on the host and on its first device (0 on a CPU)."""
+    """Returns the peak memory of this process in bytes: on the host, and on its first device (0 on a CPU)."""
     import jax
 
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -257,7 +269,7 @@ def peak_bytes() -> tuple[int, int]:
 
 
 def simulation(workload: Workload, **options: Any) -> Any:
-    """Returns a `fedjax_drift.Simulation` of the workload. Default options: FedAvg with donated states."""
+    """Returns a `fedjax_drift.Simulation` of the workload. By default, it has FedAvg and donated states."""
     import fedjax_drift as fd
 
     x, y = images(workload)
@@ -273,7 +285,7 @@ def simulation(workload: Workload, **options: Any) -> Any:
 
 
 def model(name: str) -> Any:
-    """Returns the model of the package with this name."""
+    """Returns the model with this name, as in `fd.models.MODELS` or in `workloads.NETWORKS`."""
     import fedjax_drift as fd
     from fedjax_drift.models.networks import CNN
 
@@ -284,13 +296,13 @@ def model(name: str) -> Any:
 
 
 def own_process(script: str, options: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs the script in a new process with these options, and returns the JSON that it prints in its last line."""
+    """Runs the script in a new process with these options. Returns the JSON value in the last line of its output."""
     command = [sys.executable, script, *options, *["--quick"] * arguments.quick]
     return json.loads(run(command).splitlines()[-1])
 
 
 def run(command: Sequence[str]) -> str:
-    """Runs the command and returns its output. If it fails, this program exits with its message."""
+    """Runs the command and returns its output. If the command fails, prints its output and exits."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{shlex.join(command)} failed:\n{done.stdout}\n{done.stderr}")

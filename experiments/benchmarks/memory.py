@@ -1,11 +1,12 @@
-"""Peak memory for different cohorts: K = 10, 100, 1,000 and all 3,400 clients per round, with the same number of lanes.
+"""Measures the peak memory with K = 10, 100, 1,000 and all 3,400 clients per round, and the same number of lanes.
 
     python experiments/benchmarks/memory.py [--lanes 10] [--model lenet5]
 
-The algorithm is FedAvg with 3,400 clients x 20 images. Lanes are the clients that are trained side by side on one
-device. Each K is measured in a new process. There are two numbers: the bytes that the compiled round needs in addition
-to its arguments and results, according to the compiler, and the peak memory of the whole process (on an accelerator: of
-the device).
+The algorithm is FedAvg with 3,400 clients x 20 images. --lanes is the number of clients that are trained side by side
+on one device. Each K is measured in a new process, with two results:
+
+- the memory that the compiled round needs in addition to its arguments and results, as the compiler reports it
+- the peak memory of the whole process, or of the device if it is an accelerator
 """
 
 from __future__ import annotations

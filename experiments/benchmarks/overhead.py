@@ -1,9 +1,12 @@
-"""The overhead of a round, in milliseconds: a linear model, 10 clients with 20 examples each, one batch per client.
+"""Measures the overhead of a round, in milliseconds.
 
-`run` dispatches many rounds together. A loop over `round_fn` returns to Python in every round. The benchmark also
-measures the cost of checking that all updates are finite, with interleaved rounds with and without this check.
+    python experiments/benchmarks/overhead.py [--rounds 2000] [--repeats 5]
 
-python experiments/benchmarks/overhead.py [--rounds 2000] [--repeats 5]
+There are 10 clients with 20 examples each. A client trains a linear model on one batch, so nearly all of the time is
+overhead. `run` dispatches many rounds together. A loop over `round_fn` returns to Python in every round.
+
+The benchmark also measures the cost of the check that all updates are finite. Rounds with and without this check are
+interleaved.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def finite_check(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         look = tree.first_nonfinite
         try:
             tree.first_nonfinite = lambda update: jnp.int32(-1)
-            unchecked.round_fn(unchecked.init(jax.random.key(0)))  # compiles
+            unchecked.round_fn(unchecked.init(jax.random.key(0)))  # compiles the round without the check
         finally:
             tree.first_nonfinite = look
         ratios = []
@@ -74,7 +77,7 @@ def wanted() -> float | None:
 
 def run_seconds(sim: fd.Simulation, arguments: argparse.Namespace, evaluated: int) -> list[float]:
     """Returns the seconds per round of `run`, including its records."""
-    state, _ = sim.run(sim.init(jax.random.key(0)), arguments.rounds, evaluated, progress=False)  # compiles
+    state, _ = sim.run(sim.init(jax.random.key(0)), arguments.rounds, evaluated, progress=False)  # compiles the rounds
     times = []
     for _ in range(arguments.repeats):
         start = time.perf_counter()

@@ -1,10 +1,11 @@
-"""The workload of lenet_femnist.py in Flower (1.41, PyTorch, Ray): seconds per round, for --peer.
+"""Measures the seconds per round of Flower with the workload of lenet_femnist.py. lenet_femnist.py --peer runs it.
 
     python -m venv flower && flower/bin/pip install torch==2.13.0 && flower/bin/pip install "flwr[simulation]"
     python experiments/benchmarks/lenet_femnist.py --rounds 20 --peer \
         "flower/bin/python experiments/benchmarks/peer_flower.py"
 
-There is one actor per core, with one thread. Each actor maps the file of the images into memory once.
+The version of Flower is 1.41, with PyTorch and Ray. There is one actor per core, with one thread. Each actor
+memory-maps the file of the images once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def lenet() -> nn.Module:
 
 
 def write_images(folder: Path) -> None:
-    """Writes noisy prototypes with a Dirichlet(0.5) label mix per client: x.npy [N, n, 1, 28, 28], y.npy [N, n]."""
+    """Writes x.npy [N, n, 1, 28, 28] and y.npy [N, n], with a Dirichlet(0.5) label mix per client.
+
+    An image is the random prototype of its class plus noise.
+    """
     rng = np.random.default_rng(0)
     prototypes = rng.normal(size=(CLASSES, 1, 28, 28)).astype("float32")
     y = np.stack([rng.choice(CLASSES, ROWS, p=rng.dirichlet(np.full(CLASSES, 0.5))) for _ in range(CLIENTS)])
@@ -78,7 +82,7 @@ def client(folder: Path) -> ClientApp:
 
 
 class Timed(FedAvg):
-    """FedAvg that stores the time at which each round is aggregated."""
+    """FedAvg that also stores the time at which each round is aggregated."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)

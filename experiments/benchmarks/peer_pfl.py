@@ -1,11 +1,11 @@
-"""The workload of lenet_femnist.py in pfl-research (0.6.0, PyTorch): seconds per round, for --peer.
+"""Measures the seconds per round of pfl-research with the workload of lenet_femnist.py.
 
     python -m venv pfl && pfl/bin/pip install torch==2.13.0 && pfl/bin/pip install "pfl[pytorch]"
     python experiments/benchmarks/lenet_femnist.py --rounds 20 --peer \
         "pfl/bin/torchrun --standalone --nproc_per_node=2 experiments/benchmarks/peer_pfl.py"
 
-Each process has one thread. The batch order of a client is a permutation that is drawn when its data set is created, as
-is usual with pfl-research.
+lenet_femnist.py --peer runs this script. The version of pfl-research is 0.6.0, with PyTorch. Each process has one
+thread. The examples of a client are shuffled when its data set is created, as is usual with pfl-research.
 """
 
 from __future__ import annotations

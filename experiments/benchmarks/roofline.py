@@ -1,11 +1,16 @@
-"""How much of the machine the training of each network uses: necessary operations and bytes against measured limits.
+"""Measures which share of the machine's limits the training of each network reaches.
 
     python experiments/benchmarks/roofline.py [--models lenet5 mnist_2nn ...] [--turns 3]
 
 The necessary operations are the forward pass, the weight gradients, and the input gradients of all layers except the
-first. On a CPU the limit is XLA's 4000 x 4000 float32 product on all cores. On an accelerator the limits are products
-in JAX's default precision for float32, and one pass over memory. Limits and rounds are interleaved, and the share is
-computed for each turn.
+first. The necessary bytes of a step are those of the parameters, the pixels, and the outputs of each layer (see
+`workloads.step_bytes`).
+
+On a CPU, the limit is the rate of XLA's 4000 x 4000 float32 matrix product on all cores. An accelerator has two limits:
+the rate of a matrix product in JAX's default precision for float32, and the rate of one pass over memory. The share is
+computed with the limit that allows the lower speed.
+
+The rate of the matrix product and the rounds are measured interleaved. Each turn gives one share.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from workloads import RESNET, Workload, equal_sizes, operations, parameters, ste
 
 import fedjax_drift as fd
 
-# The numbers of clients per round take a few tenths of a second on two cores. Examples, batch size and epochs are as in
-# the papers.
+# With these numbers of clients, a round takes a few tenths of a second on two cores. The numbers of examples, the batch
+# sizes and the numbers of epochs are those of the papers.
 WORKLOADS = {
     "lenet5": Workload("lenet5", equal_sizes(50, 100), 50, 20),
     "mnist_2nn": Workload("mnist_2nn", equal_sizes(100, 600), 15, 50, 5),
@@ -48,7 +53,10 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 
 def share(name: str, arguments: argparse.Namespace, bandwidth: float | None, n: int) -> measure.Row:
-    """Returns the speed in percent of the limits. bandwidth None: only the limit of the products is used."""
+    """Returns the speed of the rounds, in percent of the limit.
+
+    bandwidth: bytes per second of one pass over memory. If it is None, the only limit is the matrix product.
+    """
     workload = tiny(WORKLOADS[name]) if arguments.quick else WORKLOADS[name]
     network, batch, cohort = workload.network, workload.batch, workload.cohort
     images = cohort * int(workload.sizes[0]) * workload.epochs
@@ -58,7 +66,7 @@ def share(name: str, arguments: argparse.Namespace, bandwidth: float | None, n: 
     for _ in range(arguments.turns):
         rate = measure.matmul_rate(n)
         took = statistics.median(measure.round_seconds(sim, 3, warm=1))
-        rate = max(rate, measure.matmul_rate(n))  # also measured after the round, in case the first one was disturbed
+        rate = max(rate, measure.matmul_rate(n))  # the faster of two measurements, because one may be disturbed
         least = max(needed / rate, moved / bandwidth if bandwidth else 0)
         shares, times, rates = [*shares, 100 * least / took], [*times, took], [*rates, rate]
     took, rate = statistics.median(times), statistics.median(rates)

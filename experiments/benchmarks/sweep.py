@@ -1,9 +1,13 @@
-"""Eight seeds as one sweep, compared with eight runs one after another and with one run, in seconds for all rounds.
+"""Compares the time of a sweep of eight seeds with eight runs one after another, and with one run.
 
     python experiments/benchmarks/sweep.py [--seeds 8] [--turns 5]
 
-Linear model: 10 of 100 clients per round, 20 examples of 30 features each, 500 rounds. 2NN: 10 of 100 clients per
-round, 100 images of 28x28 each, batch size 50, 40 rounds. Compilation is not timed.
+There are two workloads, with 10 of 100 clients per round:
+
+- a linear model for 500 rounds, with 20 examples of 30 features per client
+- 2NN for 40 rounds, with 100 images of 28x28 per client and batch size 50
+
+The times do not include compilation.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ def compare(name: str, sim: fd.Simulation, rounds: int, arguments: argparse.Name
         for way, (call, seeds) in ways.items():
             start = time.perf_counter()
             call(range(seeds))
-            if turn:  # the first turn compiles
+            if turn:  # the first turn is not timed, because it compiles
                 times[way].append(time.perf_counter() - start)
     for way, taken in times.items():
         yield measure.row(f"{name}, {rounds} rounds, seeds: {ways[way][1]}, {way}", taken, "s")

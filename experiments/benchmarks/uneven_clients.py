@@ -1,15 +1,15 @@
-"""Executed / needed local steps for clients of different sizes, as in FEMNIST (mean 197 examples, standard deviation
-85).
+"""Measures the ratio of executed to needed local steps if the clients have different numbers of examples.
 
     python experiments/benchmarks/uneven_clients.py [--rounds 50] [--time]
 
-The batch size is 20. L clients are trained side by side (L lanes), so a group of L clients executes as many steps as
-its largest client. The ratio is low because the cohort is sorted by local steps before it is split into groups. With L
-= 1 it is 1. The benchmark trains a linear model with one feature, because only the steps are counted.
+The numbers of examples are like those of FEMNIST (mean 197, standard deviation 85), and the batch size is 20. L clients
+are trained side by side (L lanes). So each client of such a group executes as many steps as the largest client of the
+group needs. The cohort is sorted by local steps before it is split into groups, which keeps the ratio low. With L = 1
+the ratio is 1. The model is linear with one feature, because the benchmark only counts steps.
 
-With --time: the time of a round (LeNet-5, lanes="auto") with clients of different sizes, compared with clients of equal
-size with the same number of steps in total. The rounds are interleaved. The ratio is an upper bound of the speedup that
-a perfect packing of the steps into lanes could give.
+With --time, the benchmark measures the time per needed step instead (LeNet-5, ``lanes="auto"``). It compares clients of
+different sizes with clients of equal size and about as many steps in total. The rounds of both are interleaved. The
+ratio is an upper bound of the speedup that a perfect packing of the steps into lanes could give.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Weak scaling: with twice the devices and twice the clients, a round should take the same time.
+"""Measures weak scaling: with twice the devices and twice the clients, a round should take the same time.
+
+    python experiments/benchmarks/weak_scaling.py [--turns 5] [--rounds 4]
 
 Each device trains 25 clients with 100 images each (LeNet-5). Rounds on one device and on two devices are interleaved.
-The two devices are in one process, or in two processes that communicate through Gloo. On two devices, the examples and
-the client states (of SCAFFOLD) are sharded. On a CPU a device is a core, and both devices share the memory.
-
-python experiments/benchmarks/weak_scaling.py [--turns 5] [--rounds 4]
+The two devices belong to one process, or to two processes that communicate through Gloo. On two devices, the examples
+and the client states (of SCAFFOLD) are sharded. On a CPU, a device is a core, and both devices share the memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import fedjax_drift as fd
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
-    """Measures one process with two devices, then two processes with one device each."""
+    """Measures one process with two devices and, on a CPU, two processes with one device each."""
     K = clients(arguments)
     yield from compared(turns(arguments), K, "2 devices")
     if jax.default_backend() == "cpu":
@@ -41,14 +41,15 @@ def compared(times: dict[str, list[float]], K: int, two: str) -> Iterator[measur
 
 
 def clients(arguments: argparse.Namespace) -> int:
-    """Returns the number of clients per round and device."""
+    """Returns the number of clients that one device trains per round."""
     return 2 if arguments.quick else 25
 
 
 def turns(arguments: argparse.Namespace) -> dict:
     """Returns the seconds per round on the first device of this process and on all devices, interleaved.
 
-    The result is a dict from the name and the number of devices to a list with one value per turn.
+    The result is a dict. "fedavg 2" has the times of FedAvg on two devices, one per turn. "fedavg sent" has the
+    bytes that the devices exchange, as text.
     """
     K = clients(arguments)
     found: dict = {}
@@ -72,7 +73,10 @@ def turns(arguments: argparse.Namespace) -> dict:
 
 
 def two_processes(arguments: argparse.Namespace) -> dict:
-    """Does the same with two processes with one device each. The second waits while the first runs on one device."""
+    """Returns the same as `turns`, for two processes with one device each.
+
+    The second process waits while the first one runs on one device.
+    """
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         address = f"localhost:{listening.getsockname()[1]}"
@@ -106,7 +110,7 @@ def main() -> None:
         return
     fd.use_cpu_devices(2)
     if len(jax.devices()) < 2:
-        print("left out: weak scaling needs two devices")
+        print("skipped: weak scaling needs two devices")
         return
     measure.save("weak_scaling", rows(arguments), arguments)
 

@@ -1,4 +1,4 @@
-"""The workloads of the benchmarks: networks with their necessary operations and bytes, and random images.
+"""Defines the workloads of the benchmarks: networks with their necessary operations and bytes, and random images.
 
 This module does not import JAX, so that torch_loop.py can use it without JAX.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Layer(NamedTuple):
-    """A convolution or dense layer, with its numbers for one image."""
+    """A convolution or a dense layer. The numbers are those for one image."""
 
     weights: int  # number of weights, without biases
     positions: int  # number of uses of each weight: H' * W', 1 in a dense layer
@@ -20,13 +20,16 @@ class Layer(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Convolutions (filters, kernel, padding, pooling window), followed by dense layers, as in the package's `CNN`."""
+    """A network of convolutions followed by dense layers, as in the library's `CNN`.
+
+    A convolution is (number of filters, size of the kernel, padding, size of the pooling window).
+    """
 
     image: tuple[int, int, int]
     classes: int
     convolutions: tuple[tuple[int, int, str, int], ...]
     hidden: tuple[int, ...]
-    dropout: tuple[float, float] = (0.0, 0.0)  # the rates before the first dense layer and after each dense layer
+    dropout: tuple[float, float] = (0.0, 0.0)  # rates before the first dense layer and after each hidden layer
 
 
 NETWORKS = {
@@ -35,7 +38,7 @@ NETWORKS = {
     "cifar_cnn": Network((32, 32, 3), 10, ((64, 5, "VALID", 2), (64, 5, "VALID", 2)), (384, 192)),
     "mnist_cnn": Network((28, 28, 1), 10, ((32, 5, "SAME", 2), (64, 5, "SAME", 2)), (512,)),
     "emnist_cnn": Network((28, 28, 1), 62, ((32, 3, "VALID", 1), (64, 3, "VALID", 2)), (128,), (0.25, 0.5)),
-    # The network of pfl's CIFAR-10 benchmark.
+    # This is the network of pfl-research's CIFAR-10 benchmark.
     "pfl_cnn": Network((32, 32, 3), 10, ((32, 3, "VALID", 1), (64, 3, "VALID", 2)), (128,), (0.25, 0.5)),
 }
 RESNET = "resnet18"  # with GroupNorm(2), 3x3 stem, 32 x 32 images
@@ -43,7 +46,7 @@ RESNET_STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))  # channels, height an
 
 
 def layers(name: str) -> list[Layer]:
-    """Returns the layers with weights, in order."""
+    """Returns the layers that have weights, from the first to the last."""
     return _resnet_layers() if name == RESNET else _cnn_layers(NETWORKS[name])
 
 
@@ -75,7 +78,7 @@ def _resnet_layers() -> list[Layer]:
 
 
 def parameters(name: str) -> int:
-    """d."""
+    """Returns the number of parameters."""
     return sum(layer.weights + layer.extra for layer in layers(name))
 
 
@@ -89,7 +92,7 @@ def operations(name: str) -> int:
 
 
 def step_bytes(name: str, batch: int) -> int:
-    """Returns the necessary bytes of one local step in float32, if no values stay in a cache.
+    """Returns the necessary bytes of one local step in float32, under the assumption that no values stay in a cache.
 
     Parameters are read and written once, pixels (uint8) are read once, and the outputs of each layer and their
     gradients are written and read once.
@@ -117,13 +120,16 @@ class Workload(NamedTuple):
 
 
 def femnist_sizes(clients: int = 3400) -> np.ndarray:
-    """Returns sizes like those of FEMNIST, int32 [N]: mean 197, standard deviation 85, clipped to 19..470."""
+    """Returns random numbers of examples per client, like those of FEMNIST, int32 [N].
+
+    Their distribution has mean 197 and standard deviation 85, and is clipped to 19..470.
+    """
     draws = np.random.default_rng(0).gamma((197 / 85) ** 2, 85**2 / 197, clients)
     return np.clip(draws, 19, 470).astype(np.int32)
 
 
 def equal_sizes(clients: int, rows: int) -> np.ndarray:
-    """Returns equal sizes, int32 [N]."""
+    """Returns equal numbers of examples for all clients, int32 [N]."""
     return np.full(clients, rows, np.int32)
 
 

@@ -2,8 +2,9 @@
 
     python experiments/benchmarks/wrong_calls.py [--calls 10500] [--seed 0]
 
-tests/abuse.py generates the calls, in families. A call counts as wrong if it raises an internal error, if it accepts an
-invalid value, if it rejects a valid value, or if it hangs. The tests make 80 calls per family.
+tests/abuse.py generates the calls. A family is a group of calls of similar functions. A call is counted if it raises an
+internal error, if it accepts an invalid value, if it rejects a valid value, or if it hangs. The tests of the project
+make 80 calls per family.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 def main() -> None:
     parser = measure.parser(__doc__)
-    parser.add_argument("--calls", type=int, default=10_500, help="number of calls, of all families together")
+    parser.add_argument("--calls", type=int, default=10_500, help="total number of calls")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.quick:

@@ -38,7 +38,10 @@ orderings of methods in the papers hold in our results.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, or 1 if nothing could be run or reported, or 130 after Ctrl-C."""
+    """Runs one command and returns its exit code.
+
+    The exit code is 0, or 1 if no cell of a table could be run or a table has no results, or 130 after Ctrl-C.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, tables: Sequence[tuple[Table, list[Cell]]]) -> int:
     if args.devices is not None:
         fd.use_cpu_devices(args.devices)
-        jax.devices()  # starts JAX, after which the number of devices cannot change
+        jax.devices()  # starts JAX; the number of devices cannot change after that
     seeds = None if args.seeds is None else range(args.seeds)
     progress, say = False if args.no_progress else None, functools.partial(print, flush=True)
     try:

@@ -12,7 +12,7 @@ of the table corresponds to a command.
 
     title = "Best test accuracy"
     paper = "FedDC, CVPR 2022, table 3"
-    [common]                        # options of every run; options of a setting, then of a method, override them
+    [common]                        # options of every run
     epochs = 5
     [bases.mnist]                   # options that several settings share
     dataset = "mnist"
@@ -26,10 +26,14 @@ of the table corresponds to a command.
     partition = "dirichlet:0.6"
     printed = {FedAvg = 98.13, FedDC = 98.49}
 
+An option may be set in several places. Later places of this list override earlier ones: [common], the base of the
+setting, the setting, the method, the method in the table ``methods`` of the setting.
+
 A setting with ``runs = "paper/table"`` refers to the setting of the same name (or of the name ``as``) in another table.
-It is run once and shown in both tables. All methods of a setting have the same data, the same cohorts and, for each
-seed, the same initial model. Options of `fedjax-drift run` are checked by `fd.parse_run` when a cell is run. Everything
-else is checked when the file is read.
+The setting is run once and shown in both tables.
+
+All methods of a setting have the same data and, for each seed, the same cohorts and the same initial model. Options of
+`fedjax-drift run` are checked by `fd.parse_run` when a cell is run. Everything else is checked when the file is read.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ class Score(NamedTuple):
     - rounds_to: the first round in which the value is `target` or better.
     - median: the median over all rounds except the first tenth."""
     target: float = math.nan
-    round: int = 0  # for at: this round; for best and rounds_to: the last round that is used (0: all rounds)
+    round: int = 0  # "at": the round of the value; "best", "rounds_to": the last round that counts (0: all)
     window: int = 1
     scale: float = 1.0  # 100 for percent
 
@@ -87,7 +91,7 @@ class Score(NamedTuple):
         return -1 if self.take == "rounds_to" or self.of.endswith("loss") else 1
 
     def within(self, rounds: int) -> int:
-        """Returns how many rounds of a run are used."""
+        """Returns the number of rounds that count, for a run with this number of rounds."""
         return min(rounds, self.round or rounds)
 
     @property
@@ -96,9 +100,10 @@ class Score(NamedTuple):
         return 0 if self.take == "rounds_to" else 2 if self.scale > 1 else 4 if self.of == "accuracy" else 3
 
     def __call__(self, series: Mapping[str, Series]) -> float:
-        """Returns the number for a run: NaN if the run does not have the entry, infinity if the target was not reached.
+        """Returns the score of a run: NaN if the run does not have the entry, infinity if the target was not reached.
 
-        best, rounds_to and median leave out values that are not finite. With such values, last and at are NaN.
+        "best", "rounds_to" and "median" ignore values that are not finite. With "last" and "at", such a value makes the
+        score NaN.
         """
         if self.of not in series or not series[self.of].rounds:
             return math.nan
@@ -166,13 +171,13 @@ class Setting(NamedTuple):
     cells: dict[str, Cell]  # method -> cell
     printed: dict[str, dict[str, Printed]]  # score -> method -> the number in the paper
     needs: str  # the data or hardware that is needed to run it
-    marks: bool = True  # whether differences from the paper are marked; False if our data are another random sample
+    marks: bool = True  # whether differences from the paper are marked; False if our data are another sample
 
 
 class Printed(NamedTuple):
     """A number in a paper."""
 
-    value: float  # infinity: the target was not reached within the rounds
+    value: float  # infinity if the target was not reached in the rounds of the paper
     std: float | None
     text: str
 
@@ -341,13 +346,13 @@ def printed_number(number: float | str) -> Printed:
 
 
 def select(table: Table, rows: Sequence[str], methods: Sequence[str]) -> list[Cell]:
-    """Returns the cells of some settings and methods. Without texts, returns all cells.
+    """Returns the cells of the selected settings and methods.
 
-    rows: texts. A setting is selected if its name starts with the text. If no name does, the settings whose names
-      contain it are selected.
-    methods: names of methods.
+    rows: texts that select settings. A text selects the settings whose names start with it or, if there are none, the
+      settings whose names contain it. An empty sequence selects all settings.
+    methods: names of methods. An empty sequence selects all methods.
 
-    Upper and lower case are equal. A text may be several texts, separated by commas or semicolons.
+    Upper and lower case are not distinguished. Several texts or names may be joined by commas or semicolons.
     """
     settings = _matching("--rows", rows, list(table.settings), _beginning_or_containing)
     columns = _matching("--methods", methods, table.methods, _equal)

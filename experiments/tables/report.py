@@ -28,14 +28,14 @@ Results = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method 
 
 
 class Verdict(NamedTuple):
-    """Whether method a is better than b in a setting, as the paper says."""
+    """The answer to the question whether method a is better than b in a setting, as the paper claims."""
 
     setting: str
     score: str
     a: str
     b: str
     printed: str  # whether the numbers of the paper have this order: "yes", "no", "equal", or "-" if there are none
-    word: str  # "holds", "does not hold", "open"
+    word: str  # one of WORDS
     text: str  # the difference and its confidence interval
     interval: bool  # whether there is a confidence interval
 
@@ -133,7 +133,7 @@ def _has(setting: Setting, score: Score) -> bool:
 
 
 def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
-    """Whether a run has this number, or had the target of this score."""
+    """Whether at least one run has this score. A run that did not reach its target counts: its score is infinity."""
     return any(not math.isnan(value) for runs in methods.values() for value in _values(score, runs))
 
 
@@ -182,16 +182,17 @@ def _ours(values: Sequence[float], score: Score, runs: Mapping[int, Result]) -> 
 
 
 def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
-    """Returns our number minus the number of the paper, and a mark.
+    """Returns our mean minus the paper's number, as text, and a mark ("" if there is none).
 
-    The mark is ▲ if ours is significantly better, ▼ if it is significantly worse, and ≈ otherwise. The test uses a 95 %
-    t interval of the difference between our mean and the number of the paper. The standard deviation of the paper's
-    number is the published one, or else that of our runs. The interval does not include the effect of the partition,
-    because we and the authors used one partition each.
+    The mark is ▲ if ours is significantly better, ▼ if it is significantly worse, and ≈ if the difference may be due to
+    chance. The difference may be due to chance if its 95 % t interval contains 0. The standard deviation of the paper's
+    number is the published one or, if none is published, that of our runs. The interval does not account for the
+    partition: all our runs use one partition, and the paper uses another one.
 
-    There is no mark for a single seed, if all seeds are equal, and if only some seeds have the number. If a target is
-    reached by all seeds or by none, the mark is ▲ if the paper did not reach it, and ▼ if our runs did not reach it
-    within the rounds of the paper.
+    There is no mark if there is only one seed, if all seeds have the same number, or if only some seeds have a number.
+
+    The number of rounds to a target has a mark in two other cases: ▲ if all our runs reached the target and the paper
+    did not, and ▼ if none of our runs reached it in as many rounds as the paper needed.
     """
     values = _values(score, runs)
     known = [value for value in values if math.isfinite(value)]
@@ -212,7 +213,7 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
 
 
 def _quantile(n: int) -> float:
-    """Returns the 97.5 % quantile of the t distribution for n numbers."""
+    """Returns the quantile of Student's t with n - 1 degrees of freedom for a 95 % confidence interval."""
     from scipy.stats import t
 
     return float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
@@ -240,7 +241,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
     commands, tunings = [], []
     for name, methods in ours.items():
         for method, runs in methods.items():
-            # The time of a sweep belongs to all of its seeds together.
+            # The seconds of a run are those of its whole sweep.
             minutes = sum(run.seconds / run.together for run in runs.values()) / 60
             rounds = "-".join(dict.fromkeys(str(f([run.rounds for run in runs.values()])) for f in (min, max)))
             about = [", ".join(sorted({getattr(run, what) or "?" for run in runs.values()}))
@@ -266,7 +267,10 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
 
 
 def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
-    """Returns a dict from the reason why something was not run to the settings, with methods if others were run."""
+    """Returns a dict from the reason why something was not run to the names of the settings.
+
+    If a setting was run in part, its name is followed by the missing methods and seeds.
+    """
     reasons: dict[str, list[str]] = {}
     for setting in table.settings.values():
         runs = ours.get(setting.name, {})
@@ -290,9 +294,10 @@ def _not_run(missing: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def draw(table: Table, ours: Results, path: Path) -> bool:
-    """Plots the curves of all settings that were run, with the numbers of the paper if they are about this quantity.
+    """Plots the curves of all settings that were run.
 
-    Returns False, and writes no plot, if no run has numbers.
+    The paper's numbers are added if they are scores of the plotted entry. If no run has this entry, writes no plot and
+    returns False.
     """
     scale = max((score.scale for score in table.scores.values() if score.of == table.picture), default=1.0)
     scale = 100.0 if "accuracy" in table.picture else scale
@@ -338,7 +343,11 @@ def _curve(run: Result, entry: str, scale: float) -> tuple[list[int], list[float
 def _marks(
     table: Table, setting: str, methods: Mapping[str, Mapping[int, Result]], scale: float
 ) -> dict[str, list[tuple[float | None, float]]]:
-    """Returns the numbers of the paper as points, without rounds that our runs did not reach."""
+    """Returns the paper's numbers to plot beside our curves, as points (round, value) for each method.
+
+    The round is None if the number does not belong to a round. A number for a fixed round is left out if our runs have
+    fewer rounds.
+    """
     last = max(run.rounds for runs in methods.values() for run in runs.values())
     marks: dict[str, list[tuple[float | None, float]]] = {}
     for name, printed in table.settings[setting].printed.items():
@@ -353,7 +362,10 @@ def _marks(
 
 
 def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale: float) -> list[tuple[float, float]]:
-    """Returns the points where our runs reached the targets for which the paper gives the rounds."""
+    """Returns a point (round, target) for each target for which the paper prints the number of rounds.
+
+    The round is the mean over our runs that reached the target.
+    """
     marks = []
     for score in table.scores.values():
         if score.take == "rounds_to" and score.of == table.picture and score.name in table.settings[setting].printed:
@@ -367,8 +379,7 @@ def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale
 
 
 def orderings(table: Table, ours: Results) -> Iterator[Verdict]:
-    """Yields a verdict on every claim that a method is better than another, for every setting and score that was
-    run."""
+    """Yields one verdict per claim "method a is better than b", setting and score, if both methods were run."""
     pairs = dict.fromkeys(pair for chain in table.claims for pair in itertools.pairwise(chain))
     for score in table.scores.values():
         for name, methods in ours.items():
@@ -388,12 +399,17 @@ def _printed_order(printed: Mapping[str, Printed], a: str, b: str, score: Score)
 
 
 def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> tuple[str, str, bool]:
-    """Compares two methods. Returns a word, the difference with its 95 % confidence interval, and whether there is one.
+    """Compares method a with method b.
 
-    The interval is a t interval of the differences between runs with the same seed. The verdict is open if the methods
-    share fewer than two seeds, or if the differences are equal for all seeds. Both methods are scored over the rounds
-    that all of these runs have. A target that was not reached counts as reached in the round after the last one. This
-    is too early, so the verdict cannot be that this method is better. Runs without the score are left out.
+    Returns "holds" (a is better), "does not hold" (b is better) or "open"; the difference as text, with its 95 %
+    confidence interval; and whether there is an interval.
+
+    The interval is a t interval of the differences between runs with the same seed. The verdict is "open" if fewer than
+    two seeds have both methods, or if the difference is the same for all seeds. Runs without the score are left out.
+    The scores "best" and "last" only use the rounds that all runs have.
+
+    A run that did not reach the target counts as if it reached the target one round after its last round, which is too
+    early. So a method with such a run is never found to be better. The verdict is then "open".
     """
     rounds = [run.rounds for run in (*a.values(), *b.values())]
     most = min(rounds) if score.take in ("best", "last") and min(rounds) < max(map(score.within, rounds)) else 0
@@ -438,13 +454,13 @@ def _up_to(run: Result, most: int) -> Result:
 
 
 def _counts(verdicts: Iterable[Verdict]) -> list[int]:
-    """Returns how many claims hold, do not hold, and are open."""
+    """Returns the numbers of claims that hold, that do not hold, and that are open."""
     words = [verdict.word for verdict in verdicts]
     return [words.count(word) for word in WORDS]
 
 
 def _two_counts(verdicts: Sequence[Verdict]) -> list[list[int]]:
-    """Returns the counts for claims whose order the numbers of the paper have, and for the other claims."""
+    """Returns the counts for the claims that the paper's numbers show, and for all other claims."""
     return [_counts(v for v in verdicts if (v.printed == "yes") == agrees) for agrees in (True, False)]
 
 
@@ -518,7 +534,7 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
 
 
 def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str:
-    """Returns a sentence about how many cells have been run. A cell that several tables share counts once."""
+    """Returns sentences with the number of cells that have been run. A cell that several tables share counts once."""
     done: dict[Path, bool] = {}
     for table, ours, _ in everything:
         for setting in table.settings.values():
@@ -528,7 +544,7 @@ def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str
 
 
 def _marks_of(table: Table, ours: Results) -> str:
-    """Returns how many numbers are better, similar and worse."""
+    """Returns the numbers of each mark as text, for example "▲ 2, ≈ 10", or "-" if there are no marks."""
     marked = [
         difference(ours[name][method], number, table.scores[score], table.settings[name].marks)[1]
         for name in ours
@@ -555,7 +571,7 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
         for verdict in verdicts:
             cells = table.settings[verdict.setting].cells
             key = cells[verdict.a].file, cells[verdict.b].file, table.scores[verdict.score]._replace(name="")
-            if key not in seen:  # otherwise these are the same runs, which another table also shows
+            if key not in seen:  # otherwise an earlier table has the same claim about the same runs
                 seen.add(key)
                 new.append(verdict)
         by_table.append((table, new))

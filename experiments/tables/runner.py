@@ -46,7 +46,7 @@ class Result(NamedTuple):
     rounds: int  # the number of rounds that were run
     reached: bool  # whether the run ended early because the target was reached
     seconds: float  # the time of all seeds together
-    together: int  # the number of seeds that were run together
+    together: int  # the number of seeds that ran together in one sweep
     command: str
     options: dict[str, Any]
     commit: str | None
@@ -78,7 +78,10 @@ def read_results(file: Path) -> dict[int, Result]:
 
 
 def _as_json(result: Result) -> dict[str, Any]:
-    """Converts a result to JSON. Entries of the same rounds are stored together, as the columns of one table."""
+    """Returns the result as a dict for JSON. Its "series" is a list of tables, one for each set of recorded rounds.
+
+    A table is a dict of columns: "round", and one column for each entry that was recorded in these rounds.
+    """
     columns: dict[tuple[int, ...], dict[str, Any]] = {}
     for name, (rounds, values) in result.series.items():
         columns.setdefault(tuple(rounds), {"round": rounds})[name] = values
@@ -94,8 +97,9 @@ def _write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def kept_series(history: Sequence[Record], eval_every: int, every_round: Iterable[str]) -> dict[str, Series]:
-    """Returns the values of a run that are stored, with five digits: the evaluated rounds, and all rounds of some
-    entries.
+    """Returns the values of a run to store, with five significant digits.
+
+    These are the values of the evaluated rounds. The entries in ``every_round`` have the values of all rounds.
     """
     rounds: dict[str, list[int]] = {}
     values: dict[str, list[Any]] = {}
@@ -110,14 +114,14 @@ def kept_series(history: Sequence[Record], eval_every: int, every_round: Iterabl
 
 
 def _five_digits(value: Any) -> Any:
-    """Rounds a number or a list of numbers to five digits. A number that is not finite becomes None."""
+    """Rounds a number or a list of numbers to five significant digits. A number that is not finite becomes None."""
     if isinstance(value, list):
         return [_five_digits(each) for each in value]
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def summary(values: Sequence[float], digits: int) -> str:
-    """Returns mean ± standard deviation of the finite values, and their number unless all values are finite."""
+    """Returns "mean ± standard deviation" of the finite values. If some are not finite, adds the number that are."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "not reached" if any(map(math.isinf, values)) else "-"
@@ -156,7 +160,7 @@ def run_cells(
 
     Raises:
       KeyboardInterrupt: after Ctrl-C, when the rounds in progress have been saved.
-      ValueError: an option of a cell is wrong, or the results in ``output`` were made with other options.
+      ValueError: a cell has an invalid option, or ``output`` has results of a cell that was run with other options.
     """
     if tune and not table.tune:
         raise ValueError(f"{table.name} must have a grid for --tune, got a table without [tune]: leave --tune out")
@@ -189,8 +193,10 @@ def run_cells(
 
 
 def _parsed(cell: Cell, seed: int, federations: dict[tuple, fd.FederatedData]) -> fd.ParsedRun:
-    """Returns the simulation of a cell. Its data are kept for the next cells, because methods of a setting share
-    them."""
+    """Returns the simulation of a cell.
+
+    The data are cached in ``federations``, because the methods of a setting have the same data.
+    """
     key = tuple(str(cell.options.get(name)) for name in DATA_OPTIONS)
     if key not in federations:
         federations.clear()  # one federation at a time fits in memory
@@ -206,7 +212,7 @@ def _at_most(options: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def _missing(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
-    """Returns the seeds that have no result yet. Raises ValueError if the file has results of other options."""
+    """Returns the seeds that have no result yet. Raises ValueError if the file has results with other options."""
     results, rounds = read_results(output / cell.file), cell.options["rounds"]
     for result in results.values():
         shared = min(result.options["rounds"], rounds)
@@ -224,7 +230,8 @@ def _run_cell(cell: Cell, seeds: Sequence[int], output: Path, parsed: fd.ParsedR
     """Runs the seeds side by side until the last round or the target, and writes their results."""
     folder = _partial(cell, output)
     begun = [seed for seed in seeds if fd.Checkpoints(folder / f"seed-{seed}").rounds]
-    for group in (begun, [seed for seed in seeds if seed not in begun]):  # the seeds of a sweep must be at one round
+    # All seeds of a sweep must start at the same round.
+    for group in (begun, [seed for seed in seeds if seed not in begun]):
         if group:
             runs = _sweep(cell, group, folder, parsed, progress)
             results = read_results(output / cell.file)
@@ -235,8 +242,11 @@ def _run_cell(cell: Cell, seeds: Sequence[int], output: Path, parsed: fd.ParsedR
 
 
 def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun, progress: bool | None) -> list[fd.Run]:
-    """Returns the runs of these seeds. If there is a target, the sweep is split; each section ends with an
-    evaluation."""
+    """Runs these seeds as one sweep and returns their runs.
+
+    If the cell has a target, the sweep is run in sections. Each section ends at a round that is evaluated. No further
+    section is run after all seeds have reached the target.
+    """
     (sim,) = parsed.simulations.values()
     every = max(parsed.eval_every, 1)
     saved = [0, *fd.Checkpoints(folder / f"seed-{seeds[0]}").rounds]
@@ -254,13 +264,16 @@ def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun,
 
 
 def _checkpoints(folder: Path) -> fd.Checkpoints:
-    """Returns the checkpoints of a cell. Two are kept per run, so that after a kill all runs have one of the same
-    round."""
+    """Returns the checkpoints of a cell, which keep the last two of each run.
+
+    If the process is killed after some runs were saved and before the others, all runs still have a checkpoint of the
+    same round.
+    """
     return fd.Checkpoints(folder, seconds=SAVE_SECONDS, keep=2, best=None)
 
 
 def _raise_if_interrupted(runs: Sequence[fd.Run], rounds: int) -> None:
-    """Raises KeyboardInterrupt if Ctrl-C has stopped the sweep, which then has fewer rounds. They are saved."""
+    """Raises KeyboardInterrupt if a run has fewer rounds, because Ctrl-C stopped the sweep and saved it."""
     if any(int(run.state.round) < rounds for run in runs):
         raise KeyboardInterrupt
 
@@ -281,7 +294,7 @@ def _result(cell: Cell, run: fd.Run, together: int, parsed: fd.ParsedRun) -> Res
 
 
 def _say_scores(table: Table, cell: Cell, output: Path, seeds: Sequence[int], say: Callable[[str], None]) -> None:
-    """Reports the scores of a finished cell: those in the paper, or all scores if the paper has none for it."""
+    """Reports the scores of a finished cell: those that the paper prints for its setting, or all if there are none."""
     results = read_results(output / cell.file)
     rows = [s for s in table.settings.values() if cell.file in [other.file for other in s.cells.values()]]
     printed = {name for setting in rows for name in setting.printed}
@@ -292,7 +305,10 @@ def _say_scores(table: Table, cell: Cell, output: Path, seeds: Sequence[int], sa
 
 
 def commit() -> str | None:
-    """Returns the commit of the library, with a plus if its sources have changed since. None: outside a repository."""
+    """Returns the current commit of the library, with a plus if its sources have uncommitted changes.
+
+    Returns None outside of a git repository.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -320,14 +336,16 @@ def hardware() -> str:
 
 
 def _partial(cell: Cell, output: Path) -> Path:
-    """Returns the folder of the checkpoints of an unfinished cell."""
+    """Returns the folder for the checkpoints of an unfinished cell."""
     return (output / cell.file).with_suffix(".partial")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Locks the folder of an unfinished cell, and yields whether that was possible. Removes the folder if it is
-    empty."""
+    """Locks the folder of an unfinished cell. Yields False if another process has locked it.
+
+    At the end, removes the folder if it has no checkpoints.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
@@ -365,12 +383,12 @@ def read_tuned(cell: Cell, output: Path) -> list[Tuned]:
 
 
 def best_of(tuned: Sequence[Tuned], score: Score) -> dict[str, float]:
-    """Returns the values with the best score. If several are equally good, returns the first ones."""
+    """Returns the combination with the best score, and the first one of several that are equally good."""
     return max(tuned, key=lambda each: score.sign * each.score if math.isfinite(each.score) else -math.inf).values
 
 
 def with_tuned(cell: Cell, table: Table, output: Path) -> Cell:
-    """Returns the cell with the best values, if it was tuned. Otherwise returns it unchanged."""
+    """Returns the cell with the best values if it was tuned, otherwise the cell unchanged."""
     tuned = read_tuned(cell, output)
     if not tuned:
         return cell
@@ -388,7 +406,7 @@ def tuning_score(table: Table) -> Score:
 
 
 def _grid(table: Table, cell: Cell) -> list[dict[str, float]]:
-    """Returns all combinations of the values of the grid that the method has."""
+    """Returns all combinations of the values in the table's grid, for those options that the method has."""
     names = tunable(cell.options)
     return fd.grid(**{name: values for name, values in table.tune["grid"].items() if name in names})
 
@@ -401,7 +419,7 @@ def _tune(
     parsed: fd.ParsedRun,
     progress: bool | None,
 ) -> None:
-    """Tries the whole grid in one program, and writes the result of each combination."""
+    """Trains all combinations of the grid in one sweep, and writes the result of each combination."""
     folder = _partial(cell, output) / "tuning"
     rounds = min(table.tune.get("rounds", parsed.rounds), parsed.rounds)
 
