@@ -27,13 +27,13 @@ examples:
 
 run skips finished runs. The results are in OUTPUT/<paper>/<table>/<setting>/,
 one file per method with one line per seed. The same command resumes a run that
-was stopped. After Ctrl-C no rounds are lost, after a kill about the last half
-minute.
+was stopped. After Ctrl-C no rounds are lost. If the process is killed, about
+the last half minute of work is lost.
 
 report writes RESULTS/<paper>/<table>.md (our numbers, the numbers of the paper,
 and how each cell was run) and <table>.png (the curves). With --all it also
-writes README.md, a page about all tables, and orderings.md, which says which
-orderings of methods in the papers hold in our results.
+writes README.md, which lists all tables, and orderings.md, which says which of
+the papers' orderings of methods hold in our results.
 """
 
 
@@ -97,7 +97,7 @@ def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=report.COMMAND,
-        description="Reproduces tables of papers, and writes our numbers beside the published ones.",
+        description="Reproduces tables of papers, and writes our numbers next to the published ones.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -119,14 +119,23 @@ def _parser() -> argparse.ArgumentParser:
 
     run.add_argument("names", nargs="+", metavar="NAME", help="<paper>/<table>, as shown by list")
     for flag, text in (
-        ("--rows", "run only the settings whose names start with this text (or contain it, if none starts with it)"),
+        (
+            "--rows",
+            "run only the settings whose names start with TEXT; if there are none, those whose names contain TEXT",
+        ),
         ("--methods", "run only these methods"),
     ):
         run.add_argument(flag, action="append", default=[], metavar="TEXT[,TEXT...]", help=text)
     run.add_argument(
         "--seeds", metavar="N", type=int, help="run seeds 0 to N - 1 of every cell (default: as in the table)"
     )
-    run.add_argument("--rounds", metavar="N", type=int, help="run at most N rounds; use it with another --output")
+    run.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        help="run at most N rounds, for a quick look. Use another "
+        "--output, so that these short runs do not mix with the full ones",
+    )
     run.add_argument("--tune", action="store_true", help="first try the grid of the table, then run the best values")
     run.add_argument("--no-progress", action="store_true", help="show no progress bars")
     run.add_argument(
@@ -136,7 +145,9 @@ def _parser() -> argparse.ArgumentParser:
 
     pages.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>")
     pages.add_argument(
-        "--all", action="store_true", help="report all tables that have results, and write README.md and orderings.md"
+        "--all",
+        action="store_true",
+        help="write the pages of all tables that have results, and README.md and orderings.md",
     )
     pages.add_argument(
         "--results", metavar="DIR", type=Path, help=f"folder of the results (default: {OUTPUT} if it has results "

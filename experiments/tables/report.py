@@ -512,13 +512,23 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
     yield (
         f"`{COMMAND} report --all` makes this page from the JSONL files in these folders. There is one file for each "
         "method in each setting, with one line for each seed. The page of a table has the commands, times, hardware "
-        f"and commits. {_coverage(everything)}"
+        "and commits of its runs."
     )
     yield (
-        f'\nThe column "difference" counts how many numbers are {BETTER} better than the published numbers, {ALIKE} '
-        f"equal within the spread over seeds, and {WORSE} worse. Numbers with one seed are not counted. The columns "
-        '"orders" count how many claims that one method is better than another hold / do not hold / are open. The '
-        f"first of them counts {PRINTED_OR_NOT[0]}. The second counts {PRINTED_OR_NOT[1]}."
+        '\nThe column "run" counts cells. A cell is one method in one setting. It has been run if every '
+        'seed has all its rounds or has reached the target. "In part" means that seeds or rounds are missing. '
+        f"{_coverage(everything)}"
+    )
+    yield (
+        f'\nThe column "difference" compares our numbers with the published ones. It counts the numbers that are '
+        f"{BETTER} better, {ALIKE} equal within the spread over seeds, and {WORSE} worse. Numbers with one "
+        "seed are not counted."
+    )
+    yield (
+        '\nThe columns "orders" are about claims of the form "method a is better than method b". Each has three '
+        f'counts: claims that hold, that do not hold, and that are open. The column "orders, published" counts '
+        f"{PRINTED_OR_NOT[0]}. "
+        f'The column "orders, others" counts {PRINTED_OR_NOT[1]}.'
     )
     yield from (
         "",

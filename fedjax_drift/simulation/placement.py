@@ -163,7 +163,8 @@ def _checked_bank(bank: Any) -> str:
     known = ("auto", *ON_DEVICES, "host")
     if isinstance(bank, str) and os.sep not in bank and bank not in known and (meant := checks.nearest(bank, known)):
         raise ConfigurationError(
-            f"bank must be one of {known}, or a folder, got {bank!r}{meant} (pathlib.Path: the folder)"
+            f"bank must be one of {known}, or a folder, got {bank!r}{meant} For a folder with this name, pass "
+            f"pathlib.Path({bank!r})"
         )
     return str(folder if isinstance(bank, str) else folder.absolute())  # Path("host") is a folder of that name
 
