@@ -1,15 +1,22 @@
-"""Does a run depend on how many processes and devices it is spread over? Every algorithm, in four layouts.
+"""Tests for every algorithm whether the result depends on the number of processes and devices.
 
     python experiments/agreement.py [--only fedavg scaffold]
 
-Twenty rounds of each algorithm in processes x devices of each = 1 x 1, 1 x 4, 2 x 2 and 4 x 1, on CPUs that talk
-through Gloo. With several devices the rows are cut over them (shard_data=True) and so are the client states
-(bank="sharded"). Server variables and client states at the end are compared with those of 1 x 1, array by array: the
-largest difference, relative to the largest entry there. Each layout runs twice, in processes of its own each time,
-which must give the same bits (the second finds the first one's programs compiled). Ragged clients, a linear classifier
-of cosines (which every algorithm can train).
+Each algorithm runs for 20 rounds in four layouts (processes x devices per process): 1 x 1, 1 x 4, 2 x 2 and 4 x 1. The
+devices are CPU devices, and the processes communicate through Gloo. With several devices, the examples
+(``shard_data=True``) and the client states (``bank="sharded"``) are sharded over the devices. The clients have
+different numbers of examples. The model is a linear classifier with cosine logits, because every algorithm can train
+it.
 
-Writes results/agreement.json and prints its table; exit code 1 if a difference exceeds 1e-5 or a rerun differs.
+The server variables and the client states after the last round are compared with those of the layout 1 x 1. The
+difference of two arrays a and b is max(abs(a - b)) / max(abs(b)), where b is the array of 1 x 1. The largest difference
+over all arrays is reported.
+
+Each layout runs twice, each time in new processes. Both runs must give the same bits. The second run loads the programs
+that the first run has compiled.
+
+The script writes results/agreement.json and prints a table. Its exit code is 1 if a difference is 1e-5 or more, or if a
+repeated run gives other bits.
 """
 
 from __future__ import annotations
@@ -32,13 +39,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 
-LAYOUTS = ((1, 1), (1, 4), (2, 2), (4, 1))  # processes, devices of each
+LAYOUTS = ((1, 1), (1, 4), (2, 2), (4, 1))  # processes, devices per process
 ROUNDS, WITHIN = 20, 1e-5
 Ends = dict[str, dict[str, list[np.ndarray]]]  # algorithm -> "server", "clients" -> arrays
 
 
 def simulate(name: str, devices: int) -> fd.Simulation:
-    """The algorithm with 0.1 for every hyper-parameter that has no default."""
+    """Returns a simulation of the algorithm. Every hyper-parameter that has no default is 0.1."""
     rng = np.random.default_rng(0)
     sizes = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2
     rows = [(rng.normal(size=(n, 6)).astype(np.float32), rng.integers(0, 4, n)) for n in sizes]
@@ -56,7 +63,7 @@ def simulate(name: str, devices: int) -> fd.Simulation:
 
 
 def end(name: str, devices: int) -> dict[str, list[np.ndarray]]:
-    """After the last round."""
+    """Returns the arrays of the server variables and of the client states after the last round."""
     sim = simulate(name, devices)
     state, _ = sim.run(sim.init(jax.random.key(0)), ROUNDS, 0, progress=False)
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(sim.mesh, PartitionSpec()))
@@ -65,7 +72,7 @@ def end(name: str, devices: int) -> dict[str, list[np.ndarray]]:
 
 
 def one_process(names: list[str], address: str, P: int, i: int, D: int, file: Path) -> None:
-    """One of P processes; the first writes what all have found."""
+    """Runs process i of P. The first process writes the results to the file."""
     if P > 1:
         fd.distributed.initialize(address, P, i, cpu_devices=D)
     else:
@@ -77,7 +84,10 @@ def one_process(names: list[str], address: str, P: int, i: int, D: int, file: Pa
 
 
 def run(names: list[str], P: int, D: int, programs: str) -> Ends:
-    """All algorithms in one layout; programs: the folder that keeps them compiled."""
+    """Runs all algorithms in one layout, and returns their arrays after the last round.
+
+    programs: the folder of the compilation cache.
+    """
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         address = f"localhost:{listening.getsockname()[1]}"
@@ -87,7 +97,7 @@ def run(names: list[str], P: int, D: int, programs: str) -> Ends:
         processes = [subprocess.Popen([*command, str(i), str(D), str(file), programs]) for i in range(P)]
         try:
             if any([process.wait(1800) for process in processes]):
-                sys.exit(f"{P} x {D}: a process failed")
+                sys.exit(f"a process of the layout {P} x {D} failed")
         finally:
             for process in processes:
                 process.kill()
@@ -100,18 +110,22 @@ def run(names: list[str], P: int, D: int, programs: str) -> Ends:
 
 
 def difference(a: list[np.ndarray], b: list[np.ndarray]) -> float:
-    """The largest |a - b| of an array by its largest |b|."""
+    """Returns the largest value of max(abs(x - y)) / max(abs(y)) over all pairs of arrays (x, y)."""
     pairs = [(np.asarray(x, float), np.asarray(y, float)) for x, y in zip(a, b, strict=True)]
     return max((float(np.abs(x - y).max() / (np.abs(y).max() or 1)) for x, y in pairs if y.size), default=0.0)
 
 
 def same_bits(a: Ends, b: Ends, name: str) -> bool:
+    """Whether two runs of the algorithm have the same bits."""
     parts = ((a[name][part], b[name][part]) for part in a[name])
     return all(x.tobytes() == y.tobytes() for one, other in parts for x, y in zip(one, other, strict=True))
 
 
 def compare(names: list[str]) -> dict[str, dict[str, dict]]:
-    """algorithm -> layout -> its differences from the first layout, and whether its rerun has the same bits."""
+    """Runs every layout twice. Returns the results as a dict: algorithm -> layout -> result.
+
+    A result has the differences from the first layout, and whether both runs have the same bits.
+    """
     found: dict[str, dict[str, dict]] = {name: {} for name in names}
     first: Ends = {}
     for P, D in LAYOUTS:
@@ -128,12 +142,15 @@ def compare(names: list[str]) -> dict[str, dict[str, dict]]:
 
 
 def table(found: dict[str, dict[str, dict]]) -> str:
-    """Markdown: the larger of server's and clients' differences, with a mark where a rerun differs."""
+    """Returns a Markdown table with the larger difference of the server variables and the client states.
+
+    Cells whose second run gave other bits are marked.
+    """
     layouts = [f"{P} x {D}" for P, D in LAYOUTS]
     lines = [f"| algorithm | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
     for name, of in found.items():
         cells = [
-            f"{max(of[at]['server'], of[at]['clients']):.1e}" + "" if of[at]["rerun equal"] else " (rerun differs)"
+            f"{max(of[at]['server'], of[at]['clients']):.1e}" + ("" if of[at]["rerun equal"] else " (rerun differs)")
             for at in layouts
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -142,8 +159,13 @@ def table(found: dict[str, dict[str, dict]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "agreement.json")
+    names = list(ALGORITHMS)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=names, default=names, help="algorithms to test (default: all)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "agreement.json", help="path of the results"
+    )
     parser.add_argument("--process", nargs=6, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.process:

@@ -1,11 +1,15 @@
-"""Final accuracy with failing clients beside the undisturbed run, and whether failed clients keep their state.
+"""Compares the test accuracy with and without failing clients, and tests whether failed clients keep their state.
 
     python experiments/failing_clients.py [--rounds 1000] [--output DIR]
-    python experiments/failing_clients.py --draw DIR      the picture again, from DIR/failing_clients.json
+    python experiments/failing_clients.py --draw DIR      only plots DIR/failing_clients.json again
 
-MNIST, 100 clients by Dirichlet(0.3) per client, 15 a round, 2NN, one epoch, batch 50, lr 0.1 * 0.998^t, clip 10, weight
-decay 1e-3, seed 0. Disturbed: 30 % of the clients asked never answer, and of the others 30 % stop after part of their
-steps. Every round, the states of all clients that did not answer are compared with those before it, bit for bit.
+The data are MNIST with 100 clients. The label mix of each client is drawn from Dirichlet(0.3), and 15 clients are
+selected per round. The model is 2NN. A client trains for one epoch with batch size 50, learning rate 0.1 * 0.998^t,
+gradients clipped to norm 10, and weight decay 1e-3. The seed is 0.
+
+In the runs with failing clients, 30 % of the selected clients drop out, and 30 % of the others are stragglers, which do
+only a part of their local steps. After every round, the states of all clients that did not report are compared with
+their states before the round, bit by bit.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ ALGORITHMS = {
 
 @jax.jit
 def touched(old, new, cohort: jax.Array) -> jax.Array:
-    """How many clients that did not answer have another state than before."""
+    """Returns the number of clients outside of the cohort whose state has changed."""
     changed = jnp.zeros((), bool)
     for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         changed |= (a != b).reshape(len(a), -1).any(1)
@@ -38,7 +42,7 @@ def touched(old, new, cohort: jax.Array) -> jax.Array:
 
 
 def run(sim: fd.Simulation, rounds: int) -> tuple[list[dict], int]:
-    """A record of every tenth round, and how often a failed client's state changed."""
+    """Returns the records of every tenth round, and how many states of clients that did not report have changed."""
     state, history, wrong, answered = sim.init(jax.random.key(0)), [], 0, 0
     for t in range(1, rounds + 1):
         old, (state, info) = state, sim.round_fn(state)
@@ -51,7 +55,7 @@ def run(sim: fd.Simulation, rounds: int) -> tuple[list[dict], int]:
 
 
 def draw(folder: Path) -> None:
-    """A panel for each algorithm: with failing clients and without."""
+    """Plots the test accuracy with and without failing clients, with one panel per algorithm."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(8, 6), sharex=True, sharey=True, layout="constrained")
@@ -73,8 +77,8 @@ def draw(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--output", type=Path, help="a folder for failing_clients.json and .png")
-    parser.add_argument("--draw", type=Path, help="only the picture, from the file in this folder")
+    parser.add_argument("--output", type=Path, help="folder for failing_clients.json and .png (default: no files)")
+    parser.add_argument("--draw", type=Path, help="only plot the results in this folder again")
     arguments = parser.parse_args()
     if arguments.draw:
         return draw(arguments.draw)
@@ -82,7 +86,7 @@ def main() -> None:
     data = fd.datasets.load("mnist", partition=fd.partition.dirichlet(100, 0.3, seed=0))
     local = fd.LocalTraining(epochs=1, batch_size=50, lr=0.1, lr_decay=0.998, weight_decay=1e-3, clip_norm=10)
     found = []
-    print("| algorithm | clients | answers a round | accuracy | best | states of failed clients changed | s |")
+    print("| algorithm | clients | reports per round | final accuracy | best | changed states without report | s |")
     print("|---|---|---|---|---|---|---|")
     for name, algorithm in ALGORITHMS.items():
         for kind, failing in {"all answer": {}, "failing": {"dropout": 0.3, "stragglers": 0.3}}.items():

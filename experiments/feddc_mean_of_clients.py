@@ -1,14 +1,20 @@
-"""FedDC's table 1 with both models that could be scored: rounds to a test accuracy, partial participation.
+"""Measures the rounds to a test accuracy with partial participation, as in FedDC's table 1, for two models.
 
     python experiments/feddc_mean_of_clients.py [--dataset mnist] [--alpha 0.3] [--target 0.98] [--seeds 3]
                                                 [--rounds 160] [--algorithms feddc ...] [--output FILE.jsonl]
 
-100 clients, each with a class mix from Dirichlet(alpha), equal sizes; every client takes part with probability 0.15;
-2NN, 5 epochs, batch 50, lr 0.1 * 0.998^t, gradients clipped to 10, weight decay 1e-3. Variates with eta_0 and Kbar, and
-scaled by q_i (all 1 here), as the authors' code has them. Algorithms of one seed share data, first model and cohorts.
+Two models are scored in every round:
 
-Two models are scored in every round: w, the model that is sent, and the mean of all clients' last models, whose curve
-the authors' scripts plot. Where clients differ and few take part, w moves with each cohort; the mean does not.
+- w, the global model, which the server sends to the clients;
+- the mean of all clients' last models. The scripts of the authors plot its curve.
+
+If the clients differ and few of them take part, w changes with each cohort, and the mean changes much less.
+
+The 100 clients have equal numbers of examples, and the label mix of each client is drawn from Dirichlet(alpha). Each
+client takes part in a round with probability 0.15. The model is 2NN. A client trains for 5 epochs with batch size 50,
+learning rate 0.1 * 0.998^t, gradients clipped to norm 10, and weight decay 1e-3. As in the authors' code, the control
+variates are computed with the initial learning rate eta_0 and the mean number of steps Kbar, and are scaled by q_i (1
+for all clients here). All algorithms have the same data, initial model and cohorts for each seed.
 """
 
 from __future__ import annotations
@@ -35,11 +41,14 @@ ALGORITHMS = {
 class Server(NamedTuple):
     params: Any
     inner: Any
-    client_mean: Any  # here: the mean over all N clients of their last models, which `evaluate` scores beside params
+    client_mean: Any  # the mean of the last models of all N clients; `evaluate` scores it in addition to params
 
 
 def scored_over_all_clients(algorithm: fd.Algorithm) -> fd.Algorithm:
-    """The algorithm, unchanged, whose clients also keep their last model, and whose server the mean of these."""
+    """Returns an algorithm that trains like the given one, and also scores the mean of all clients' last models.
+
+    Each client stores its last model, and the server stores the mean of these models.
+    """
 
     def init_server(params: Any) -> Server:
         return Server(params, algorithm.init_server(params), params)
@@ -49,7 +58,7 @@ def scored_over_all_clients(algorithm: fd.Algorithm) -> fd.Algorithm:
         result = algorithm.client_update(server.inner, inner, work)
         D = result.message[0] if isinstance(result.message, tuple) else result.message
         theta = jax.tree.map(lambda w, D: w + D, server.params, D)
-        change = jax.tree.map(lambda new, old: new - old, theta, last)  # every client has the same size and weight here
+        change = jax.tree.map(lambda new, old: new - old, theta, last)  # all clients have weight 1
         return result._replace(message=(result.message, change), state=(result.state, theta))
 
     def server_update(server: Server, mean: Any, context: fd.Round) -> Server:
@@ -63,18 +72,18 @@ def scored_over_all_clients(algorithm: fd.Algorithm) -> fd.Algorithm:
 
 
 def first(history: list[dict], name: str, target: float) -> int | None:
-    """The first round whose score reaches the target."""
+    """Returns the first round whose score reaches the target, or None."""
     return next((record["round"] for record in history if record.get(name, 0) >= target), None)
 
 
 def thin(record: dict) -> dict:
-    """What is kept of a round; five digits."""
+    """Returns the round and both accuracies of a record, with five significant digits."""
     scores = ("accuracy", "client_mean_accuracy")
     return {"round": record["round"]} | {score: float(f"{record[score]:.5g}") for score in scores}
 
 
 def all_reached(history: list[dict], target: float) -> bool:
-    """Both models have been at the target for 10 rounds."""
+    """Whether both models reached the target, and at least 10 rounds were run after that."""
     reached = [first(history, score, target) for score in ("accuracy", "client_mean_accuracy")]
     return None not in reached and max(r or 0 for r in reached) + 10 <= len(history)
 
@@ -82,12 +91,17 @@ def all_reached(history: list[dict], target: float) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=("mnist", "fashion_mnist"), default="mnist")
-    parser.add_argument("--alpha", type=float, default=0.3, help="D1: 0.6, D2: 0.3, much: iid")
+    parser.add_argument(
+        "--alpha",
+        type=float,
+        default=0.3,
+        help="parameter of the Dirichlet distribution: 0.6 for the paper's D1, 0.3 for D2, large for IID",
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=160)
     parser.add_argument("--target", type=float, default=0.98)
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--output", help="append every round as a line of JSON, as each run ends")
+    parser.add_argument("--output", help="JSONL file; after each run, one line per round is appended")
     arguments = parser.parse_args()
     fd.use_cpu_devices()
     local = fd.LocalTraining(epochs=5, batch_size=50, lr=0.1, lr_decay=0.998, clip_norm=10.0, weight_decay=1e-3)
@@ -106,12 +120,12 @@ def main() -> None:
                 state, new = sim.run(state, min(10, arguments.rounds - len(history)), eval_every=1, progress=False)
                 history += new
             seconds = time.perf_counter() - started
-            for model, score in (("w", "accuracy"), ("all clients' mean", "client_mean_accuracy")):
+            for model, score in (("w", "accuracy"), ("mean of clients", "client_mean_accuracy")):
                 at = {record["round"]: f"{100 * record[score]:.2f}" for record in history}
-                marks = ", ".join(f"{at[t]} % at {t}" for t in (60, 150) if t in at)
+                marks = ", ".join(f"{at[t]} % in round {t}" for t in (60, 150) if t in at)
                 reached = first(history, score, arguments.target)
                 print(
-                    f"seed {seed}  {name:9} {model:17}  {arguments.target:.0%} at round {reached}; {marks}", flush=True
+                    f"seed {seed}  {name:9} {model:17}  {arguments.target:.0%} in round {reached}; {marks}", flush=True
                 )
             print(f"{seconds:.0f} s", flush=True)
             if arguments.output:

@@ -1,7 +1,8 @@
-"""Module paths of version 0.3 that have moved. They can still be imported, with a DeprecationWarning.
+"""Modules of version 0.3 that have moved. They can still be imported under the old path, with a DeprecationWarning.
 
 The names in `fedjax_drift` itself (``fd.Simulation``, ``fd.drift``, ...) are the public interface and have not changed.
-``fedjax_drift.sweep`` is not among the paths: as an attribute it is the function, which an import would replace.
+The module ``fedjax_drift.sweep`` is missing from the list, because importing it would replace the function
+``fd.sweep``.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ MOVED = {  # old path -> the new ones, in the order in which they are searched f
     "stream": "simulation.host data.reading",
     "turns": "simulation.turns",
 }
-RENAMED = {"Bank": "ClientStore", "Damaged": "DamagedError", "check_like": "check_layout"}  # names within modules
+RENAMED = {"Bank": "ClientStore", "Damaged": "DamagedError", "check_like": "check_layout"}  # names in these modules
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Finds a moved module under its old path, as a module that passes on what the new one has."""
+    """Imports a moved module under its old path, as a module that has the names of the new modules."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
@@ -49,10 +50,10 @@ class MovedModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         paths = [f"{PACKAGE}.{path}" for path in MOVED[str(module.__name__).rpartition(".")[2]].split()]
-        text = f"{module.__name__} has moved: import {' or '.join(paths)}, or the public names of fedjax_drift"
+        text = f"{module.__name__} has moved: import {' or '.join(paths)}, or use the public names of fedjax_drift"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         homes = [importlib.import_module(path) for path in paths]
-        if len(homes) == 1:  # `import fedjax_drift.drift` sets fd.drift, which must stay the module that it is
+        if len(homes) == 1:  # `import fedjax_drift.drift` sets fd.drift, which must stay the same module
             sys.modules[str(module.__name__)] = homes[0]
             return
 

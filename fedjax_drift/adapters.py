@@ -41,13 +41,13 @@ def linen_fields(module: Any, input_shape: tuple[int, ...], options: dict[str, A
         variables = jax.eval_shape(variables_of, example)
     except Exception as error:
         raise ConfigurationError(
-            f"{type(module).__name__} does not accept rows of shape {tuple(input_shape)}: choose a model for them, "
-            "or pass the input_shape it expects, such as (28, 28, 1), and input_dtype=jnp.int32 where rows are tokens "
-            f"({first_line(error)})"
+            f"{type(module).__name__} does not accept examples of shape {tuple(input_shape)}: use a model for this "
+            "shape, or pass the input_shape that the model accepts, such as (28, 28, 1); for token ids also pass "
+            f"input_dtype=jnp.int32 ({first_line(error)})"
         ) from error
     if extra := sorted(set(variables) - {"params"}):
         raise ConfigurationError(
-            f"a model's only variables may be parameters, but {type(module).__name__} also has {', '.join(extra)}: "
+            f"a model must have no variables except parameters, but {type(module).__name__} has {', '.join(extra)}: "
             "replace BatchNorm by GroupNorm (fd.models.layers.GroupNorm or flax.linen.GroupNorm)"
         )
 
@@ -85,10 +85,13 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
         try:
             instance = module if isinstance(module, nnx.Module) else module(nnx.Rngs(key))
         except Exception as error:
-            raise ConfigurationError(f"module must make an nnx.Module of nnx.Rngs, got {first_line(error)}") from error
+            raise ConfigurationError(
+                f"module must be a function nnx.Rngs -> nnx.Module, got an error from it: {first_line(error)}"
+            ) from error
         if not isinstance(instance, nnx.Module):
             raise ConfigurationError(
-                f"module must make an nnx.Module of nnx.Rngs, got {_kind(instance)}: return the module"
+                f"module must be a function nnx.Rngs -> nnx.Module, but it returned {_kind(instance)}: return the "
+                "module"
             )
         return instance
 
@@ -100,7 +103,7 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
     graph, _, rest = split(example)
     if nnx.state(example, nnx.BatchStat):
         raise ConfigurationError(
-            f"a model's only variables may be parameters, but {type(example).__name__} has running statistics: "
+            f"a model must have no variables except parameters, but {type(example).__name__} has running statistics: "
             "replace BatchNorm by GroupNorm"
         )
     streams = sorted({state.tag for _, state in nnx.iter_graph(example) if isinstance(state, nnx.RngKey)})
@@ -123,8 +126,9 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
             jax.eval_shape(lambda x: merge(split(example)[1], train=False)(x), example_input)
         except Exception as error:
             raise ConfigurationError(
-                f"{type(example).__name__} does not accept rows of shape {example_input.shape[1:]}: pass the "
-                f"input_shape it expects, and input_dtype=jnp.int32 where rows are tokens ({first_line(error)})"
+                f"{type(example).__name__} does not accept examples of shape {example_input.shape[1:]}: pass the "
+                "input_shape that the model accepts; for token ids also pass input_dtype=jnp.int32 "
+                f"({first_line(error)})"
             ) from error
 
     fields = {
@@ -139,7 +143,7 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
 
 
 def _example(input_shape: Any, options: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a batch of one example. Removes ``input_dtype`` from the options."""
+    """Returns shape and dtype of a batch of one example. Removes ``input_dtype`` from the options."""
     input_dtype = options.pop("input_dtype", jnp.float32)
     try:
         dtype = jnp.dtype(input_dtype)
@@ -164,13 +168,13 @@ def _kind(value: Any) -> str:
 
 
 def _instead(module: Any, wanted: str) -> str:
-    """The fix for a module of another kind, or for a class; "" if none is known."""
+    """Returns the fix for a module of another kind or for a class, or "" if no fix is known."""
     from flax import linen, nnx
 
     kinds = module.__mro__ if isinstance(module, type) else type(module).__mro__
     if any(kind.__module__.partition(".")[0] == "equinox" for kind in kinds):
         return (
-            "of an Equinox module fd.Model(init=lambda key: eqx.partition(Net(key), eqx.is_inexact_array)[0], "
+            "for an Equinox module use fd.Model(init=lambda key: eqx.partition(Net(key), eqx.is_inexact_array)[0], "
             "apply=lambda params, x: jax.vmap(eqx.combine(params, static))(x))"
         )
     if wanted == "linen" and issubclass(kinds[0], nnx.Module):

@@ -1,7 +1,7 @@
-"""Checks of arguments, made before anything compiles, and warnings.
+"""Checks of arguments, and warnings. Arguments are checked before anything is compiled.
 
-A message has the form ``NAME must be ALLOWED, got VALUE: FIX``. A traced number (an axis of a sweep) passes every check
-of its range.
+A message has the form ``NAME must be ALLOWED, got VALUE: FIX``. A traced number passes every check of a range, because
+its value is unknown. (A sweep traces the hyper-parameters that it varies.)
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 from fedjax_drift.errors import ConfigurationError
 
 MOST = 2**63 - 1  # the default upper bound of an integer: the largest int64
-LARGE = 2**31 - 1  # messages only mention an upper bound that is smaller than this, or that is exceeded
+LARGE = 2**31 - 1  # messages mention an upper bound only if it is smaller than this, or if the value exceeds it
 WITHIN = ("fedjax_drift", "contextlib", "jax")  # packages that a warning is not attributed to
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issues a warning that is attributed to the caller's line outside the library, at any call depth."""
+    """Issues a warning that shows the file and the line of the code that called the library."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in WITHIN:
         frame, level = frame.f_back, level + 1
@@ -50,26 +50,29 @@ def first_line(error: Exception) -> str:
 
 
 def positive(name: str, value: Any, fix: str = "", computed: bool = True) -> float:
-    """The value as a float; ValueError unless it is a finite number > 0."""
+    """Returns the value as a float. Raises ValueError unless it is a finite number > 0."""
     return number(name, value, "a finite number > 0", lambda v: v > 0, fix, computed)
 
 
 def nonnegative(name: str, value: Any, fix: str = "", computed: bool = True) -> float:
-    """The value as a float; ValueError unless it is a finite number >= 0."""
+    """Returns the value as a float. Raises ValueError unless it is a finite number >= 0."""
     return number(name, value, "a finite number >= 0", lambda v: v >= 0, fix, computed)
 
 
 def fraction(name: str, value: Any, fix: str = "") -> float:
-    """The value as a float; ValueError unless it is in [0, 1)."""
+    """Returns the value as a float. Raises ValueError unless it is in [0, 1)."""
     return number(name, value, "in [0, 1)", lambda v: 0 <= v < 1, fix)
 
 
 def number(
     name: str, value: Any, allowed: str, ok: Callable[[Any], bool], fix: str = "", computed: bool = True
 ) -> float:
-    """The value as a float; ValueError unless it is finite, real and ok(value). A tracer is returned as is.
+    """Returns the value as a float. Raises ValueError unless it is finite, real and ok(value).
 
-    computed: JAX computes with the value, so it must not underflow to 0 or overflow in JAX's default float dtype.
+    A tracer is returned as is.
+
+    computed: whether JAX computes with the value. If so, the value must not underflow to 0 or overflow in JAX's default
+    float dtype.
     """
     if isinstance(value, jax.core.Tracer):
         return value  # type: ignore[return-value]
@@ -80,8 +83,8 @@ def number(
     if computed and result and not float(floats.tiny) <= abs(result) <= float(floats.max):
         becomes = "0" if abs(result) < 1 else "infinite"
         raise ConfigurationError(
-            f"{name} must be {allowed} in {floats.dtype}, which JAX computes with, got {shown(value)}, which is "
-            f'{becomes} there: choose another, or jax.config.update("jax_enable_x64", True)'
+            f"{name} must be {allowed} in {floats.dtype}, the dtype that JAX uses, got {shown(value)}, which becomes "
+            f'{becomes}: choose another value, or call jax.config.update("jax_enable_x64", True)'
         )
     return result
 
@@ -105,7 +108,7 @@ def _is_finite(value: Real) -> bool:
 
 
 def integer(name: str, value: Any, low: int, high: float = MOST, fix: str = "") -> int:
-    """The value as an int; ValueError unless it is a whole number in low..high."""
+    """Returns the value as an int. Raises ValueError unless it is an integer in low..high."""
     scalar = one_in(value)
     if isinstance(scalar, bool) or not isinstance(scalar, Integral) or not low <= int(scalar) <= high:
         allowed = f"in {low}..{high}"
@@ -116,19 +119,19 @@ def integer(name: str, value: Any, low: int, high: float = MOST, fix: str = "") 
 
 
 def used(value: Any) -> bool:
-    """Whether a factor has an effect: it is not 0, or it is traced, so its value is unknown."""
+    """Whether a factor can have an effect. True if it is not 0, or if it is traced, because its value is unknown."""
     return isinstance(value, jax.core.Tracer) or bool(value)
 
 
 def flag(name: str, value: Any, fix: str = "") -> bool:
-    """The value; ValueError unless it is True or False."""
+    """Returns the value. Raises ValueError unless it is True or False."""
     if not isinstance(value, bool | np.bool):
         raise ConfigurationError(f"{name} must be True or False, got {shown(value)}" + (f": {fix}" if fix else ""))
     return bool(value)
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
-    """The value; ValueError unless it is one of ``allowed``. The message suggests the most similar one."""
+    """Returns the value. Raises ValueError unless it is one of ``allowed``, and suggests the most similar one."""
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
         listed = ", ".join(map(repr, allowed))
@@ -137,7 +140,10 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
 
 
 def choices(name: str, value: Any, allowed: Iterable[str]) -> tuple[str, ...]:
-    """The chosen names: one of ``allowed``, several of them, True for all or False for none; ValueError otherwise."""
+    """Returns the chosen names. ``value`` is one of ``allowed``, several of them, True (all) or False (none).
+
+    Raises ValueError for any other value.
+    """
     allowed = tuple(allowed)
     if isinstance(value, bool | np.bool):
         return allowed if value else ()
@@ -146,19 +152,19 @@ def choices(name: str, value: Any, allowed: Iterable[str]) -> tuple[str, ...]:
 
 
 def text(name: str, value: Any, fix: str = "") -> str:
-    """The value; ValueError unless it is a string."""
+    """Returns the value. Raises ValueError unless it is a string."""
     return str(instance(name, value, str, fix))
 
 
 def function(name: str, value: Any, fix: str = "") -> Any:
-    """The value; ValueError unless it is callable."""
+    """Returns the value. Raises ValueError unless it is callable."""
     if not callable(value):
         raise ConfigurationError(f"{name} must be a function, got {shown(value)}" + (f": {fix}" if fix else ""))
     return value
 
 
 def instance(name: str, value: Any, kind: type, fix: str = "") -> Any:
-    """The value; ValueError unless it is of this type."""
+    """Returns the value. Raises ValueError unless it has the type ``kind``."""
     if not isinstance(value, kind):
         what = "a string" if kind is str else f"of type {kind.__name__}"
         raise ConfigurationError(f"{name} must be {what}, got {shown(value)}" + (f": {fix}" if fix else ""))
@@ -166,7 +172,7 @@ def instance(name: str, value: Any, kind: type, fix: str = "") -> Any:
 
 
 def path(name: str, value: Any, fix: str = "") -> Path:
-    """The value as a path with ~ expanded; ValueError unless it is a non-empty string or path."""
+    """Returns the value as a path with ~ expanded. Raises ValueError unless it is a non-empty string or path."""
     is_text = isinstance(value, str | os.PathLike) and isinstance(written := os.fspath(value), str)
     if not is_text or not written or "\0" in written:
         raise ConfigurationError(
@@ -181,7 +187,10 @@ def is_auto(value: Any) -> bool:
 
 
 def shape(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
-    """The value as a tuple; ValueError unless it has integers >= 1, ``length`` of them if given."""
+    """Returns the value as a tuple. Raises ValueError unless it consists of integers >= 1.
+
+    length: the required number of integers, or None if any number is allowed.
+    """
     has_length = isinstance(value, tuple | list) and length in (None, len(value))
     if not has_length or not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in value):
         example = (28, 28, 1) if length is None else (32,) * length
@@ -190,19 +199,19 @@ def shape(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
 
 
 def array(name: str, value: Any) -> np.ndarray:
-    """The value as a NumPy array in native byte order. A memory map stays a memory map.
+    """Returns the value as a NumPy array in native byte order. A memory map stays a memory map.
 
-    ValueError unless it is a numeric array with at least one axis, or nested lists that can be converted to one.
+    Raises ValueError unless the value is a numeric array with at least one axis, or can be converted to one.
     """
     if np.ma.is_masked(value):
         raise ConfigurationError(
-            f"{name} must be a plain array, got a masked one: fill it, or leave out what is masked"
+            f"{name} must be an array without masked values, got a masked array: fill or remove the masked values"
         )
     try:
         result = value if isinstance(value, np.ndarray) else np.asarray(value)
     except Exception as error:  # the conversion of a foreign object may raise anything
         raise ConfigurationError(
-            f"{name} must be an array whose rows have one shape each, got {shown(value)} ({first_line(error)})"
+            f"{name} must be an array, or lists that all have the same length, got {shown(value)} ({first_line(error)})"
         ) from error
     if (
         result.ndim < 1
@@ -210,8 +219,8 @@ def array(name: str, value: Any) -> np.ndarray:
         and result.dtype.name != "bfloat16"
     ):
         raise ConfigurationError(
-            f"{name} must be a numeric array with at least one axis, got {result.dtype}{list(result.shape)}: rows of "
-            "one data set have one shape (encode text as integers, stack the rows)"
+            f"{name} must be a numeric array with at least one axis, got {result.dtype}{list(result.shape)}: encode "
+            "text as integers, and stack examples of the same shape"
         )
     return result if result.dtype.isnative else result.astype(result.dtype.newbyteorder("="))
 

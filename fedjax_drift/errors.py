@@ -1,4 +1,4 @@
-"""The library's exceptions. Each is a subclass of the built-in one that Python programmers expect."""
+"""The library's exceptions. Each is a subclass of ValueError or ImportError."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from __future__ import annotations
 class ConfigurationError(ValueError):
     """An argument, a data set, a model or a file cannot be used as it is.
 
-    The message names it, the allowed values, the value received and a fix. A plain ValueError raised from inside the
-    library is therefore a bug of the library or of another package.
+    The message names the argument, the allowed values, the value received and a fix. The library raises this class or a
+    subclass for every wrong argument. A ValueError of any other class from inside the library is a bug, in the library
+    or in another package.
     """
 
 
 class InUseError(ConfigurationError):
-    """A folder is used by another run, in another process or in this one."""
+    """Another run is using the folder, in this process or in a different one."""
 
 
 class OtherRunError(ConfigurationError):
-    """A folder holds the state of another run: another algorithm, model, data set, setting or seed."""
+    """A folder contains the state of a different run: the algorithm, model, data set, a setting or the seed differs."""
 
 
 class DamagedError(ConfigurationError):
-    """A file does not hold what was written to it."""
+    """A file is damaged: its content is not what was written to it."""
 
 
 class MissingPackageError(ImportError):

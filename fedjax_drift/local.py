@@ -3,8 +3,8 @@
 One step on a batch, with the local model theta and the global model w:
 
     g     = gradient of the mean loss over the examples of the batch
-    g     = correct(g, theta)                       the term of the algorithm, e.g. g + mu (theta - w)
-    u     = clip(g) + weight_decay * theta          then momentum, or the optimizer
+    g     = correct(g, theta)                       adds the term of the algorithm, e.g. g + mu (theta - w)
+    u     = clip(g) + weight_decay * theta          momentum or the optimizer follows, if there is one
     theta = theta - eta_t u
 """
 
@@ -28,9 +28,9 @@ from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work
 class LocalTraining:
     """The local training of every client: K_i = epochs * ceil(n_i / batch_size) steps with learning rate eta_t.
 
-    The examples are reshuffled in every epoch. The last batch of an epoch may be short; its gradient is the mean over
-    the examples that it has. The optimizer state is initialised in every round. Raises ValueError for values out of
-    range.
+    The examples are reshuffled in every epoch. The last batch of an epoch may have fewer than B examples. Its gradient
+    is the mean over its examples. The optimizer state is initialised in every round. Raises ValueError for values out
+    of range.
     """
 
     epochs: int = 1
@@ -40,7 +40,7 @@ class LocalTraining:
     lr: float = 0.1
     """eta_0 > 0, the learning rate of round 0."""
     lr_decay: float = 1.0
-    """eta_t = lr * lr_decay**t in round t; > 0."""
+    """Factor of the learning rate per round, > 0: eta_t = lr * lr_decay**t in round t."""
     momentum: float = 0.0
     """Heavy-ball momentum within a round, in [0, 1): v = momentum v + u; theta -= eta_t v."""
     weight_decay: float = 0.0
@@ -48,8 +48,9 @@ class LocalTraining:
     clip_norm: float | None = None
     """The corrected gradient is clipped to this global norm, > 0. None: no clipping."""
     optimizer: optax.GradientTransformation | None = None
-    """Replaces momentum: maps a gradient to a direction that points uphill, such as ``optax.scale_by_adam()``.
-    `Simulation` raises ValueError for an optimizer that includes the negative step, such as ``optax.adam(lr)``."""
+    """An optax transformation that is used instead of momentum. It maps a gradient to a direction of ascent, for
+    example ``optax.scale_by_adam()``. `Simulation` raises ValueError for an optimizer that returns a direction of
+    descent, such as ``optax.adam(lr)``."""
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     """``augment(key, x)`` returns a random variant of one training example ``x`` (scaled, without a batch axis), with
     the same shape and dtype, such as ``fd.augment.crop_and_flip()``. Every example of every step has a key of its own,
@@ -60,7 +61,7 @@ class LocalTraining:
             "epochs": checks.integer("epochs", self.epochs, 1),
             "batch_size": checks.integer("batch_size", self.batch_size, 1),
             "lr": checks.positive("lr", self.lr),
-            "lr_decay": checks.positive("lr_decay", self.lr_decay, "1 keeps the rate constant"),
+            "lr_decay": checks.positive("lr_decay", self.lr_decay, "1 keeps the learning rate constant"),
             "momentum": checks.fraction("momentum", self.momentum),
             "weight_decay": checks.nonnegative("weight_decay", self.weight_decay),
         }
@@ -81,7 +82,7 @@ class LocalTraining:
                 )
             if checks.used(self.momentum):
                 raise ConfigurationError(
-                    f"momentum must be 0 when an optimizer is given, got {self.momentum}: the optimizer replaces it"
+                    f"momentum must be 0 when an optimizer is given, got {self.momentum}: leave one of them out"
                 )
 
     def direction(self) -> optax.GradientTransformation:
@@ -103,7 +104,7 @@ class LocalTraining:
         return self.optimizer is not None or checks.used(self.momentum)
 
     def rate(self, t: jax.Array) -> jax.Array:
-        """Returns eta_t, a scalar. It is kept above 0, also when it underflows, because SCAFFOLD divides by it."""
+        """Returns eta_t, a scalar. It stays above 0 even if it would underflow, because SCAFFOLD divides by it."""
         eta = jnp.asarray(self.lr * self.lr_decay ** t.astype(float), float)
         return jnp.maximum(eta, jnp.finfo(eta.dtype).tiny)
 
@@ -122,9 +123,9 @@ class LocalTraining:
 def shuffle(key: jax.Array, size: jax.Array, longest: jax.Array, length: int) -> jax.Array:
     """Returns a random permutation of 0..size-1, padded to int32 [length]; size <= longest <= length.
 
-    The permutation depends on key and size only, not on the padding. The reason is that number i of JAX's default
-    generator (threefry) is a function of key and i, and padding sorts last. So only about ``longest`` numbers are
-    sorted, and one very large client does not slow down the training of the others.
+    The permutation depends only on ``key`` and ``size``, not on the padding. With JAX's default generator (threefry),
+    random number i depends only on the key and on i. Padded positions get the largest sort keys, so they come last.
+    Therefore only about ``longest`` numbers are sorted, and one very large client does not slow down the others.
     """
 
     def sort(count: int) -> Callable[[], jax.Array]:
@@ -155,7 +156,7 @@ def train(
       start: the model before the first step, usually the global model w.
       correct: ``correct(g, theta)`` returns the gradient with the term of the algorithm added.
       at: ``at(theta)`` returns the point at which the gradient and the weight decay are evaluated. Default: theta.
-      after: ``after(theta, k)`` returns the model after step k of an epoch.
+      after: ``after(theta, k)`` returns the model that replaces theta after step k of an epoch.
       loss: ``loss(params, batch, key)`` returns the loss of a batch, a scalar. Default: ``work.loss``.
 
     Returns:
@@ -203,7 +204,7 @@ def augmented(work: Work, key: jax.Array, batch: Batch) -> Batch:
 
 
 def full_gradient(work: Work, params: Params) -> Params:
-    """Gradient of F_i at ``params``: the mean loss over all examples of the client.
+    """The gradient of F_i at ``params``. F_i is the mean loss over all examples of the client.
 
     The model is in evaluation mode (no dropout), and the examples are not augmented.
     """

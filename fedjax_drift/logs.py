@@ -1,10 +1,11 @@
-"""Logs of runs. A log writes every round as one line of JSON and one row of CSV, and on request to TensorBoard.
+"""Logs of runs. A log writes every round as one line of JSON and one row of CSV, and optionally for TensorBoard.
 
     with fd.logs.Log("runs/mine") as log:
         state, history = sim.run(state, rounds=100, on_round=log)
 
 `Simulation.run` calls the log with each record. For other trackers (Weights & Biases, MLflow), pass your own function
-of a record as ``on_round``. `read` returns the records of a log, and the functions of `plots` accept the path of a log.
+as ``on_round``. It is called with each record. `read` returns the records of a log, and the functions of `plots` accept
+the path of a log.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Log:
     ``rounds.csv`` has one row per record. Numbers that are not finite are empty fields. A list of n values has the
     columns ``name[0]`` to ``name[n-1]``. A column that first appears in a later round is added to all rows.
 
-    With ``tensorboard=True``, the folder ``tensorboard/`` has the numbers over the rounds, one TensorBoard run for each
-    ``algorithm`` and ``seed`` in the records. For a list, it has the last value, the one after the last local epoch.
+    With ``tensorboard=True``, the numbers of every round are also written to the folder ``tensorboard/``. It has one
+    TensorBoard run for each ``algorithm`` and ``seed`` in the records. Of a list, only the last value is written (for
+    drift measures, the value after the last local epoch).
 
     If a write fails, for example because the disk is full, there is one warning and the training continues. The files
     then contain complete lines only. The missing lines are written with a later record, or by `close`, once there is
@@ -52,7 +54,7 @@ class Log:
     Args:
       folder: the folder of the log. It is created if it does not exist.
       before: the records of earlier rounds, for example the history that `Checkpoints.restore` returns. They replace
-        the log that the folder has. Default None: the folder must not have a log.
+        an existing log in the folder. Default None: the folder must not have a log.
       tensorboard: whether to write events for TensorBoard. This needs the package tensorboardX. Default: False.
 
     Raises:
@@ -68,7 +70,7 @@ class Log:
             needs_tensorboard()
         if before is not None and (isinstance(before, str | Mapping) or not isinstance(before, Sequence)):
             raise ConfigurationError(
-                f"before must be a history, or None, got {checks.shown(before)}: [] for an empty log"
+                f"before must be a history, or None, got {checks.shown(before)}: pass [] for an empty log"
             )
         self.folder = checks.path("folder", folder, 'Log("runs/mine")').absolute()  # the working directory may change
         self._columns: dict[str, None] = {}  # the columns of the CSV file, in order
@@ -82,8 +84,8 @@ class Log:
             raise ConfigurationError(f"folder must be a folder, got the file {self.folder}: choose another name")
         if before is None and (self.folder / "rounds.jsonl").exists():
             raise ConfigurationError(
-                f"folder must be one without a log, got {self.folder}, which has one: pass before=history to go on "
-                "with it, before=[] to replace it, or another folder"
+                f"folder must not have a log, got {self.folder}, which has one: pass before=history to continue it, "
+                "before=[] to replace it, or another folder"
             )
         text = b"".join(map(_line, before or []))
         try:
@@ -95,8 +97,8 @@ class Log:
             self._renew_table()
         except OSError as error:
             raise ConfigurationError(
-                f"folder must be where files can be written, got {self.folder} ({error.strerror}): choose another, or "
-                "see to that"
+                f"folder must be where files can be written, got {self.folder} ({error.strerror}): choose another "
+                "folder, or make it writable"
             ) from error
         for record in before or []:
             self._try(self._to_tensorboard, record)
@@ -116,8 +118,9 @@ class Log:
         except OSError as error:
             if not self._warned:
                 checks.warn(
-                    f"the log in {self.folder} could not be written ({error.strerror}): the run goes on; make room, "
-                    "and what is missing is written with a later round"
+                    f"the log in {self.folder} could not be written ({error.strerror}): the run continues. The missing "
+                    "lines are written with a later round when writing is possible again, for example after disk "
+                    "space has been freed"
                 )
             self._warned = True
 
@@ -182,7 +185,7 @@ class _Lines:
         self.missing = b""
 
     def write(self, lines: bytes) -> None:
-        """Appends the missing lines and these. If that fails, raises OSError and leaves the file as it was."""
+        """Appends the missing lines, then ``lines``. On failure, raises OSError and leaves the file unchanged."""
         self.missing += lines
         left = memoryview(self.missing)
         try:
@@ -216,7 +219,9 @@ def _event(record: Record) -> bytes:
 def needs_tensorboard() -> None:
     """Raises ImportError if tensorboardX is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
-        raise MissingPackageError('writing for TensorBoard needs tensorboardX: pip install "fedjax-drift[tensorboard]"')
+        raise MissingPackageError(
+            'writing for TensorBoard needs the package tensorboardX: pip install "fedjax-drift[tensorboard]"'
+        )
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -237,7 +242,8 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             text = file.read()
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"path must be a log, a folder with rounds.jsonl or a file of JSON lines, got {path}"
+            f"path must be a log (a folder with rounds.jsonl, or a file of JSON lines), got {path}, which does not "
+            "exist"
         ) from error
     return list(_records(path, text.splitlines(keepends=True)))
 
@@ -259,11 +265,14 @@ def _records(path: Path, log_lines: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _line(record: Record) -> bytes:
     if not isinstance(record, Mapping):
-        raise ConfigurationError(f"a record must be a dict, got {checks.shown(record)}: one of a history")
+        raise ConfigurationError(f"a record must be a dict, got {checks.shown(record)}: pass one record of a history")
     try:
         return json.dumps({name: _plain(value) for name, value in record.items()}).encode() + b"\n"
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"a record must hold what JSON has, got {checks.shown(record)}: {error}") from error
+        raise ConfigurationError(
+            f"a record must only contain values that JSON has, got {checks.shown(record)} ({error}): use numbers, "
+            "strings, lists and dicts"
+        ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -4,10 +4,13 @@
 
 - the history of a run, as `Simulation.run` returns it
 - the path of a log: the folder or file of a `logs.Log`, or the output folder of ``fedjax-drift run``. A log may have
-  several algorithms and seeds. If the folder itself has no log, its subfolders with a log are read, one per run.
-- a list of paths of logs with one algorithm each: one run per log
-- the result of `fd.sweep`, or several such results joined to one list
-- a dict from the name of a run to its history, to the histories or logs of its seeds, or to the result of a sweep
+  several algorithms and seeds.
+- the path of a folder that has no log itself, but whose subfolders have logs. Each of these logs is one run. It must
+  have only one algorithm.
+- a list of paths of logs. Each log is one run. It must have only one algorithm.
+- the result of `fd.sweep`, or several such results concatenated to one list
+- a dict from the name of a run to one of: its history; a list of histories, one per seed; the path of a log; a list of
+  paths of logs, one per seed; the result of a sweep
 """
 
 from __future__ import annotations
@@ -33,15 +36,17 @@ Runs = Mapping[str, Sequence[History]]  # name of a run -> one history per seed
 
 
 class Reached(NamedTuple):
-    """When one run reached a target.
+    """The round in which one run reached a target.
 
-    A run may be evaluated only every few rounds. The first round at the target is one of after + 1..round.
+    A run may be evaluated only every few rounds. So the run reached the target for the first time somewhere in the
+    rounds ``after + 1`` to ``round``.
     """
 
-    round: int | None  # the first evaluated round at the target; None if no evaluated round reaches it
-    after: (
-        int  # the evaluated round before ``round``, 0 if there is none; the last evaluated round if ``round`` is None
-    )
+    round: int | None
+    """The first evaluated round at the target. None if no evaluated round reaches the target."""
+    after: int
+    """The last evaluated round before ``round``, or 0 if there is none. If ``round`` is None, the last evaluated
+    round."""
 
 
 def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> dict[str, list[Reached]]:
@@ -68,19 +73,20 @@ def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> 
     key = checks.text("key", key, "an entry of the records")
     if key == "accuracy" and target > 1:
         raise ConfigurationError(
-            f"target must be an accuracy in 0..1, got {target:g}: {target / 100:g} for {target:g} %"
+            f"target must be an accuracy in 0..1, got {target:g}: pass {target / 100:g} for {target:g} %"
         )
     runs = measured(by_run(records), key)
     reached = {name: [_reached(*seed, target, key) for seed in seeds if seed[0].size] for name, seeds in runs.items()}
     if not any(reached.values()):
         raise ConfigurationError(
-            f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate, or pass another key"
+            f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate during the run (eval_every=), "
+            "or pass another key"
         )
     return {name: seeds for name, seeds in reached.items() if seeds}
 
 
 def _reached(rounds: np.ndarray, values: np.ndarray, target: float, key: str) -> Reached:
-    """When one run reaches the target. values: [n, E], of which the last column is compared."""
+    """The `Reached` of one run. values: [n, E]; only the last column is compared with the target."""
     at_target = values[:, -1] <= target if key.endswith("loss") else values[:, -1] >= target
     if not at_target.any():
         return Reached(None, int(rounds[-1]))
@@ -110,7 +116,7 @@ def numbers(name: str, values: Any, lists: bool = False) -> np.ndarray:
 
     Raises ConfigurationError for other values.
     """
-    allowed = "numbers, or lists of numbers that all have one length" if lists else "numbers, one after another"
+    allowed = "numbers, or lists of numbers of the same length" if lists else "a flat list of numbers"
     try:
         array = np.asarray(values, float)
     except (TypeError, ValueError, OverflowError) as error:
@@ -148,13 +154,13 @@ def by_run(records: Any) -> dict[str, list[History]]:
         return _by_algorithm(items or []) or {"": [[]]}
     items_type = f" of {type(items[0]).__name__}" if items else ""
     raise ConfigurationError(
-        "records must be a history, a dict of histories, the path of a log or what fd.sweep returns, got a "
-        f"{type(records).__name__}{items_type}: state, history = sim.run(...)"
+        "records must be a history, a dict of histories, the path of a log or the result of fd.sweep, got a "
+        f"{type(records).__name__}{items_type}: pass the history of state, history = sim.run(...)"
     )
 
 
 def _kind(items: Sequence[Any]) -> str:
-    """The kind that all items have: "record", "path", "run" or "history"; "empty" without items; "" otherwise."""
+    """The common kind of all items: "record", "path", "run" or "history". "empty" without items, otherwise ""."""
     for kind, is_one in (
         ("record", lambda item: isinstance(item, Mapping)),
         ("path", lambda item: isinstance(item, (str, os.PathLike))),
@@ -167,7 +173,10 @@ def _kind(items: Sequence[Any]) -> str:
 
 
 def _one_run(name: Any, value: Any) -> dict[str, list[History]]:
-    """The histories of one entry of a dict of runs, from a setting to its seeds. Only a sweep has several settings."""
+    """A dict from a setting to one history per seed, for one value of a dict of runs.
+
+    A setting is a combination of hyper-parameters. Only a sweep has several settings.
+    """
     if isinstance(value, (str, os.PathLike)):
         return {"": _one_log(name, value)}
     if hasattr(value, "history") and hasattr(value, "setting"):
@@ -183,13 +192,16 @@ def _one_run(name: Any, value: Any) -> dict[str, list[History]]:
     if kind == "history":
         return {"": items}
     raise ConfigurationError(
-        f"records[{name!r}] must be a history, those of several seeds, the path of a log, several of these, or what "
-        f"fd.sweep returns, got a {type(value).__name__}: state, history = sim.run(...)"
+        f"records[{name!r}] must be a history, a list of histories, the path of a log, a list of paths, or the result "
+        f"of fd.sweep, got a {type(value).__name__}: pass the history of state, history = sim.run(...)"
     )
 
 
 def _by_setting(runs: Sequence[Any]) -> dict[str, list[History]]:
-    """The histories of sweeps, from a setting to its seeds. With several algorithms, the name has the algorithm too."""
+    """A dict from a setting to one history per seed, for the results of sweeps.
+
+    With several algorithms, the name of a setting begins with the algorithm.
+    """
     several_algorithms = len({run.algorithm for run in runs}) > 1
     by_name: dict[str, dict[int, History]] = {}
     for run in runs:
@@ -198,8 +210,8 @@ def _by_setting(runs: Sequence[Any]) -> dict[str, list[History]]:
         seeds = by_name.setdefault(name, {})
         if run.seed in seeds:
             raise ConfigurationError(
-                f"records must hold one run of each setting and seed, got two of {name or run.algorithm} with seed "
-                f"{run.seed}: pass a dict, name -> what each sweep returned"
+                f"records must have one run for each setting and seed, got two of {name or run.algorithm} with seed "
+                f"{run.seed}: pass a dict from a name to the result of each sweep"
             )
         seeds[run.seed] = run.history
     return {name: list(seeds.values()) for name, seeds in by_name.items()}
@@ -210,13 +222,17 @@ def _one_log(name: Any, path: FilePath) -> list[History]:
     algorithms = _by_algorithm(logs.read(path))
     if len(algorithms) > 1:
         raise ConfigurationError(
-            f"records[{name!r}] must be the log of one algorithm, got {', '.join(algorithms)}: pass the path alone"
+            f"records[{name!r}] must be the log of one algorithm, got {', '.join(algorithms)}: pass the path itself "
+            "as records"
         )
     return next(iter(algorithms.values()), [[]])
 
 
 def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, list[History]]:
-    """The histories of a log, from an algorithm to its seeds. The algorithm of records that name none is ""."""
+    """A dict from an algorithm to one history per seed, for the records of a log.
+
+    Records without an algorithm belong to the algorithm "".
+    """
     algorithms: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         algorithms.setdefault(str(record.get("algorithm", "")), []).append(record)
@@ -224,7 +240,7 @@ def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Histor
 
 
 def by_seed(records: Sequence[Mapping[str, Any]]) -> list[History]:
-    """The records of each seed, in the order of the seeds. Records without a seed are one history, the first."""
+    """One history per seed, sorted by seed. Records without a seed form one history, which comes first."""
     seeds: dict[int | None, list[Mapping[str, Any]]] = {}
     for record in records:
         seed = record.get("seed")

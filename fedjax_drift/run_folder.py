@@ -43,8 +43,8 @@ def model_file(output: Path, algorithm: str, seed: int | None = None) -> Path:
 def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed: int | None = None) -> LoadedRun:
     """Loads the settings, history, model and parameters of a run of ``fedjax-drift run``.
 
-    To train the model further in a simulation of your own, use ``state = sim.init(key, params=run.params)``. To resume
-    the run itself, with its client states and cohorts, use ``fedjax-drift run --resume`` or `Checkpoints`.
+    To train the model further in your own simulation, use ``state = sim.init(key, params=run.params)``. To resume the
+    run itself, with its client states and cohorts, use ``fedjax-drift run --resume`` or `Checkpoints`.
 
     Args:
       folder: the output folder of the run.
@@ -52,8 +52,8 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
       seed: one of the run's seeds. Not needed if the run has only one seed.
 
     Raises:
-      ValueError: the folder is not the output folder of a run; or ``algorithm`` or ``seed`` is needed, or is not one of
-        the run's; or this algorithm has not finished.
+      ValueError: the folder is not the output folder of a run; ``algorithm`` or ``seed`` is missing although the run
+        has several of them; the run does not have this algorithm or seed; or the algorithm has not finished.
     """
     folder = checks.path("folder", folder, "the output folder of fedjax-drift run")
     try:
@@ -64,8 +64,7 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
             model = MODELS[options.pop("name")](**options)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigurationError(
-            f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read "
-            f"({error})"
+            f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read: {error}"
         ) from error
     algorithm = _chosen("algorithm", algorithm, algorithms, folder)
     seed = _chosen("seed", seed, seeds, folder)
@@ -74,23 +73,23 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
     file = model_file(folder, algorithm, seed if len(seeds) > 1 else None)
     if not file.exists():
         raise ConfigurationError(
-            f"{folder} has no {file.relative_to(folder)}, as {algorithm} has not come to its end there: "
+            f"{folder} has no {file.relative_to(folder)}, because the run of {algorithm} has not finished: use "
             f"fedjax-drift run --resume {folder}"
         )
     return LoadedRun(algorithm, seed, settings, history, model, load_params(model, file))
 
 
 def _chosen(name: str, value: Any, allowed: Sequence[Any], folder: Path) -> Any:
-    """The value, or the only allowed value if it is None."""
+    """Returns the value, or the only allowed value if the value is None."""
     if value is None and len(allowed) == 1:
         return allowed[0]
     if value not in allowed:
         raise ConfigurationError(
-            f"{name} must be one of those that {folder} has, {', '.join(map(str, allowed))}, got {value}"
+            f"{name} must be one of the {name}s of the run in {folder}, {', '.join(map(str, allowed))}, got {value}"
         )
     return value
 
 
 def _tuples(value: Any) -> Any:
-    """The value with tuples in place of lists: JSON has no tuples."""
+    """Returns the value with tuples in place of lists, because JSON has no tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,6 +1,7 @@
-"""Pytrees: the few reductions over parameters, and how the layouts of two trees are compared.
+"""Functions for pytrees: reductions over parameters, and the comparison of layouts.
 
-Elementwise equations are written out in the algorithms as ``jax.tree.map``.
+The layout of a tree is its structure together with the shapes and dtypes of its leaves. The algorithms write
+elementwise equations with ``jax.tree.map``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fedjax_drift.types import PyTree
 
 
 def zeros_like(tree: PyTree) -> PyTree:
-    """A tree of zeros of the same shapes and dtypes."""
+    """A tree of zeros with the same structure, shapes and dtypes."""
     return jax.tree.map(jnp.zeros_like, tree)
 
 
@@ -29,7 +30,7 @@ def subtract(a: PyTree, b: PyTree) -> PyTree:
 
 
 def dot(a: PyTree, b: PyTree) -> jax.Array:
-    """The inner product <a, b>, a scalar, summed in float32 or wider whatever the dtypes of the leaves."""
+    """The inner product <a, b>, a scalar. It is computed in float32, or in the dtype of the leaves if it is wider."""
 
     def leaf(a: jax.Array, b: jax.Array) -> jax.Array:
         wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
@@ -39,22 +40,25 @@ def dot(a: PyTree, b: PyTree) -> jax.Array:
 
 
 def size(tree: PyTree) -> int:
-    """Number of values in all leaves, d for a model's parameters."""
+    """The number of values in all leaves. For a model's parameters this is d."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def nbytes(tree: PyTree) -> int:
-    """Bytes of all leaves, computed from their shapes and dtypes."""
+    """The number of bytes of all leaves, computed from their shapes and dtypes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """bool []: no floating leaf contains NaN or infinity."""
+    """bool []: whether all floating-point leaves are finite."""
     return first_nonfinite(tree) < 0
 
 
 def first_nonfinite(tree: PyTree) -> jax.Array:
-    """int32 []: index, in the order of `jax.tree.leaves`, of the first leaf with a NaN or an infinity; -1: none."""
+    """int32 []: the index of the first leaf with a NaN or an infinity, in the order of `jax.tree.leaves`.
+
+    The index is -1 if all leaves are finite.
+    """
     leaves = list(enumerate(jax.tree.leaves(tree)))
     floating = [(i, leaf) for i, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not floating:
@@ -64,7 +68,7 @@ def first_nonfinite(tree: PyTree) -> jax.Array:
 
 
 def select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """``new`` where the scalar condition holds, else ``old``."""
+    """``new`` if the scalar ``condition`` is True, otherwise ``old``."""
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
 
@@ -72,7 +76,7 @@ def select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def layout(tree: PyTree) -> list[list]:
-    """[path, dtype, shape] of every leaf, as JSON stores it."""
+    """A list with [path, dtype, shape] for every leaf. It can be stored as JSON."""
     return [
         [jax.tree_util.keystr(path), leaf.dtype.name, list(leaf.shape)]
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -80,20 +84,20 @@ def layout(tree: PyTree) -> list[list]:
 
 
 def described(layout: Iterable[list]) -> dict[str, str]:
-    """Path of every leaf -> its dtype and shape, such as ``float32[3, 2]``."""
+    """A dict from the path of every leaf to the text of its dtype and shape, such as ``float32[3, 2]``."""
     return {path or "(the value itself)": f"{dtype}{shape}" for path, dtype, shape, *_ in layout}
 
 
 def differences(actual: Mapping[str, Any], expected: Mapping[str, Any], between: str = "instead of") -> list[str]:
-    """``name: actual <between> expected`` for every entry in which two descriptions differ."""
+    """Lists the names whose values differ, each as the text ``name: actual <between> expected``."""
     names = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
     return [f"{name}: {actual.get(name, 'nothing')} {between} {expected.get(name, 'nothing')}" for name in names]
 
 
 def check_layout(tree: Any, expected: Any, what: str, dtypes: bool = True) -> None:
-    """Raises ConfigurationError, starting with ``what``, unless both trees have the same structure and shapes.
+    """Raises ConfigurationError unless both trees have the same structure and shapes.
 
-    dtypes: whether dtypes must be the same, too. The message lists the leaves that differ.
+    The message begins with ``what`` and lists the leaves that differ. dtypes: whether dtypes must be the same, too.
     """
 
     def leaf_layout(leaf: Any) -> tuple:
@@ -123,19 +127,20 @@ def check_layout(tree: Any, expected: Any, what: str, dtypes: bool = True) -> No
 
 
 def cast_like(new: PyTree, old: PyTree, what: str) -> PyTree:
-    """``new`` in the dtypes of ``old``, as a compiled loop of rounds needs it.
+    """``new``, cast to the dtypes of ``old``. A compiled loop over rounds needs the same dtypes in every round.
 
-    Raises ConfigurationError where the structure or a shape differs, and where a float would become an integer.
+    Raises ConfigurationError if the structure or a shape differs, or if a floating-point number would become an
+    integer.
     """
-    check_layout(new, old, f"{what} must have the structure and the shapes of the one before", dtypes=False)
+    check_layout(new, old, f"{what} must have the structure and the shapes of the previous one", dtypes=False)
 
     def cast(path: Any, new: Any, old: jax.Array) -> jax.Array:
         new = jnp.asarray(new)
         if jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact):
-            where = jax.tree_util.keystr(path) or "it"
+            where = jax.tree_util.keystr(path) or "the value itself"
             raise ConfigurationError(
-                f"{what} must keep its dtypes, got {new.dtype} instead of {old.dtype} in {where}: begin with a float, "
-                "0.0 instead of 0, or round it"
+                f"{what} must keep its dtypes, got {new.dtype} instead of {old.dtype} in {where}: initialise it with a "
+                "float (0.0 instead of 0), or round the new value to an integer"
             )
         return new.astype(old.dtype)
 
@@ -143,7 +148,7 @@ def cast_like(new: PyTree, old: PyTree, what: str) -> PyTree:
 
 
 def strip_weak_type(value: Any) -> jax.Array:
-    """The value as an array of a fixed dtype: the weak dtype of a Python number would change in the first round."""
+    """The value as an array whose dtype is not weak. The weak dtype of a Python number could change in a round."""
     array = jnp.asarray(value)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array

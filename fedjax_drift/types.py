@@ -2,11 +2,17 @@
 
 Axis letters, in every shape comment of the library:
 
-    N  clients in the federation               M  examples of the data set, all clients together
-    K  clients in this round's cohort          B  examples in a minibatch
-    L  lanes: clients that train side by side  E  local epochs
-    D  devices                                 G  groups of lanes, which a device trains one after another
-    d  parameters of the model                 theta_i, D_i = theta_i - start  a client's model and its update
+    N        clients in the federation
+    K        clients in this round's cohort
+    D        devices
+    L        lanes, that is, clients that train side by side on one device (vmap)
+    G        groups of L clients; a device trains its groups one after another
+    M        examples of the data set, all clients together
+    B        examples in a minibatch
+    E        local epochs
+    d        parameters of the model
+    theta_i  the model of client i after its local training
+    D_i      the update of client i: theta_i minus the model from which its local training started
 """
 
 from __future__ import annotations
@@ -57,41 +63,46 @@ class Model(NamedTuple):
     loss: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
     """``loss(logits, y) -> [B]``, the loss of each example. Default: softmax cross-entropy with integer labels."""
     train_apply: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
-    """``train_apply(params, x, key) -> logits``, used in training by models that draw random numbers (dropout)."""
+    """``train_apply(params, x, key) -> logits``, used in training instead of `apply`. Needed for dropout."""
     features: Callable[[Params, jax.Array], jax.Array] | None = None
     """``features(params, x) -> [B, F]``, the representation before the classifier. Required by MOON."""
     head: Callable[[Params, jax.Array], jax.Array] | None = None
     """``head(params, features) -> logits``, the classifier alone."""
     extractor: Callable[[Params, jax.Array], jax.Array] | None = None
     """``extractor(params, x) -> [B, ...]``, the output of the encoder, which is the input of the projection head.
-    Required by `constrained` for the parts "extractor" and "header"."""
+    Required by `constrained` for the part "extractor", for "header" with kind "parameter", and for "all" with kind
+    "feature"."""
     cosine: bool = False
-    """True declares that `apply` returns cosines in [-1, 1]. Required by LfD."""
+    """True if `apply` returns cosines in [-1, 1]. LfD requires True."""
     scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None
     """``scores(logits [M, ...], y [M, ...]) -> {name: scalar or [M]}``, metrics in addition to loss and accuracy.
 
     - A scalar is a metric of the whole test set that is not a mean over examples, for instance a ranking metric
-      (`fd.ranking.scores()`). The examples come in the order of the test set.
-    - An array [M] has one value per example. It is averaged over the test set, and by `Simulation.evaluate_clients`
-      over the examples of each client. The function must accept any number M of examples.
+      (`fd.ranking.scores()`). The function receives the examples in the order of the test set.
+    - An array [M] has one value per example. `Simulation.evaluate` reports its mean over the test set, and
+      `Simulation.evaluate_clients` its mean over the examples of each client. The function must accept any number M of
+      examples.
 
-    Classifiers with two or more logits have an accuracy by default. An entry "accuracy" replaces it. For one logit and
-    labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``."""
+    Classifiers with two or more logits have a metric "accuracy" by default. A metric of this name in the returned dict
+    replaces it. Example for one logit and labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``."""
 
     def computing_in(self, dtype: Any) -> Model:
         """Returns the same model with a forward pass in ``dtype``, such as ``jnp.bfloat16``.
 
-        Parameters and floating-point inputs are cast in the forward pass, so gradients and updates have the dtype of
-        the parameters. The logits are cast back to that dtype before the loss. With bfloat16 an accelerator multiplies
-        matrices faster, with 8 bits of precision instead of 11 (TF32) or 24 (float32). Raises ValueError unless
-        ``dtype`` is a floating-point dtype.
+        Parameters and floating-point inputs are cast to ``dtype`` at the start of the forward pass. The logits are cast
+        back to the dtype of the parameters before the loss. Gradients and updates have the dtype of the parameters.
+
+        With bfloat16, an accelerator multiplies matrices faster. The precision is 8 bits with bfloat16, 11 bits with
+        TF32 and 24 bits with float32.
+
+        Raises ValueError unless ``dtype`` is a floating-point dtype.
         """
         try:
             floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
         except TypeError:  # not a dtype
             floating = False
         if not floating:
-            raise ConfigurationError(f"dtype must be floating, got {dtype}: jnp.bfloat16, for example")
+            raise ConfigurationError(f"dtype must be floating-point, got {dtype}: pass jnp.bfloat16, for example")
 
         def cast(to: Any, tree: PyTree) -> PyTree:
             return jax.tree.map(lambda a: a.astype(to) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
@@ -111,18 +122,19 @@ class Model(NamedTuple):
     def from_linen(cls, module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
         """Creates a model from a ``flax.linen`` module.
 
-        If ``__call__`` of the module has an argument ``train`` or ``deterministic``, it is set in training and in
-        evaluation, and training passes a "dropout" key. The methods ``features``, ``head`` and ``extractor`` of the
-        module, if it has them, become those of the model.
+        If ``__call__`` of the module has an argument ``train`` or ``deterministic``, the library passes the right value
+        in training and in evaluation. In training it also passes a "dropout" key. If the module has the methods
+        ``features``, ``head`` or ``extractor``, they become the fields of the same name.
 
         Args:
           module: an instance. Its only variables may be parameters.
           input_shape: the shape of one example, without the batch axis.
-          options: fields of `Model` to replace (``loss=``, ...). In addition, ``input_dtype=jnp.int32`` is for token
-            ids; the default is float32.
+          options: fields of `Model` to replace, such as ``loss=``. There is one more option: ``input_dtype``, the dtype
+            of the inputs, by default float32. For token ids use ``input_dtype=jnp.int32``.
 
         Raises:
-          ValueError: the module does not accept the input shape, or has running statistics (BatchNorm): use GroupNorm.
+          ValueError: the module does not accept the input shape, or it has running statistics (BatchNorm). Use
+            GroupNorm instead of BatchNorm.
         """
         from fedjax_drift import adapters
 
@@ -132,9 +144,11 @@ class Model(NamedTuple):
     def from_nnx(cls, module: Any, input_shape: tuple[int, ...] | None = None, **options: Any) -> Model:
         """Creates a model from a ``flax.nnx`` module, or from a function ``nnx.Rngs -> module``.
 
-        A function is called with the initialisation key, so every seed gives other initial parameters. A module keeps
-        the parameters that it has, for every key. ``input_shape`` (optional, to check it early) and ``options`` are as
-        in `from_linen`.
+        A function is called with random numbers from the initialisation key, so every seed gives different initial
+        parameters. A module already has parameters. They are the initial parameters for every seed.
+
+        ``options`` are as in `from_linen`. ``input_shape`` is optional. If it is given, the model is checked with an
+        input of this shape.
         """
         from fedjax_drift import adapters
 
@@ -142,36 +156,38 @@ class Model(NamedTuple):
 
 
 class Watcher(NamedTuple):
-    """Observes one client's training. `measures.drift` passes it to `local.train`, which calls both functions.
+    """Two functions that observe one client's training. `measures.drift` sets `Work.watcher`, and `local.train` calls
+    both functions.
 
-    The results do not pass through the algorithm, so any algorithm can be measured.
+    The measurements do not pass through the algorithm. So every algorithm that uses `local.train` can be measured.
     """
 
     after_epoch: Callable[[Params, Params], PyTree]
-    """``after_epoch(start, theta)`` returns the measurements after a local epoch."""
+    """``after_epoch(start, theta)`` returns the measurements after a local epoch. ``start`` is the model before the
+    first step, ``theta`` the current local model."""
     done: Callable[[Params, Params, PyTree], None]
     """``done(start, theta, measured)`` is called once, while the client's update is traced. ``theta`` is the local
-    model theta_i after the last epoch. Every leaf of ``measured`` is [E, ...]."""
+    model theta_i after the last epoch. ``measured`` has the measurements after each epoch, leaves [E, ...]."""
 
 
 class Work(NamedTuple):
-    """One client's work in one round: all that its update depends on, besides the server's and its own variables."""
+    """The inputs of one client's update in one round, apart from the server's variables and the client's state."""
 
     t: jax.Array  # int32 [], the round, from 0
     size: jax.Array  # int32 [], n_i, number of examples of this client
     q: jax.Array  # float [], q_i = N n_i / sum n; its mean over all clients is 1
     num_batches: jax.Array  # int32 [], ceil(n_i / B), batches per epoch
-    num_steps: jax.Array  # int32 [], local steps that are done: K_i = E * ceil(n_i / B), or fewer
-    mean_steps: int  # Kbar = E * ceil(mean n_i / B), steps of a client of mean size
+    num_steps: jax.Array  # int32 [], local steps of this round: K_i = E * ceil(n_i / B), or fewer for a straggler
+    mean_steps: int  # Kbar = E * ceil(mean n_i / B), local steps of a client with the mean number of examples
     lr: jax.Array  # float [], eta_t
     initial_lr: float  # eta_0
-    key: jax.Array  # this client's key in this round; `local.train` uses fold_in(key, e) for the epochs e < E
+    key: jax.Array  # this client's key in this round; `local.train` uses fold_in(key, e) in epoch e, for e < E
     epochs: int  # E
     most_batches: int  # ceil(max n_i / B), batches per epoch of the largest client
-    optimizer: optax.GradientTransformation  # gradient -> direction: clipping, weight decay, momentum
+    optimizer: optax.GradientTransformation  # maps a gradient to a direction (clipping, weight decay, momentum)
     epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
-    """``epoch(key)`` shuffles the client's examples and returns a function from step k in 0..ceil(n_i / B)-1 to its
-    `Batch`."""
+    """``epoch(key)`` shuffles the client's examples and returns a function ``batch``. ``batch(k)`` is the `Batch` of
+    step k of the epoch, for k in 0..ceil(n_i / B) - 1."""
     model: Model
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (key, one example) -> a random variant of it
     watcher: Watcher | None = None  # observes `local.train` while drift is measured
@@ -195,7 +211,7 @@ class ClientResult(NamedTuple):
 
     message: PyTree  # any arrays; they are uploaded, and the server gets their weighted mean over the cohort
     weight: jax.Array  # [], the client's weight in that mean: n_i or 1
-    state: PyTree  # the client keeps it until its next round; () for a stateless algorithm
+    state: PyTree  # the new state of the client, kept until its next round; () for a stateless algorithm
     metrics: Metrics  # scalars, reported in `info`
 
 
@@ -204,7 +220,8 @@ class Round(NamedTuple):
 
     t: jax.Array  # int32 [], the round, from 0
     lr: jax.Array  # float [], eta_t
-    participation: jax.Array  # float [], |S| / N, S the aggregated clients; K / N with differential privacy
+    participation: jax.Array
+    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy it is K / N."""
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
 
@@ -236,7 +253,7 @@ class InitClient(Protocol):
 
 
 class ClientUpdate(Protocol):
-    """Trains ONE client for one round. No array has a client axis; the engine vectorises over clients.
+    """Trains ONE client for one round. The arrays have no client axis: the library vectorises over the clients.
 
     Args:
       server: the server's variables at the start of the round.
@@ -244,7 +261,8 @@ class ClientUpdate(Protocol):
       work: the client's examples, number of steps, learning rate and key.
 
     Returns:
-      The message, its weight, the new state (structure and shapes of ``client``) and metrics.
+      The message, its weight, the new state and metrics. The new state must have the structure and the shapes of
+      ``client``.
     """
 
     def __call__(self, server: Any, client: PyTree, work: Work, /) -> ClientResult: ...
@@ -255,25 +273,29 @@ class ServerUpdate(Protocol):
 
     Args:
       server: the server's variables at the start of the round.
-      mean: the weighted mean of the aggregated clients' messages; structure, shapes and dtypes of one message.
+      mean: the weighted mean of the aggregated clients' messages. It has the structure, shapes and dtypes of one
+        message.
       context: the round, its learning rate and the participation.
 
     Returns:
-      The new variables (structure and shapes of ``server``). They are discarded if no client reports.
+      The new variables, with the structure and the shapes of ``server``. They are discarded if no client reports,
+      except with differential privacy.
     """
 
     def __call__(self, server: Any, mean: PyTree, context: Round, /) -> Any: ...
 
 
 class Observe(Protocol):
-    """Uses the evaluation of the new model. The model is then evaluated on the test set in every round.
+    """Uses the evaluation of the new model.
+
+    An algorithm with this function needs a test set, because the model is evaluated on it in every round.
 
     Args:
       server: the new variables, returned by `ServerUpdate`.
       metrics: scalars: "loss", "accuracy" for classifiers, and those of `Model.scores`.
 
     Returns:
-      The variables for the next round (structure and shapes of ``server``).
+      The variables for the next round, with the structure and the shapes of ``server``.
     """
 
     def __call__(self, server: Any, metrics: Metrics, /) -> Any: ...
@@ -287,27 +309,32 @@ class Finish(Protocol):
       client: the state that `ClientUpdate` returned in this round.
 
     Returns:
-      The state that the client keeps (structure and shapes of ``client``).
+      The state that the client keeps, with the structure and the shapes of ``client``.
     """
 
     def __call__(self, server: Any, client: PyTree, /) -> PyTree: ...
 
 
 class Report(Protocol):
-    """Computes metrics of the round for `info`. The arguments are those of `ServerUpdate`.
+    """Computes metrics of the round. They are added to the ``info`` that `Simulation.round_fn` returns.
+
+    The arguments are those of `ServerUpdate`.
 
     Returns:
-      Scalars, by name.
+      A dict from the name of a metric to a scalar.
     """
 
     def __call__(self, server: Any, mean: PyTree, context: Round, /) -> Metrics: ...
 
 
 class Algorithm(NamedTuple):
-    """A federated algorithm: a tuple of pure functions. A factory creates it and captures the hyper-parameters.
+    """A federated algorithm: a tuple of pure functions.
+
+    A factory such as `fd.algorithms.fedprox` creates the tuple. Its functions capture the hyper-parameters.
 
     The server only gets the weighted mean of the messages, never the message of one client. Secure aggregation has
-    the same restriction. Because only a mean is needed, memory does not grow with the cohort: L clients and one sum.
+    the same restriction. The memory for messages does not grow with the cohort: a device keeps the messages of the L
+    clients that train side by side, and one running sum.
     """
 
     init_server: InitServer  # creates the server's variables
@@ -334,5 +361,5 @@ class ServerState(NamedTuple):
 
     @property
     def params(self) -> Params:
-        """The global model w, which is evaluated and sent to the clients. (FedEve sends a prediction made from it.)"""
+        """The global model w. It is evaluated, and it is sent to the clients. (FedEve sends w_hat instead.)"""
         return self.server.params

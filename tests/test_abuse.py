@@ -32,7 +32,7 @@ def test_a_model_that_is_not_finite_classifies_nothing_and_is_warned_of() -> Non
     sim = fd.Simulation(fd.models.linear((3,), 3), DATA, fd.algorithms.fedavg(), cohort_size=2)
     state = sim.init(jax.random.key(0))
     state = state._replace(server=state.server._replace(params=jax.tree.map(lambda p: p * jnp.nan, state.params)))
-    with pytest.warns(RuntimeWarning, match="the model of round 0 is not finite on the test set, its loss is nan"):
+    with pytest.warns(RuntimeWarning, match="the test loss must be finite, got nan after 0 rounds"):
         assert sim.evaluate(state)["accuracy"] == 0
 
 

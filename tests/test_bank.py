@@ -265,11 +265,11 @@ def test_a_pin_is_a_way_back(tmp_path) -> None:
         ClientStore.open(tmp_path / "bank", INITIAL, 20, round=4)
     pin = tmp_path / "bank/index.2"
     pin.write_bytes(pin.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="index.2 is not what was written"):
+    with pytest.raises(ValueError, match="index.2 does not contain what was written"):
         ClientStore.open(tmp_path / "bank", INITIAL, 20, round=2)
     with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
         assert bank.pins == []
-    with pytest.raises(ValueError, match="only a bank in files can be pinned"):
+    with pytest.raises(ValueError, match="only a client store in files can be pinned"):
         ClientStore.create(INITIAL, 20).pin()
 
 
@@ -300,7 +300,10 @@ def test_a_full_disk_loses_nothing(full, taken, tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 4], states_of([3, 4], 1), 1)
         size = (tmp_path / "bank/states").stat().st_size
-        with full(), pytest.raises(OSError, match="round 2 could not be stored .*: the bank stays at round 1") as error:
+        with (
+            full(),
+            pytest.raises(OSError, match="round 2 could not be stored .*: the client store stays at round 1") as error,
+        ):
             bank.commit([4, 5], states_of([4, 5], 2), 2)
         assert error.value.errno in (errno.ENOSPC, errno.EFBIG)
         assert not (tmp_path / "bank/index.new").exists()
@@ -324,19 +327,28 @@ def test_one_user_at_a_time(tmp_path) -> None:
     with ClientStore.create({"w": 0.0}, 5, tmp_path / "bank"):
         command = [sys.executable, "-c", program, str(tmp_path / "bank")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert "InUseError: path must be a bank that nobody else uses" in done.stderr
+        assert "InUseError: path must be a client store that is not in use" in done.stderr
         with pytest.raises(InUseError, match="open already, in another process or in this one: close it"):
             ClientStore.open(tmp_path / "bank", {"w": 0.0}, 5)
     ClientStore.open(tmp_path / "bank", {"w": 0.0}, 5).close()
 
 
 OTHERS = [
-    ({"num_clients": 21}, "num_clients: 20 in the bank, not 21"),
-    ({"identity": {"algorithm": "feddyn", "rows": 7}}, 'identity \'algorithm\': "scaffold" in the bank, not "feddyn"'),
-    ({"identity": {"algorithm": "scaffold", "rows": "7"}}, "'rows': 7 in the bank, not \"7\""),
-    ({"identity": {"algorithm": "scaffold"}}, "'rows': 7 in the bank, not nothing"),
-    ({"initial": INITIAL | {"w": np.zeros((3, 2), np.float32)}}, r"\['w'\]: float32\[2, 3\] in the bank, not float32"),
-    ({"initial": INITIAL | {"w": np.zeros((2, 3), np.float64)}}, r"\['w'\]: float32\[2, 3\] in the bank, not float64"),
+    ({"num_clients": 21}, "num_clients: 20 in the client store, not 21"),
+    (
+        {"identity": {"algorithm": "feddyn", "rows": 7}},
+        'identity \'algorithm\': "scaffold" in the client store, not "feddyn"',
+    ),
+    ({"identity": {"algorithm": "scaffold", "rows": "7"}}, "'rows': 7 in the client store, not \"7\""),
+    ({"identity": {"algorithm": "scaffold"}}, "'rows': 7 in the client store, not nothing"),
+    (
+        {"initial": INITIAL | {"w": np.zeros((3, 2), np.float32)}},
+        r"\['w'\]: float32\[2, 3\] in the client store, not float32",
+    ),
+    (
+        {"initial": INITIAL | {"w": np.zeros((2, 3), np.float64)}},
+        r"\['w'\]: float32\[2, 3\] in the client store, not float64",
+    ),
     ({"initial": {"n": np.int32(0), "v": 1.0}}, r"\['v'\]: nothing in .*; leaf \['w'\]: float32\[2, 3\] in .* nothing"),
 ]
 
@@ -360,9 +372,9 @@ def test_the_initial_state_is_that_of_the_creation(tmp_path) -> None:
 
 
 DAMAGES = [
-    ("index", lambda b: b[:-1], "index is not what was written"),
-    ("index", lambda b: b.replace(b'"round": 1', b'"round": 2'), "index is not what was written"),
-    ("index", lambda b: b[:-10] + b"\1" + b[-9:], "index is not what was written"),
+    ("index", lambda b: b[:-1], "index does not contain what was written"),
+    ("index", lambda b: b.replace(b'"round": 1', b'"round": 2'), "index does not contain what was written"),
+    ("index", lambda b: b[:-10] + b"\1" + b[-9:], "index does not contain what was written"),
     ("index", lambda b: b[:20], "index can't be read"),
     ("index", lambda b: b"", "index can't be read"),
     ("index", lambda b: b.replace(b'"format": 3', b'"format": 2'), "must be of format 3, got 2: use the version"),
@@ -398,14 +410,14 @@ def test_a_flipped_bit_in_a_record_is_noticed_when_it_is_read(byte, tmp_path) ->
     (tmp_path / "bank/states").write_bytes(content)
     if byte < 32:
         with pytest.raises(
-            DamagedError, match=r"/bank is damaged, the initial state is not what was written: go back to"
+            DamagedError, match=r"/bank is damaged, the initial state does not contain what was written: go back to"
         ):
             ClientStore.open(tmp_path / "bank", INITIAL, 20)
         return
     whose, intact = (5, 3) if byte < 64 else (3, 5)
     with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
         with pytest.raises(
-            DamagedError, match=f"/bank is damaged, the state of client {whose} is not what was written"
+            DamagedError, match=f"/bank is damaged, the state of client {whose} does not contain what was written"
         ):
             bank.gather([intact, whose])
         assert bank.gather([intact])["n"] == [1]
@@ -416,7 +428,7 @@ def test_records_of_each_other_are_noticed(tmp_path) -> None:
         bank.commit([5, 3], states_of([5, 3], 1), 1)
         content = (tmp_path / "bank/states").read_bytes()
         (tmp_path / "bank/states").write_bytes(content[:32] + content[64:] + content[32:64])
-        with pytest.raises(DamagedError, match="the state of client 3 is not what was written"):
+        with pytest.raises(DamagedError, match="the state of client 3 does not contain what was written"):
             bank.gather([3])
 
 
@@ -425,15 +437,15 @@ def test_a_bank_that_nobody_has_used_is_made_again(tmp_path) -> None:
     mine = {"initial": INITIAL, "num_clients": 20, "path": tmp_path / "bank", "identity": {"key": "1"}}
     with ClientStore.create(**mine) as bank:
         bank.pin()  # for a save that was not completed
-        with pytest.raises(ValueError, match="must be a bank that nobody else uses"):
+        with pytest.raises(ValueError, match="must be a client store that is not in use"):
             ClientStore.create(**mine)
     for other in ({"initial": INITIAL | {"n": np.int32(3)}}, {"num_clients": 21}, {"identity": {"key": "2"}}):
-        with pytest.raises(ValueError, match="must be a new or empty folder, got .*, which holds a bank"):
+        with pytest.raises(ValueError, match="must be a new or empty folder, got .*, which has a client store"):
             ClientStore.create(**mine | other)
     with ClientStore.create(**mine) as bank:
         check(bank, {})
         bank.commit([3], states_of([3], 1), 1)
-    with pytest.raises(ValueError, match="must be a new or empty folder, got .*, which holds a bank"):
+    with pytest.raises(ValueError, match="must be a new or empty folder, got .*, which has a client store"):
         ClientStore.create(**mine)
     with ClientStore.open(tmp_path / "bank", INITIAL, 20, {"key": "1"}) as bank:
         check(bank, {3: 1})
@@ -457,7 +469,7 @@ def test_records_cut_short_while_in_use_are_an_error(tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 5], states_of([3, 5], 1), 1)
         os.truncate(tmp_path / "bank/states", 60)
-        with pytest.raises(ValueError, match="states has been cut short"):
+        with pytest.raises(ValueError, match="states has been truncated"):
             bank.gather([5])
 
 
@@ -471,9 +483,9 @@ def test_folders_that_will_not_do(tmp_path) -> None:
         ("file", "must be a folder, got the file"),
         ("file/below", "Not a directory"),
         ("/dev/null/bank", "files can be written and locked, got /dev/null/bank"),
-        ("used", "must be a new or empty folder, got .*/used, which holds states: choose another"),
-        (".", "which holds bank; file; used"),
-        ("bank", "which holds a bank: choose another, or go on"),
+        ("used", "must be a new or empty folder, got .*/used, which has states: choose another folder"),
+        (".", "which has bank; file; used"),
+        ("bank", "which has a client store: choose another folder, or open"),
     ]:
         with pytest.raises(ValueError, match=message):
             ClientStore.create(INITIAL, 20, tmp_path / path)
@@ -482,13 +494,13 @@ def test_folders_that_will_not_do(tmp_path) -> None:
 
 
 BAD = [
-    (lambda b: b.gather([0.5]), r"ids must be one axis of client ids, got float64\[1\]"),
+    (lambda b: b.gather([0.5]), r"ids must be a list of client ids, got float64\[1\]"),
     (lambda b: b.gather([3, 21]), r"ids must be in 0..20 .*, got 21"),
     (lambda b: b.gather([-1]), r"got -1"),
-    (lambda b: b.commit([3, 4, 3], states_of([3, 4, 3], 1), 1), "every client once, got 3 2 times"),
+    (lambda b: b.commit([3, 4, 3], states_of([3, 4, 3], 1), 1), "each client at most once, got 3 2 times"),
     (
         lambda b: b.commit([3], states_of([3], 1), 0),
-        "round must be an integer >= 1, got 0: the bank has been committed",
+        "round must be an integer >= 1, got 0: round 0 was the last one committed",
     ),
     (lambda b: b.commit([3], states_of([3, 4], 1), 1), r"\['n'\]: int32\[2\] instead of int32\[1\]"),
     (lambda b: b.commit([3], {"w": 0}, 1), r"\['n'\]: nothing instead of int32\[1\]"),
@@ -496,7 +508,7 @@ BAD = [
     (lambda b: b.commit([3], states_of([3], 1), 1, keep=np.ones(1)), r"keep must be bool\[1\], .* got float64\[1\]"),
     (lambda b: ClientStore.create(INITIAL, 0), "num_clients must be in 1..1073741824, got 0"),
     (lambda b: ClientStore.create({"w": object()}, 1), r"numeric arrays, got Python objects at \['w'\]"),
-    (lambda b: (b.close(), b.gather([3])), "the bank is closed: open it again"),
+    (lambda b: (b.close(), b.gather([3])), "the client store is closed: open it again"),
 ]
 
 

@@ -157,7 +157,7 @@ def test_another_simulation_is_refused(message, saved) -> None:
 def test_another_simulation_is_a_warning_without_strict(device, saved, tmp_path) -> None:
     whole = saved.restore(device, 4)[0]
     other = simulation(fd.algorithms.feddc(0.2, aggregation="paper"), cohort_size=3)
-    listed = "alpha: 0.1 in the checkpoint, not 0.2; cohort_size: 2 in the checkpoint, not 3: restored all the same"
+    listed = "alpha: 0.1 in the checkpoint, not 0.2; cohort_size: 2 in the checkpoint, not 3: restored nevertheless"
     with pytest.warns(UserWarning, match=f"belong to another simulation: .*{listed}"):
         state, history = saved.restore(other, 4, strict=False)
     assert same(state, whole) and len(history) == 4
@@ -197,15 +197,17 @@ def test_another_simulation_is_a_warning_with_states_on_the_host(bank, tmp_path)
     for t in new.rounds:  # with files also of the round from which it continued
         new.restore(other, t)[0].clients.close()
     fewer = simulation(data=fd.FederatedData.from_clients(CLIENTS[:4], test=CLIENTS[0]), bank=where, cohort_size=3)
-    with pytest.raises(OtherRunError, match="num_clients: 5 in the bank, not 4|must be of 4 clients, got those of 5"):
+    with pytest.raises(
+        OtherRunError, match="num_clients: 5 in the client store, not 4|must have the states of 4 clients, got 5"
+    ):
         new.restore(fewer, strict=False)
 
 
 def test_another_run_is_refused(device, saved) -> None:
     state = saved.restore(device)[0]
     for start, message in [
-        (device.init(KEY), "up to the state's, 0, got round 5 in .*: go on from there with checkpoints.restore"),
-        (saved.restore(device, 4)[0], "up to the state's, 4, got round 5"),
+        (device.init(KEY), "after 0, the round of the state, got round 5 in .*: resume with checkpoints.restore"),
+        (saved.restore(device, 4)[0], "after 4, the round of the state, got round 5"),
         (device.init(jax.random.key(4)), r"another simulation: key: \[.*\] in the checkpoint, not \["),
         (device.init(jax.random.key(4))._replace(round=state.round + 3), r"another simulation: key: "),
     ]:
@@ -219,7 +221,9 @@ def test_another_run_is_refused(device, saved) -> None:
 def test_format_and_versions(device, saved, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "versions", lambda: {"fedjax_drift": "9.0", "jax": "1.0"})
-        with pytest.warns(UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run goes on"):
+        with pytest.warns(
+            UserWarning, match="written with fedjax_drift .*, now 9.0, jax .*, now 1.0: the run continues"
+        ):
             saved.restore(device)
     monkeypatch.setattr(contents, "FORMAT", 6)
     with pytest.raises(ValueError, match="must be of format 6, got 5 in .*: use the version of fedjax_drift"):
@@ -271,7 +275,7 @@ def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -
     about.write_bytes(flipped(about.read_bytes()))
     with pytest.raises(ValueError, match=r"round 5 in .* is damaged .*: choose another of the rounds \[2, 4, 5\]"):
         saved.restore(device, 5)
-    with pytest.warns(UserWarning, match="round 5 in .* is damaged .*about.json.*: going back to the one before"):
+    with pytest.warns(UserWarning, match="round 5 in .* is damaged .*about.json.*: trying the one before"):
         state, history = saved.restore(device)
     assert sorted(path.name for path in saved.path.iterdir()) == ["00000002", "00000004", "00000005", "lock"]
     state, after = run(device, state, 4, saved)
@@ -312,7 +316,7 @@ def test_the_last_and_the_best_are_kept(device, tmp_path) -> None:
     best = min(range(2, 9, 2), key=lambda t: history[t - 1]["loss"])
     assert checkpoints.rounds == sorted({best, 8})
     assert int(checkpoints.restore(device, "best")[0].round) == best
-    with pytest.raises(ValueError, match=r"round must be one of those kept, \[.*8\], or \"best\", got 3"):
+    with pytest.raises(ValueError, match=r"round must be one of the saved rounds \[.*8\], or \"best\", got 3"):
         checkpoints.restore(device, 3)
     for waited, busy, expected in [(61, False, True), (59, False, False), (61, True, False)]:
         assert saver.due(None, 60.0, 7, waited, busy) is expected
@@ -402,14 +406,14 @@ def test_folders_that_will_not_do(device, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     state = device.init(KEY)
     for folder in (tmp_path / "file", tmp_path / "file/below", "/dev/null/checkpoints"):
-        with pytest.raises(ValueError, match="folder must be where files can be written, got "):
+        with pytest.raises(ValueError, match="folder must be a folder where files can be written, got "):
             run(device, state, 1, folder)
     with monkeypatch.context() as read_only:
         refused = OSError(errno.EROFS, "Read-only file system")
         read_only.setattr(files.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(refused))
         with pytest.raises(ValueError, match=r"can be written, got .*/new \(Read-only file system\)"):
             run(device, state, 1, tmp_path / "new")
-    with pytest.raises(ValueError, match="must hold a checkpoint, got .*, which has none: start with sim.init"):
+    with pytest.raises(ValueError, match="must have a checkpoint, got .*, which has none: start the run with sim.init"):
         fd.Checkpoints(tmp_path / "none").restore(device)
     for options, message in [
         ({"every": 0}, "every must be an integer >= 1, got 0"),
@@ -437,7 +441,7 @@ def test_a_full_disk(ends, device, uninterrupted, tmp_path, monkeypatch) -> None
             limit.__exit__(None, None, None)
 
     state = checkpoints.restore(device)[0]
-    with pytest.warns(UserWarning, match="round [234] could not be saved in .* the run goes on"):
+    with pytest.warns(UserWarning, match="round [234] could not be saved in .* the run continues"):
         if ends == "later":
             state, _ = run(device, state, 7, checkpoints, on_round=filling)
         else:
@@ -469,7 +473,7 @@ def test_no_room_for_a_pin_is_said_of_its_round(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(client_files.ClientFiles, "pin", full)
     checkpoints = fd.Checkpoints(tmp_path / "run", every=1, best=None)
-    with pytest.warns(UserWarning, match="round 2 could not be saved in .* the run goes on, and the next save"):
+    with pytest.warns(UserWarning, match="round 2 could not be saved in .* the run continues, and the next save"):
         state, _ = run(sim, sim.init(KEY), 4, checkpoints)
     assert checkpoints.rounds == [1, 3, 4] == state.clients.pins
 
@@ -543,15 +547,17 @@ def test_arguments_of_wrong_types(device, saved) -> None:
         ({"every": 1.5}, "every must be an integer >= 1, got 1.5"),
         ({"seconds": "60"}, "seconds must be .*, got '60'"),
         ({"keep": None}, "keep must be an integer >= 1, got None"),
-        ({"config": [("a", 1)]}, "config must be a dict of what JSON has, or None, got"),
-        ({"config": "a"}, "config must be a dict of what JSON has, or None, got 'a'"),
+        ({"config": [("a", 1)]}, "config must be a dict of values that JSON can store, or None, got"),
+        ({"config": "a"}, "config must be a dict of values that JSON can store, or None, got 'a'"),
     ]:
         with pytest.raises(ValueError, match=message):
             fd.Checkpoints(saved.folder, **options)
-    with pytest.raises(ValueError, match="sim must be a Simulation, got Model: make it as for the run"):
+    with pytest.raises(
+        ValueError, match="sim must be a Simulation, got Model: create it with the arguments of the run"
+    ):
         saved.restore(MODEL)
     for wrong in (True, 4.0, "4", [4], np.array([4, 5])):
-        with pytest.raises(ValueError, match=r'round must be one of those kept, \[2, 4, 5\], or "best", got '):
+        with pytest.raises(ValueError, match=r'round must be one of the saved rounds \[2, 4, 5\], or "best", got '):
             saved.restore(device, wrong)
 
 
@@ -568,7 +574,7 @@ def test_who_insists_loses_nothing_either(device, tmp_path) -> None:
     assert same(restored, state) and told(before) == told(history)
     # A round by hand is in no history, and takes none away.
     restored, _ = device.round_fn(restored)
-    with pytest.warns(UserWarning, match="were done without checkpoints"):
+    with pytest.warns(UserWarning, match="were run without checkpoints"):
         run(device, restored, 1, tmp_path)
     rounds = [record["round"] for record in saved.restore(device)[1]]
     assert rounds == [*range(1, len(history) + 1), len(history) + 2]
@@ -611,7 +617,7 @@ def test_settings_are_found_wherever_they_are(one, other) -> None:
 def test_settings_that_are_the_same(tmp_path) -> None:
     assert settings(closed(1), "s") == settings(closed(1.0), "s") == settings(closed(np.float32(1)), "s")
     assert settings(np.float32, "s") == settings(jnp.float32, "s") == settings(np.dtype("float32"), "s")
-    with pytest.raises(ValueError, match="config must be a dict of what JSON has"):
+    with pytest.raises(ValueError, match="config must be a dict of values that JSON can store"):
         fd.Checkpoints(tmp_path, config={"a": np.float32(1)})
 
 
@@ -731,7 +737,7 @@ def test_other_code_of_a_function_is_a_warning(bank, tmp_path) -> None:
         close(saved.restore(simulate(loss_of(tmp_path / "b", 2, "losses", DOCSTRING)))[0])
     for i, edit in enumerate([("factor", "weight"), ("abs", "sinh")]):
         edited = simulate(loss_of(tmp_path / f"c{i}", 2, "losses", edit))
-        with pytest.warns(UserWarning, match="the code of model.loss has changed: the run goes on, with the code as"):
+        with pytest.warns(UserWarning, match="the code of model.loss has changed: the run continues with the new code"):
             close(saved.restore(edited)[0])
     with pytest.raises(OtherRunError, match="model.loss.factor: 2 in the checkpoint, not 3"):
         saved.restore(simulate(loss_of(tmp_path / "d", 3)))
@@ -771,7 +777,7 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
         patch.setattr(progress.Bar, "update", terminated)
         assert cli.main([*TINY, "--output", str(folder)]) == 143
     said = capsys.readouterr().err
-    assert f" rounds; to go on: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said
+    assert f" rounds; to resume: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said
     assert not (folder / "curves.png").exists()
     (folder / "rounds.jsonl").write_text("")  # whatever a kill has left of it
     with files.lock_folder(folder / "checkpoints", "it"):
@@ -788,8 +794,8 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
     assert cli.main(["run", "--resume", str(folder)]) == 0  # there is nothing left to do
     assert "running" not in capsys.readouterr().out and lines_of(folder) == lines_of(whole)
     for arguments, said in [
-        ([str(folder), "--lr", "3"], "only --rounds, .* may be added, got '--lr'"),
-        ([str(folder), "--rounds", "6"], "--rounds must be at least the 7 of the run that goes on, got 6"),
+        ([str(folder), "--lr", "3"], "only --rounds, .* may be changed, got '--lr'"),
+        ([str(folder), "--rounds", "6"], "--rounds must be at least 7, as in the resumed run, got 6"),
         ([str(tmp_path)], "--resume must be the output folder of a run"),
     ]:
         capsys.readouterr()
@@ -827,9 +833,9 @@ def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
         assert cli.main([*command, "--output", str(folder)]) == 0
     said = capsys.readouterr().err
     for file in ("fedavg/model.npz", "scaffold/model.npz", "curves.png"):
-        assert f"{folder}/{file} could not be written (No space left on device): make room, then from the" in said
+        assert f"{folder}/{file} could not be written (No space left on device): free some disk space, then" in said
         assert not (folder / file).exists() and (whole / file).exists()
-    assert said.count(f"the log in {folder} could not be written (No space left on device): the run goes on") == 1
+    assert said.count(f"the log in {folder} could not be written (No space left on device): the run continues") == 1
     assert not list(folder.rglob("*.new*"))
     assert [record["round"] for record in lines_of(folder)] == [1, 2]
     assert cli.main(["run", "--resume", str(folder)]) == 0

@@ -76,7 +76,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedavg", "--measure-every", "2"], "--measure-every needs --measure, got 2"),
         (
             ["--algorithm", "fedavg", "--measure", "labels", "--measure-every", "3"],
-            "must be in 1..2, the rounds, got 3",
+            "must be in 1..2, the number of rounds, got 3",
         ),
         (["--algorithm", "fedavg", "--redeal", "even"], "must be evenly or a number > 0, got 'even'"),
         (["--algorithm", "fedavg", "--redeal", "0"], "must be evenly or a number > 0, got '0'"),
@@ -89,10 +89,10 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedavg", "--partition", "iid", "--clients", "999"], "use num_clients <= 120"),
         (["--algorithm", "fedavg", "--clients", "3"], "--clients needs --partition, got 3"),
         (["--algorithm", "fedavg", "--partition", "shards:2", "--size-sigma", "1"], "no effect on shards, got 1.0"),
-        (["--algorithm", "fedavg", "--model", "lenet5"], "CNN does not accept rows of shape (30,)"),
+        (["--algorithm", "fedavg", "--model", "lenet5"], "CNN does not accept examples of shape (30,)"),
         (["--algorithm", "fedavg", "--dataset", "mnits"], "did you mean 'mnist'?"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "nowhere/mnist.npz"),
-        (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, cut short"),
+        (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, truncated"),
         ([], "required: --algorithm"),
     ],
 )
@@ -123,8 +123,8 @@ def test_what_was_trained_can_be_taken_out(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, state.params, run.params)
     assert history == [{k: v for k, v in record.items() if k != "algorithm"} for record in done]
     for arguments, said in (
-        ((folder,), "algorithm must be one of those that .* has, fedavg, scaffold, got None"),
-        ((folder, "fedavg", 0), "seed must be one of those that .* has, 4, got 0"),
+        ((folder,), "algorithm must be one of the algorithms of the run in .*, fedavg, scaffold, got None"),
+        ((folder, "fedavg", 0), "seed must be one of the seeds of the run in .*, 4, got 0"),
         ((tmp_path,), "must be the output folder of fedjax-drift run, got .*config.json can't be read"),
         ((5,), "folder must be a path, got 5"),
     ):
@@ -136,11 +136,11 @@ def test_what_was_trained_can_be_taken_out(tmp_path):
         {"model": {"name": "none"}}, {"model": {"name": "linear", "depth": 3}},
     ):  # fmt: skip
         (folder / "config.json").write_text(json.dumps({**config, **edited} if edited else edited))
-        with pytest.raises(ValueError, match=f"{folder}, whose config.json can't be read .*"):
+        with pytest.raises(ValueError, match=f"{folder}, whose config.json can't be read: .*"):
             fd.load_run(folder, "fedavg")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "fedavg" / "model.npz").unlink()
-    with pytest.raises(ValueError, match="has not come to its end there: fedjax-drift run --resume"):
+    with pytest.raises(ValueError, match="has not finished: use fedjax-drift run --resume"):
         fd.load_run(folder, "fedavg")
     assert cli.main(["run", "--resume", str(folder)]) == 0  # which makes it again
     assert (folder / "fedavg" / "model.npz").exists()
@@ -166,7 +166,7 @@ def test_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fd.Simulation, "sweep", stopped)
         assert cli.main([*several, "--output", str(folder)]) == 130
-    assert 6 <= len(records(folder)) < 120 and "to go on: fedjax-drift run --resume" in capsys.readouterr().out
+    assert 6 <= len(records(folder)) < 120 and "to resume: fedjax-drift run --resume" in capsys.readouterr().out
     assert cli.main(["run", "--resume", str(folder)]) == 0
     table = capsys.readouterr().out
     assert max(map(len, table.replace(str(tmp_path), "").splitlines())) <= 80
@@ -187,7 +187,7 @@ def test_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     assert [record["seed"] for record in run.history] == [4] * 40
     assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 6  # the mean over seeds
     for wrong, said in (
-        (["--seeds", "2", "--stream", "yes"], "--seeds 2: a sweep needs its rows on the devices"),
+        (["--seeds", "2", "--stream", "yes"], "--seeds 2: stream must be False in a sweep"),
         (["--target", "97"], "must be an accuracy in 0..1, got '97': 0.97 for 97 %"),
         (["--target", "0.5", "--eval-every", "0"], "--target needs evaluations, got 0.5 with --eval-every 0"),
     ):
@@ -216,7 +216,8 @@ def test_what_is_measured_is_written_and_drawn(tmp_path, capsys):
     assert ", ".join(["rounds.jsonl", "rounds.csv", *(f"{name}.png" for name in pictures)]) in printed
     assert {path.stem for path in folder.glob("*.png")} == set(pictures)
     assert (
-        json.loads((folder / "config.json").read_text())["redeal"] == "evenly" and "rows dealt anew evenly" in printed
+        json.loads((folder / "config.json").read_text())["redeal"] == "evenly"
+        and "examples redistributed evenly" in printed
     )
     done = records(folder)
     assert ["kl" in r and "label_mix" in r for r in done] == [False, True, False, True]
@@ -262,7 +263,7 @@ def test_an_algorithm_that_diverges_makes_way_for_the_next(tmp_path, capsys):
     command = [*TINY, "--algorithm", "fedgvr", "--algorithm", "feddyn:alpha=1", "--lr", "1e38", "--epochs", "3"]
     assert cli.main([*command, "--output", str(folder)]) == 1
     printed, error = capsys.readouterr()
-    assert "error: stopped fedgvr after 0 of 2 rounds: round 0: the evaluation that fedgvr steers by" in error
+    assert "error: stopped fedgvr after 0 of 2 rounds: round 0: the evaluation that fedgvr uses" in error
     assert "stopped: fedgvr after 0 of 2 rounds" in printed and re.search(r"cohort's mean +\d", printed)
     done = records(folder)
     assert [r["algorithm"] for r in done] == 2 * ["feddyn:alpha=1"] and done[-1]["train_loss"] is None

@@ -28,11 +28,15 @@ def test_a_hundred_damaged_files() -> None:
 @pytest.mark.parametrize(
     "file_format, change, message",
     [
-        ("images npz", "huge shape", r"x_train\.npy must be 10000000000000 bytes by its shape, got 100: copy or make"),
+        (
+            "images npz",
+            "huge shape",
+            r"x_train\.npy must have 10000000000000 bytes for its shape, got 100: copy or write",
+        ),
         (
             "images npz",
             "huge shape, huge member",
-            r"arrays must be at most the \d+ bytes that are there, got \d+: copy or make",
+            r"arrays must have at most \d+ bytes, the number of stored bytes, got \d+: copy or write",
         ),
         (
             "images npz",
@@ -42,40 +46,52 @@ def test_a_hundred_damaged_files() -> None:
         (
             "images npz",
             "unclosed header",
-            "is damaged, cut short, too large or of another kind .*: copy or make it again",
+            "is damaged, truncated, too large or of another kind .*: copy or write it again",
         ),
-        ("images npz", "objects", "must be numbers, got objects, and allow_pickle is off: save it as numbers"),
+        ("images npz", "objects", "must be numbers, got Python objects, which are not read: save it as numbers"),
         ("images npz", "a pipe", "mnist.npz must be a file, got a pipe or a device: put the file there"),
-        ("jpegs npz", "offsets that wrap", "offsets must rise from 0"),
+        ("jpegs npz", "offsets that wrap", "offsets must increase from 0"),
         ("idx gz", "three bytes", "its header must have the lengths of 3 axes, got others: copy it again"),
         ("idx gz", "bomb", "its array must unpack to at most 1073741824 bytes, got 2147483648"),
-        ("idx gz", "long bomb", "promises 40768 values, got more: copy it again"),
+        ("idx gz", "long bomb", "must have 40768 values, as its header says, got more: copy it again"),
         ("cifar10 pickle", "lists within lists", "data must be an array and labels a list of integers"),
-        ("cinic png", "bomb", "is no readable image .*exceeds limit.*: copy or make the file again"),
-        ("cinic png", "gif", "is no readable image"),
+        ("cinic png", "bomb", "is not a readable image .*exceeds limit.*: copy or write the file again"),
+        ("cinic png", "gif", "is not a readable image"),
         ("tiny_imagenet wnids", "not UTF-8", r"wnids\.txt is damaged.*'utf-8' codec can't decode"),
-        ("tiny_imagenet wnids", "twice", "must hold different ids"),
+        ("tiny_imagenet wnids", "twice", "must be different ids"),
         ("leaf json", "deep", "is damaged.*recursion"),
         ("fedjax sqlite", "an endless view", "must have a table federated_data, got CREATE VIEW .*: download it again"),
-        ("fedjax sqlite", "a bomb", "data of client .* must be whole and unpack to at most 134217728 bytes, got more"),
-        ("fedjax sqlite", "a generated blob", "damaged or none of FedJAX's SQLite files .*too big"),
+        (
+            "fedjax sqlite",
+            "a bomb",
+            "data of client .* must be complete and at most 134217728 bytes unpacked, got more",
+        ),
+        ("fedjax sqlite", "a generated blob", "damaged or not one of FedJAX's files .*too big"),
         ("fedjax sqlite", "a folder", "Is a directory: check the file and its permissions"),
         ("tff h5", "bomb", "pixels must unpack to at most 1073741824 bytes, got 3136000000: copy the file"),
-        ("tff h5", "huge", "pixels must be at most the 0 bytes that are there, got 3136000000000: copy or make"),
-        ("tff h5", "huge, contiguous", "pixels must be at most the 0 bytes that are there, got 3136000000000"),
-        ("movielens npz", "a negative film", "movie_id must be an integer >= 1, got -5: copy or make the file again"),
+        (
+            "tff h5",
+            "huge",
+            "pixels must have at most 0 bytes, the number of stored bytes, got 3136000000000: copy or write",
+        ),
+        (
+            "tff h5",
+            "huge, contiguous",
+            "pixels must have at most 0 bytes, the number of stored bytes, got 3136000000000",
+        ),
+        ("movielens npz", "a negative film", "movie_id must be an integer >= 1, got -5: copy or write the file again"),
         (
             "movielens ratings",
             "cut within the last line",
             "must be an integer >= 788918400 .1995., got 97830030 in line 9",
         ),
         ("movielens ratings", "a field cut off", "line 9 must be user::movie::stars::seconds"),
-        ("movielens users", "twice", "user 1 must be on one line, got several"),
+        ("movielens users", "twice", "user 1 must have one line, got several"),
         ("bindingdb tsv", "an infinite Kd", "line 2 must be a Kd such as"),
         ("parameters npz", "text", "bias must be real numbers, got <U1: write it with save_params"),
         ("log", "not UTF-8", r"rounds\.jsonl is damaged"),
         ("log", "no round", "records' round must be an integer >= 0, got None"),
-        ("run folder", "another model", r"config\.json can't be read .*linaer"),
+        ("run folder", "another model", r"config\.json can't be read: .*linaer"),
     ],
 )
 def test_what_is_said_of_them(tmp_path: Path, monkeypatch, file_format: str, change: str, message: str) -> None:
@@ -95,7 +111,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch) -> None:
     whole = damage.digest(one.load(tmp_path))
     for change in (one.crafted["huge shape"], one.crafted["deep header"], lambda path: path.write_bytes(b"")):
         change(path)
-        with pytest.warns(UserWarning, match="making the cached data again: .*" + path.name):
+        with pytest.warns(UserWarning, match="the cached data are computed again: .*" + path.name):
             assert damage.digest(one.load(tmp_path)) == whole
 
 

@@ -130,11 +130,11 @@ def test_damaged_idx_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     raw = gzip.decompress(whole)
     for content, said in (
-        (whole[:500], "damaged, cut short"),
-        (b"hello", "damaged, cut short"),
-        (gzip.compress(raw[:-1]), "promises 40768 values, got 40767"),
-        (gzip.compress(b"\0\0\x0d" + raw[3:]), "no idx file of bytes"),
-        (gzip.compress(b""), "no idx file of bytes"),
+        (whole[:500], "damaged, truncated"),
+        (b"hello", "damaged, truncated"),
+        (gzip.compress(raw[:-1]), "must have 40768 values, as its header says, got 40767"),
+        (gzip.compress(b"\0\0\x0d" + raw[3:]), "not an idx file of bytes"),
+        (gzip.compress(b""), "not an idx file of bytes"),
         (gzip.compress(raw[:6]), "cannot use"),
     ):
         path.write_bytes(content)
@@ -205,11 +205,11 @@ def test_pickles_that_are_foreign_or_damaged_are_refused_and_not_run(tmp_path: P
 
     for content, said in (
         (pickle.dumps(Evil()), "is not allowed in it"),
-        (whole[: len(whole) // 2], "damaged or no pickle"),
-        (b"", "damaged or no pickle"),
-        (b"\xff" + whole, "damaged or no pickle"),
-        (pickle.dumps([1]), "must hold data and fine_labels"),
-        (whole.replace(b"fine_labels", b"fine_babels"), "must hold data and fine_labels"),
+        (whole[: len(whole) // 2], "damaged or not a pickle"),
+        (b"", "damaged or not a pickle"),
+        (b"\xff" + whole, "damaged or not a pickle"),
+        (pickle.dumps([1]), "must have data and fine_labels"),
+        (whole.replace(b"fine_labels", b"fine_babels"), "must have data and fine_labels"),
     ):
         (folder / "train").write_bytes(content)
         with pytest.raises(ValueError, match=said):
@@ -254,14 +254,14 @@ def test_cinic10_is_decoded_once_until_a_file_changes(tmp_path: Path, monkeypatc
     image.fromarray(pixels[2, 2, 1]).save(changed)
     np.testing.assert_array_equal(by_label(load("cinic10", iid(1)))[5], pixels[2, 2, 1])
     changed.write_bytes(changed.read_bytes()[:100])
-    with pytest.raises(ValueError, match="cifar10-train-1.png is no readable image"):
+    with pytest.raises(ValueError, match="cifar10-train-1.png is not a readable image"):
         load("cinic10", iid(1))
     image.new("RGB", (32, 31)).save(changed)
     with pytest.raises(ValueError, match="must be 32 x 32, got 32 x 31"):
         load("cinic10", iid(1))
     for path in changed.parent.iterdir():
         path.unlink()
-    with pytest.raises(ValueError, match="bird must hold images"):
+    with pytest.raises(ValueError, match="bird must have images"):
         load("cinic10", iid(1))
     with pytest.raises(ValueError, match="valid must be True or False"):
         load("cinic10", iid(1), valid=1)
@@ -435,7 +435,7 @@ def test_columns_of_any_numbers(tmp_path: Path, source: str) -> None:
             write(path, clients, ("image", "coarse_label"))
         data = read(*paths, x="image", y="coarse_label")
         assert read(paths[0], x="image", y="coarse_label").x_test is None
-        with pytest.raises(ValueError, match=r"no column 'pixels', only .*name the inputs with x="):
+        with pytest.raises(ValueError, match=r"no column 'pixels', only .*pass the names of the columns as x="):
             read(paths[0])
     order = ["a", "b"] if source == "tff" else ["b", "a"]  # HDF5 lists its groups by name
     assert data.sizes.tolist() == [len(train[name][1]) for name in order] and data.x.dtype == np.float32
@@ -459,17 +459,17 @@ def test_a_test_part_of_other_clients_is_pooled(tmp_path: Path) -> None:
 
 def test_damaged_json(tmp_path: Path) -> None:
     path = tmp_path / "train" / "0.json"
-    with pytest.raises(FileNotFoundError, match=r"must hold \*\.json"):
+    with pytest.raises(FileNotFoundError, match=r"must have \*\.json"):
         fd.datasets.from_leaf(tmp_path)
     write_leaf(path, {"a": (np.ones((2, 3)), np.arange(2))})
     whole = path.read_text()
     for content, said in (
-        (whole[:-20], "damaged, cut short"),
-        ("[]", "must hold users, num_samples and user_data"),
+        (whole[:-20], "damaged, truncated"),
+        ("[]", "must have LEAF's users, num_samples and user_data"),
         (whole.replace('"a": {', '"b": {'), "damaged"),
         (whole.replace('"x"', '"z"'), "damaged"),
-        (whole.replace('"num_samples": [2]', '"num_samples": [3]'), r"must be 3 rows, got \[2, 3\]"),
-        (whole.replace("[1.0, 1.0, 1.0]]", "[1.0]]"), "must have one shape"),
+        (whole.replace('"num_samples": [2]', '"num_samples": [3]'), r"must have 3 rows, got \[2, 3\]"),
+        (whole.replace("[1.0, 1.0, 1.0]]", "[1.0]]"), "must have the same shape"),
         (whole.replace("1.0", '"word"'), "must be numbers: encode text"),
     ):
         path.write_text(content)
@@ -490,10 +490,10 @@ def test_damaged_databases(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a.sqlite"):
         fd.datasets.from_fedjax(path)
     path.write_bytes(b"hello" * 1000)
-    with pytest.raises(ValueError, match="none of FedJAX's SQLite files"):
+    with pytest.raises(ValueError, match="not one of FedJAX's files"):
         fd.datasets.from_fedjax(path)
     for change, said in (
-        ("UPDATE federated_data SET num_examples = 3", r"must be 3 rows, got \[2, 3\]"),
+        ("UPDATE federated_data SET num_examples = 3", r"must have 3 rows, got \[2, 3\]"),
         ("UPDATE federated_data SET data = substr(data, 1, 20)", "damaged"),
         ("UPDATE federated_data SET data = x'00'", "damaged"),
         ("DROP TABLE federated_data", "no such table"),
@@ -513,13 +513,13 @@ def test_damaged_hdf5(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="a.h5"):
         fd.datasets.from_tff(path)
     write_tff(path, {"a": (np.ones((2, 3)), np.arange(3))})
-    with pytest.raises(ValueError, match=r"inputs of client 'a' must be 3 rows, got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"inputs of client 'a' must have 3 rows, got \[2, 3\]"):
         fd.datasets.from_tff(path)
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match="a.h5"):
         fd.datasets.from_tff(path)
     h5py.File(path, "w").close()
-    with pytest.raises(ValueError, match="must hold a group examples, got nothing"):
+    with pytest.raises(ValueError, match="must have a group examples, got nothing"):
         fd.datasets.from_tff(path)
 
 

@@ -97,7 +97,7 @@ def _without(key: str) -> dict[str, np.ndarray]:
         (images() | {"x_train": np.full((40, 28, 28), np.nan, np.float32)}, "x_train must be finite"),
         (images(shape=(32, 32, 3)), r"shape \[rows, 28, 28, 1\], got \[40, 32, 32, 3\]"),
         (images(test_rows=0), "x_test must have at least 1 row"),
-        (images() | {"x_train": np.array([None] * 40)}, "allow_pickle"),
+        (images() | {"x_train": np.array([None] * 40)}, "Python objects"),
     ],
 )
 def test_foreign_arrays_are_refused(tmp_path: Path, change: dict[str, np.ndarray], message: str) -> None:
@@ -196,7 +196,7 @@ def test_cifar10_jpegs_are_decoded_once_and_known_by_content(tmp_path: Path, mon
     with np.load(tmp_path / "cifar10_jpeg.npz") as z:
         broken = dict(z) | {"jpeg": z["jpeg"][::-1]}
     np.savez(tmp_path / "cifar10_jpeg.npz", **broken)
-    with pytest.raises(ValueError, match="image 0 is no readable image"):
+    with pytest.raises(ValueError, match="image 0 is not a readable image"):
         load("cifar10", iid(1), tmp_path)
     np.savez(tmp_path / "cifar10.npz", **images(20, 5, (32, 32, 3)))
     assert len(load("cifar10", iid(1), tmp_path).x) == 20
@@ -286,7 +286,9 @@ def test_without_a_network_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError("unreachable")
 
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", None)
-    with pytest.raises(FileNotFoundError, match=r"needs TensorFlow, once: pip install \"fedjax-drift\[prepare\]\""):
+    with pytest.raises(
+        FileNotFoundError, match=r"TensorFlow is needed once to prepare it: pip install \"fedjax-drift\[prepare\]\""
+    ):
         files.from_tfds("fashion_mnist")
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(files.urllib.request, "getproxies", dict)
@@ -348,7 +350,7 @@ def test_fedprox_synthetic() -> None:
         (("glyphs",), {"num_writer": 2}, "options of glyphs are num_writers, num_classes: did you mean 'num_writers'"),
         (("glyphs",), {"num_classes": 63}, "num_classes must be in 1..62, got 63"),
         (("mnist",), {"num_writers": 2}, "mnist has no options"),
-        (("mnist", 100), {}, "partition must be a recipe"),
+        (("mnist", 100), {}, "partition must be a partitioner"),
         (("synthetic",), {"alpha": -1.0}, "alpha must be a finite number >= 0"),
         (("synthetic",), {"beta": float("nan")}, "beta must be a finite number >= 0"),
         (("synthetic",), {"variant": "fedpox"}, "did you mean 'fedprox'"),

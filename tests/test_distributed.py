@@ -226,7 +226,7 @@ def test_initialize_says_what_is_wrong(monkeypatch) -> None:
         fd.distributed.initialize("localhost:1234", 2, 0)
     code = """
 import fedjax_drift as fd
-for arguments, expected in [((), "launcher"), (("localhost:9", 2, 1), "must find each other in 1 s")]:
+for arguments, expected in [((), "launcher"), (("localhost:9", 2, 1), "must connect within 1 s")]:
     try:
         fd.distributed.initialize(*arguments, timeout_seconds=1)
     except (ValueError, RuntimeError) as error:

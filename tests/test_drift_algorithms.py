@@ -537,15 +537,18 @@ BAD = [
     (lambda: run(fd.algorithms.lfd()), r"lfd needs a model whose logits are cosines.*cosine=True"),
     (lambda: run(fd.algorithms.constrained(1.0, part="header")), r"with extractor.*fd.models.simple_cnn"),
     (lambda: run(fd.algorithms.fedadc(0.9), momentum=0.9), r"fedadc needs plain local SGD.*momentum=0.9"),
-    (lambda: federate(fd.algorithms.fedreg()), r"fedreg is for classifiers with the default loss"),
-    (lambda: federate(fd.algorithms.fedgvrgm(), without_test()), r"fedgvrgm evaluates the model every round.*test="),
-    (lambda: fd.algorithms.fedgvrgm(variate_momentum=False, literal="variate_momentum"), r"leave one out"),
+    (lambda: federate(fd.algorithms.fedreg()), r"fedreg needs a classifier with the default loss"),
+    (lambda: federate(fd.algorithms.fedgvrgm(), without_test()), r"fedgvrgm evaluates the model in every round.*test="),
+    (lambda: fd.algorithms.fedgvrgm(variate_momentum=False, literal="variate_momentum"), r"leave out one"),
     (
         lambda: federate(fd.algorithms.fedgvr(), (regression(), LINE)),
-        r"fedgvr follows the test accuracy: use a classifier",
+        r"fedgvr needs the test accuracy, got an evaluation without it: use a classifier",
     ),
-    (lambda: run(fd.algorithms.fedavg(), model=counting()), r"parameters must be floating, got int32 at \['n'\]"),
-    (lambda: run(fd.algorithms.fedgvrgm(), lr=1e30), r"round 0: the evaluation that fedgvrgm steers by must be finite"),
+    (
+        lambda: run(fd.algorithms.fedavg(), model=counting()),
+        r"parameters must have a floating dtype, got int32 at \['n'\]",
+    ),
+    (lambda: run(fd.algorithms.fedgvrgm(), lr=1e30), r"round 0: the evaluation that fedgvrgm uses must be finite"),
 ]
 
 

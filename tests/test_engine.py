@@ -205,7 +205,7 @@ def test_donation_overwrites_the_state_but_not_the_callers_params(data) -> None:
     after, _ = sim.round_fn(state)
     assert_equal(after.params, plain.round_fn(plain.init(jax.random.key(0), params=params))[0].params)
     assert jax.tree.leaves(state.clients)[0].is_deleted()
-    with pytest.raises(ValueError, match="donated to a round: go on from the state which that round returned"):
+    with pytest.raises(ValueError, match="donated to a round: use the state that this round returned"):
         sim.round_fn(state)
     assert jax.tree.leaves(params)[0] is not None and np.isfinite(params["a"]).all()
 
@@ -568,18 +568,21 @@ def test_algorithms_of_ones_own_are_held_to_the_contract(data) -> None:
         (probing(state=lambda c: {"visits": jnp.zeros(3)}), r"probe: a client's new state .*visits.*\[3\] instead of"),
         (probing(state=lambda c: ()), "probe: a client's new state must have the structure"),
         (probing(server=lambda s: s._replace(gain=jnp.ones(2))), r"probe: the updated server .*gain"),
-        (probing(metrics={"weight": jnp.ones(())}), "probe: a metric needs a name of its own, got weight"),
-        (probing(metrics={"accuracy": 0.5}), "got accuracy: call it accuracy_of_clients, say"),  # records have one
-        (probing(metrics={"seen": jnp.ones(3)}), r"probe: seen must be one number, got float32\[3\]: take its mean"),
+        (probing(metrics={"weight": jnp.ones(())}), "probe: the name of a metric must not be used already, got weight"),
+        (
+            probing(metrics={"accuracy": 0.5}),
+            "got accuracy: rename it, for example to accuracy_of_clients",
+        ),  # records have one
+        (probing(metrics={"seen": jnp.ones(3)}), r"probe: seen must be a scalar, got float32\[3\]: take its mean"),
         (
             probing(state=lambda c: {"visits": c["visits"] + 0.5}),
-            r"got float32 instead of int32 in \['visits'\]: begin",
+            r"got float32 instead of int32 in \['visits'\]: initialise",
         ),
         (probing()._replace(client_update=lambda *_: (1, 2)), "client_update must return a ClientResult, got tuple"),
-        (probing()._replace(init_server=lambda params: {}), "an attribute params, got dict: a NamedTuple with"),
+        (probing()._replace(init_server=lambda params: {}), "an attribute params, got dict: return a NamedTuple"),
         (
             probing()._replace(report=lambda *_: {"gain": jnp.ones(2)}),
-            r"probe: gain must be one number, got float32\[2",
+            r"probe: gain must be a scalar, got float32\[2",
         ),
         (probing()._replace(requires=("sgdd",)), "Algorithm.requires must be one of .*: did you mean 'sgd'"),
     ):

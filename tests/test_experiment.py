@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -138,7 +139,7 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     assert not list(output.rglob("*.partial"))
 
     before = {path: path.read_bytes() for path in output.rglob("*.jsonl")}
-    assert do(place, output) == 0 and capsys.readouterr().out.count("done before") == 2
+    assert do(place, output) == 0 and capsys.readouterr().out.count("already done") == 2
     assert {path: path.read_bytes() for path in output.rglob("*.jsonl")} == before
 
     shown = [f"--tables={place}", f"--results={output}"]
@@ -259,7 +260,7 @@ def test_ctrl_c_ends_it_and_it_goes_on_as_if_nothing_had_been(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, before, at=1))
         assert do(place, tmp_path / "o", only) == 130
-    assert "the same command goes on" in capsys.readouterr().out and not read(tmp_path / "o")
+    assert "run the same command again to resume" in capsys.readouterr().out and not read(tmp_path / "o")
     saved = [fd.Checkpoints(next((tmp_path / "o").rglob(f"seed-{seed}"))) for seed in (0, 1)]
     (early, late), (_, other) = (one.rounds for one in saved)
     assert late == other == max(before) < 60
@@ -287,7 +288,9 @@ def test_another_process_at_a_cell_is_left_alone(place, whole, tmp_path, capsys)
     cell = table.settings["natural, half of them"].cells["FedAvg"]
     with runner._locked(runner._partial(cell, output)) as is_ours:
         assert is_ours and do(place, output) == 0
-    assert "FedAvg: another process is at it" in (said := capsys.readouterr().out) and "FedProx: done before" in said
+    assert (
+        "FedAvg: another process is running it" in (said := capsys.readouterr().out) and "FedProx: already done" in said
+    )
     assert do(place, output) == 0 and "another process" not in capsys.readouterr().out
     assert not list(output.rglob("*.partial"))
 
@@ -307,7 +310,7 @@ def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
     assert sorted(read(output)) == [0, 1, 2, 3] and {seed: read(output)[seed] for seed in first} == first
 
     with_tables(tmp_path / "other", table=TINY.replace("batch_size = 4", "batch_size = 3"))
-    with pytest.raises(ValueError, match="must be of the table's options, got another batch_size"):
+    with pytest.raises(ValueError, match="must have results with the options of the table, got another batch_size"):
         do(tmp_path / "other", output, "--methods=FedAvg")
     with pytest.raises(SystemExit, match="2"):
         do(place, output, "--methods=FedAvgg")
@@ -331,7 +334,7 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
     assert run.options["lr"] == best["lr"] and run.options["algorithm"] == f"fedprox:mu={best['mu']}"
     assert f"--lr={best['lr']}" in run.command
     assert run.reached and run.rounds == 4 and run.series["accuracy"].rounds == [4]
-    assert do(place, output, "--tune", "--methods=FedProx") == 0 and "done before" in capsys.readouterr().out
+    assert do(place, output, "--tune", "--methods=FedProx") == 0 and "already done" in capsys.readouterr().out
     page = report.page(table, output, report.results_of(table, output), [])
     assert "FedProx: lr" in page and "(best of 4 combinations after 2 rounds, another seed than those reported)" in page
 
@@ -364,7 +367,7 @@ def test_tuning_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(fd, "sweep", interrupted(fd.sweep, [], at=1))
         assert do(place, tmp_path / "o", *only) == 130
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "run the same command again to resume" in capsys.readouterr().out
     saved = [fd.Checkpoints(each).rounds for each in (tmp_path / "o").rglob("tuning/lr=*")]
     assert len(saved) == 4 and all(0 < rounds[-1] < 60 for rounds in saved)
     assert do(place, tmp_path / "o", *only) == 0 and not list((tmp_path / "o").rglob("*.partial"))
@@ -395,7 +398,7 @@ def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole,
     cells = papers.select(table, ["never", "natural"], ["FedAvg"])[::-1]
     assert runner.run_cells(table, cells, None, whole, say=said.append)
     assert said == ["1/2  never  FedAvg: 8 rounds, seeds 0, 1", "1/2  never  FedAvg: not run: --dataset=mnist",
-                    "2/2  natural, half of them  FedAvg: done before"]  # fmt: skip
+                    "2/2  natural, half of them  FedAvg: already done"]  # fmt: skip
     assert not runner.run_cells(table, cells[:1], None, whole, say=said.append)
 
 
@@ -460,7 +463,7 @@ def test_a_choice_of_rows_and_methods(place):
 @pytest.mark.parametrize("line", ["{", "3", '{"seed": 0}', '{"series": []}', '{"seed": 0, "series": {}, "x": 1}'])
 def test_a_damaged_line_is_named(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match="a.jsonl, line 1 is no result .*: delete the file"):
+    with pytest.raises(ValueError, match="a.jsonl, line 1 is not a result .*: delete the file"):
         runner.read_results(tmp_path / "a.jsonl")
 
 
@@ -626,6 +629,14 @@ def test_panels_of_one_method_share_their_axis_and_those_of_several_do_not():
 
     one, two = axes_of("A"), axes_of("AB")
     assert one[0] == one[1] == pytest.approx((0.06, 0.94)) and two[0] != two[1]
+
+
+def test_the_agreement_table_marks_reruns_that_differ() -> None:
+    agreement = runpy.run_path(str(Path(__file__).parents[1] / "experiments" / "agreement.py"))
+    cell = {"server": 1e-7, "clients": 2e-7, "rerun equal": True}
+    layouts = {f"{P} x {D}": cell for P, D in agreement["LAYOUTS"]}
+    row = agreement["table"]({"fedavg": layouts | {"2 x 2": cell | {"rerun equal": False}}}).splitlines()[-1]
+    assert row == "| fedavg | 2.0e-07 | 2.0e-07 | 2.0e-07 (rerun differs) | 2.0e-07 |"
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------

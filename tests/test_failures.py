@@ -62,7 +62,7 @@ def test_nobody_answers(data) -> None:  # noqa: F811
     # FedGVR also keeps the accuracies it has seen: a round without clients is not one of them.
     sim = simulate(data, fd.algorithms.fedgvr(), dropout=1.0)
     start = sim.init(jax.random.key(0))
-    with pytest.warns(RuntimeWarning, match="round 0: no client answered"):
+    with pytest.warns(RuntimeWarning, match="round 0: no client reported"):
         state, history = sim.run(start, 2, progress=False)
     assert [record["clients"] for record in history] == [0, 0] and int(state.round) == 2
     jax.tree.map(np.testing.assert_array_equal, (state.server, state.clients), (start.server, start.clients))
@@ -244,12 +244,15 @@ BAD = [
     ({"stragglers": -0.1}, "stragglers must be a probability in 0..1, got -0.1"),
     ({"over_selection": 4}, r"over_selection must be in 1..3 \(all clients\), got 4"),
     ({"deadline": 0}, "deadline must be a finite number > 0, got 0"),
-    ({"speed_spread": 1.0}, "speed_spread needs a deadline or over_selection"),
+    ({"speed_spread": 1.0}, "speed_spread has no effect without deadline or over_selection"),
     ({"aggregation": fd.aggregation.mean}, "aggregation must be an fd.aggregation.Aggregation, got <function"),
-    ({"aggregation": fd.aggregation.private(1, 1)}, "drawn by independent coins, got sampling='uniform'"),
+    (
+        {"aggregation": fd.aggregation.private(1, 1)},
+        "must be \"bernoulli\" for the privacy accounting of .*, got 'uniform'",
+    ),
     (
         {"aggregation": fd.aggregation.private(1, 1), "sampling": "bernoulli", "over_selection": 1.5},
-        "clients that don't depend on each other, got over_selection",
+        "clients that do not influence each other, got over_selection",
     ),
 ]
 
@@ -279,7 +282,9 @@ def test_groups_of_options_are_the_flat_options(data) -> None:  # noqa: F811
     )
     one, other = (sim.round_fn(sim.init(jax.random.key(0))) for sim in (flat, grouped))
     jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
-    with pytest.raises(ValueError, match=r"failures= has the option dropout, got both: pass it in fd.Failures\(...\)"):
+    with pytest.raises(
+        ValueError, match=r"failures= has the option dropout, got both: pass it only in fd.Failures\(...\)"
+    ):
         simulate(data, failures=failures, dropout=0.3)
     with pytest.raises(ValueError, match="placement must be of type Placement, got 3"):
         simulate(data, placement=3, mesh=None)

@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_warning_and_no_line_is_lost(tmp_path) -> None:
     folder = tmp_path / "log"
     with (
         logs.Log(folder) as log,
-        pytest.warns(UserWarning, match="/log could not be written .*: the run goes") as warned,
+        pytest.warns(UserWarning, match="/log could not be written .*: the run continues") as warned,
     ):
         for record in history:
             if full := record["round"] in (2, 3, 4, 7):
@@ -107,7 +107,10 @@ def test_what_a_log_refuses(tmp_path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             logs.Log(folder)
-    for record, message in [(5, "a record must be a dict, got 5"), ({"x": KeyError}, "must hold what JSON has, got")]:
+    for record, message in [
+        (5, "a record must be a dict, got 5"),
+        ({"x": KeyError}, "must only contain values that JSON has, got"),
+    ]:
         with logs.Log(tmp_path / "log", before=[]) as log, pytest.raises(ValueError, match=message):
             log(record)
         with pytest.raises(ValueError, match=message):

@@ -351,7 +351,7 @@ def test_any_nnx_module() -> None:
 
     model = fd.Model.from_nnx(Tokens, (5,), input_dtype=jnp.int32)
     assert model.apply(model.init(jax.random.key(0)), jnp.ones((2, 5), jnp.int32)).shape == (2, 3)
-    with pytest.raises(ValueError, match=r"Tokens does not accept rows of shape \(5,\): .*input_dtype=jnp.int32"):
+    with pytest.raises(ValueError, match=r"Tokens does not accept examples of shape \(5,\): .*input_dtype=jnp.int32"):
         fd.Model.from_nnx(Tokens, (5,))
 
 
@@ -376,11 +376,17 @@ class Nnx(nnx.Module):
         (lambda: fd.Model.from_linen(Linen, (3,)), "got the class Linen: pass Net"),
         (lambda: fd.Model.from_linen(Nnx(), (3,)), "got a Nnx: use Model.from_nnx"),
         (lambda: fd.Model.from_linen(lambda x: x, (3,)), "got a function: use fd.Model"),
-        (lambda: fd.Model.from_linen(Equinox(), (3,)), "got a Equinox: of an Equinox module fd.Model.*eqx.partition"),
+        (
+            lambda: fd.Model.from_linen(Equinox(), (3,)),
+            "got a Equinox: for an Equinox module use fd.Model.*eqx.partition",
+        ),
         (lambda: fd.Model.from_nnx(Linen()), "got a Linen: use Model.from_linen"),
         (lambda: fd.Model.from_nnx(Equinox()), "eqx.partition.*eqx.combine"),
         (lambda: fd.Model.from_nnx(nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))), "got a tuple: .* before nnx.split"),
-        (lambda: fd.Model.from_nnx(lambda rngs: 3), "module must make an nnx.Module of nnx.Rngs, got a int"),
+        (
+            lambda: fd.Model.from_nnx(lambda rngs: 3),
+            "module must be a function nnx.Rngs -> nnx.Module, but it returned a int",
+        ),
     ],
 )
 def test_modules_of_another_kind_are_told_where_to_go(make, said) -> None:

@@ -214,16 +214,16 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: dirichlet(2, 1, prior="clas"), "got 'clas': did you mean 'class'?"),
         (lambda: dirichlet(2, 1, min_size=0), "min_size must be an integer >= 1, got 0"),
         (lambda: dirichlet(2, 1, prior="class", size_sigma=0.3), "size_sigma must be 0 with"),
-        (lambda: dirichlet(2, 1, capped=False), "capped=False is for prior='class'"),
+        (lambda: dirichlet(2, 1, capped=False), "capped=False needs prior='class'"),
         (lambda: shards(2, 0), "per_client must be an integer >= 1, got 0"),
         (
             lambda: iid(1000)(LABELS),
-            "num_clients=1000 needs at least 1000 rows, the data set has 999: use num_clients <= 999",
+            "num_clients=1000 needs at least 1000 examples, got a data set with 999: use num_clients <= 999",
         ),
         (lambda: shards(100, 10)(LABELS), "use per_client <= 9 or num_clients <= 99"),
         (
             lambda: dirichlet(100, 1, prior="class")(LABELS),
-            "num_clients=100 with min_size=10 needs at least 1000 rows, the data set has 999: "
+            "num_clients=100 with min_size=10 needs at least 1000 examples, got a data set with 999: "
             "use min_size <= 9 or num_clients <= 99",
         ),
         (lambda: dirichlet(1000, 1, min_size=1000)(LABELS), "use more data"),

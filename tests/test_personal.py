@@ -118,15 +118,19 @@ def test_test_rows_in_a_clients_label_mix() -> None:
     assert (cut.x_test == data.with_client_tests(seed=1).x_test).all()
     assert (cut.x_test != data.with_client_tests(seed=2).x_test).any()
     other = fd.FederatedData(data.x, data.y, data.sizes, x_test, tests + 1)
-    with pytest.raises(ValueError, match="the test set must hold classes that clients have, got 3: leave its rows out"):
+    with pytest.raises(
+        ValueError, match="the test set must only have classes that clients have, got class 3: leave its examples out"
+    ):
         other.with_client_tests()
 
 
 def test_bad_input(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"fine_tune must be an integer >= 1, got 0: epochs, or a fd.LocalTraining"):
+    with pytest.raises(
+        ValueError, match=r"fine_tune must be an integer >= 1, got 0: pass a number of epochs, or a fd.LocalTraining"
+    ):
         sim.evaluate_clients(state, 0)
     pooled = fd.FederatedData(data.x, data.y, data.sizes, data.x_test, data.y_test)
-    with pytest.raises(ValueError, match="not cut into clients"):
+    with pytest.raises(ValueError, match="not split by client"):
         simulate(pooled).evaluate_clients(state, 1)

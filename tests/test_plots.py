@@ -149,7 +149,7 @@ def test_rounds_to_target_as_numbers():
     expected = {"there": [(20, 10)], "seeds": [(10, 0), (None, 20)]}
     assert fd.rounds_to_target(records, 0.9) == fd.rounds_to_target(records, 0.1000001, key="loss") == expected
     assert fd.rounds_to_target(run(0.1, 0.6, every=1), 0.5) == {"": [(2, 1)]}
-    for target, message in ((95, r"0.95 for 95 %"), ("high", "a finite number, got 'high'"), (None, "got None")):
+    for target, message in ((95, r"pass 0.95 for 95 %"), ("high", "a finite number, got 'high'"), (None, "got None")):
         with pytest.raises(ValueError, match=f"target must be .*{message}"):
             fd.rounds_to_target(records, target)
     with pytest.raises(ValueError, match="at least 1 round with 'cka', got none"):
@@ -188,7 +188,10 @@ def test_runs_of_several_algorithms_and_settings_are_told_apart(tmp_path):
     lines = [{"algorithm": a, "seed": s, "round": 1, "accuracy": 0.1} for a in "xy" for s in (1, 2)]
     assert names(lines) == ["x", "y"]  # as `logs.read` gives them
     for wrong, message in (
-        (swept("fedavg") + swept("fedavg"), "two of fedavg with seed 0: pass a dict, name -> what each sweep returned"),
+        (
+            swept("fedavg") + swept("fedavg"),
+            "two of fedavg with seed 0: pass a dict from a name to the result of each sweep",
+        ),
         ({"A": 3}, r"records\['A'\] must be a history, .*, got a int"),
         ([both[0], {"round": 1}], "records must be a history, .* got a list of Run"),
     ):
@@ -225,7 +228,7 @@ def test_fairness_shows_quantiles_and_the_worst_tenth():
     assert figure.axes[0].lines[0].get_ydata().tolist() == [2.0, 2.0, 0.5] and "Loss" in figure.axes[0].get_ylabel()
     with pytest.raises(ValueError, match="scores of at least 1 client"):
         plots.fairness({"FedAvg": {"loss": np.array([np.nan])}})
-    with pytest.raises(ValueError, match="scores must be what Simulation.evaluate_clients"):
+    with pytest.raises(ValueError, match="scores must be the result of Simulation.evaluate_clients"):
         plots.fairness([accuracy])
 
 
@@ -235,7 +238,7 @@ def test_what_is_no_classifier_has_pictures_too():
     assert points(test.lines[0]) == [[1, 3], [2, 1.5]] and "Test loss" in test.get_title()
     rows = [(np.zeros((n, 2), np.float32), np.zeros(n, np.float32)) for n in (3, 5)]
     (sizes,) = plots.federation(fd.FederatedData.from_clients(rows)).axes
-    assert sizes.get_title() == "Sizes (8 rows in all)"
+    assert sizes.get_title() == "Sizes (8 examples in all)"
 
 
 def test_records_of_any_form(tmp_path):
@@ -249,7 +252,7 @@ def test_records_of_any_form(tmp_path):
     for wrong, kind in (((state, run), "tuple of "), (3, "int")):
         with pytest.raises(ValueError, match=f"records must be a history.*got a {kind}"):
             plots.curves(wrong)
-    with pytest.raises(ValueError, match="target must be an accuracy in 0..1, got 95: 0.95 for 95 %"):
+    with pytest.raises(ValueError, match="target must be an accuracy in 0..1, got 95: pass 0.95 for 95 %"):
         plots.rounds_to_target([{"round": 1, "accuracy": 0.5}], 95)
 
 

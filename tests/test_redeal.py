@@ -143,13 +143,13 @@ SIGNED = fd.FederatedData(DATA.x, np.arange(4) - 1, DATA.sizes)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: DATA.redealt(0.0), "alpha must be a finite number > 0, got 0.0: 0.01 deals very unevenly"),
+        (lambda: DATA.redealt(0.0), "alpha must be a finite number > 0, got 0.0: 0.01 splits very unevenly"),
         (lambda: DATA.redealt(float("nan")), "alpha must be a finite number > 0, got nan"),
         (lambda: DATA.redealt("even"), "alpha must be a finite number > 0, got 'even'"),  # type: ignore[arg-type]
-        (lambda: FLOATS.redealt(1.0), r"Dirichlet\(alpha\) needs integer labels, one a row, got float64\[4\]"),
+        (lambda: FLOATS.redealt(1.0), r"redealt\(alpha\) needs integer labels, one per example, got float64\[4\]"),
         (lambda: SIGNED.redealt(1.0), "needs labels >= 0, got -1"),
         (lambda: drift_regimes(DATA.x, DATA.y, 2, -1.0), "alpha must be a finite number > 0, got -1.0"),
-        (lambda: drift_regimes(DATA.x, DATA.y, 5, 1.0), "needs at least 5 rows, the data set has 4"),
+        (lambda: drift_regimes(DATA.x, DATA.y, 5, 1.0), "needs at least 5 examples, got a data set with 4"),
     ],
 )
 def test_bad_input(call, message):

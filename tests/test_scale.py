@@ -129,13 +129,13 @@ def test_the_states_on_the_host_are_the_newest(data, tmp_path) -> None:
     sim = simulate(data, bank=tmp_path / "bank")
     start = sim.init(jax.random.key(0))
     state, _ = sim.run(start, 2, progress=False)
-    with pytest.raises(ValueError, match="of round 0, but its clients have been overwritten up to round 2"):
+    with pytest.raises(ValueError, match="of round 0 whose client states were overwritten in round 2"):
         sim.round_fn(start)
-    with pytest.raises(ValueError, match="must be a bank that nobody else uses"):
+    with pytest.raises(ValueError, match="must be a client store that is not in use"):
         simulate(data, bank=tmp_path / "bank").init(jax.random.key(0))
     with pytest.raises(ValueError, match="outside JAX"):
         jax.lax.scan(lambda s, _: sim.round_fn(s), state._replace(clients=()), None, length=2)
-    with pytest.raises(ValueError, match="keeps its clients on the devices"):
+    with pytest.raises(ValueError, match="whose client states are on the devices"):
         sim.round_fn(simulate(data).init(jax.random.key(0)))
 
 
@@ -161,8 +161,8 @@ def test_a_folder_of_states_is_reopened_only_by_its_own_run(data, tmp_path) -> N
     with pytest.raises(ValueError, match="key"):
         build().reopen(saved._replace(key=jax.random.key(1)))
     for other, message in (
-        (build(local=fd.LocalTraining(epochs=2, batch_size=4, lr=0.3)), "local.lr.: 0.2 in the bank, not 0.3"),
-        (build(cohort_size=8), "cohort_size.: 7 in the bank, not 8"),
+        (build(local=fd.LocalTraining(epochs=2, batch_size=4, lr=0.3)), "local.lr.: 0.2 in the client store, not 0.3"),
+        (build(cohort_size=8), "cohort_size.: 7 in the client store, not 8"),
         (build(dropout=0.5), "failures.dropout"),
     ):  # one identity for folders of states and for checkpoints
         with pytest.raises(ValueError, match=f"belongs to another simulation: .*{message}"):
@@ -174,7 +174,7 @@ def test_a_folder_of_states_knows_its_hyper_parameters(data, tmp_path) -> None:
     state = build(0.1).init(jax.random.key(0))
     saved = jax.device_get(state._replace(clients=()))
     state.clients.close()
-    with pytest.raises(ValueError, match="alpha'?: 0.1 in the bank, not 0.01"):
+    with pytest.raises(ValueError, match="alpha'?: 0.1 in the client store, not 0.01"):
         build(0.01).reopen(saved)
     assert int(build(0.1).reopen(saved).round) == 0
 
@@ -238,7 +238,7 @@ def test_streaming_says_what_it_cannot_do(mapped) -> None:
     state = sim.init(jax.random.key(0))
     with pytest.raises(ValueError, match="outside jax.jit"):
         jax.lax.scan(lambda s, _: sim.round_fn(s), state, None, length=2)
-    with pytest.raises(ValueError, match="rows of all clients"):
+    with pytest.raises(ValueError, match="examples of all clients"):
         simulate(mapped, stream=True, measure="gradients")
 
 
@@ -272,7 +272,7 @@ def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
 
     monkeypatch.setattr(sim.executor, "launch", small)
     start = sim.init(jax.random.key(0))
-    with pytest.warns(UserWarning, match="lanes do not fit in a device's memory, going on with") as said:
+    with pytest.warns(UserWarning, match="lanes do not fit in a device's memory: the run continues with") as said:
         state = sim.round_fn(start)[0] if method == "round_fn" else sim.run(start, 1, progress=False)[0]
     said = [w for w in said if w.category is UserWarning]  # others: what is collected here
     lanes = [w.message.args[0].split()[0] for w in said]
@@ -322,7 +322,7 @@ def test_a_program_that_fails_leaves_the_state_unless_it_was_donated(data, metho
     state = alone.init(jax.random.key(0))
     expected = one(alone, state)
     sim = simulation(lanes=2)
-    with pytest.warns(UserWarning, match="2 lanes do not fit in a device's memory, going on with 1"):
+    with pytest.warns(UserWarning, match="2 lanes do not fit in a device's memory: the run continues with 1"):
         found = one(sim, state)  # from the very state that the failed program was given
     assert sim.lanes == 1
     assert_close(found.server, expected.server)
@@ -409,5 +409,5 @@ def test_bfloat16_computes_in_it_and_keeps_float32(data) -> None:
     sim = fd.Simulation(half, data, fd.algorithms.scaffold(), **SETTING)
     state = jax.eval_shape(sim.round_fn, sim.init(jax.random.key(0)))[0]
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.clients))} == {jnp.dtype("float32")}
-    with pytest.raises(ValueError, match="dtype must be floating"):
+    with pytest.raises(ValueError, match="dtype must be floating-point"):
         model.computing_in(jnp.int8)

@@ -202,9 +202,7 @@ def test_a_run_that_diverges_warns_and_leaves_the_others_alone(data) -> None:
     def build(lr):
         return simulate(data, devices=1, local=local(lr=lr))
 
-    with pytest.warns(
-        RuntimeWarning, match=r"seed 0, \{'lr': 1e\+38\}, round \d: \d of 3 client updates are not finite"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"seed 0, lr=1e\+38, round \d: \d of 3 client updates are not finite"):
         bad, good = quietly(build, 4, settings=grid(lr=[1e38, 0.1]), eval_every=0)
     assert np.isnan(bad.history[-1]["train_loss"]) and len(bad.history) == 4
     assert_as_alone(build, [good], 4, 1e-5, eval_every=0)
@@ -253,35 +251,37 @@ def test_fewer_runs_side_by_side_when_memory_does_not_suffice(data, monkeypatch)
         return simulate(data, devices=1, local=local(lr=lr))
 
     monkeypatch.setattr(TURNS, "launch", small)
-    with pytest.warns(UserWarning, match="5 runs side by side do not fit in a device's memory, going on with 2"):
+    with pytest.warns(UserWarning, match="5 runs side by side do not fit in a device's memory, continuing with 2"):
         runs = quietly(build, 1, settings=grid(lr=[0.1, 0.2, 0.3, 0.4, 0.5]), eval_every=0, together=5)
     assert_as_alone(build, runs[3:4], 1, 1e-5, eval_every=0)
 
 
 BAD = {
     r"setting 1, .*: lr must be a finite number > 0, got -1": {"settings": grid(lr=[0.1, -1])},
-    r"alike .* got epochs 1 in setting 0 and 5 in setting 1": {"settings": grid(epochs=[1, 5])},
-    r"alike .* got cohort_size 2 in setting 0 and 3 in": {"settings": grid(cohort_size=[2, 3], lr=[0.1, 0.2])},
-    r"alike .* got optimizer None in setting 0 and given": {"settings": grid(optimizer=[None, optax.scale_by_adam()])},
-    r"alike .* got states of .*'.server.best': 'float32\[4\]'": {"settings": grid(window=[3, 5])},
-    r"option must be a number where settings differ in it, got 'I'": {"settings": grid(option=["I", "II"])},
-    r"of halves, lr at least one is used as something": {"settings": [{"lr": 1, "halves": 1}, {"lr": 2, "halves": 2}]},
-    r"got the data set .* another one, .* .make it once, outside build": {"settings": grid(anew=[1, 2])},
+    r"continuous hyper-parameters, got epochs 1 in setting 0 and 5 in setting 1": {"settings": grid(epochs=[1, 5])},
+    r"hyper-parameters, got cohort_size 2 in setting 0 and 3 in": {"settings": grid(cohort_size=[2, 3], lr=[0.1, 0.2])},
+    r"hyper-parameters, got optimizer None in setting 0 and given": {
+        "settings": grid(optimizer=[None, optax.scale_by_adam()])
+    },
+    r"hyper-parameters, got states of .*'.server.best': 'float32\[4\]'": {"settings": grid(window=[3, 5])},
+    r"option must be a number, because it differs between settings, got 'I'": {"settings": grid(option=["I", "II"])},
+    r"uses at least one of halves, lr in another way": {"settings": [{"lr": 1, "halves": 1}, {"lr": 2, "halves": 2}]},
+    r"got the data set .* another one, .* .create it once, outside build": {"settings": grid(anew=[1, 2])},
     r"same names, got \['lr'\] in setting 0 and \['epochs'\] in setting 1": {"settings": [{"lr": 1}, {"epochs": 1}]},
-    r"names of build's arguments, got \['mu'\]": {"settings": [{"mu": 1}]},
-    r"settings must be several dicts, got \{'lr': 0.1\}": {"settings": {"lr": 0.1}},
-    r"settings must be at least one dict, got \[\]": {"settings": []},
-    r"seeds must be several integers, got 8: pass range\(8\)": {"seeds": 8},
+    r"names of the arguments of build, got \['mu'\]": {"settings": [{"mu": 1}]},
+    r"settings must be a list of dicts, got \{'lr': 0.1\}": {"settings": {"lr": 0.1}},
+    r"settings must be a list of at least one dict, got \[\]": {"settings": []},
+    r"seeds must be a list of integers, got 8: pass range\(8\)": {"seeds": 8},
     r"a seed must be an integer >= 0, got -1": {"seeds": [-1]},
-    r"seeds must be at least one, each once, got \[1, 1\]": {"seeds": [1, 1]},
+    r"seeds must be at least one integer, all different, got \[1, 1\]": {"seeds": [1, 1]},
     r"rounds must be an integer >= 0, got -1": {"rounds": -1},
     r"together must be an integer >= 1, got 0": {"together": 0},
     r"params must be shaped like model.init's": {"params": {}},
     r'on_nonfinite must be "keep" or "drop_client" in a sweep, got "raise"': {
         "settings": [{"other": {"on_nonfinite": "raise"}}]
     },
-    r"needs its rows on the devices, got a simulation that streams": {"settings": [{"other": {"stream": True}}]},
-    r"keeps client states on the devices, got bank='host'": {"settings": [{"other": {"bank": "host"}}]},
+    r"stream must be False in a sweep, got a simulation that streams": {"settings": [{"other": {"stream": True}}]},
+    r"bank must be \"device\" in a sweep, got 'host'": {"settings": [{"other": {"bank": "host"}}]},
 }
 
 
@@ -298,7 +298,7 @@ def test_bad_input(data, message) -> None:
 
 
 def test_bad_build(sim) -> None:
-    with pytest.raises(ValueError, match="build must be a function that makes a Simulation, got Simulation"):
+    with pytest.raises(ValueError, match="build must be a function that returns a Simulation, got Simulation"):
         quietly(sim, 1)
     with pytest.raises(ValueError, match="build must return a Simulation, got LocalTraining"):
         quietly(fd.LocalTraining, 1)
@@ -368,13 +368,13 @@ def test_runs_of_which_some_are_behind_go_on_together(data, tmp_path) -> None:
     for found, expected in zip(runs, whole, strict=True):
         jax.tree.map_with_path(close(1e-6), found.state._replace(key=0), expected.state._replace(key=0))
         assert [r["round"] for r in found.history] == list(range(1, 9))
-    with pytest.raises(ValueError, match="rounds must be at least the 8 that are done in .*, got 4"):
+    with pytest.raises(ValueError, match="rounds must be at least 8, the number of completed rounds in .*, got 4"):
         quietly(lambda: sim, 4, seeds=range(3), checkpoints=saved)
     with pytest.raises(ValueError, match="another simulation: local.lr: 0.1 in the checkpoint, not 0.5"):
         quietly(lambda: saving(data, 0.5), 9, seeds=range(3), checkpoints=saved)
     with pytest.raises(ValueError, match="leave start out"):
         quietly(lambda: sim, 9, seeds=range(3), checkpoints=saved, start=runs)
-    with pytest.raises(ValueError, match="differ in a number, got lr=0.1-seed-0 twice"):
+    with pytest.raises(ValueError, match="a different folder for each run, got lr=0.1-seed-0 twice"):
         quietly(partial(saving, data), 1, settings=grid(lr=[0.1, 0.1, 0.2]), checkpoints=tmp_path / "twice")
 
 

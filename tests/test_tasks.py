@@ -38,7 +38,7 @@ def test_rankings_of_the_first_row_of_every_block() -> None:
     assert float(fd.ranking.ndcg(z, 3, group=4)) == pytest.approx((1 + 1 / np.log2(4) + 1 / np.log2(3)) / 5)
     found = fd.ranking.scores(4, (1, 3))(z, jnp.tile(jnp.array([1, 0, 0, 0]), 5))
     assert list(found) == ["auc", "hr@1", "hr@3", "ndcg@1", "ndcg@3"]
-    with pytest.raises(ValueError, match="group must divide the number of test rows, got 3 for 20 rows"):
+    with pytest.raises(ValueError, match="group must divide the number of test examples, got 3 for 20 examples"):
         fd.ranking.ranks(z, 3)
     with pytest.raises(ValueError, match=r"k must be in 1\.\.4, got 5"):
         fd.ranking.scores(4, (5,))
@@ -79,12 +79,21 @@ def test_scores_see_every_test_row_in_its_place() -> None:
     "scores, message",
     [
         (lambda z, y: z.mean(), "must return a dict of numbers .* got a ShapeDtypeStruct"),
-        (lambda z, y: {"auc": z.mean(0)}, r"must return numbers, or one a row, \[11\] .* got \[3\] for 'auc'"),
-        (lambda z, y: {"loss": z.mean()}, "needs names of its own, got loss"),
-        (lambda z, y: {"right": z[:, 0], "n": z[:5, 0]}, r"numbers, or one a row, \[11\] .* got \[5\] for 'n'"),
-        (lambda z, y: {"right": jnp.resize(z, 11)}, r"one a row .* for 7 rows: right \[11\]|any number of rows"),
-        (lambda z, y: {"auc": float(z.mean())}, r"does not accept 11 rows of logits \[3\] with labels \[\]"),
-        (fd.ranking.scores(), "a ranking needs one logit a row"),
+        (
+            lambda z, y: {"auc": z.mean(0)},
+            r"must return a number or one number per example, \[11\] .* got \[3\] for 'auc'",
+        ),
+        (lambda z, y: {"loss": z.mean()}, "must not return .loss."),
+        (
+            lambda z, y: {"right": z[:, 0], "n": z[:5, 0]},
+            r"a number or one number per example, \[11\] .* got \[5\] for 'n'",
+        ),
+        (
+            lambda z, y: {"right": jnp.resize(z, 11)},
+            r"one number per example .* for 7 examples: right \[11\]|any number of rows",
+        ),
+        (lambda z, y: {"auc": float(z.mean())}, r"does not accept logits \[11, 3\] with labels \[11\]"),
+        (fd.ranking.scores(), "a ranking needs one logit per example"),
     ],
 )
 def test_scores_are_tried_before_anything_compiles(scores: object, message: str) -> None:
@@ -181,12 +190,12 @@ def test_every_film_never_rated_is_drawn_alike(tmp_path: Path) -> None:
     assert data.x_test[0].tolist() == [7, 0, 0, 0, 0, 3, 4, 5]  # of one second, the later in the file is the later
     drawn = np.bincount(x[y == 0, 5], minlength=6)
     assert (drawn[1:3] > 2800).all() and drawn.sum() == drawn[1:3].sum() == 6000
-    with pytest.raises(ValueError, match="at most the 2 films that user 7 never rated in .*, got 3"):
+    with pytest.raises(ValueError, match="at most 2, the number of films that user 7 never rated in .*, got 3"):
         fd.datasets.load("movielens", None, tmp_path, size="latest-small", test_negatives=3)
 
 
 def test_movielens_says_what_is_missing_or_damaged(ml_1m: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"elsewhere.ml-1m.ratings\.dat is not there: download MovieLens 1M"):
+    with pytest.raises(FileNotFoundError, match=r"elsewhere.ml-1m.ratings\.dat does not exist: download MovieLens 1M"):
         fd.datasets.load("movielens", data_dir=tmp_path / "elsewhere")
     ratings = ml_1m / "ml-1m" / "ratings.dat"
     lines = ratings.read_text().splitlines()
@@ -195,7 +204,7 @@ def test_movielens_says_what_is_missing_or_damaged(ml_1m: Path, tmp_path: Path) 
         ("0::7::5::978300760", "line 5 must be user::movie"),
         ("1::-7::5::978300760", "line 5 must be user::movie"),
         ("1::7::5::97830076", r"ratings\.dat: seconds must be an integer >= 788918400 .1995., got 97830076 in line 5"),
-        ("99::7::5::978300760", r"line 5 is of user 99, whom .*users\.dat does not list"),
+        ("99::7::5::978300760", r"the user 99 of line 5 is not in .*users\.dat"),
     ):
         ratings.write_text("\n".join([*lines[:4], line, *lines[5:]]))
         with pytest.raises(ValueError, match=message):
@@ -268,7 +277,7 @@ def test_agnews_numbers_the_frequent_words(tmp_path: Path) -> None:
     assert rows == {(2, 3, 3, 2, 1, 4): 2, (3, 1, 0, 0, 0, 0): 0, (2, 0, 0, 0, 0, 0): 1}
     assert data.x_test.tolist() == [[1, 3, 4, 2, 1, 2]] and data.y_test.tolist() == [3]
 
-    with pytest.raises(FileNotFoundError, match=r"ag_news_csv.train\.csv is not there: download AG's News"):
+    with pytest.raises(FileNotFoundError, match=r"ag_news_csv.train\.csv does not exist: download AG's News"):
         fd.datasets.load("agnews", data_dir=tmp_path / "elsewhere")
     for line, message in (('"5","a","b"', ": line 4 must be .* got '5,a,b'"), ('"1","a', " is damaged.*end of data")):
         train.write_text('"3","a","b\nc"\n"1","a","b"\n' + line + "\n")
@@ -311,7 +320,7 @@ def test_bindingdb_takes_pairs_whose_kd_tells(tmp_path: Path) -> None:
     }
     assert (bindingdb.read([tmp_path], 4, 5, seed=0)[0][0] == x).all()
 
-    with pytest.raises(FileNotFoundError, match=r"BindingDB_All\.tsv is not there: download all of BindingDB"):
+    with pytest.raises(FileNotFoundError, match=r"BindingDB_All\.tsv does not exist: download all of BindingDB"):
         fd.datasets.load("bindingdb", data_dir=tmp_path / "elsewhere")
     path.write_text(path.read_text("latin-1").replace(" 12.5", "12,5"), "latin-1")
     with pytest.raises(ValueError, match=r"BindingDB_All\.tsv: line 2 must be a Kd such as 12\.5.*got '12,5'"):

@@ -1,16 +1,24 @@
-"""Rounds on one accelerator: seconds, and the share of the ceiling that binds, arithmetic or memory.
+"""Measures the seconds per round on one accelerator, and the share of its limit (arithmetic or memory bandwidth).
 
     python experiments/benchmarks/accelerator.py [--workloads "lenet5 100" pfl_cifar10 ...] [--rounds 20]
     python experiments/benchmarks/accelerator.py --bfloat16 [--seeds 3]
 
-Workloads (workloads.py): LeNet-5 and the EMNIST CNN with 10, 100 and all of 3,400 uneven writers a round, batch 20;
-pfl's CIFAR-10 benchmark (1,000 clients x 50 images, 50 a round, batch 10) and its whole run of 1,500 rounds with an
-evaluation every 10; FedDC's CIFAR-10 setting (100 clients, 15 a round, 5 epochs, batch 50) with its CNN and with
-ResNet-18-GN. Images are random. Necessary operations and bytes are counted as roofline.py does; the ceilings are
-products in JAX's default precision for float32 and one pass over memory, measured in the same run.
+The workloads (workloads.py):
 
-With --bfloat16: seconds a round in turn with float32, and the test accuracy of both on glyph writers, 100 a round.
-torch_loop.py is the same work as a plain loop over clients in PyTorch.
+- LeNet-5 and the EMNIST CNN with 10, 100 and all 3,400 clients per round and batch size 20. The clients have different
+  numbers of examples, like the writers of FEMNIST.
+- pfl-research's CIFAR-10 benchmark: 1,000 clients x 50 images, 50 clients per round, batch size 10. Its complete run
+  has 1,500 rounds, with an evaluation every 10 rounds.
+- FedDC's CIFAR-10 setting: 100 clients, 15 per round, 5 epochs, batch size 50, with FedDC's CNN and with ResNet-18-GN.
+
+The images are random. The docstring of roofline.py defines the necessary operations and bytes. The limits are measured
+in the same run: the rate of a matrix product in JAX's default precision for float32, and the rate of one pass over
+memory.
+
+With --bfloat16, the script compares training in bfloat16 and in float32 on glyphs with 100 writers per round. It
+measures the time of interleaved rounds, and the test accuracy.
+
+torch_loop.py trains the same workloads with a plain loop over clients in PyTorch.
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ from workloads import RESNET, WORKLOADS, Workload, images, operations, step_byte
 
 import fedjax_drift as fd
 
-# Wanted on an H200, seconds a round.
+# The targets for an H200, in seconds per round.
 WANTED = {f"{net} {K}": s for net in ("lenet5", "emnist_cnn") for K, s in ((10, 0.015), (100, 0.03))}
 WANTED |= {"lenet5 3400": 1, "emnist_cnn 3400": 4}
 PFL_ROUNDS, PFL_SECONDS = 1500, 60
@@ -42,11 +50,11 @@ def rounds(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     for name in arguments.workloads:
         workload = tiny(WORKLOADS[name]) if arguments.quick else WORKLOADS[name]
         sim = measure.simulation(workload)
-        long = workload.cohort >= 1000 or workload.network == RESNET  # a round of seconds
+        long = workload.cohort >= 1000 or workload.network == RESNET  # a round takes seconds
         timings, each = (3, 1) if long or arguments.quick else (arguments.rounds, 5)
         times = measure.round_seconds(sim, timings, each=each)
         took = statistics.median(times)
-        # Of an average cohort: which clients it holds differs from round to round.
+        # These are the numbers of an average cohort, because every round has another cohort.
         trained = workload.cohort * workload.epochs * float(workload.sizes.mean())
         steps = workload.cohort * workload.epochs * float((-(-workload.sizes // workload.batch)).mean())
         needed, moved = trained * operations(workload.network), steps * step_bytes(workload.network, workload.batch)
@@ -65,7 +73,7 @@ def rounds(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 
 def pfl_run(workload: Workload, rounds: int) -> measure.Row:
-    """The whole benchmark, with compilation."""
+    """Measures the time of the complete benchmark, including compilation."""
     x, y = images(workload)
     tests = min(len(x), 10_000)
     data = fd.FederatedData(x, y, workload.sizes, x[:tests], y[:tests])
@@ -108,7 +116,9 @@ def accuracy(sim: fd.Simulation, seed: int, rounds: int) -> float:
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=20, help="timings of a workload, each of 5 rounds")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="number of timings per workload; each timing is the mean of 5 rounds"
+    )
     parser.add_argument("--bfloat16", action="store_true", help="compare bfloat16 with float32 instead")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--accuracy-rounds", type=int, default=200)

@@ -1,10 +1,13 @@
-"""What each algorithm costs beside FedAvg: seconds a round in turn, and bytes of state.
+"""Compares each algorithm with FedAvg: the time of a round, and the size of the states.
 
     python experiments/benchmarks/algorithm_cost.py [--turns 5] [--rounds 3] [--model lenet5]
 
-Same federation (500 clients x 100 images of 28x28, 62 classes), cohort (50 a round) and local training (one epoch,
-batch 20, SGD) for all; LfD with the model's cosine form, against FedAvg with that form. Times are ratios to FedAvg's
-round in the same turn, states donated as in `run`. P: the bytes of one model.
+All algorithms have the same federation (500 clients x 100 images of 28x28, 62 classes), cohort (50 clients per round)
+and local training (one epoch, batch size 20, SGD). LfD uses the model with cosine logits, and is compared with FedAvg
+with the same model. States are donated, as in `run`.
+
+The rounds of an algorithm and of FedAvg are interleaved: each turn runs --rounds rounds of both, and gives one ratio of
+their times. Sizes are given in P, the number of bytes of one model, and B (bytes).
 """
 
 from __future__ import annotations

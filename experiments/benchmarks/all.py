@@ -1,11 +1,11 @@
-"""Runs every benchmark of this folder in turn, each in a process of its own, and makes the README's tables anew.
+"""Runs all benchmarks of this folder, each in a new process, and updates the tables in the README.
 
     python experiments/benchmarks/all.py [--only overhead memory] [--peer "COMMAND"] [--peer ...]
-    python experiments/benchmarks/all.py --quick     every benchmark, tiny: that it still runs; changes no file
-    python experiments/benchmarks/all.py --tables    only the tables, from the results files
+    python experiments/benchmarks/all.py --quick     runs tiny versions to test the benchmarks; no file changes
+    python experiments/benchmarks/all.py --tables    only updates the tables from the results files
 
---peer is lenet_femnist.py's: other simulators, timed in turn with ours. What needs an accelerator or PyTorch is left
-out, and said, where there is none. Run it on an idle machine.
+lenet_femnist.py gets the option --peer, and compares other simulators with ours. If there is no accelerator or no
+PyTorch, the benchmarks that need it are skipped with a message. Run the benchmarks on an idle machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import measure
 
 class Benchmark(NamedTuple):
     command: str
-    needs: str = ""  # "accelerator", "torch"; a quick run needs no accelerator
+    needs: str = ""  # "accelerator", "torch" or "accelerator torch"; with --quick no accelerator is needed
 
 
 BENCHMARKS = [
@@ -54,7 +54,7 @@ BENCHMARKS = [
 
 
 def missing(benchmark: Benchmark, quick: bool) -> str:
-    """What the benchmark needs and this machine has not."""
+    """Returns, as text, the needs of the benchmark that this machine does not meet."""
     have = {
         "torch": lambda: importlib.util.find_spec("torch") is not None,
         "accelerator": lambda: quick or accelerated(),
@@ -63,20 +63,20 @@ def missing(benchmark: Benchmark, quick: bool) -> str:
 
 
 def accelerated() -> bool:
-    """Asked of another process: this one shall hold no accelerator."""
+    """Whether JAX has an accelerator. A new process tests this, so that this one does not occupy it."""
     return measure.run([sys.executable, "-c", "import jax; print(jax.default_backend())"]).strip() != "cpu"
 
 
 @functools.cache
 def unoptimised() -> str:
-    """A flag for quick runs, nearly all of which is compiling; "" where this XLA does not know it and would exit."""
+    """Returns an XLA flag that makes compilation faster, or "" if this version of XLA does not have the flag."""
     flag, program = "--xla_backend_optimization_level=0", "import jax; jax.devices('cpu')"
     known = subprocess.run([sys.executable, "-c", program], env=os.environ | {"XLA_FLAGS": flag}, capture_output=True)
     return flag if known.returncode == 0 else ""
 
 
 def run(command: str, extra: list[str], quick: bool) -> str | None:
-    """Runs one; its output, when it failed."""
+    """Runs one benchmark. Returns its output if it failed, otherwise None."""
     environment = os.environ | ({"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {unoptimised()}"} if quick else {})
     script, *options = shlex.split(command)
     start = time.perf_counter()
@@ -95,7 +95,7 @@ def run(command: str, extra: list[str], quick: bool) -> str | None:
 
 
 def quick(commands: list[str]) -> list[str]:
-    """Every command tiny, as many at once as there are cores; what went wrong."""
+    """Runs tiny versions of all commands, in parallel on all cores. Returns the output of those that failed."""
     with tempfile.TemporaryDirectory() as folder:
         extra = ["--quick", "--output", folder]
         peer = shlex.join([sys.executable, "-c", "print('nobody 1.0: median=1.0s a round')"])
@@ -112,9 +112,11 @@ def quick(commands: list[str]) -> list[str]:
 
 def main() -> None:
     parser = measure.parser(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="scripts, without .py")
-    parser.add_argument("--peer", action="append", help="another simulator's command, as in lenet_femnist.py")
-    parser.add_argument("--tables", action="store_true", help="only make the README's tables from the results files")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of the scripts to run, without .py")
+    parser.add_argument("--peer", action="append", help="command of another simulator, as in lenet_femnist.py")
+    parser.add_argument(
+        "--tables", action="store_true", help="only update the tables in the README from the results files"
+    )
     arguments = parser.parse_args()
     if arguments.tables:
         measure.README.write_text(measure.with_tables(measure.README.read_text()))
@@ -124,7 +126,7 @@ def main() -> None:
         if arguments.only and benchmark.command.split(".py")[0] not in arguments.only:
             continue
         if lacks := missing(benchmark, arguments.quick):
-            print(f"left out: {benchmark.command} needs {lacks}", flush=True)
+            print(f"skipped: {benchmark.command} needs {lacks}", flush=True)
             continue
         commands.append(benchmark.command)
     if arguments.quick:
@@ -137,7 +139,7 @@ def main() -> None:
         extra = [word for option, value in options.items() if value for word in (option, str(value))]
         failed = [output for command in commands if (output := run(command, extra, False))]
     if measure.with_tables(measure.README.read_text()) != measure.README.read_text():
-        failed.append("the tables of README.md are not those of the results files: run all.py --tables")
+        failed.append("the tables in README.md differ from the results files: run all.py --tables")
     print(f"{len(commands)} benchmarks in {time.perf_counter() - start:.0f} s, {len(failed)} failed")
     if failed:
         sys.exit("\n\n".join(failed))

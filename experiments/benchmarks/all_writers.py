@@ -1,8 +1,8 @@
-"""Every one of 3,400 glyph writers in one round (about 660,000 images), LeNet-5: seconds a round and peak memory.
+"""Measures the time and the peak memory of a round with all 3,400 writers of glyphs (LeNet-5, about 660,000 images).
 
     python experiments/benchmarks/all_writers.py [--writers 3400] [--rounds 3] [--lanes auto] [--model lenet5]
 
-The first run draws the images (under a minute on two cores) and caches them.
+The first run generates the images and caches them. This takes less than a minute on two cores.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--writers", type=int, default=3400)
-    parser.add_argument("--cohort", type=int, help="writers a round, default all")
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that compiles")
+    parser.add_argument("--cohort", type=int, help="number of writers per round (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of timed rounds, after one round that compiles")
     parser.add_argument("--lanes", default="auto", type=lambda text: text if text == "auto" else int(text))
     parser.add_argument("--model", default="lenet5", choices=("lenet5", "emnist_cnn"))
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""How long the first round of a process takes, with an empty compilation cache and with a filled one. LeNet-5.
+"""Measures the time of the first round of a process, with an empty and with a filled compilation cache.
 
     python experiments/benchmarks/compile.py [--repeats 3] [--model lenet5]
 
-Every figure is a process of its own. The workload is lenet_femnist.py's: 50 of 500 clients a round.
+Every time is measured in a new process. With LeNet-5, there are 50 of 500 clients per round, as in lenet_femnist.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 
 def process(arguments: argparse.Namespace, cache: str) -> tuple[float, float]:
-    """Seconds of the first round, and of the whole process."""
+    """Returns the seconds of the first round and of the whole process."""
     quick = ["--quick"] * arguments.quick
     start = time.perf_counter()
     output = measure.run([sys.executable, __file__, "--model", arguments.model, "--cache", cache, *quick])
@@ -45,7 +45,7 @@ def process(arguments: argparse.Namespace, cache: str) -> tuple[float, float]:
 
 
 def first_round(arguments: argparse.Namespace) -> float:
-    """Seconds, compilation included, initialising the model not."""
+    """Returns the seconds of the first round, including compilation, but without the initialisation of the model."""
     fd.use_compilation_cache(arguments.cache)
     if arguments.model == "lenet5":
         workload = Workload("lenet5", equal_sizes(500, 100), 50, 20)
@@ -62,7 +62,9 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", choices=("lenet5", "emnist_cnn", "cifar_cnn", "resnet18"), default="lenet5")
-    parser.add_argument("--cache", help="of the process that measures one first round and prints its seconds")
+    parser.add_argument(
+        "--cache", help="internal: measure one first round with this cache folder, and print the seconds"
+    )
     arguments = parser.parse_args()
     fd.use_cpu_devices()
     if arguments.cache:

@@ -1,11 +1,17 @@
-"""Whether a long run stays as it began: memory of the process, and time per round, over 2,000 rounds.
+"""Tests whether the memory and the time per round stay constant over 2,000 rounds.
 
     python experiments/benchmarks/endurance.py [--rounds 2000] [--model lenet5]
 
-SCAFFOLD, 20 of 200 clients x 20 images, states on the device and in host memory; `run` with an evaluation every 50
-rounds, also with a checkpoint every 100, and a loop over `round_fn`. Each is a process of its own. Memory is what the
-process has resident after each tenth of the rounds; the first fifth, in which programs are compiled and buffers find
-their places, is the start.
+The algorithm is SCAFFOLD. There are 200 clients with 20 images each, and 20 of them are selected per round. Four cases
+run in separate processes:
+
+- `run` with an evaluation every 50 rounds
+- `run` with the same evaluations and a checkpoint every 100 rounds
+- `run` with the same evaluations and the client states in host memory
+- a loop over `round_fn`
+
+The resident memory of the process is measured after each tenth of the rounds. The final memory is compared with that
+after the first fifth, because programs are compiled and buffers are allocated in the first fifth.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 
 def one(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Bytes resident after each tenth of the rounds, and its seconds a round."""
+    """Returns the resident bytes after each tenth of the rounds, and the seconds per round in each tenth."""
     workload = Workload(arguments.model, equal_sizes(200, 20), 20)
     workload = tiny(workload) if arguments.quick else workload
     bank = "host" if arguments.kind == "run, host bank" else "device"
@@ -73,7 +79,7 @@ def one(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now (Linux)."""
+    """Returns the number of bytes of this process that are resident in memory now (Linux)."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * 4096
 
@@ -82,7 +88,7 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--model", default="lenet5", choices=("lenet5", "mnist_2nn"))
-    parser.add_argument("--kind", choices=KINDS, help="of the process that runs one of them and prints what it found")
+    parser.add_argument("--kind", choices=KINDS, help="internal: run only this case, and print the measurements")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = 2 * PARTS

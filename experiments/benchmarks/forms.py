@@ -1,13 +1,20 @@
-"""Forms of the convolution on an accelerator: which takes the shortest local step, and which the shortest round.
+"""Measures the time of local steps and of rounds with different implementations ("forms") of the convolution.
 
     python experiments/benchmarks/forms.py [--networks lenet5 emnist_cnn] [--lanes 128 25] [--forms ours rows ...]
     python experiments/benchmarks/forms.py --rounds "emnist_cnn 3400" ... [--forms ours rows] [--lanes 64 128]
-    python experiments/benchmarks/forms.py --no-graphs ...     the same without CUDA graphs
+    python experiments/benchmarks/forms.py --no-graphs ...     without CUDA graphs
 
-A step is value, gradient and SGD of one minibatch, for all lanes side by side, in a loop as in the engine. Its figure
-is microseconds for each client's step, so that numbers of lanes compare. The error is that of the sum of all gradients,
-relative to our form's in full float32. Kernels are those of the compiled loop. A form that fails is said and passed
-over; after --seconds nothing more is begun, and what was left out is said.
+A step computes the gradient of one minibatch and the SGD update, for L clients that are trained side by side (L lanes).
+Several steps run in a loop, as in the library. For each form the script prints:
+
+- the time in microseconds per client and step, so that different L can be compared
+- the number of kernels in the compiled loop
+- the error of the sum of all gradients, relative to the default form in full float32
+
+With --rounds, the script measures the time of complete rounds.
+
+If a form fails, a message is printed, and the next form runs. After --seconds no new measurement starts, and a message
+names each measurement that is skipped.
 """
 
 from __future__ import annotations
@@ -33,8 +40,8 @@ from fedjax_drift.models import conv, conv_cpu, windows
 from fedjax_drift.models.networks import CNN
 from fedjax_drift.types import Params
 
-Form = Callable[..., jax.Array]  # of x [C, H, W, B], padded; kernel; stride; pool, the pooling's window
-STEPS = 20  # local steps in one program
+Form = Callable[..., jax.Array]  # arguments: padded x [C, H, W, B], kernel, stride, pool (the window of the pooling)
+STEPS = 20  # number of local steps in one program
 START = time.perf_counter()
 
 # --- the forms --------------------------------------------------------------------------------------------------------
@@ -43,7 +50,7 @@ ours = windows.convolve
 
 
 def pooled(form: Form, maximum: Callable[[jax.Array, int], jax.Array]) -> Form:
-    """The form without its pooling, then ``maximum``."""
+    """Returns the form with ``maximum`` as its max pooling."""
 
     def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
         out = form(x, kernel, stride, 1)
@@ -53,12 +60,12 @@ def pooled(form: Form, maximum: Callable[[jax.Array, int], jax.Array]) -> Form:
 
 
 def recomputed(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """The backward pass makes the patches again."""
+    """Computes the default form. The backward pass computes the patches again."""
     return jax.checkpoint(lambda x, kernel: ours(x, kernel, stride, pool))(x, kernel)
 
 
 def columns(x: jax.Array, w: int, stride: int) -> jax.Array:
-    """[C, H, W, B] -> [w * C, H, W', B]: the patches of one row of the window, for all rows of the image."""
+    """Returns the patches of windows with one row and w columns: [C, H, W, B] -> [w * C, H, W', B]."""
     W = (x.shape[2] - w) // stride + 1
     return jnp.concatenate([windows.strided_slice(x, 2, j, W, stride) for j in range(w)])
 
@@ -68,7 +75,10 @@ def total(terms: list[jax.Array]) -> jax.Array:
 
 
 def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """One product for all rows of the window, of which each is shifted and added: patches of a row only."""
+    """Computes the convolution from patches of windows with one row.
+
+    One matrix product gives the contributions of all rows of the kernel. These are shifted and added.
+    """
     h, w, C, F = kernel.shape
     H = (x.shape[1] - h) // stride + 1
     x = columns(x, w, stride)
@@ -77,7 +87,7 @@ def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
 
 
 def in_bfloat16(form: Form) -> Form:
-    """Patches, weights, outputs and their gradients in bfloat16; sums within a product in float32."""
+    """Returns the form with patches, weights, outputs and gradients in bfloat16. Products accumulate in float32."""
 
     def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
         return form(x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), stride, pool).astype(x.dtype)
@@ -86,7 +96,7 @@ def in_bfloat16(form: Form) -> Form:
 
 
 def lax_conv(images: str, weights: str) -> Form:
-    """XLA's own convolution in a layout; side by side it becomes a grouped one."""
+    """Returns XLA's convolution in this layout. Under vmap it becomes a grouped convolution."""
     order = [images.index(letter) for letter in "CHWN"]
 
     def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
@@ -108,15 +118,15 @@ FORMS: dict[str, Form] = {
     "rows": rows,
     "recomputed": recomputed,
     "blocks pooled": pooled(ours, conv_cpu.pool_blocks),
-}  # the most promising first
+}  # the most promising form is first
 
 
 @contextmanager
 def convolving(form: Form) -> Iterator[None]:
-    """The package's layers convolve in this form."""
+    """Makes the layers of the library use this form inside the ``with`` block."""
     before = dict(conv.FORMS)
     conv.FORMS.update(dict.fromkeys(before, form))
-    jax.clear_caches()  # traced functions hold the form of their time
+    jax.clear_caches()  # because cached programs contain the previous form
     try:
         yield
     finally:
@@ -159,20 +169,23 @@ def norm(tree: Params) -> float:
 
 
 def attempt(what: str, arguments: argparse.Namespace, trial: Callable[[], measure.Row]) -> Iterator[measure.Row]:
-    """The trial's row; none, and a line that says why, where it fails or the time is over."""
+    """Yields the result of the trial. If the trial fails or the time is over, prints a message and yields nothing."""
     if time.perf_counter() - START > arguments.seconds:
-        print(f"left out: {what}", flush=True)
+        print(f"skipped: {what}", flush=True)
         return
     try:
         yield trial()
-    except Exception as error:  # whatever a compiler says: the other forms are still wanted
+    except Exception as error:  # a compiler may raise any exception, and the other forms must still run
         print(f"failed: {what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         if arguments.quick:
             raise
 
 
 def local_steps(network: str, lanes: int, quick: bool) -> tuple[Callable, tuple]:
-    """A program of local steps that returns the sum of their gradients, and its arguments."""
+    """Returns a program of local steps and its arguments.
+
+    The program returns the learning rate times the sum of the gradients.
+    """
     workload = next(w for w in WORKLOADS.values() if w.network == network)
     batch, image, model = workload.batch, workload.image, measure.model(network)
     if quick:
@@ -196,7 +209,7 @@ def local_steps(network: str, lanes: int, quick: bool) -> tuple[Callable, tuple]
 
 
 def kernels(text: str) -> int:
-    """Operations of a compiled program that start a kernel: those outside of fusions."""
+    """Returns the number of operations of a compiled program that start a kernel. Operations inside a fusion do not."""
     fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", re.sub(r"(?m)^.* call\(.*$", "", text)))
     count = 0
     for block in text.split("\n\n"):
@@ -232,13 +245,20 @@ def round_of(what: str, name: str, lanes: int | str, form: str, quick: bool) -> 
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, RESNET], default=["lenet5", "emnist_cnn"])
-    parser.add_argument("--rounds", nargs="+", metavar="WORKLOAD", help='as in workloads.py, or "lenet5 500"')
+    parser.add_argument(
+        "--rounds",
+        nargs="+",
+        metavar="WORKLOAD",
+        help='measure rounds of these workloads of workloads.py, or for example "lenet5 500"',
+    )
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS), metavar="FORM")
     parser.add_argument("--lanes", nargs="+", type=int)
-    parser.add_argument("--no-graphs", action="store_true", help="every kernel is launched alone")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after them")
+    parser.add_argument("--no-graphs", action="store_true", help="launch every kernel separately, without CUDA graphs")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no new measurement after these seconds"
+    )
     arguments = parser.parse_args()
-    if arguments.no_graphs:  # read when JAX first looks for devices
+    if arguments.no_graphs:  # JAX reads this variable when it first looks for devices
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     if arguments.quick:
         arguments.lanes = [2]

@@ -1,13 +1,15 @@
-"""LeNet-5 on a FEMNIST-shaped federation: seconds a round, and the fraction of the machine's matrix-multiply rate.
+"""Measures LeNet-5 on data with the shape of FEMNIST: seconds per round, and the share of the matrix-multiply rate.
 
-500 clients x 100 images 28x28x1, 62 classes, 50 clients a round, batch 20, one local epoch, SGD 0.05, FedAvg weighted
-by examples, 66,126 parameters: the workload that other simulators are compared on.
+There are 500 clients with 100 images each (28x28x1, 62 classes), and 50 clients are selected per round. A client trains
+for one epoch with batch size 20 and SGD with learning rate 0.05. FedAvg weights the clients by their numbers of
+examples. The model has 66,126 parameters.
 
     python experiments/benchmarks/lenet_femnist.py [--rounds 30] [--devices 2] [--peer "COMMAND"] [--peer ...]
 
-peer_pfl.py, peer_flower.py and peer_fedjax.py, beside this file, are the same workload in pfl-research, Flower and
-FedJAX; each says how to install it. With --peer all run in turn, several times, and the medians of each turn's ratio
-are printed; COMMAND must print ``NAME ...: median=SECONDS`` as its seconds a round.
+Other simulators can be compared on this workload. peer_pfl.py, peer_flower.py and peer_fedjax.py run it in
+pfl-research, Flower and FedJAX. Their docstrings say how to install these packages. With --peer, all simulators run one
+after another, in several turns. Each turn gives the ratio of our time to theirs, and the median of these ratios is
+printed. COMMAND must print ``NAME ...: median=SECONDS``, with the seconds per round.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ from workloads import operations
 import fedjax_drift as fd
 
 CLIENTS, COHORT, ROWS, BATCH, CLASSES, LR = 500, 50, 100, 20, 62, 0.05
-WANTED = {"pfl": 0.40, "FedJAX": 0.21, "Flower": 0.11}  # ours / theirs, on two cores
+WANTED = {"pfl": 0.40, "FedJAX": 0.21, "Flower": 0.11}  # the targets for the ratio of our time to theirs, on two cores
 
 
 def federation(clients: int = CLIENTS, seed: int = 0) -> fd.FederatedData:
-    """Noisy prototypes as uint8 images, a Dirichlet(0.5) label mix per client."""
+    """Returns a federation with a Dirichlet(0.5) label mix per client.
+
+    An image (uint8) is the random prototype of its class plus noise.
+    """
     rng = np.random.default_rng(seed)
     prototypes = rng.normal(128, 40, size=(CLASSES, 28, 28, 1))
     made = []
@@ -65,7 +70,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 
 def compare(arguments: argparse.Namespace) -> Iterator[measure.Row]:
-    """Ours and the peers in turn: every turn's own ratios."""
+    """Runs our simulator and the others interleaved. Yields their times, and the ratios of our time to theirs."""
     quick, devices = ["--quick"] * arguments.quick, ["--devices", str(arguments.devices)] * bool(arguments.devices)
     ours = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--no-results", *quick, *devices]
     turns: list[list[float]] = []
@@ -90,9 +95,11 @@ def timed_line(command: list[str]) -> str:
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--devices", type=int, default=None, help="CPU devices, default one per core")
-    parser.add_argument("--peer", action="append", help="another simulator's command, run in turn with ours")
-    parser.add_argument("--turns", type=int, default=3, help="how often each runs with --peer")
+    parser.add_argument("--devices", type=int, default=None, help="number of CPU devices (default: one per core)")
+    parser.add_argument(
+        "--peer", action="append", help="command of another simulator, which runs interleaved with ours"
+    )
+    parser.add_argument("--turns", type=int, default=3, help="with --peer: number of runs of each simulator")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.turns = 2, 1

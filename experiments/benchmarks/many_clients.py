@@ -1,16 +1,19 @@
-"""Massive client counts: what a round costs when the federation, its client states or its data are large.
+"""Measures the time of a round if the federation has very many clients, large client states or large data.
 
     python experiments/benchmarks/many_clients.py [--parts stateless states streaming]
 
-stateless   1,000,000 clients against 1,000 (linear model, 10 rows of 20 features each, 100 clients a round): rows on
-            the device, and streamed from a memory-mapped file.
-states      SCAFFOLD with LeNet-5, 100 clients a round of 20 images: client states on the device, cut over the devices,
-            in host memory and in a file; 100,000 clients where they fit in half of the memory, else as many as do.
-streaming   LeNet-5, 50 of 2,000 clients x 100 images a round: rows on the host and in a memory-mapped file against rows
-            on the device.
+The parts:
 
-Files are made in a temporary folder ($TMPDIR) and are in the page cache when they are read: 1.8 GB for the first part,
-and up to 2.6 GB of states for the second.
+- stateless: compares 1,000,000 clients with 1,000 clients, with a linear model, 10 examples of 20 features per client,
+  and 100 clients per round. The examples are on the device, or are streamed from a memory-mapped file.
+- states: SCAFFOLD with LeNet-5, 20 images per client, and 100 clients per round. The client states are on the device,
+  sharded over the devices, in host memory, or in a file. There are 100,000 clients. On devices, there are fewer clients
+  if their states need more than a quarter of the memory.
+- streaming: LeNet-5 with 100 images per client, and 50 of 2,000 clients per round. Compares examples in host memory and
+  in a memory-mapped file with examples on the device.
+
+The files are written to a temporary folder ($TMPDIR), and are still in the page cache when they are read. They take
+1.8 GB in the part "stateless", and up to 2.6 GB in the part "states".
 """
 
 from __future__ import annotations
@@ -31,11 +34,14 @@ import fedjax_drift as fd
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.storage.client_store import ClientStore
 
-STATE = 66_126 * 4  # bytes that a client keeps
+STATE = 66_126 * 4  # bytes of one client state
 
 
 def mapped(folder: Path, name: str, clients: int, rows: int, shape: tuple[int, ...], classes: int) -> fd.FederatedData:
-    """Rows in memory-mapped files: random ones over and over, which costs as much as any to read."""
+    """Returns a federation in memory-mapped files.
+
+    The same random inputs are repeated in the files. This has no effect on the speed.
+    """
     rng, M = np.random.default_rng(0), clients * rows
     dtype = np.uint8 if len(shape) > 1 else np.float32
     block = rng.integers(0, 256, (min(M, 10_000), *shape)).astype(dtype)
@@ -55,7 +61,7 @@ def network(arguments: argparse.Namespace) -> fd.Model:
 
 
 def runner(sim: fd.Simulation) -> Callable[[int], float]:
-    """``f(n)`` goes on by n rounds of `run` and returns the seconds of one; the first calls compile."""
+    """Returns a function ``f(n)`` that runs n more rounds and returns the seconds per round."""
     state = sim.init(jax.random.key(0))
 
     def go_on(rounds: int) -> float:
@@ -71,7 +77,7 @@ def runner(sim: fd.Simulation) -> Callable[[int], float]:
 def in_turn(runners: dict[str, Callable[[int], float]], rounds: int, turns: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in runners}
     for run in runners.values():
-        run(rounds)  # `run` chooses how many rounds it dispatches at once
+        run(rounds)  # lets `run` choose how many rounds it dispatches together
     for _ in range(turns):
         for name, run in runners.items():
             times[name].append(run(rounds))
@@ -103,7 +109,8 @@ def stateless(arguments: argparse.Namespace, folder: Path) -> Iterator[measure.R
 
 def states(arguments: argparse.Namespace, folder: Path) -> Iterator[measure.Row]:
     few, everyone = (4, 4) if arguments.quick else (1_000, 100_000)
-    on_one = int(memory_of(fd.clients_mesh()) / 4 / STATE)  # a round that is not donated has two of them
+    # The states take a quarter of the memory, because a round may need a second copy.
+    on_one = int(memory_of(fd.clients_mesh()) / 4 / STATE)
     fitting = {"device": on_one, "sharded": on_one * len(jax.local_devices())}
     data = mapped(folder, "images", everyone, 20, (28, 28, 1), 62)
     models = {}
@@ -130,7 +137,7 @@ def first_clients(data: fd.FederatedData, N: int) -> fd.FederatedData:
 def scaffold(
     model: fd.Model, data: fd.FederatedData, cohort: int, bank: str | Path, rounds: int
 ) -> tuple[fd.ServerState, list[float]]:
-    """The state after so many rounds, and the seconds of those after the first two."""
+    """Returns the state after ``rounds`` rounds, and the seconds of each round except the first two."""
     sim = fd.Simulation(
         model,
         data,
@@ -160,12 +167,12 @@ def state_row(bank: str, N: int, state: fd.ServerState, times: list[float], turn
 
 
 def moving(state: fd.ServerState, ids: np.ndarray, turns: int) -> tuple[float, float]:
-    """Seconds to gather the clients' states, and to put them back; median."""
+    """Returns the median times to gather the states of the clients, and to store them again, in seconds."""
     if isinstance(state.clients, ClientStore):
         bank = state.clients
         found = bank.gather(ids)
         scatters = measure.seconds(lambda: bank.commit(ids, found, bank.round + 1), turns)
-        gathers = measure.seconds(lambda: bank.gather(ids), turns)  # now that all of them have been seen
+        gathers = measure.seconds(lambda: bank.gather(ids), turns)  # all of these clients have a stored state now
         return statistics.median(gathers), statistics.median(scatters)
     gather = jax.jit(lambda clients, ids: jax.tree.map(lambda c: c[ids], clients))
     scatter = jax.jit(

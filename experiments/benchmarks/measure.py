@@ -1,7 +1,8 @@
-"""What the benchmarks share: timing, the machine's ceilings, results files, and the README's tables made from them.
+"""The functions that all benchmarks use: timing, limits of the machine, results files, and tables in the README.
 
-A benchmark is a generator of rows; `save` prints each as it comes, writes them to results/NAME.PLATFORM.json with the
-command, the commit and the hardware, and makes the tables of README.md from the files anew.
+A benchmark is a generator of table rows. `save` prints each row as soon as it is measured. It writes all rows to
+results/NAME.PLATFORM.json, with the command, the commit and the hardware, and updates the tables in README.md from
+these files.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ Row = dict[str, Any]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Returns a parser with the options that every benchmark has."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="tiny, to see that it runs: its figures mean nothing")
-    made.add_argument("--output", type=Path, help="folder for the results file; default results/, with --quick none")
-    made.add_argument("--no-results", action="store_true", help="print only")
-    made.add_argument("--commit", help="what to call the code's version where this is no checkout")
+    made.add_argument("--quick", action="store_true", help="run a tiny version as a test; ignore its numbers")
+    made.add_argument(
+        "--output", type=Path, help="folder for the results file (default: results/; with --quick: no file)"
+    )
+    made.add_argument("--no-results", action="store_true", help="print the results, but write no file")
+    made.add_argument("--commit", help="commit to write into the results (default: that of this git checkout)")
     return made
 
 
@@ -48,7 +51,12 @@ def row(
     at_least: float | None = None,
     note: str = "",
 ) -> Row:
-    """One line of a table: what was measured, one value for each repeat, and what is wanted of their median."""
+    """Returns one row of a table.
+
+    what: the name of the measurement.
+    values: one value per repeat.
+    at_most, at_least: the target for the median of the values.
+    """
     values = [float(v) for v in values] if isinstance(values, Sequence) else [float(values)]
     spread = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     spread = {name: float(f"{value:.6g}") for name, value in spread.items()}
@@ -66,9 +74,10 @@ def row(
 def save(name: str, rows: Iterable[Row], arguments: argparse.Namespace, where: tuple[str, str] | None = None) -> None:
     """Prints the rows and writes NAME.PLATFORM.json.
 
-    where: the platform ("cpu", "gpu", ...) and what computes, in words; default: JAX's devices.
+    where: the platform ("cpu", "gpu", ...) and the name of the device. Default: the devices of JAX.
     """
-    done, version = [], arguments.commit or commit()  # as it is now that the code is loaded
+    # The commit is read now, because files may change during a long benchmark.
+    done, version = [], arguments.commit or commit()
     for each in rows:
         wanted = f"   (wanted {_wanted(each)})" if _wanted(each) else ""
         note = f"   [{each['note']}]" if each["note"] else ""
@@ -97,12 +106,12 @@ TABLE = re.compile(r"(<!-- results: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def with_tables(text: str, folder: Path = RESULTS) -> str:
-    """The text with a table between every ``<!-- results: NAME NAME -->`` and ``<!-- end -->``."""
+    """Returns the text with updated tables between ``<!-- results: NAME NAME -->`` and ``<!-- end -->``."""
     return TABLE.sub(lambda match: match[1] + table(match[2].split(), folder) + match[3], text)
 
 
 def table(names: Sequence[str], folder: Path = RESULTS) -> str:
-    """Markdown: the rows of the named benchmarks, of all platforms, and below what they were measured on."""
+    """Returns a Markdown table of the named benchmarks on all platforms, followed by a list of the machines."""
     lines, sources = [], []
     for name in names:
         for path in sorted(folder.glob(f"{name}.*.json")):
@@ -122,7 +131,7 @@ def table(names: Sequence[str], folder: Path = RESULTS) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, and no exponent from 0.001 on."""
+    """Formats a number with three significant digits, and without an exponent if it is at least 0.001."""
     if value == 0 or 1e-3 <= abs(value) < 1000:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1e}"
@@ -141,11 +150,11 @@ def _wanted(row: Row) -> str:
     return " and ".join(bounds) + ("" if met else ", missed")
 
 
-# --- where and what ---------------------------------------------------------------------------------------------------
+# --- hardware and versions --------------------------------------------------------------------------------------------
 
 
 def hardware() -> dict[str, Any]:
-    """The processor, the cores this process may use, and the versions of what is loaded."""
+    """Returns the processor, the number of cores that this process may use, and the versions of the loaded packages."""
     names = re.findall(r"^model name\s*:\s*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     loaded = {name: sys.modules[name].__version__ for name in ("jax", "torch") if name in sys.modules}
@@ -167,7 +176,10 @@ def _jax_devices() -> tuple[str, str]:
 
 
 def commit() -> str:
-    """The commit of this checkout, with a word on changes that are not in it; "unknown" outside a checkout."""
+    """Returns the commit of this checkout, with " with changes" if there are uncommitted changes.
+
+    Returns "unknown" if this is not a git checkout.
+    """
     made_here = [":!experiments/benchmarks/results", ":!experiments/benchmarks/README.md"]
     try:
         head = _git("rev-parse", "--short=10", "HEAD")
@@ -182,7 +194,7 @@ def _git(*arguments: str) -> str:
 
 
 def _command() -> str:
-    """This command, without folders of this machine, and without where its results go."""
+    """Returns the command of this process without local folders and without --output."""
     options = re.sub(r"--output[ =]\S+", "", shlex.join(sys.argv[1:]))
     command = f"python experiments/benchmarks/{Path(sys.argv[0]).name} {options}".strip()
     return re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)+", "", command)
@@ -192,7 +204,7 @@ def _command() -> str:
 
 
 def seconds(call: Callable[[], Any], repeats: int = 5, warm: int = 1) -> list[float]:
-    """Seconds of each of ``repeats`` calls, until what a call returns is there; ``warm`` calls before do not count."""
+    """Returns the seconds of ``repeats`` calls, after ``warm`` untimed calls. A call ends when its result is ready."""
     import jax
 
     times = []
@@ -204,7 +216,10 @@ def seconds(call: Callable[[], Any], repeats: int = 5, warm: int = 1) -> list[fl
 
 
 def round_seconds(sim: Any, rounds: int, warm: int = 2, each: int = 1) -> list[float]:
-    """Seconds a round, ``rounds`` times: each the mean of ``each`` rounds, of which only the last is waited for."""
+    """Returns ``rounds`` timings in seconds per round, after ``warm`` untimed ones.
+
+    A timing is the mean over ``each`` rounds, which are dispatched without waiting for their results.
+    """
     import jax
 
     state = sim.init(jax.random.key(0))
@@ -219,7 +234,7 @@ def round_seconds(sim: Any, rounds: int, warm: int = 2, each: int = 1) -> list[f
 
 
 def matmul_rate(n: int = 4000, dtype: str = "float32", precision: str | None = None) -> float:
-    """Operations a second of XLA's own n x n product: on a CPU all cores, on an accelerator one."""
+    """Returns the operations per second of XLA's n x n matrix product, on all cores of a CPU or on one accelerator."""
     import jax
     import jax.numpy as jnp
 
@@ -229,12 +244,13 @@ def matmul_rate(n: int = 4000, dtype: str = "float32", precision: str | None = N
 
 
 def copy_rate(size: int) -> float:
-    """Bytes a second, read and written, of one pass over ``size`` bytes in place."""
+    """Returns the bytes per second, read plus written, of one pass over ``size`` bytes in place."""
     import jax
     import jax.numpy as jnp
 
     a = jnp.ones(size // 4, jnp.float32)
-    add = jax.jit(lambda a: a + 1, donate_argnums=0)  # into new memory, a CPU would time the making of its pages
+    # Without donation, the time on a CPU would include the allocation of memory.
+    add = jax.jit(lambda a: a + 1, donate_argnums=0)
 
     def move() -> jax.Array:
         nonlocal a
@@ -245,7 +261,7 @@ def copy_rate(size: int) -> float:
 
 
 def peak_bytes() -> tuple[int, int]:
-    """The most memory this process has held so far, of the host and of its first device (0 on a CPU)."""
+    """Returns the peak memory of this process in bytes: on the host, and on its first device (0 on a CPU)."""
     import jax
 
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -253,7 +269,7 @@ def peak_bytes() -> tuple[int, int]:
 
 
 def simulation(workload: Workload, **options: Any) -> Any:
-    """A `fedjax_drift.Simulation` of the workload: FedAvg, states donated, unless ``options`` say otherwise."""
+    """Returns a `fedjax_drift.Simulation` of the workload. By default, it has FedAvg and donated states."""
     import fedjax_drift as fd
 
     x, y = images(workload)
@@ -269,7 +285,7 @@ def simulation(workload: Workload, **options: Any) -> Any:
 
 
 def model(name: str) -> Any:
-    """The package's model of that network."""
+    """Returns the model with this name, as in `fd.models.MODELS` or in `workloads.NETWORKS`."""
     import fedjax_drift as fd
     from fedjax_drift.models.networks import CNN
 
@@ -280,13 +296,13 @@ def model(name: str) -> Any:
 
 
 def own_process(script: str, options: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the script, run again with these options, prints in its last line, as JSON."""
+    """Runs the script in a new process with these options. Returns the JSON value in the last line of its output."""
     command = [sys.executable, script, *options, *["--quick"] * arguments.quick]
     return json.loads(run(command).splitlines()[-1])
 
 
 def run(command: Sequence[str]) -> str:
-    """What the command prints; on failure the program ends with its message."""
+    """Runs the command and returns its output. If the command fails, prints its output and exits."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{shlex.join(command)} failed:\n{done.stdout}\n{done.stderr}")

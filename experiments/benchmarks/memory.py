@@ -1,10 +1,12 @@
-"""Peak memory against the cohort: K = 10, 100, 1,000 and all 3,400 clients a round, with the same number of lanes.
+"""Measures the peak memory with K = 10, 100, 1,000 and all 3,400 clients per round, and the same number of lanes.
 
     python experiments/benchmarks/memory.py [--lanes 10] [--model lenet5]
 
-3,400 clients x 20 images; FedAvg. Each K is a process of its own, so that a peak is its own: the bytes that the
-compiled round needs beside its arguments and results, as the compiler counts them, and the peak of the whole process
-(of the device, on an accelerator).
+The algorithm is FedAvg with 3,400 clients x 20 images. --lanes is the number of clients that are trained side by side
+on one device. Each K is measured in a new process, with two results:
+
+- the memory that the compiled round needs in addition to its arguments and results, as the compiler reports it
+- the peak memory of the whole process, or of the device if it is an accelerator
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 
 def one(arguments: argparse.Namespace) -> dict[str, float | str]:
-    """Bytes of a process that trains two rounds of K clients."""
+    """Returns the memory of a process that trains two rounds of K clients, in bytes."""
     workload = Workload(arguments.model, equal_sizes(CLIENTS, ROWS), arguments.cohort)
     workload = tiny(workload)._replace(cohort=arguments.cohort) if arguments.quick else workload
     sim = measure.simulation(workload, lanes=arguments.lanes)
@@ -54,7 +56,7 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--lanes", type=int, default=10)
     parser.add_argument("--model", default="lenet5", choices=("lenet5", "emnist_cnn"))
-    parser.add_argument("--cohort", type=int, help="of the process that measures one K and prints what it found")
+    parser.add_argument("--cohort", type=int, help="internal: measure only this K, and print the measurements")
     arguments = parser.parse_args()
     fd.use_cpu_devices()
     if arguments.cohort:

@@ -1,9 +1,12 @@
-"""What an almost empty round costs: linear model, 10 clients of 20 rows, one batch each. Milliseconds a round.
+"""Measures the overhead of a round, in milliseconds.
 
-`run` sends off many rounds at once; a loop over `round_fn` comes back to Python in each. And what it costs to look
-whether every client's update is finite: rounds with and without that, in turn.
+    python experiments/benchmarks/overhead.py [--rounds 2000] [--repeats 5]
 
-python experiments/benchmarks/overhead.py [--rounds 2000] [--repeats 5]
+There are 10 clients with 20 examples each. A client trains a linear model on one batch, so nearly all of the time is
+overhead. `run` dispatches many rounds together. A loop over `round_fn` returns to Python in every round.
+
+The benchmark also measures the cost of the check that all updates are finite. Rounds with and without this check are
+interleaved.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def finite_check(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         look = tree.first_nonfinite
         try:
             tree.first_nonfinite = lambda update: jnp.int32(-1)
-            unchecked.round_fn(unchecked.init(jax.random.key(0)))  # compiles
+            unchecked.round_fn(unchecked.init(jax.random.key(0)))  # compiles the round without the check
         finally:
             tree.first_nonfinite = look
         ratios = []
@@ -73,8 +76,8 @@ def wanted() -> float | None:
 
 
 def run_seconds(sim: fd.Simulation, arguments: argparse.Namespace, evaluated: int) -> list[float]:
-    """Seconds a round of `run`, its records included."""
-    state, _ = sim.run(sim.init(jax.random.key(0)), arguments.rounds, evaluated, progress=False)  # compiles
+    """Returns the seconds per round of `run`, including its records."""
+    state, _ = sim.run(sim.init(jax.random.key(0)), arguments.rounds, evaluated, progress=False)  # compiles the rounds
     times = []
     for _ in range(arguments.repeats):
         start = time.perf_counter()
@@ -88,7 +91,7 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--turns", type=int, default=40, help="rounds with and without the check, in turn")
+    parser.add_argument("--turns", type=int, default=40, help="number of interleaved rounds with and without the check")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.repeats, arguments.turns = 5, 1, 1

@@ -1,13 +1,13 @@
-"""The workload of lenet_femnist.py in FedJAX: seconds a round, for --peer.
+"""Measures the seconds per round of FedJAX with the workload of lenet_femnist.py. lenet_femnist.py --peer runs it.
 
-The released FedJAX 0.0.17 crashes on a current JAX (it calls jax.tree_map, which went in JAX 0.6), so this runs it with
-the last JAX that it works with. With 0.4.30 it takes nearly three times as long.
+The release FedJAX 0.0.17 calls jax.tree_map, which JAX 0.6 removed. So FedJAX runs with the last version of JAX that it
+works with. With JAX 0.4.30, a round takes nearly three times as long.
 
     python -m venv fedjax && fedjax/bin/pip install fedjax==0.0.17 jax==0.5.3 jaxlib==0.5.3
     python experiments/benchmarks/lenet_femnist.py --rounds 20 --peer \
         "fedjax/bin/python experiments/benchmarks/peer_fedjax.py"
 
-Its own federated averaging and its default backend, which jits one step of one client.
+The script uses FedJAX's federated averaging with the default backend, which compiles one step of one client.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def lenet(x: jax.Array) -> jax.Array:
 
 
 def federation() -> fedjax.InMemoryFederatedData:
-    """Noisy prototypes, a Dirichlet(0.5) label mix per client."""
+    """Returns a federation with a Dirichlet(0.5) label mix per client.
+
+    An image is the random prototype of its class plus noise.
+    """
     rng = np.random.default_rng(0)
     prototypes = rng.normal(size=(CLASSES, 28, 28, 1)).astype("float32")
     clients = {}
@@ -47,7 +50,7 @@ def federation() -> fedjax.InMemoryFederatedData:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--quick", action="store_true", help="2 rounds")
+    parser.add_argument("--quick", action="store_true", help="run 2 rounds only")
     arguments = parser.parse_args()
     network = hk.without_apply_rng(hk.transform(lenet))
 

@@ -1,10 +1,11 @@
-"""The workload of lenet_femnist.py in Flower (1.41, PyTorch, Ray): seconds a round, for --peer.
+"""Measures the seconds per round of Flower with the workload of lenet_femnist.py. lenet_femnist.py --peer runs it.
 
     python -m venv flower && flower/bin/pip install torch==2.13.0 && flower/bin/pip install "flwr[simulation]"
     python experiments/benchmarks/lenet_femnist.py --rounds 20 --peer \
         "flower/bin/python experiments/benchmarks/peer_flower.py"
 
-One actor per core, one thread in each. Actors read the images from a file that they map into memory once.
+The version of Flower is 1.41, with PyTorch and Ray. There is one actor per core, with one thread. Each actor
+memory-maps the file of the images once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def lenet() -> nn.Module:
 
 
 def write_images(folder: Path) -> None:
-    """Noisy prototypes, a Dirichlet(0.5) label mix per client: x.npy [N, n, 1, 28, 28], y.npy [N, n]."""
+    """Writes x.npy [N, n, 1, 28, 28] and y.npy [N, n], with a Dirichlet(0.5) label mix per client.
+
+    An image is the random prototype of its class plus noise.
+    """
     rng = np.random.default_rng(0)
     prototypes = rng.normal(size=(CLASSES, 1, 28, 28)).astype("float32")
     y = np.stack([rng.choice(CLASSES, ROWS, p=rng.dirichlet(np.full(CLASSES, 0.5))) for _ in range(CLIENTS)])
@@ -78,7 +82,7 @@ def client(folder: Path) -> ClientApp:
 
 
 class Timed(FedAvg):
-    """FedAvg that notes when each round's aggregate is there."""
+    """FedAvg that also stores the time at which each round is aggregated."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -93,11 +97,11 @@ class Timed(FedAvg):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--quick", action="store_true", help="2 rounds")
+    parser.add_argument("--quick", action="store_true", help="run 2 rounds only")
     arguments = parser.parse_args()
     rounds = 2 if arguments.quick else arguments.rounds
     torch.manual_seed(0)
-    # Every client is asked to train only; nobody evaluates.
+    # The clients only train. There is no evaluation.
     strategy = Timed(fraction_train=COHORT / CLIENTS, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
     server = ServerApp()
 

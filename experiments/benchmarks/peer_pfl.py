@@ -1,11 +1,11 @@
-"""The workload of lenet_femnist.py in pfl-research (0.6.0, PyTorch): seconds a round, for --peer.
+"""Measures the seconds per round of pfl-research with the workload of lenet_femnist.py.
 
     python -m venv pfl && pfl/bin/pip install torch==2.13.0 && pfl/bin/pip install "pfl[pytorch]"
     python experiments/benchmarks/lenet_femnist.py --rounds 20 --peer \
         "pfl/bin/torchrun --standalone --nproc_per_node=2 experiments/benchmarks/peer_pfl.py"
 
-One thread in each process. Clients draw the same sizes, labels and batch orders as any user of pfl would: a permutation
-when their data set is made.
+lenet_femnist.py --peer runs this script. The version of pfl-research is 0.6.0, with PyTorch. Each process has one
+thread. The examples of a client are shuffled when its data set is created, as is usual with pfl-research.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LeNet(nn.Module):
 
 
 class Clock(TrainingProcessCallback):
-    """Seconds from one round's end to the next."""
+    """Measures the seconds from the end of one round to the end of the next round."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -74,7 +74,7 @@ class Clock(TrainingProcessCallback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--quick", action="store_true", help="2 rounds")
+    parser.add_argument("--quick", action="store_true", help="run 2 rounds only")
     arguments = parser.parse_args()
     rounds = 2 if arguments.quick else arguments.rounds
     torch.set_num_threads(1)

@@ -1,10 +1,16 @@
-"""How much of the machine each network's training uses: necessary operations and bytes against measured ceilings.
+"""Measures which share of the machine's limits the training of each network reaches.
 
     python experiments/benchmarks/roofline.py [--models lenet5 mnist_2nn ...] [--turns 3]
 
-Operations: forward, weight gradients, and input gradients of all but the first layer. The ceiling on a CPU is XLA's own
-4000 x 4000 float32 product on all cores; on an accelerator the products in JAX's default precision for float32, and
-one pass over memory. Ceilings and rounds are measured in turn, and each turn makes its own share.
+The necessary operations are the forward pass, the weight gradients, and the input gradients of all layers except the
+first. The necessary bytes of a step are those of the parameters, the pixels, and the outputs of each layer (see
+`workloads.step_bytes`).
+
+On a CPU, the limit is the rate of XLA's 4000 x 4000 float32 matrix product on all cores. An accelerator has two limits:
+the rate of a matrix product in JAX's default precision for float32, and the rate of one pass over memory. The share is
+computed with the limit that allows the lower speed.
+
+The rate of the matrix product and the rounds are measured interleaved. Each turn gives one share.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from workloads import RESNET, Workload, equal_sizes, operations, parameters, ste
 
 import fedjax_drift as fd
 
-# Clients a round: enough for a few tenths of a second on two cores. Rows, batch and epochs as in the papers.
+# With these numbers of clients, a round takes a few tenths of a second on two cores. The numbers of examples, the batch
+# sizes and the numbers of epochs are those of the papers.
 WORKLOADS = {
     "lenet5": Workload("lenet5", equal_sizes(50, 100), 50, 20),
     "mnist_2nn": Workload("mnist_2nn", equal_sizes(100, 600), 15, 50, 5),
@@ -28,7 +35,7 @@ WORKLOADS = {
     "emnist_cnn": Workload("emnist_cnn", equal_sizes(20, 200), 8, 20),
     RESNET: Workload(RESNET, equal_sizes(4, 50), 2, 50),
 }
-WANTED = {"lenet5": 40, "mnist_2nn": 90, "cifar_cnn": 55, "mnist_cnn": 55}  # percent of the CPU's product rate
+WANTED = {"lenet5": 40, "mnist_2nn": 90, "cifar_cnn": 55, "mnist_cnn": 55}  # targets, percent of the product rate
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
@@ -46,7 +53,10 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 
 def share(name: str, arguments: argparse.Namespace, bandwidth: float | None, n: int) -> measure.Row:
-    """Percent of what the ceilings allow; bandwidth None: only the products' ceiling counts."""
+    """Returns the speed of the rounds, in percent of the limit.
+
+    bandwidth: bytes per second of one pass over memory. If it is None, the only limit is the matrix product.
+    """
     workload = tiny(WORKLOADS[name]) if arguments.quick else WORKLOADS[name]
     network, batch, cohort = workload.network, workload.batch, workload.cohort
     images = cohort * int(workload.sizes[0]) * workload.epochs
@@ -56,7 +66,7 @@ def share(name: str, arguments: argparse.Namespace, bandwidth: float | None, n: 
     for _ in range(arguments.turns):
         rate = measure.matmul_rate(n)
         took = statistics.median(measure.round_seconds(sim, 3, warm=1))
-        rate = max(rate, measure.matmul_rate(n))  # before and after: a disturbed ceiling would flatter
+        rate = max(rate, measure.matmul_rate(n))  # the faster of two measurements, because one may be disturbed
         least = max(needed / rate, moved / bandwidth if bandwidth else 0)
         shares, times, rates = [*shares, 100 * least / took], [*times, took], [*rates, rate]
     took, rate = statistics.median(times), statistics.median(rates)

@@ -1,9 +1,13 @@
-"""Eight seeds as one sweep, against eight runs in a row and against one run. Seconds for all rounds of all seeds.
+"""Compares the time of a sweep of eight seeds with eight runs one after another, and with one run.
 
     python experiments/benchmarks/sweep.py [--seeds 8] [--turns 5]
 
-Linear: 10 of 100 clients x 20 rows of 30 features a round, 500 rounds. 2NN: 10 of 100 clients x 100 images of 28x28 a
-round, batch 50, 40 rounds. Everything is compiled before it is timed.
+There are two workloads, with 10 of 100 clients per round:
+
+- a linear model for 500 rounds, with 20 examples of 30 features per client
+- 2NN for 40 rounds, with 100 images of 28x28 per client and batch size 50
+
+The times do not include compilation.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ def compare(name: str, sim: fd.Simulation, rounds: int, arguments: argparse.Name
         for way, (call, seeds) in ways.items():
             start = time.perf_counter()
             call(range(seeds))
-            if turn:  # the first one compiles
+            if turn:  # the first turn is not timed, because it compiles
                 times[way].append(time.perf_counter() - start)
     for way, taken in times.items():
         yield measure.row(f"{name}, {rounds} rounds, seeds: {ways[way][1]}, {way}", taken, "s")

@@ -1,9 +1,10 @@
-"""The workloads of accelerator.py as a plain PyTorch loop over clients, on the same device: seconds a round.
+"""Measures the seconds per round of a plain PyTorch loop over clients, with the workloads of accelerator.py.
 
     python experiments/benchmarks/torch_loop.py [--workloads "lenet5 100" ...] [--rounds 5]
 
-One client after another, one batch after another, images on the device, weighted sum of the models: how federated
-averaging is written by hand. float32 products run in TF32 where the device has it, as in JAX's default there.
+The loop is a simple implementation of federated averaging. It trains one client after another and one batch after
+another, and computes the weighted mean of the models. The images are on the device. float32 products use TF32 if the
+device supports it, which is also the default of JAX.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def network(name: str) -> nn.Module:
     for width in shape.hidden:
         parts += [nn.LazyLinear(width), nn.ReLU(), nn.Dropout(shape.dropout[1])]
     made = nn.Sequential(*parts, nn.LazyLinear(shape.classes))
-    made(torch.zeros(1, shape.image[-1], *shape.image[:2]))  # the first call sizes the dense layers
+    made(torch.zeros(1, shape.image[-1], *shape.image[:2]))  # the first call sets the sizes of the dense layers
     return made
 
 
@@ -53,7 +54,7 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Sequential):
-    """3x3 stem, GroupNorm(2), 32 x 32 images, 10 classes."""
+    """ResNet-18 for 32 x 32 images and 10 classes, with a 3x3 stem and GroupNorm(2)."""
 
     def __init__(self) -> None:
         parts: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(2, 64), nn.ReLU()]
@@ -65,7 +66,7 @@ class ResNet18(nn.Sequential):
 
 
 class Loop:
-    """Federated averaging of one workload."""
+    """Trains one workload with federated averaging."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         x, y = images(workload)
@@ -119,7 +120,12 @@ def rows(arguments: argparse.Namespace, device: torch.device) -> Iterator[measur
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=5, help="after one that warms up; 2 in all with 3,400 clients")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of timed rounds, after one warm-up round; with 3,400 clients, 2 rounds run and both are timed",
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.workloads, arguments.rounds = ["lenet5 10", "feddc_resnet18"], 1

@@ -1,12 +1,15 @@
-"""Executed / needed local steps where clients are uneven: FEMNIST-like sizes (mean 197 rows, spread 85), batch 20.
+"""Measures the ratio of executed to needed local steps if the clients have different numbers of examples.
 
     python experiments/benchmarks/uneven_clients.py [--rounds 50] [--time]
 
-Sorting the cohort by local steps before cutting it into groups of lanes is what keeps the ratio low; 1 lane wastes
-nothing. No network is trained (a linear model of one feature), so the counts are the engine's own.
+The numbers of examples are like those of FEMNIST (mean 197, standard deviation 85), and the batch size is 20. L clients
+are trained side by side (L lanes). So each client of such a group executes as many steps as the largest client of the
+group needs. The cohort is sorted by local steps before it is split into groups, which keeps the ratio low. With L = 1
+the ratio is 1. The model is linear with one feature, because the benchmark only counts steps.
 
-With --time: what a round of uneven clients takes (LeNet-5) beside one of equal clients with the same number of steps,
-in turn, lanes as chosen by "auto". That ratio bounds what packing the cohort's steps into lanes could gain here.
+With --time, the benchmark measures the time per needed step instead (LeNet-5, ``lanes="auto"``). It compares clients of
+different sizes with clients of equal size and about as many steps in total. The rounds of both are interleaved. The
+ratio is an upper bound of the speedup that a perfect packing of the steps into lanes could give.
 """
 
 from __future__ import annotations

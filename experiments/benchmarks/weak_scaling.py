@@ -1,10 +1,10 @@
-"""Weak scaling: twice the devices and twice the clients a round should take the same time.
+"""Measures weak scaling: with twice the devices and twice the clients, a round should take the same time.
 
-25 clients of 100 images a device, LeNet-5, on one device and on two in turn: once with both in one process, and once
-with one in each of two processes, which talk through Gloo. Rows and (SCAFFOLD's) client states are cut over the
-devices in the second layout of each. On a CPU a device is a core, and both share the memory.
+    python experiments/benchmarks/weak_scaling.py [--turns 5] [--rounds 4]
 
-python experiments/benchmarks/weak_scaling.py [--turns 5] [--rounds 4]
+Each device trains 25 clients with 100 images each (LeNet-5). Rounds on one device and on two devices are interleaved.
+The two devices belong to one process, or to two processes that communicate through Gloo. On two devices, the examples
+and the client states (of SCAFFOLD) are sharded. On a CPU, a device is a core, and both devices share the memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import fedjax_drift as fd
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
-    """One process with two devices, then two processes with one each."""
+    """Measures one process with two devices and, on a CPU, two processes with one device each."""
     K = clients(arguments)
     yield from compared(turns(arguments), K, "2 devices")
     if jax.default_backend() == "cpu":
@@ -41,12 +41,16 @@ def compared(times: dict[str, list[float]], K: int, two: str) -> Iterator[measur
 
 
 def clients(arguments: argparse.Namespace) -> int:
-    """A round and device."""
+    """Returns the number of clients that one device trains per round."""
     return 2 if arguments.quick else 25
 
 
 def turns(arguments: argparse.Namespace) -> dict:
-    """Seconds a round on this process's first device and on all devices, in turn: name and devices -> one each turn."""
+    """Returns the seconds per round on the first device of this process and on all devices, interleaved.
+
+    The result is a dict. "fedavg 2" has the times of FedAvg on two devices, one per turn. "fedavg sent" has the
+    bytes that the devices exchange, as text.
+    """
     K = clients(arguments)
     found: dict = {}
     for name in ("fedavg", "scaffold"):
@@ -69,7 +73,10 @@ def turns(arguments: argparse.Namespace) -> dict:
 
 
 def two_processes(arguments: argparse.Namespace) -> dict:
-    """The same by two processes with one device each; the second waits while the first is alone."""
+    """Returns the same as `turns`, for two processes with one device each.
+
+    The second process waits while the first one runs on one device.
+    """
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         address = f"localhost:{listening.getsockname()[1]}"
@@ -89,7 +96,7 @@ def two_processes(arguments: argparse.Namespace) -> dict:
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=4, help="in a turn")
+    parser.add_argument("--rounds", type=int, default=4, help="number of rounds per turn")
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
@@ -103,7 +110,7 @@ def main() -> None:
         return
     fd.use_cpu_devices(2)
     if len(jax.devices()) < 2:
-        print("left out: weak scaling needs two devices")
+        print("skipped: weak scaling needs two devices")
         return
     measure.save("weak_scaling", rows(arguments), arguments)
 

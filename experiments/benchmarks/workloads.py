@@ -1,6 +1,6 @@
-"""What the benchmarks train: networks with their necessary operations and bytes, and federations of random images.
+"""Defines the workloads of the benchmarks: networks with their necessary operations and bytes, and random images.
 
-No JAX here, so that torch_loop.py can do the same work where there is none.
+This module does not import JAX, so that torch_loop.py can use it without JAX.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ import numpy as np
 
 
 class Layer(NamedTuple):
-    """One convolution or dense layer, for one image."""
+    """A convolution or a dense layer. The numbers are those for one image."""
 
-    weights: int  # without biases
-    positions: int  # how often each weight is used: H' * W', 1 in a dense layer
-    outputs: int  # values made
-    extra: int  # parameters that are no weights: biases, or the scales and biases of a norm
+    weights: int  # number of weights, without biases
+    positions: int  # number of uses of each weight: H' * W', 1 in a dense layer
+    outputs: int  # number of output values
+    extra: int  # number of other parameters: biases, or the scales and biases of a norm
 
 
 class Network(NamedTuple):
-    """Convolutions (filters, kernel, padding, pooling window), then dense layers; the form of the package's `CNN`."""
+    """A network of convolutions followed by dense layers, as in the library's `CNN`.
+
+    A convolution is (number of filters, size of the kernel, padding, size of the pooling window).
+    """
 
     image: tuple[int, int, int]
     classes: int
     convolutions: tuple[tuple[int, int, str, int], ...]
     hidden: tuple[int, ...]
-    dropout: tuple[float, float] = (0.0, 0.0)  # before the first dense layer, after each
+    dropout: tuple[float, float] = (0.0, 0.0)  # rates before the first dense layer and after each hidden layer
 
 
 NETWORKS = {
@@ -35,7 +38,7 @@ NETWORKS = {
     "cifar_cnn": Network((32, 32, 3), 10, ((64, 5, "VALID", 2), (64, 5, "VALID", 2)), (384, 192)),
     "mnist_cnn": Network((28, 28, 1), 10, ((32, 5, "SAME", 2), (64, 5, "SAME", 2)), (512,)),
     "emnist_cnn": Network((28, 28, 1), 62, ((32, 3, "VALID", 1), (64, 3, "VALID", 2)), (128,), (0.25, 0.5)),
-    # The network of pfl's CIFAR-10 benchmark.
+    # This is the network of pfl-research's CIFAR-10 benchmark.
     "pfl_cnn": Network((32, 32, 3), 10, ((32, 3, "VALID", 1), (64, 3, "VALID", 2)), (128,), (0.25, 0.5)),
 }
 RESNET = "resnet18"  # with GroupNorm(2), 3x3 stem, 32 x 32 images
@@ -43,7 +46,7 @@ RESNET_STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))  # channels, height an
 
 
 def layers(name: str) -> list[Layer]:
-    """The layers with weights, in order."""
+    """Returns the layers that have weights, from the first to the last."""
     return _resnet_layers() if name == RESNET else _cnn_layers(NETWORKS[name])
 
 
@@ -75,31 +78,34 @@ def _resnet_layers() -> list[Layer]:
 
 
 def parameters(name: str) -> int:
-    """d."""
+    """Returns the number of parameters."""
     return sum(layer.weights + layer.extra for layer in layers(name))
 
 
 def operations(name: str) -> int:
-    """Necessary operations of training on one image: forward, weight gradients, input gradients except the first's."""
+    """Returns the necessary operations for training on one image.
+
+    These are the forward pass, the weight gradients, and the input gradients of all layers except the first.
+    """
     products = [layer.weights * layer.positions for layer in layers(name)]
     return 2 * (3 * sum(products) - products[0])
 
 
 def step_bytes(name: str, batch: int) -> int:
-    """Necessary bytes of one local step in float32 that keeps nothing in a cache.
+    """Returns the necessary bytes of one local step in float32, under the assumption that no values stay in a cache.
 
-    Parameters are read and written once, pixels (uint8) read once, and each layer's outputs and their gradients
-    written and read once.
+    Parameters are read and written once, pixels (uint8) are read once, and the outputs of each layer and their
+    gradients are written and read once.
     """
     image = NETWORKS[name].image if name in NETWORKS else (32, 32, 3)
     return 8 * parameters(name) + batch * (int(np.prod(image)) + 16 * sum(layer.outputs for layer in layers(name)))
 
 
 class Workload(NamedTuple):
-    """A federation, a network, and how it trains."""
+    """A federation, a network, and the options of its training."""
 
     network: str
-    sizes: np.ndarray  # int [N], rows of each client
+    sizes: np.ndarray  # int [N], number of examples of each client
     cohort: int
     batch: int = 20
     epochs: int = 1
@@ -114,13 +120,16 @@ class Workload(NamedTuple):
 
 
 def femnist_sizes(clients: int = 3400) -> np.ndarray:
-    """int32 [N]: FEMNIST-like, clipped to 19..470 rows, mean 197, spread 85."""
+    """Returns random numbers of examples per client, like those of FEMNIST, int32 [N].
+
+    Their distribution has mean 197 and standard deviation 85, and is clipped to 19..470.
+    """
     draws = np.random.default_rng(0).gamma((197 / 85) ** 2, 85**2 / 197, clients)
     return np.clip(draws, 19, 470).astype(np.int32)
 
 
 def equal_sizes(clients: int, rows: int) -> np.ndarray:
-    """int32 [N]."""
+    """Returns equal numbers of examples for all clients, int32 [N]."""
     return np.full(clients, rows, np.int32)
 
 
@@ -134,11 +143,11 @@ WORKLOADS = {
 
 
 def tiny(workload: Workload, network: str = "mnist_2nn") -> Workload:
-    """A few clients of a few rows, and a network that compiles fast."""
+    """Returns the workload with a few small clients and a network that compiles fast."""
     return Workload(network, np.minimum(workload.sizes[:4], 4), cohort=2, batch=2)
 
 
 def images(workload: Workload, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Random uint8 images [M, H, W, C] and labels int32 [M]: speed does not depend on what is on them."""
+    """Returns random uint8 images [M, H, W, C] and labels int32 [M]. The speed does not depend on their values."""
     rng, M = np.random.default_rng(seed), int(workload.sizes.sum())
     return rng.integers(0, 256, (M, *workload.image), np.uint8), rng.integers(0, workload.classes, M, np.int32)

@@ -1,9 +1,10 @@
-"""Wrong calls of everything public, by family: how many of them are not refused as they should be.
+"""Calls the public functions with invalid arguments, and counts the calls that do not raise the right error.
 
     python experiments/benchmarks/wrong_calls.py [--calls 10500] [--seed 0]
 
-tests/abuse.py, of which the tests make 80 calls a family, says what is wrong: an error from deep inside, nonsense that
-is accepted, a sound value that is refused, a call that hangs.
+tests/abuse.py generates the calls. A family is a group of calls of similar functions. A call is counted if it raises an
+internal error, if it accepts an invalid value, if it rejects a valid value, or if it hangs. The tests of the project
+make 80 calls per family.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 
 def main() -> None:
     parser = measure.parser(__doc__)
-    parser.add_argument("--calls", type=int, default=10_500, help="of all families together")
+    parser.add_argument("--calls", type=int, default=10_500, help="total number of calls")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.quick:

@@ -1,5 +1,5 @@
-"""Runs tables of papers again, and writes our numbers beside the printed ones: `python -m experiments.tables --help`.
+"""Reproduces tables of papers, and writes our numbers beside the published ones: `python -m experiments.tables --help`.
 
-papers.py reads a table from its TOML file, runner.py runs its cells and keeps their results, report.py writes its page.
-Only public names of fedjax_drift are imported here.
+papers.py reads a table from its TOML file, runner.py runs the cells of the table and stores their results, and
+report.py writes a page about the table. These modules only import public names of fedjax_drift.
 """

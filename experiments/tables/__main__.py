@@ -1,4 +1,4 @@
-"""The command line: `python -m experiments.tables list`, `run` and `report`, from the project's root."""
+"""The command line: `python -m experiments.tables list`, `run` and `report`. Start it in the project's root folder."""
 
 from __future__ import annotations
 
@@ -25,18 +25,23 @@ examples:
   python -m experiments.tables report feddc/table1
   python -m experiments.tables report --all --results experiments/results
 
-run skips what is done: the results are in OUTPUT/<paper>/<table>/<setting>/, a
-file for each method with a line for each seed. Ctrl-C loses nothing, a kill
-about half a minute; the same command goes on.
+run skips finished runs. The results are in OUTPUT/<paper>/<table>/<setting>/,
+one file per method with one line per seed. The same command resumes a run that
+was stopped. After Ctrl-C no rounds are lost. If the process is killed, about
+the last half minute of work is lost.
 
-report writes RESULTS/<paper>/<table>.md (our numbers, the paper's, and how each
-cell was run) and <table>.png (the curves); with --all also the page of all
-tables, README.md, and which of the papers' orderings hold, orderings.md.
+report writes RESULTS/<paper>/<table>.md (our numbers, the numbers of the paper,
+and how each cell was run) and <table>.png (the curves). With --all it also
+writes README.md, which lists all tables, and orderings.md, which says which of
+the papers' orderings of methods hold in our results.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, 1 where nothing could be run or reported, or 130 after Ctrl-C."""
+    """Runs one command and returns its exit code.
+
+    The exit code is 0, or 1 if no cell of a table could be run or a table has no results, or 130 after Ctrl-C.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -57,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("run needs names of tables, or --missing; --budget is for --missing")
         return _run(args, list(zip(tables, cells, strict=True)))
     if args.all == bool(args.names):
-        parser.error("report takes names of tables, or --all, got " + ("both" if args.all else "neither"))
+        parser.error("report needs names of tables or --all, got " + ("both" if args.all else "neither"))
     return _report(args, tables)
 
 
 def _run(args: argparse.Namespace, tables: Sequence[tuple[Table, list[Cell]]]) -> int:
     if args.devices is not None:
         fd.use_cpu_devices(args.devices)
-        jax.devices()  # starts JAX, which keeps them
+        jax.devices()  # starts JAX; the number of devices cannot change after that
     seeds = None if args.seeds is None else range(args.seeds)
     progress, say = False if args.no_progress else None, functools.partial(print, flush=True)
     try:
@@ -74,7 +79,7 @@ def _run(args: argparse.Namespace, tables: Sequence[tuple[Table, list[Cell]]]) -
             if not runner.run_cells(table, cells, seeds, args.output, **options):
                 return 1
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here")
+        print("interrupted: run the same command again to resume")
         return 130
     command = shlex.join(["report", *args.names, f"--results={args.output}"])
     print(f"the results are in {args.output}; to see them: {report.COMMAND} {command}")
@@ -110,7 +115,7 @@ def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=report.COMMAND,
-        description="Runs tables of papers again, and writes our numbers beside the printed ones.",
+        description="Reproduces tables of papers, and writes our numbers next to the published ones.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -120,16 +125,18 @@ def _parser() -> argparse.ArgumentParser:
         "--tables", metavar="DIR", type=Path, default=papers.EXPERIMENTS, help="folder of the tables (%(default)s)"
     )
     commands = parser.add_subparsers(dest="command", title="commands", required=True)
-    listing = commands.add_parser("list", parents=[shared], help="list the tables, and how much of each has been run")
+    listing = commands.add_parser(
+        "list", parents=[shared], help="list the tables, with the number of cells that have been run"
+    )
     run = commands.add_parser("run", parents=[shared], help="run tables, or parts of them")
     absent = commands.add_parser("missing", parents=[shared], help="list what has not been run, with estimated times")
-    pages = commands.add_parser("report", parents=[shared], help="write the pages of tables from their results")
+    pages = commands.add_parser("report", parents=[shared], help="write the pages about tables from their results")
     for command in (listing, run, absent):
         command.add_argument(
             "--output", metavar="DIR", type=Path, default=OUTPUT, help="folder of the results (%(default)s)"
         )
 
-    run.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>, as list shows them")
+    run.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>, as shown by list")
     run.add_argument(
         "--missing", action="store_true", help="run what is missing of these tables (default: of all), the most "
         "valuable cells first, at low priority; `missing` shows the list",
@@ -139,24 +146,39 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     absent.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table> (default: all)")
     for flag, text in (
-        ("--rows", "only settings whose names start with this, or else contain it"),
-        ("--methods", "only these methods"),
+        (
+            "--rows",
+            "run only the settings whose names start with TEXT; if there are none, those whose names contain TEXT",
+        ),
+        ("--methods", "run only these methods"),
     ):
         run.add_argument(flag, action="append", default=[], metavar="TEXT[,TEXT...]", help=text)
-    run.add_argument("--seeds", metavar="N", type=int, help="seeds 0 to N - 1 of every cell (default: the table's)")
-    run.add_argument("--rounds", metavar="N", type=int, help="at most so many, for a quick look; add another --output")
-    run.add_argument("--tune", action="store_true", help="first try the table's grid, and run with what was best")
-    run.add_argument("--no-progress", action="store_true", help="no progress bars")
     run.add_argument(
-        "--devices", metavar="N", type=int, help="CPU devices (default: one per core). With 1, several processes may "
-        "share a table: each takes cells that no other process is at",
+        "--seeds", metavar="N", type=int, help="run seeds 0 to N - 1 of every cell (default: as in the table)"
+    )
+    run.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        help="run at most N rounds, for a quick look. Use another "
+        "--output, so that these short runs do not mix with the full ones",
+    )
+    run.add_argument("--tune", action="store_true", help="first try the grid of the table, then run the best values")
+    run.add_argument("--no-progress", action="store_true", help="show no progress bars")
+    run.add_argument(
+        "--devices", metavar="N", type=int, help="number of CPU devices (default: one per core). With --devices 1, "
+        "several processes may run one table: each process runs cells that no other process is running",
     )  # fmt: skip
 
     pages.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>")
-    pages.add_argument("--all", action="store_true", help="all tables that have results, and the page of all")
     pages.add_argument(
-        "--results", metavar="DIR", type=Path, help=f"folder of the results (default: {OUTPUT} if it has some of "
-        "the table, else experiments/results, those that come with the project)",
+        "--all",
+        action="store_true",
+        help="write the pages of all tables that have results, and README.md and orderings.md",
+    )
+    pages.add_argument(
+        "--results", metavar="DIR", type=Path, help=f"folder of the results (default: {OUTPUT} if it has results "
+        "of the table, otherwise experiments/results, which comes with the project)",
     )  # fmt: skip
     return parser
 
@@ -169,6 +191,6 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(OSError):  # without a folder for compiled programs everything is compiled again
+    with contextlib.suppress(OSError):  # without a cache folder every program is compiled again
         fd.use_compilation_cache()
     sys.exit(main())

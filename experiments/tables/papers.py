@@ -1,12 +1,18 @@
-"""A paper's table as a file: settings, methods, scores, and the numbers as printed.
+"""Reads the description of a paper's table from a TOML file.
 
-experiments/<paper>/<table>.toml describes a table: settings (its rows: data, partition, model, rounds), methods (its
-columns: algorithms with their hyper-parameters), scores, and the numbers as printed. Settings and methods are written
-in the options of `fedjax-drift run` (underscores for dashes), so every cell is a command that anybody can type.
+experiments/<paper>/<table>.toml describes a table:
+
+- settings, the rows of the table: data, partition, model, rounds
+- methods, the columns of the table: algorithms with their hyper-parameters
+- scores: the numbers that the table compares
+- the numbers as printed in the paper
+
+Settings and methods are written as options of `fedjax-drift run`, with underscores in place of dashes. So every cell
+of the table corresponds to a command.
 
     title = "Best test accuracy"
     paper = "FedDC, CVPR 2022, table 3"
-    [common]                        # options of every run; a setting's options override them, and a method's those
+    [common]                        # options of every run
     epochs = 5
     [bases.mnist]                   # options that several settings share
     dataset = "mnist"
@@ -20,10 +26,14 @@ in the options of `fedjax-drift run` (underscores for dashes), so every cell is 
     partition = "dirichlet:0.6"
     printed = {FedAvg = 98.13, FedDC = 98.49}
 
-A setting with ``runs = "paper/table"`` is that table's setting of the same name (or of the name ``as``): it is run once
-and shown in both tables. All methods of a setting have the same data, cohorts and, for each seed, the same initial
-model. Options of `fedjax-drift run` are checked by `fd.parse_run` when a cell is run, everything else when the file is
-read.
+An option may be set in several places. Later places of this list override earlier ones: [common], the base of the
+setting, the setting, the method, the method in the table ``methods`` of the setting.
+
+A setting with ``runs = "paper/table"`` refers to the setting of the same name (or of the name ``as``) in another table.
+The setting is run once and shown in both tables.
+
+All methods of a setting have the same data and, for each seed, the same cohorts and the same initial model. Options of
+`fedjax-drift run` are checked by `fd.parse_run` when a cell is run. Everything else is checked when the file is read.
 """
 
 from __future__ import annotations
@@ -49,8 +59,8 @@ TABLE_KEYS = {
     "title", "paper", "note", "common", "bases", "methods", "scores", "settings", "tune", "claims", "needs", "picture",
     "label_mix", "headline", "priority",
 }  # fmt: skip
-REFERENCE_KEYS = {"runs", "as", "printed", "marks"}  # of a setting that is another table's
-NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # of a setting
+REFERENCE_KEYS = {"runs", "as", "printed", "marks"}  # the keys of a setting that refers to another table
+NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # the keys of a setting that are not options of a run
 TUNE_KEYS = {"rounds", "grid", "score"}
 LOCAL_OPTIONS = {field.name for field in fields(fd.LocalTraining)} - {"optimizer"}
 
@@ -59,35 +69,41 @@ class Score(NamedTuple):
     """A number of a run, computed from one entry of its records."""
 
     name: str
-    of: str = "accuracy"  # the entry; where it is a list, its last number
+    of: str = "accuracy"  # the entry of the records; if it is a list, its last number is used
     take: str = "best"
-    """best: the largest (smallest of a loss); last: the mean over the last `window` rounds that have the entry; at: in
-    round `round`; rounds_to: the first round with `target` or better; median: over all rounds but the first tenth."""
+    """How the number is computed.
+
+    - best: the largest value, or the smallest for a loss.
+    - last: the mean over the last `window` rounds that have the entry.
+    - at: the value in round `round`.
+    - rounds_to: the first round in which the value is `target` or better.
+    - median: the median over all rounds except the first tenth."""
     target: float = math.nan
-    round: int = 0  # at: this round; best, rounds_to: later rounds do not count (0: all count)
+    round: int = 0  # "at": the round of the value; "best", "rounds_to": the last round that counts (0: all)
     window: int = 1
     scale: float = 1.0  # 100 for percent
 
     @property
     def sign(self) -> int:
-        """1 where more is better, -1 where less is better, 0 where neither is."""
+        """1 if a larger number is better, -1 if a smaller number is better, otherwise 0."""
         if self.take == "median":
             return 0
         return -1 if self.take == "rounds_to" or self.of.endswith("loss") else 1
 
     def within(self, rounds: int) -> int:
-        """How many of a run's rounds count."""
+        """Returns the number of rounds that count, for a run with this number of rounds."""
         return min(rounds, self.round or rounds)
 
     @property
     def digits(self) -> int:
-        """Decimals that are shown."""
+        """The number of decimals in the tables."""
         return 0 if self.take == "rounds_to" else 2 if self.scale > 1 else 4 if self.of == "accuracy" else 3
 
     def __call__(self, series: Mapping[str, Series]) -> float:
-        """NaN for a run without the entry; infinity for a target that was not reached.
+        """Returns the score of a run: NaN if the run does not have the entry, infinity if the target was not reached.
 
-        best, rounds_to and median leave out values that are not finite; they make last and at NaN.
+        "best", "rounds_to" and "median" ignore values that are not finite. With "last" and "at", such a value makes the
+        score NaN.
         """
         if self.of not in series or not series[self.of].rounds:
             return math.nan
@@ -109,7 +125,7 @@ class Score(NamedTuple):
 
 
 def last_number(value: Any) -> float:
-    """A record's entry, or its last number where it is a list (one for each local epoch); NaN for None."""
+    """Returns the entry of a record, or its last number if it is a list (one per local epoch). Returns NaN for None."""
     value = value[-1] if isinstance(value, list) else value
     return math.nan if value is None else float(value)
 
@@ -122,23 +138,23 @@ class Series(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One method in one setting."""
+    """One method in one setting, for all seeds."""
 
     table: str  # the table that runs it
     setting: str
     method: str
-    options: dict[str, Any]  # of `fedjax-drift run`
-    seeds: int = 1  # how many the table was run with
+    options: dict[str, Any]  # options of `fedjax-drift run`
+    seeds: int = 1  # the number of seeds of the table
     until: Score | None = None  # the target at which a run may end
-    keep: tuple[str, ...] = ()  # entries of the records that are kept for every round, not only for evaluated ones
+    keep: tuple[str, ...] = ()  # entries of the records that are stored for every round, not only for evaluated rounds
 
     @property
     def file(self) -> Path:
-        """Its results, relative to the folder of all results."""
+        """The path of the results, relative to the folder of all results."""
         return Path(self.table) / slug(self.setting) / f"{slug(self.method)}.jsonl"
 
     def words(self, seed: int) -> list[str]:
-        """What one types after `fedjax-drift run` for one seed; the data and the partition are the same for all."""
+        """Returns the options of `fedjax-drift run` for one seed. All seeds have the same data and partition."""
         words = []
         for name, value in {"data_seed": 0, **self.options, "seed": seed}.items():
             flag = "--" + name.replace("_", "-")
@@ -152,16 +168,16 @@ class Setting(NamedTuple):
     """One row of a table."""
 
     name: str
-    cells: dict[str, Cell]  # of each method
-    printed: dict[str, dict[str, Printed]]  # score -> method -> the paper's number
-    needs: str  # what one must have to run it
-    marks: bool = True  # whether differences from the paper's numbers are marked; not where the data are another draw
+    cells: dict[str, Cell]  # method -> cell
+    printed: dict[str, dict[str, Printed]]  # score -> method -> the number in the paper
+    needs: str  # the data or hardware that is needed to run it
+    marks: bool = True  # whether differences from the paper are marked; False if our data are another sample
 
 
 class Printed(NamedTuple):
     """A number in a paper."""
 
-    value: float  # infinity: not within the rounds
+    value: float  # infinity if the target was not reached in the rounds of the paper
     std: float | None
     text: str
 
@@ -176,16 +192,16 @@ class Table(NamedTuple):
     settings: dict[str, Setting]
     methods: list[str]
     scores: dict[str, Score]
-    claims: list[list[str]]  # chains of methods, the best first, as the paper orders them
+    claims: list[list[str]]  # lists of methods in the order of the paper, the best first
     tune: dict[str, Any]
-    picture: str  # the entry that is drawn
-    label_mix: str = ""  # the method whose cohorts' labels are drawn, too
+    picture: str  # the entry of the records that is plotted
+    label_mix: str = ""  # the method for which the labels of the cohorts are plotted, too
     headline: tuple[str, ...] = ()  # the settings that the queue runs first
-    priority: int = 9  # of the queue: tables with lower numbers run earlier
+    priority: int = 9  # the queue runs tables with lower numbers first
 
 
 def slug(name: str) -> str:
-    """A file name."""
+    """Converts a name to a file name."""
     return re.sub(r"[^A-Za-z0-9.()=-]+", "-", name).strip("-")
 
 
@@ -193,17 +209,19 @@ def slug(name: str) -> str:
 
 
 def table_names(folder: Path) -> list[str]:
-    """The names of all tables in the folder; ValueError where there are none."""
+    """Returns the names of all tables in the folder. Raises ValueError if there are none."""
     names = sorted(f"{path.parent.name}/{path.stem}" for path in folder.glob("*/*.toml"))
     if not names:
-        raise ValueError(f"tables must be files {folder}/<paper>/<table>.toml, got none: choose another --tables")
+        raise ValueError(
+            f"tables must be files {folder}/<paper>/<table>.toml, got none: pass another folder as --tables"
+        )
     return names
 
 
 def read_table(folder: Path, name: str, tables: dict[str, Table] | None = None) -> Table:
-    """A table by its name. ValueError where its file is wrong, or where there is none.
+    """Returns a table by its name. Raises ValueError if there is no such file or if the file is wrong.
 
-    tables: those that have been read; this one, and those that it refers to, are added.
+    tables: the tables that have been read. This table and the tables that it refers to are added.
     """
     tables = {} if tables is None else tables
     if name in tables:
@@ -218,13 +236,13 @@ def read_table(folder: Path, name: str, tables: dict[str, Table] | None = None) 
 
 
 def read_tables(folder: Path, names: Iterable[str]) -> list[Table]:
-    """Tables by their names; each file is read once."""
+    """Returns tables by their names. Each file is read once."""
     tables: dict[str, Table] = {}
     return [read_table(folder, name, tables) for name in names]
 
 
 def check_name(what: str, name: str, known: Iterable[str]) -> None:
-    """ValueError unless the name is a known one."""
+    """Raises ValueError unless the name is one of ``known``."""
     known = list(known)
     if name not in known:
         close = difflib.get_close_matches(name, known, 1)
@@ -293,7 +311,7 @@ def _setting(
             seeds, until, keep = options.pop("seeds", 1), options.pop("until", None), options.pop("keep", ())
             for key in ("dataset", "rounds"):
                 if key not in options:
-                    raise ValueError(f"{name}, {method} needs {key}, got none: write it there, or under [common]")
+                    raise ValueError(f"{name}, {method} needs {key}, got none: add it there or under [common]")
             target = None if until is None else scores[until]
             cells[method] = Cell(table, name, method, options, seeds, target, tuple(keep))
     numbers = entries.get("printed", {})
@@ -314,13 +332,13 @@ def _method_options(spec: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def tunable(options: Mapping[str, Any]) -> set[str]:
-    """The numbers that can be tuned: local training's and the algorithm's."""
+    """Returns the names of the numbers that can be tuned, in the local training and in the algorithm."""
     factory = fd.algorithms.ALGORITHMS[options["algorithm"].partition(":")[0]]
     return {*LOCAL_OPTIONS, *inspect.signature(factory).parameters}
 
 
 def printed_number(number: float | str) -> Printed:
-    """98.5, "69.1±0.6", ">600" (not within 600 rounds)."""
+    """Parses a number of a paper: 98.5, "69.1±0.6", or ">600" (the target was not reached within 600 rounds)."""
     text = str(number)
     if text.startswith(">"):
         return Printed(math.inf, None, text)
@@ -332,10 +350,13 @@ def printed_number(number: float | str) -> Printed:
 
 
 def select(table: Table, rows: Sequence[str], methods: Sequence[str]) -> list[Cell]:
-    """The cells of some settings and methods; of all of them where no text is given.
+    """Returns the cells of the selected settings and methods.
 
-    rows: settings whose names start with the text, or else those that contain it, in any case; methods: their names, in
-    any case. A text may be several, separated by commas or semicolons.
+    rows: texts that select settings. A text selects the settings whose names start with it or, if there are none, the
+      settings whose names contain it. An empty sequence selects all settings.
+    methods: names of methods. An empty sequence selects all methods.
+
+    Upper and lower case are not distinguished. Several texts or names may be joined by commas or semicolons.
     """
     settings = _matching("--rows", rows, list(table.settings), _beginning_or_containing)
     columns = _matching("--methods", methods, table.methods, _equal)

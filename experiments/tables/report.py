@@ -1,4 +1,4 @@
-"""Our numbers beside the papers': tables, curves, and whether the methods come in the papers' order."""
+"""Writes pages with our numbers beside those of the papers: tables, curves, and the order of the methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRINTED_OR_NOT = (
     "claims that the paper's numbers show",
     "other claims (settings of our own, and claims of the paper's text that its numbers do not show)",
 )
-INITIALS = ("auc", "cka", "kl", "lp")  # among what is drawn
+INITIALS = ("auc", "cka", "kl", "lp")  # abbreviations among the plotted quantities
 ENDED_EARLY = " A run that reached its target ended in that round, before the number of rounds in its command."
 BETTER, WORSE, ALIKE = "▲", "▼", "≈"
 COMMAND = "python -m experiments.tables"
@@ -28,23 +28,23 @@ Results = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method 
 
 
 class Verdict(NamedTuple):
-    """Whether method a is better than b in a setting, as the paper says."""
+    """The answer to the question whether method a is better than b in a setting, as the paper claims."""
 
     setting: str
     score: str
     a: str
     b: str
-    printed: str  # whether the paper's numbers have that order: "yes", "no", "equal", "-" where there are none
-    word: str  # "holds", "does not hold", "open"
+    printed: str  # whether the numbers of the paper have this order: "yes", "no", "equal", or "-" if there are none
+    word: str  # one of WORDS
     text: str  # the difference and its confidence interval
-    interval: bool  # whether there is one
+    interval: bool  # whether there is a confidence interval
 
 
 # --- which results exist ----------------------------------------------------------------------------------------------
 
 
 def results_of(table: Table, folder: Path) -> Results:
-    """All results of a table, for the settings that have any."""
+    """Returns all results of a table, for the settings that have results."""
     results = {
         setting.name: {m: runs for m, cell in setting.cells.items() if (runs := read_results(folder / cell.file))}
         for setting in table.settings.values()
@@ -57,12 +57,12 @@ def has_results(table: Table, folder: Path) -> bool:
 
 
 def folder_with_results(table: Table, folders: Sequence[Path]) -> Path:
-    """The first folder that has results of the table, else the last."""
+    """Returns the first folder that has results of the table, or the last folder if none has."""
     return next((folder for folder in folders if has_results(table, folder)), folders[-1])
 
 
 def status(table: Table, ours: Results) -> str:
-    """ "complete", "12 of 30 cells, 3 in part", or "not run"."""
+    """Returns "complete", "12 of 30 cells, 3 in part", or "not run"."""
     cells = sum(len(setting.cells) for setting in table.settings.values())
     begun = [(table.settings[name].cells[m], runs) for name, methods in ours.items() for m, runs in methods.items()]
     done = sum(complete(cell, runs) for cell, runs in begun)
@@ -71,13 +71,13 @@ def status(table: Table, ours: Results) -> str:
 
 
 def complete(cell: Cell, runs: Mapping[int, Result]) -> bool:
-    """Whether there are all seeds, with all the rounds that they were to have."""
+    """Whether the cell has all seeds with all rounds."""
     done = [run for run in runs.values() if run.reached or run.rounds >= cell.options["rounds"]]
     return len(done) >= max(cell.seeds, len(runs))
 
 
 def listing(tables: Sequence[Table], folders: Sequence[Path]) -> str:
-    """One line for each table."""
+    """Returns one line per table."""
     width = max(len(table.name) for table in tables)
     lines = [f"{'table':{width}}  {'results':26}  what"]
     for table in tables:
@@ -90,7 +90,7 @@ def listing(tables: Sequence[Table], folders: Sequence[Path]) -> str:
 
 
 def write_page(table: Table, folder: Path) -> list[Path]:
-    """Writes <table>.md and its pictures from the results in the folder; returns their paths."""
+    """Writes <table>.md and its plots from the results in the folder. Returns their paths."""
     file, ours = folder / f"{table.name}.md", results_of(table, folder)
     curves = file.with_suffix(".png")
     pictures = [curves] if draw(table, ours, curves) else []
@@ -100,7 +100,7 @@ def write_page(table: Table, folder: Path) -> list[Path]:
 
 
 def page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -> str:
-    """The results in the folder as markdown, with the pictures beside it."""
+    """Returns the results in the folder as Markdown, with links to the plots."""
     return "\n".join(_page(table, folder, ours, pictures)) + "\n"
 
 
@@ -133,7 +133,7 @@ def _has(setting: Setting, score: Score) -> bool:
 
 
 def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
-    """Whether any run has the number, or was to have reached it."""
+    """Whether at least one run has this score. A run that did not reach its target counts: its score is infinity."""
     return any(not math.isnan(value) for runs in methods.values() for value in _values(score, runs))
 
 
@@ -182,12 +182,17 @@ def _ours(values: Sequence[float], score: Score, runs: Mapping[int, Result]) -> 
 
 
 def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
-    """Ours less the paper's, and a mark: ▲ and ▼ where it is better and worse than chance makes it, ≈ where not.
+    """Returns our mean minus the paper's number, as text, and a mark ("" if there is none).
 
-    Chance: a 95 % t interval of the difference between our mean and the paper's number, of which we take one more run's
-    spread, or the one that is printed. It knows nothing of partitions, which are one of ours and one of theirs. No mark
-    for one seed, for seeds that do not differ, and where only some have the number. Of a target that all or none reach:
-    ▲ where the paper did not reach it, ▼ where ours did not in the paper's rounds.
+    The mark is ▲ if ours is significantly better, ▼ if it is significantly worse, and ≈ if the difference may be due to
+    chance. The difference may be due to chance if its 95 % t interval contains 0. The standard deviation of the paper's
+    number is the published one or, if none is published, that of our runs. The interval does not account for the
+    partition: all our runs use one partition, and the paper uses another one.
+
+    There is no mark if there is only one seed, if all seeds have the same number, or if only some seeds have a number.
+
+    The number of rounds to a target has a mark in two other cases: ▲ if all our runs reached the target and the paper
+    did not, and ▼ if none of our runs reached it in as many rounds as the paper needed.
     """
     values = _values(score, runs)
     known = [value for value in values if math.isfinite(value)]
@@ -208,7 +213,7 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
 
 
 def _quantile(n: int) -> float:
-    """Of t, for an interval from the spread of n numbers."""
+    """Returns the quantile of Student's t with n - 1 degrees of freedom for a 95 % confidence interval."""
     from scipy.stats import t
 
     return float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
@@ -236,7 +241,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
     commands, tunings = [], []
     for name, methods in ours.items():
         for method, runs in methods.items():
-            # Seeds that ran side by side share their time.
+            # The seconds of a run are those of its whole sweep.
             minutes = sum(run.seconds / run.together for run in runs.values()) / 60
             rounds = "-".join(dict.fromkeys(str(f([run.rounds for run in runs.values()])) for f in (min, max)))
             about = [", ".join(sorted({getattr(run, what) or "?" for run in runs.values()}))
@@ -262,7 +267,10 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
 
 
 def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
-    """Why something was not run -> the settings, with their methods where some were."""
+    """Returns a dict from the reason why something was not run to the names of the settings.
+
+    If a setting was run in part, its name is followed by the missing methods and seeds.
+    """
     reasons: dict[str, list[str]] = {}
     for setting in table.settings.values():
         runs = ours.get(setting.name, {})
@@ -286,9 +294,10 @@ def _not_run(missing: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def draw(table: Table, ours: Results, path: Path) -> bool:
-    """The curves of all settings that were run, with the paper's numbers where they are of what is drawn.
+    """Plots the curves of all settings that were run.
 
-    False, and no picture, where no run has a number to draw.
+    The paper's numbers are added if they are scores of the plotted entry. If no run has this entry, writes no plot and
+    returns False.
     """
     scale = max((score.scale for score in table.scores.values() if score.of == table.picture), default=1.0)
     scale = 100.0 if "accuracy" in table.picture else scale
@@ -310,7 +319,7 @@ def draw(table: Table, ours: Results, path: Path) -> bool:
 
 
 def draw_label_mixes(table: Table, ours: Results, folder: Path) -> list[Path]:
-    """A picture of the cohorts' labels for each setting, of the first seed of the method that the table names."""
+    """Plots the labels of the cohorts for each setting, for the first seed of the method that the table names."""
     mixes = {}
     for name, methods in ours.items():
         first = next(iter(methods.get(table.label_mix, {}).values()), None)
@@ -334,7 +343,11 @@ def _curve(run: Result, entry: str, scale: float) -> tuple[list[int], list[float
 def _marks(
     table: Table, setting: str, methods: Mapping[str, Mapping[int, Result]], scale: float
 ) -> dict[str, list[tuple[float | None, float]]]:
-    """The paper's numbers that are points of our curves; none of a round that we did not get to."""
+    """Returns the paper's numbers to plot beside our curves, as points (round, value) for each method.
+
+    The round is None if the number does not belong to a round. A number for a fixed round is left out if our runs have
+    fewer rounds.
+    """
     last = max(run.rounds for runs in methods.values() for run in runs.values())
     marks: dict[str, list[tuple[float | None, float]]] = {}
     for name, printed in table.settings[setting].printed.items():
@@ -349,7 +362,10 @@ def _marks(
 
 
 def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale: float) -> list[tuple[float, float]]:
-    """Where our runs reached the targets of which the paper has the rounds."""
+    """Returns a point (round, target) for each target for which the paper prints the number of rounds.
+
+    The round is the mean over our runs that reached the target.
+    """
     marks = []
     for score in table.scores.values():
         if score.take == "rounds_to" and score.of == table.picture and score.name in table.settings[setting].printed:
@@ -363,7 +379,7 @@ def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale
 
 
 def orderings(table: Table, ours: Results) -> Iterator[Verdict]:
-    """What came of every claim that a method is better than another, in every setting and score that was run."""
+    """Yields one verdict per claim "method a is better than b", setting and score, if both methods were run."""
     pairs = dict.fromkeys(pair for chain in table.claims for pair in itertools.pairwise(chain))
     for score in table.scores.values():
         for name, methods in ours.items():
@@ -383,12 +399,17 @@ def _printed_order(printed: Mapping[str, Printed], a: str, b: str, score: Score)
 
 
 def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> tuple[str, str, bool]:
-    """Whether a is better than b: a word, the difference with its 95 % confidence interval, whether there is one.
+    """Compares method a with method b.
 
-    A t interval of the differences between runs of the same seed; open where they share fewer than two, or where seeds
-    do not differ. Both are scored over the rounds that all of these runs have. A target that was not reached in them
-    counts as reached in the round after, which is too soon: it is then open whether that method is better. A run that
-    lacks the score does not count.
+    Returns "holds" (a is better), "does not hold" (b is better) or "open"; the difference as text, with its 95 %
+    confidence interval; and whether there is an interval.
+
+    The interval is a t interval of the differences between runs with the same seed. The verdict is "open" if fewer than
+    two seeds have both methods, or if the difference is the same for all seeds. Runs without the score are left out.
+    The scores "best" and "last" only use the rounds that all runs have.
+
+    A run that did not reach the target counts as if it reached the target one round after its last round, which is too
+    early. So a method with such a run is never found to be better. The verdict is then "open".
     """
     rounds = [run.rounds for run in (*a.values(), *b.values())]
     most = min(rounds) if score.take in ("best", "last") and min(rounds) < max(map(score.within, rounds)) else 0
@@ -421,7 +442,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
 
 
 def _up_to(run: Result, most: int) -> Result:
-    """The run's first ``most`` rounds; 0: all."""
+    """Returns the first ``most`` rounds of the run. 0 means all rounds."""
     if not most or run.rounds == most:
         return run
     kept = {name: sum(t <= most for t in rounds) for name, (rounds, _) in run.series.items()}
@@ -433,13 +454,13 @@ def _up_to(run: Result, most: int) -> Result:
 
 
 def _counts(verdicts: Iterable[Verdict]) -> list[int]:
-    """How many hold, do not hold, are open."""
+    """Returns the numbers of claims that hold, that do not hold, and that are open."""
     words = [verdict.word for verdict in verdicts]
     return [words.count(word) for word in WORDS]
 
 
 def _two_counts(verdicts: Sequence[Verdict]) -> list[list[int]]:
-    """Of the orders that the paper's numbers have, and of the others."""
+    """Returns the counts for the claims that the paper's numbers show, and for all other claims."""
     return [_counts(v for v in verdicts if (v.printed == "yes") == agrees) for agrees in (True, False)]
 
 
@@ -477,7 +498,7 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 
 def write_index(tables: Sequence[Table], folder: Path) -> list[Path]:
-    """Writes README.md, the page of all tables, and orderings.md; returns their paths."""
+    """Writes README.md, a page about all tables, and orderings.md. Returns their paths."""
     index, orders = folder / "README.md", folder / "orderings.md"
     results = [(table, results_of(table, folder)) for table in tables]
     everything = [(table, ours, list(orderings(table, ours))) for table, ours in results]
@@ -491,13 +512,23 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
     yield (
         f"`{COMMAND} report --all` makes this page from the JSONL files in these folders. There is one file for each "
         "method in each setting, with one line for each seed. The page of a table has the commands, times, hardware "
-        f"and commits. {_coverage(everything)}"
+        "and commits of its runs."
     )
     yield (
-        f'\nThe column "difference" counts how many numbers are {BETTER} better than the published numbers, {ALIKE} '
-        f"equal within the spread over seeds, and {WORSE} worse. Numbers with one seed are not counted. The columns "
-        '"orders" count how many claims that one method is better than another hold / do not hold / are open. The '
-        f"first of them counts {PRINTED_OR_NOT[0]}. The second counts {PRINTED_OR_NOT[1]}."
+        '\nThe column "run" counts cells. A cell is one method in one setting. It has been run if every '
+        'seed has all its rounds or has reached the target. "In part" means that seeds or rounds are missing. '
+        f"{_coverage(everything)}"
+    )
+    yield (
+        f'\nThe column "difference" compares our numbers with the published ones. It counts the numbers that are '
+        f"{BETTER} better, {ALIKE} equal within the spread over seeds, and {WORSE} worse. Numbers with one "
+        "seed are not counted."
+    )
+    yield (
+        '\nThe columns "orders" are about claims of the form "method a is better than method b". Each has three '
+        f'counts: claims that hold, that do not hold, and that are open. The column "orders, published" counts '
+        f"{PRINTED_OR_NOT[0]}. "
+        f'The column "orders, others" counts {PRINTED_OR_NOT[1]}.'
     )
     yield from (
         "",
@@ -513,7 +544,7 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
 
 
 def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str:
-    """How much of all that the tables are made of has been run, each cell counted once."""
+    """Returns sentences with the number of cells that have been run. A cell that several tables share counts once."""
     done: dict[Path, bool] = {}
     for table, ours, _ in everything:
         for setting in table.settings.values():
@@ -523,7 +554,7 @@ def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str
 
 
 def _marks_of(table: Table, ours: Results) -> str:
-    """How many numbers are better, alike, worse."""
+    """Returns the numbers of each mark as text, for example "▲ 2, ≈ 10", or "-" if there are no marks."""
     marked = [
         difference(ours[name][method], number, table.scores[score], table.settings[name].marks)[1]
         for name in ours
@@ -550,7 +581,7 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
         for verdict in verdicts:
             cells = table.settings[verdict.setting].cells
             key = cells[verdict.a].file, cells[verdict.b].file, table.scores[verdict.score]._replace(name="")
-            if key not in seen:  # else these are the same runs, which another table shows, too
+            if key not in seen:  # otherwise an earlier table has the same claim about the same runs
                 seen.add(key)
                 new.append(verdict)
         by_table.append((table, new))

@@ -1,8 +1,8 @@
-"""Runs the cells of a paper's table, and keeps their results as lines of JSON.
+"""Runs the cells of a paper's table, and stores their results as lines of JSON.
 
-All seeds of a cell are one sweep, which saves each of them and goes on where it was stopped or killed. The results of a
-cell are one file with a line for each seed; what is saved of an unfinished cell is in a folder beside it. Several
-processes may run one table: each takes cells that no other process is at.
+All seeds of a cell are one sweep with checkpoints, which can be resumed after it was stopped or killed. The results of
+a cell are one file with one line per seed. The checkpoints of an unfinished cell are in a folder beside this file.
+Several processes may run one table. Each process then runs cells that no other process is running.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ import numpy as np
 import fedjax_drift as fd
 from experiments.tables.papers import LOCAL_OPTIONS, Cell, Score, Series, Table, last_number, tunable
 
-SAVE_SECONDS = 30.0  # between two saves
-TARGET_SECONDS = 30.0  # of rounds, about, after which a cell with a target looks whether all seeds have reached it
-BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "asked"}  # not kept
+SAVE_SECONDS = 30.0  # the time between two saves
+TARGET_SECONDS = 30.0  # a cell with a target checks about this often whether all seeds have reached it
+# The entries of the records that are not stored.
+BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "asked"}
 DATA_OPTIONS = ("dataset", "partition", "clients", "size_sigma", "data_dir", "data_seed", "redeal")
-TUNING_SEED = 1_000_000  # of the runs that tune; none of those reported has it
+TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has
 Record = dict[str, Any]
 
 
 class Result(NamedTuple):
-    """One run, as a line of JSON."""
+    """The result of one run, stored as a line of JSON."""
 
     setting: str
     method: str
     seed: int
-    rounds: int  # that were run
-    reached: bool  # ended early, because the target was reached
-    seconds: float  # of all seeds together
-    together: int  # seeds
+    rounds: int  # the number of rounds that were run
+    reached: bool  # whether the run ended early because the target was reached
+    seconds: float  # the time of all seeds together
+    together: int  # the number of seeds that ran together in one sweep
     command: str
     options: dict[str, Any]
     commit: str | None
@@ -59,7 +60,7 @@ class Result(NamedTuple):
 
 
 def read_results(file: Path) -> dict[int, Result]:
-    """The runs of a cell by their seeds; none where there is no file."""
+    """Returns the results of a cell by seed. Returns an empty dict if there is no file."""
     results: dict[int, Result] = {}
     for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
         try:
@@ -71,13 +72,16 @@ def read_results(file: Path) -> dict[int, Result]:
             results[entry["seed"]] = Result(**entry | {"series": series})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{file}, line {number} is no result ({error}): delete the file to run it again"
+                f"{file}, line {number} is not a result ({error}): delete the file to run the cell again"
             ) from error
     return results
 
 
 def _as_json(result: Result) -> dict[str, Any]:
-    """Entries of the same rounds stand together, as the columns of one table."""
+    """Returns the result as a dict for JSON. Its "series" is a list of tables, one for each set of recorded rounds.
+
+    A table is a dict of columns: "round", and one column for each entry that was recorded in these rounds.
+    """
     columns: dict[tuple[int, ...], dict[str, Any]] = {}
     for name, (rounds, values) in result.series.items():
         columns.setdefault(tuple(rounds), {"round": rounds})[name] = values
@@ -85,7 +89,7 @@ def _as_json(result: Result) -> dict[str, Any]:
 
 
 def _write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    """A line of JSON for each entry. The file is replaced as a whole: a kill leaves the old one or the new one."""
+    """Writes one line of JSON per entry. The file is replaced atomically: a kill leaves the old or the new file."""
     new = file.with_name(file.name + ".new")
     file.parent.mkdir(parents=True, exist_ok=True)
     new.write_text("".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in entries))
@@ -93,7 +97,10 @@ def _write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def kept_series(history: Sequence[Record], eval_every: int, every_round: Iterable[str]) -> dict[str, Series]:
-    """What is kept of a run, with five digits: its evaluated rounds, and every round of some entries."""
+    """Returns the values of a run to store, with five significant digits.
+
+    These are the values of the evaluated rounds. The entries in ``every_round`` have the values of all rounds.
+    """
     rounds: dict[str, list[int]] = {}
     values: dict[str, list[Any]] = {}
     for record in history:
@@ -107,14 +114,14 @@ def kept_series(history: Sequence[Record], eval_every: int, every_round: Iterabl
 
 
 def _five_digits(value: Any) -> Any:
-    """A number, or a list of them; None for one that is not finite."""
+    """Rounds a number or a list of numbers to five significant digits. A number that is not finite becomes None."""
     if isinstance(value, list):
         return [_five_digits(each) for each in value]
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def summary(values: Sequence[float], digits: int) -> str:
-    """Mean ± standard deviation of the finite values, and how many are finite unless all are."""
+    """Returns "mean ± standard deviation" of the finite values. If some are not finite, adds the number that are."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "not reached" if any(map(math.isinf, values)) else "-"
@@ -137,31 +144,33 @@ def run_cells(
     progress: bool | None = None,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Runs those seeds of the cells that have no result yet in ``output``, and keeps their results there.
+    """Runs the seeds of the cells that have no result in ``output`` yet, and stores their results there.
+
+    Cells whose data are not on this machine are skipped.
 
     Args:
-      seeds: of every cell; default: as many as the table was run with.
-      rounds: at most so many, instead of the table's.
-      tune: first try the table's grid for each cell, and run it with the values that were best.
+      seeds: the number of seeds of every cell. Default: as in the table.
+      rounds: the largest number of rounds. Default: as in the table.
+      tune: whether to try the grid of the table for each cell first, and then run the cell with the best values.
       progress: as in `fd.sweep`.
-      say: is told of each cell.
+      say: ``say(text)`` is called with a line of text about each cell.
 
     Returns:
-      False where none of the cells' data are on this machine. Cells whose data are not are left out.
+      False if all cells were skipped because their data are not on this machine.
 
     Raises:
-      KeyboardInterrupt: after Ctrl-C, once the rounds in progress are saved.
-      ValueError: an option that a cell can't have; results of other options.
+      KeyboardInterrupt: after Ctrl-C, when the rounds in progress have been saved.
+      ValueError: a cell has an invalid option, or ``output`` has results of a cell that was run with other options.
     """
     if tune and not table.tune:
-        raise ValueError(f"{table.name} must have a grid to be tuned, got a table without [tune]: leave --tune out")
+        raise ValueError(f"{table.name} must have a grid for --tune, got a table without [tune]: leave --tune out")
     federations: dict[tuple, fd.FederatedData] = {}
     without_data = 0
     for number, cell in enumerate(cells, 1):
         title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
         with _locked(_partial(cell, output)) as is_ours:
             if not is_ours:
-                say(f"{title}: another process is at it")
+                say(f"{title}: another process is running it")
                 continue
             try:
                 if tune and not read_tuned(cell, output):
@@ -176,7 +185,7 @@ def run_cells(
                     _run_cell(cell, missing, output, _parsed(cell, missing[0], federations), progress)
                     _say_scores(table, cell, output, wanted, say)
                 else:
-                    say(f"{title}: done before")
+                    say(f"{title}: already done")
             except FileNotFoundError as error:
                 say(f"{title}: not run: {error}")
                 without_data += 1
@@ -184,7 +193,10 @@ def run_cells(
 
 
 def _parsed(cell: Cell, seed: int, federations: dict[tuple, fd.FederatedData]) -> fd.ParsedRun:
-    """The simulation of a cell. Its data are kept for the cells that follow: methods of one setting share them."""
+    """Returns the simulation of a cell.
+
+    The data are cached in ``federations``, because the methods of a setting have the same data.
+    """
     key = tuple(str(cell.options.get(name)) for name in DATA_OPTIONS)
     if key not in federations:
         federations.clear()  # one federation at a time fits in memory
@@ -194,31 +206,32 @@ def _parsed(cell: Cell, seed: int, federations: dict[tuple, fd.FederatedData]) -
 
 
 def _at_most(options: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The options with fewer rounds."""
+    """Returns the options with at most ``rounds`` rounds."""
     names = [name for name in ("rounds", "measure_every", "eval_every") if name in options]
     return options | {name: min(rounds, options[name]) for name in names}
 
 
 def unfinished(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
-    """The seeds that have no result yet; ValueError where the file holds results of other options."""
+    """Returns the seeds that have no result yet. Raises ValueError if the file has results with other options."""
     results, rounds = read_results(output / cell.file), cell.options["rounds"]
     for result in results.values():
         shared = min(result.options["rounds"], rounds)
         old, new = _at_most(result.options, shared), _at_most(cell.options, shared)
         if changed := sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
             raise ValueError(
-                f"{output / cell.file} must be of the table's options, got another {', '.join(changed)}: move the file "
-                "away, or choose another --output"
+                f"{output / cell.file} must have results with the options of the table, got another "
+                f"{', '.join(changed)}: move the file, or pass another --output"
             )
     complete = {seed for seed, result in results.items() if result.reached or result.rounds >= rounds}
     return [seed for seed in seeds if seed not in complete]
 
 
 def _run_cell(cell: Cell, seeds: Sequence[int], output: Path, parsed: fd.ParsedRun, progress: bool | None) -> None:
-    """Runs the seeds side by side, to their end or their target, and writes their results."""
+    """Runs the seeds side by side until the last round or the target, and writes their results."""
     folder = _partial(cell, output)
     begun = [seed for seed in seeds if fd.Checkpoints(folder / f"seed-{seed}").rounds]
-    for group in (begun, [seed for seed in seeds if seed not in begun]):  # seeds of a sweep are at one round
+    # All seeds of a sweep must start at the same round.
+    for group in (begun, [seed for seed in seeds if seed not in begun]):
         if group:
             runs = _sweep(cell, group, folder, parsed, progress)
             results = read_results(output / cell.file)
@@ -229,7 +242,11 @@ def _run_cell(cell: Cell, seeds: Sequence[int], output: Path, parsed: fd.ParsedR
 
 
 def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun, progress: bool | None) -> list[fd.Run]:
-    """The runs of these seeds. One with a target goes on in parts, each to a round that is evaluated."""
+    """Runs these seeds as one sweep and returns their runs.
+
+    If the cell has a target, the sweep is run in sections. Each section ends at a round that is evaluated. No further
+    section is run after all seeds have reached the target.
+    """
     (sim,) = parsed.simulations.values()
     every = max(parsed.eval_every, 1)
     saved = [0, *fd.Checkpoints(folder / f"seed-{seeds[0]}").rounds]
@@ -242,17 +259,21 @@ def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun,
         _raise_if_interrupted(runs, total)
         if total == parsed.rounds or all(_has_reached(cell, run, parsed) for run in runs):
             return runs
-        seconds = every * runs[0].history[-1]["seconds"]  # between two evaluations
+        seconds = every * runs[0].history[-1]["seconds"]  # the time between two evaluations
         total = min(parsed.rounds, total + every * max(1, int(TARGET_SECONDS / seconds)))
 
 
 def _checkpoints(folder: Path) -> fd.Checkpoints:
-    """Two of each run, so that a kill between the saves of two runs leaves a round that all of them have."""
+    """Returns the checkpoints of a cell, which keep the last two of each run.
+
+    If the process is killed after some runs were saved and before the others, all runs still have a checkpoint of the
+    same round.
+    """
     return fd.Checkpoints(folder, seconds=SAVE_SECONDS, keep=2, best=None)
 
 
 def _raise_if_interrupted(runs: Sequence[fd.Run], rounds: int) -> None:
-    """A sweep that Ctrl-C has ended returns fewer rounds; they are saved."""
+    """Raises KeyboardInterrupt if a run has fewer rounds, because Ctrl-C stopped the sweep and saved it."""
     if any(int(run.state.round) < rounds for run in runs):
         raise KeyboardInterrupt
 
@@ -273,7 +294,7 @@ def _result(cell: Cell, run: fd.Run, together: int, parsed: fd.ParsedRun) -> Res
 
 
 def _say_scores(table: Table, cell: Cell, output: Path, seeds: Sequence[int], say: Callable[[str], None]) -> None:
-    """The scores of a cell that has just been run: those that the paper prints, or all where it prints none."""
+    """Reports the scores of a finished cell: those that the paper prints for its setting, or all if there are none."""
     results = read_results(output / cell.file)
     rows = [s for s in table.settings.values() if cell.file in [other.file for other in s.cells.values()]]
     printed = {name for setting in rows for name in setting.printed}
@@ -284,7 +305,10 @@ def _say_scores(table: Table, cell: Cell, output: Path, seeds: Sequence[int], sa
 
 
 def commit() -> str | None:
-    """Of the library's sources, with a plus where they have been changed since; None outside a repository."""
+    """Returns the current commit of the library, with a plus if its sources have uncommitted changes.
+
+    Returns None outside of a git repository.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -298,7 +322,7 @@ def commit() -> str | None:
 
 
 def hardware() -> str:
-    """The devices, or the processor where JAX computes on that."""
+    """Returns the names of the devices, or of the processor if JAX computes on the CPU."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return f"{jax.device_count()} x {device.device_kind}"
@@ -312,19 +336,22 @@ def hardware() -> str:
 
 
 def _partial(cell: Cell, output: Path) -> Path:
-    """Where an unfinished cell is saved."""
+    """Returns the folder for the checkpoints of an unfinished cell."""
     return (output / cell.file).with_suffix(".partial")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Whether this process has the folder of an unfinished cell to itself; it is removed if nothing is left in it."""
+    """Locks the folder of an unfinished cell. Yields False if another process has locked it.
+
+    At the end, removes the folder if it has no checkpoints.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
-        except (BlockingIOError, FileNotFoundError):  # the latter: another process has just finished, and removed it
+        except (BlockingIOError, FileNotFoundError):  # not found: another process has just removed the folder
             is_ours = False
         try:
             yield is_ours
@@ -337,7 +364,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 class Tuned(NamedTuple):
-    """What one combination of the grid gave."""
+    """The result of one combination of the grid."""
 
     values: dict[str, float]
     score: float
@@ -349,19 +376,19 @@ def tuning_file(cell: Cell, output: Path) -> Path:
 
 
 def read_tuned(cell: Cell, output: Path) -> list[Tuned]:
-    """What every combination gave; nothing where the cell was not tuned."""
+    """Returns the result of every combination. Returns an empty list if the cell was not tuned."""
     file = tuning_file(cell, output)
     tuned = [Tuned(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
     return [each._replace(score=last_number(each.score)) for each in tuned]
 
 
 def best_of(tuned: Sequence[Tuned], score: Score) -> dict[str, float]:
-    """The values with the best score; the first of those that are equal."""
+    """Returns the combination with the best score, and the first one of several that are equally good."""
     return max(tuned, key=lambda each: score.sign * each.score if math.isfinite(each.score) else -math.inf).values
 
 
 def with_tuned(cell: Cell, table: Table, output: Path) -> Cell:
-    """The cell with the values that were best, where it was tuned."""
+    """Returns the cell with the best values if it was tuned, otherwise the cell unchanged."""
     tuned = read_tuned(cell, output)
     if not tuned:
         return cell
@@ -379,7 +406,7 @@ def tuning_score(table: Table) -> Score:
 
 
 def tuning_grid(table: Table, cell: Cell) -> list[dict[str, float]]:
-    """All combinations of the values that the method has."""
+    """Returns all combinations of the values in the table's grid, for those options that the method has."""
     names = tunable(cell.options)
     return fd.grid(**{name: values for name, values in table.tune["grid"].items() if name in names})
 
@@ -392,7 +419,7 @@ def _tune(
     parsed: fd.ParsedRun,
     progress: bool | None,
 ) -> None:
-    """Tries the grid, all of it in one program, and writes what each combination gave."""
+    """Trains all combinations of the grid in one sweep, and writes the result of each combination."""
     folder = _partial(cell, output) / "tuning"
     rounds = min(table.tune.get("rounds", parsed.rounds), parsed.rounds)
 

@@ -1,16 +1,18 @@
 """FedAvg with a constraint on one part of the model. Kim, Shin, "Learning From Drift", 2023, arXiv 2309.07189,
-section 3, which studies which part of a local model should stay close to the global one.
+section 3. The section studies which part of a local model should stay close to the global model.
 
 Client i:  minimises F_i(theta) + (mu/2) dist(theta, w):
-           dist = mean over the batch of ||z(theta) - z(w)||^2, z the output of the part   kind "feature"     (a)
+           dist = mean over the batch of ||z(theta) - z(w)||^2                             kind "feature"     (a)
            dist = sum of (theta - w)^2 over the parameters of the part                     kind "parameter"   (b)
 Server:    as FedAvg.
 
-The parts are the extractor (encoder), the header (projection head, its output is the features), the classifier
-(features to logits), and all three.
+In (a), z is the output of the part. The parts of a model are:
+- the extractor, that is, the encoder;
+- the header, that is, the projection head, whose output is the features;
+- the classifier, which maps the features to the logits;
+- all three. In this case the distances of the three parts are added, so (b) is FedProx.
 
-Deviates:  the paper gives neither mu nor the norm. Both are our interpretation. For "all" the distances of the three
-parts are added, so (b) is FedProx.
+Deviations:  the paper gives neither mu nor the norm. Both are our choice.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
       mu: strength of the penalty, >= 0. The paper gives no value; we use a grid from 0.001 to 1.
       kind: "parameter" (default) penalises the distance of the weights. "feature" penalises the distance of the outputs
         of the part on the client's batches.
-      part: "extractor", "header", "classifier", or "all" (default). "all" with kind "parameter" needs
-        nothing else. "classifier", and "header" with kind "feature", need ``Model.features``. All other combinations
-        need ``Model.features`` and ``Model.extractor``. `fd.models.simple_cnn` has both.
+      part: "extractor", "header", "classifier", or "all" (default). "all" with kind "parameter" works with every model.
+        "classifier", and "header" with kind "feature", need ``Model.features``. All other combinations need
+        ``Model.features`` and ``Model.extractor``. `fd.models.simple_cnn` has both.
 
     Raises:
       ValueError: a value is out of range, or the model does not have the part.
@@ -73,13 +75,16 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
 
 
 def outputs(model: Model, part: str) -> list[Callable[[Params, jax.Array], jax.Array]]:
-    """The functions (params, x) -> output of the part. For "all" these are three functions."""
+    """The functions ``(params, x) -> output`` of the part: three functions for "all", otherwise one."""
     of_part = dict(zip(PARTS, (model.extractor, model.features, model.apply), strict=True))
     return [output for name in (PARTS if part == "all" else (part,)) if (output := of_part[name]) is not None]
 
 
 def parameters(model: Model, params: Params, x: jax.Array) -> dict[str, PyTree]:
-    """For each part, True at its parameters: its output depends on them, and the output of the part before does not."""
+    """For each part, a tree like params that is True for the parameters of the part.
+
+    A parameter belongs to the first part whose output depends on it.
+    """
     from jax.interpreters.partial_eval import dce_jaxpr  # not in JAX's public interface; used here only
 
     leaves, structure = jax.tree.flatten(params)

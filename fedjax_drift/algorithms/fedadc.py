@@ -1,7 +1,7 @@
 """FedADC. Ozfatura, Ozfatura, Gunduz, "FedADC: Accelerated Federated Learning with Drift Control", ISIT 2021,
 arXiv 2012.09102, algorithm 3. The numbers on the right are its line numbers.
 
-Client i:  mbar = gamma beta m / K_i, K_i steps of
+Client i:  mbar = gamma beta m / K_i;  then K_i steps of
            theta <- theta - eta_t mbar;  theta <- theta - eta_t grad F_i(theta)     "nesterov", red  (7)-(9)
            theta <- theta - eta_t (grad F_i(theta) + mbar)                          "heavy_ball", blue  (10), (11)
            D_i = theta_i - w
@@ -9,16 +9,17 @@ Server:    Dbar = -mean_S D_i / eta_t  ( = mean of the clients' summed gradients
            m <- Dbar + (1 - gamma) beta m                                                            (17)
            w <- w - alpha eta_t m                                                                    (18)
 
-Algorithm 3 of the paper has gamma = 1/beta: mbar = m / K_i and m <- Dbar - (1 - beta) m. For every gamma, the server
-computes m <- beta m + the mean of the summed gradients, as SlowMo does (gamma = 0). gamma only changes the points at
-which the gradients are evaluated.
+Algorithm 3 of the paper has gamma = 1/beta: mbar = m / K_i and m <- Dbar - (1 - beta) m. For every gamma, the new m is
+beta m plus the mean of the clients' summed gradients, as in SlowMo. gamma = 0 gives SlowMo. Other values only change
+the points at which the gradients are evaluated.
 
-Deviates:
-- K_i is the number of steps of client i, so mbar contributes the same to D_i for all clients.
+Deviations:
+- In the paper all clients do the same number of steps. Here mbar is divided by the client's own number of steps K_i.
+  So mbar contributes the same amount to D_i for every client.
 - If eta_t decays, (16) and (18) both use the current eta_t.
-- Weight decay is part of the gradient, evaluated at the same point.
-- Clipping acts on the gradient plus mbar, as it does for the corrections of the other algorithms. If the norm is
-  clipped, m is no longer beta m plus the gradients.
+- Weight decay is part of the gradient. It is evaluated at the same point as the gradient.
+- Clipping acts on the gradient plus mbar, as it does for the corrections of the other algorithms. If a gradient is
+  clipped, the new m is not exactly beta m plus the mean of the summed gradients.
 - FedADC+, from a later version of the paper, is not implemented.
 """
 
@@ -40,7 +41,7 @@ class Server(NamedTuple):
 
 
 def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: float | None = None) -> Algorithm:
-    """Momentum of the server that is applied in the local steps of the clients, which reduces client drift.
+    """Server momentum that the clients apply in their local steps. This reduces client drift.
 
     All clients have weight 1 in the mean. Local momentum and local optimizers raise ValueError (remark 1 of the paper),
     because they would amplify mbar, and therefore m, in every round.

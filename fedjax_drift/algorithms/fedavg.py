@@ -4,7 +4,7 @@ Decentralized Data", AISTATS 2017, arXiv 1602.05629, algorithm 1.
 Client i:  theta_i = w, then E epochs of minibatch SGD;  D_i = theta_i - w
 Server:    w <- w + server_lr sum_S n_i D_i / sum_S n_i                                              (1)
 
-Deviates:  nothing for server_lr = 1 (the default). Other values are the server learning rate of Reddi et al. 2021.
+Deviations:  none with server_lr = 1 (the default). Other values are the server learning rate of Reddi et al. 2021.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
     """Federated averaging.
 
     Args:
-      server_lr: factor of the mean update, > 0. With the default 1 the new model is the mean of the clients' models.
+      server_lr: factor of the mean update, > 0. With the default 1, the new model is the mean of the local models.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:

@@ -6,7 +6,7 @@ Server:    v <- beta v + Delta,                 Delta = sum_S n_i Delta_i / sum_
            v <- beta v + (1 - beta) Delta       if damped                                            (1')
            w <- w - server_lr v                                                                      (2)
 
-Deviates:  nothing by default. The damped form (1') is the one that MOON, LfD and FedEve use as a baseline.
+Deviations:  none by default. MOON, LfD and FedEve use the damped equation (1') in their baseline.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, wei
       beta: momentum, in [0, 1). 0 gives FedAvg.
       server_lr: learning rate of the server, > 0. Without damping, momentum multiplies a constant update by
         1 / (1 - beta): with beta = 0.9 and server_lr = 1 the model moves ten times as far as with FedAvg.
-      damped: multiply the mean update by (1 - beta). Momentum then does not change the length of a constant update.
+      damped: if True, (1') replaces (1): the mean update is multiplied by 1 - beta. Momentum then does not change the
+        length of a constant update. Default False.
       weighting: as in `fedavg`.
 
     Raises:

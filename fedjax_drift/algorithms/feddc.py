@@ -8,18 +8,20 @@ Client i:  minimises F_i(theta) + (alpha/2) ||theta - (w - h_i)||^2 + <theta, c 
 Server:    w <- mean_S theta_i + (1/N) sum_all h_i                                                   (7)
            c <- c + (1/N) sum_S (c_i+ - c_i)                                                         (G)
 
-(6) and (7) are those of FedDyn. (G) is option II of SCAFFOLD. The authors' code combines the two.
+h_i is the local drift variable, and c_i and c are control variates. The updates (6) and (7) are the same as in FedDyn.
+(G) is option II of SCAFFOLD. The authors' code combines the two.
 
-Deviates:  the paper and the authors' code differ in these points:
-- (G): the paper adds <theta, g_i - g> / (eta K) to the loss, where g is the mean of g_i over all clients. In one place
-  g_i is the difference of two consecutive local models; this diverges. In another place it is the local minus the
-  global model (`variate="last_update"`); this converges more slowly than the recursion of the code (default).
-- (7): in the paper, w is the mean of theta_i + h_i over all N clients with weights n_i, and absent clients contribute
-  their last theta_i (`aggregation="paper"`). With full participation and equal sizes this equals (7) above. Otherwise
-  it converges more slowly.
-- The paper introduces h_i as w - theta_i. The sign in (6) is the one that works.
+Deviations:  the paper and the authors' code differ in these points:
+- (G): the paper adds <theta, g_i - g> / (eta K) to the loss, where g is the mean of g_i over all clients. The paper
+  defines g_i in two ways. First, g_i is the difference of two consecutive local models. Training then diverges, so this
+  definition is not implemented. Second, g_i is the local model minus the global model (`variate="last_update"`). This
+  converges more slowly than (G), which the authors' code uses (default).
+- (7): in the paper, w is the mean of theta_i + h_i over all N clients with weights n_i. Clients outside the cohort
+  contribute the values of their last participation (`aggregation="paper"`). With full participation and equal sizes
+  this equals (7) above. Otherwise the paper's rule converges more slowly.
+- (6): the text of the paper introduces h_i as w - theta_i. Training only works with the opposite sign, as in (6).
 
-The experiments of the authors use, with q_i = N n_i / sum n:
+The authors' experiments use, with q_i = N n_i / sum n:
 - alpha / q_i and c / q_i instead of alpha and c (`scale_by_size=True`);
 - eta_0 instead of eta_t (`variate_lr="initial"`);
 - Kbar = E ceil(mean n_i / B) instead of K_i (`variate_steps="mean"`);
@@ -48,7 +50,7 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    h: Params  # h_i, the local drift
+    h: Params  # h_i, the local drift variable
     c: Params  # c_i, the client's control variate
     sent: PyTree  # the last theta_i + h_i with aggregation="paper", otherwise ()
 
@@ -63,8 +65,9 @@ def feddc(
 ) -> Algorithm:
     """Local drift decoupling and correction: FedDyn's regularisation with SCAFFOLD's control variates.
 
-    The state of a client is two models (three with `aggregation="paper"`). `evaluate` reports the metrics of w and, as
-    ``client_mean_...``, those of the mean of the cohort's models. All clients have weight 1 in the mean.
+    The state of a client has the size of two models (three with `aggregation="paper"`). All clients have weight 1 in
+    the mean. `evaluate` reports the metrics of w. It also reports the metrics of the mean of the cohort's models, with
+    the prefix ``client_mean_``.
 
     With local momentum or another optimizer, D_i / (K_i eta_t) is the negative mean update direction, not the negative
     mean gradient. The control variates then correct update directions.
@@ -75,9 +78,10 @@ def feddc(
       scale_by_size: if True, client i uses alpha / q_i and c / q_i, and the update of c weights the clients by q_i.
       variate_lr: the learning rate in (G): "current" (eta_t, default) or "initial" (eta_0).
       variate_steps: the number of steps in (G): "own" (K_i, default) or "mean" (Kbar).
-      variate: "scaffold" (default) is (G). "last_update" is c_i+ = -D_i / (K_i eta_t). "none" keeps c_i = c = 0, which
-        gives FedDyn.
-      aggregation: (7) as in the authors' "code" (default) or as in the "paper".
+      variate: the update rule of the control variates. "scaffold" (default) is (G). "last_update" is
+        c_i+ = -D_i / (K_i eta_t). "none" keeps c_i = c = 0, which gives FedDyn.
+      aggregation: "code" (default) is (7) as in the authors' code. "paper" is the mean over all N clients, as in the
+        paper.
 
     Raises:
       ValueError: alpha is not positive, or an option is unknown.

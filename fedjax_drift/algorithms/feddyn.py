@@ -9,9 +9,13 @@ Server:    h <- h + (1/N) sum_S D_i,  so h = (1/N) sum_all h_i                  
 
 In the notation of the paper, grad L_i is -alpha h_i, and the server's h^t is -alpha times our h.
 
-Deviates:  the paper minimises exactly; here, as in the authors' code, clients run E epochs of SGD. The code adds the
-term alpha theta of (1) as weight decay, after the gradient is clipped; here all of (1) is clipped. The code uses
-alpha / q_i with q_i = N n_i / sum n instead of alpha (`scale_by_size=True`).
+Deviations:
+- The paper minimises the client's objective exactly. Here, as in the authors' code, clients run E epochs of SGD.
+- The authors' code adds the term alpha theta of (1) as weight decay, after the gradient is clipped. Here the whole
+  gradient (1) is clipped.
+- The authors' code uses alpha / q_i with q_i = N n_i / sum n instead of alpha (`scale_by_size=True`).
+- The authors plot the accuracy of the mean of all N clients' last models. This mean is not computed here. `evaluate`
+  reports the accuracy of w, and that of the mean of the cohort's models as ``client_mean_accuracy``.
 """
 
 from __future__ import annotations
@@ -39,14 +43,16 @@ class Client(NamedTuple):
 def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
     """Dynamic regularisation, which makes the clients' stationary points consistent with that of the global loss.
 
-    The state of a client is one model. `evaluate` reports the metrics of w and, as ``client_mean_...``, those of the
-    mean of the cohort's models, which the authors plot. All clients have weight 1 in the mean. The equations are the
-    same with local momentum or another optimizer, because h_i is a sum of updates, not of gradients.
+    The state of a client has the size of one model. All clients have weight 1 in the mean. The equations are the same
+    with local momentum or another optimizer, because h_i is a sum of updates, not of gradients.
+
+    `evaluate` reports the metrics of w. It also reports the metrics of the mean of the cohort's models, with the prefix
+    ``client_mean_``. (The authors plot the mean of all clients' last models instead.)
 
     Args:
       alpha: strength of the regularisation, > 0. The papers use 0.01 to 0.1. If local training converges, h_i
-        is the gradient of F_i at theta_i divided by -alpha. A small alpha therefore needs many local steps to take
-        effect. A large alpha slows the clients down.
+        is the gradient of F_i at theta_i divided by -alpha. With a small alpha this value is large, so many local steps
+        are needed to reach it. A large alpha slows down the local training.
       scale_by_size: if True, client i uses alpha / q_i.
 
     Raises:
@@ -80,7 +86,7 @@ def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
 
 
 def aggregate(w: Params, h: Params, D: Params, context: Round) -> tuple[Params, Params, Params]:
-    """(3) and (4) for the mean update D. Returns the new w, the new h and the mean of the local models."""
+    """Equations (3) and (4) for the mean update D. Returns the new w, the new h and the mean of the local models."""
     h = jax.tree.map(lambda h, D: h + context.participation * D, h, D)  # (3)
     client_mean = jax.tree.map(lambda w, D: w + D, w, D)
     return jax.tree.map(lambda mean, h: mean + h, client_mean, h), h, client_mean  # (4)

@@ -15,10 +15,15 @@ Server:    Delta = sum_S n_i Delta_i / sum_S n_i
 with M_0 = 0 and s2_0 = 0. Each variance is one scalar for all d parameters. In a steady state
 sQ2 / sR2 = G^2 / (1 - G).
 
-Deviates:  two equations of the paper have typos, corrected above: the mean in (11) must be divided by shat2 + sR2, and
-(32) must add the variance s2, not the standard deviation. The authors' code differs from the paper in two points. It
-does not subtract M in sQ2 (`period_variance="code"`), which increases the gain if the updates have a common direction.
-It computes sR2 around the unweighted mean (`centre="uniform"`).
+Period drift: the data of a cohort as a whole differ from the data of the federation. Client drift: the data of the
+clients in one cohort differ from each other.
+
+Deviations:
+- Two equations of the paper have typos, which are corrected above. The mean in (11) must be divided by shat2 + sR2.
+  (32) must add the variance s2, not the standard deviation.
+- The authors' code does not subtract M in sQ2 (`period_variance="code"`). This increases the gain if the updates have a
+  common direction.
+- The authors' code computes sR2 around the unweighted mean (`centre="uniform"`).
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ class Message(NamedTuple):
 
 
 def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str = "weighted") -> Algorithm:
-    """Server momentum with an adaptive gain: a Kalman gain, computed from the variances of period and client drift.
+    """Server momentum with an adaptive gain. It is the Kalman gain for the variances of period drift and client drift.
 
     `info` has the scalars ``gain`` (G, in [0, 1]), ``period_variance`` (sQ2) and ``client_variance`` (sR2). With a
     single client, sR2 is 0 and the gain is 1. If no client reports in a round, the variances are NaN.

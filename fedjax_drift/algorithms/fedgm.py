@@ -4,12 +4,15 @@ Client k:  as FedProx;  D_k = w_k - w
 Server:    mw <- beta mw + (|S| / N) mean_S D_k                                                      (10)
            w <- w + server_lr mw                                                                     (10)
 
-Deviates:  as printed in the paper, (10) accumulates parameters instead of updates: wtilde = w + (|S| / N) mean_S D_k,
-mw <- mw + wtilde, w <- wtilde - beta mw. Its only fixed point has wtilde = 0, so the model does not train
-(`literal="momentum"`). The text of the paper speaks of "historical change states", so here mw
-accumulates updates. With 10 of 100 clients and
-beta = 0.9 the factor |S| / N equals 1 - beta, so the momentum is damped. The factor grows with the participation,
-consistent with figure 5 of the paper.
+Deviations:  as printed in the paper, (10) accumulates parameters instead of updates:
+
+           wtilde = w + (|S| / N) mean_S D_k;  mw <- mw + wtilde;  w <- wtilde - beta mw
+
+The only fixed point of these equations has wtilde = 0, so the model does not train (`literal="momentum"`). The text of
+the paper speaks of "historical change states". Therefore mw accumulates updates here.
+
+With 10 of 100 clients and beta = 0.9, the factor |S| / N equals 1 - beta, so the momentum is damped. The factor grows
+with the participation, which is consistent with figure 5 of the paper.
 """
 
 from __future__ import annotations
@@ -46,9 +49,9 @@ def fedgm(
       server_lr: learning rate of the server, > 0.
       scale: factor of the mean update: "participation" (|S| / N, default), "one" (undamped: a constant update is
         multiplied by 1 / (1 - beta)) or "one_minus_beta" (damped).
-      literal: "momentum" uses (10) as printed in the paper. The model then does not train: it converges to
+      literal: "momentum" uses (10) as printed in the paper. The model then does not train. It converges to
         -g / (1 - g) times the solution, where g is the fraction of the distance to the solution that one round covers.
-        This is close to zero for small steps.
+        This limit is close to zero if g is small. Default: (10) as in the docstring of this file.
 
     Raises:
       ValueError: a value is out of range, or an option is unknown.

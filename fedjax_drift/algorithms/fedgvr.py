@@ -9,9 +9,11 @@ Server:    w <- w + server_lr mean_S (w_k - w)                                  
 
 with h = `window`. With eps = 1 and mu = 0 this is SCAFFOLD, option II.
 
-Deviates:  some equations of the paper contradict each other or look like typos. The options of `literal` select the
-equations as printed; the docstring of the factory describes their effects. eps in round t is computed from the test
-accuracies of the models before that round, so the test set influences training.
+Deviations:  some equations of the paper contradict each other or look like typos. The argument `literal` of the factory
+selects equations as printed in the paper, and its docstring describes their effects.
+
+In round t, eps is computed from the test accuracies of the models before that round. So the test set influences
+training.
 """
 
 from __future__ import annotations
@@ -51,21 +53,21 @@ def fedgvr(
 ) -> Algorithm:
     """SCAFFOLD with a proximal term and a correction that fades out when the test accuracy stops improving.
 
-    The state of a client is one model. The global model is evaluated in every round, so a test set is needed. `info`
-    has ``eps``, a scalar. All clients have weight 1 in the mean. With local momentum or another optimizer, c_k is a
-    mean update direction instead of a mean gradient.
+    The state of a client has the size of one model. All clients have weight 1 in the mean. The global model is
+    evaluated in every round, so a test set is needed. ``info["eps"]`` is eps_t, a scalar. With local momentum or
+    another optimizer, c_k is a mean update direction instead of a mean gradient.
 
     Args:
       mu: strength of the proximal term, >= 0.
       window: h >= 1, the number of rounds over which the improvement of the accuracy is measured.
       server_lr: learning rate of the server, > 0.
-      recursion: the update rule of c_k. "printed" (default) is (7), which assumes that c - c_k was applied with
-        eps = 1. For eps < 1 it accumulates: its fixed point is (g_k - mean g) / eps, and it overshoots when eps rises
-        again. "exact" uses eps (c_k - c) instead of c_k - c. Then c_k+ is always the mean gradient of client k,
-        including the proximal term.
+      recursion: the update rule of c_k. "printed" (default) is (7), as printed in the paper. This equation assumes that
+        eps = 1. With eps < 1, c_k - c becomes too large: its fixed point is (g_k - mean g) / eps, where g_k is the mean
+        gradient of client k. When eps rises again, the correction is too strong. "exact" replaces c_k - c in (7) by
+        eps (c_k - c). Then c_k+ is always the mean gradient of client k, including the proximal term.
       literal: equations to use as printed in the paper: one name, several names, or True for all four.
-        "step": every step of (6) starts at w. K steps then move about as far as one step, so E has no effect (with
-        plain SGD and without clipping).
+        "step": every step of (6) starts at w. K steps then move about as far as one step, so E has almost no effect
+        with plain SGD without clipping.
         "sign": (7) uses w_k - w instead of w - w_k. The correction then increases drift, and training diverges.
         "scale": (7) uses eta_l / E instead of 1 / (K eta_l). c_k is then multiplied by K eta_l^2 / E, so the
         correction has almost no effect.

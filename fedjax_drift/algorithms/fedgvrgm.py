@@ -5,14 +5,19 @@ Client k:  as FedGVR;  D_k = w_k - w,  dc_k = c_k+ - c_k
 Server:    mw <- beta mw + (|S| / N) mean_S D_k;  w <- w + server_lr mw                              (10)
            mc <- beta mc + (1 - beta) (1/N) sum_S dc_k;  c <- c + mc                                 (10)
 
-Deviates:  as FedGVR and FedGM. About the momentum of c the paper only says that it is similar to that of w. The factor
-(1 - beta) is ours: c must track the mean of the c_k. Without the factor, each step of c is 1 / (1 - beta) times too
-large, and training diverges for eps = 1 (`literal="variate_momentum"`).
+Deviations:
+- Those of FedGVR and FedGM.
+- About the momentum of c, the paper only says that it is similar to the momentum of w. We added the factor 1 - beta,
+  because c must track the mean of the c_k. Without the factor, each step of c is 1 / (1 - beta) times too large, and
+  training diverges for eps = 1 (`literal="variate_momentum"`).
 
-With the factor, c follows the c_k with a delay. This diverges, too, with beta = 0.9, full participation and
-K eta_l L near 1 (L is the curvature). It diverges at a much smaller K eta_l L if the factor of D_k is |S| / N = 1 as
-well, because the momentum then multiplies a constant update by 1 / (1 - beta) = 10. Without momentum on c
-(`variate_momentum=False`, as in SCAFFOLD) it does not diverge. The paper uses 10 % participation and eta_l = 0.001.
+Stability:  even with the factor 1 - beta, c follows the mean of the c_k with a delay. In the following, beta = 0.9, all
+clients participate, and L is the curvature of the loss.
+- With a damped momentum of w (`scale="one_minus_beta"`), training diverges for K eta_l L near 1.
+- With the default scale |S| / N = 1, training diverges for much smaller K eta_l L, because the momentum of w multiplies
+  a constant update by 1 / (1 - beta) = 10.
+- Without momentum on c (`variate_momentum=False`, as in SCAFFOLD), training does not diverge.
+The paper uses 10 % participation and eta_l = 0.001.
 """
 
 from __future__ import annotations
@@ -50,13 +55,14 @@ def fedgvrgm(
 ) -> Algorithm:
     """Variance reduction on the clients and momentum on the server.
 
-    The state of a client is one model. A test set is needed, as for `fedgvr`.
+    The state of a client has the size of one model. A test set is needed, as for `fedgvr`.
 
     Args:
       mu, window, recursion: as in `fedgvr`.
       beta, server_lr, scale: as in `fedgm`.
       variate_momentum: if False, c has no momentum: c <- c + (1/N) sum_S dc_k, as in SCAFFOLD. Default True.
-      literal: the names of `fedgvr` and `fedgm`, and "variate_momentum", which leaves out the factor 1 - beta of mc.
+      literal: the names that `fedgvr` and `fedgm` accept, and "variate_momentum". That name leaves out the factor
+        1 - beta of mc.
 
     Raises:
       ValueError: a value is out of range, an option is unknown, or there is no test set. `round_fn` raises it if the
@@ -68,7 +74,7 @@ def fedgvrgm(
     gm = fedgm(mu, beta, server_lr, scale, "momentum" in literal)
     if "variate_momentum" in literal and not variate_momentum:
         raise ConfigurationError(
-            'variate_momentum must be True for literal="variate_momentum", got False: leave one out'
+            'variate_momentum must be True for literal="variate_momentum", got False: leave out one of them'
         )
     gain = 1.0 if "variate_momentum" in literal else 1 - beta
 

@@ -8,10 +8,10 @@ Server:    m <- b1 m + (1 - b1) D                                               
            v <- b2 v + (1 - b2) D^2                       FedAdam                                    (4)
            w <- w + server_lr m / (sqrt(v) + tau)                                                    (5)
 
-with m_0 = 0, v_0 = tau^2, and no bias correction. FedAdagrad has b1 = 0.
+with m_0 = 0, v_0 = tau^2, and no bias correction. In the paper, FedAdagrad has b1 = 0.
 
-Deviates:  nothing from the paper. The authors' code uses Keras optimizers, with bias correction and v_0 = 0. Learning
-rates tuned with that code have to be tuned again. `v_0` is an option.
+Deviations:  none from the paper. The authors' code uses Keras optimizers, which have a bias correction and v_0 = 0.
+Learning rates that were tuned with that code must be tuned again. The option `v_0` sets v_0.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def fedadagrad(
     weighting: str = "examples",
     v_0: float | None = None,
 ) -> Algorithm:
-    """Adagrad on the server. v is v_0 plus the sum of all D^2.
+    """Adagrad on the server. v is v_0 plus the sum of D^2 over all rounds.
 
     b2 has no effect; it exists so that the three factories have the same arguments. The default b1 = 0 is that of the
     paper. The other arguments are as in `fedadam`.

@@ -4,9 +4,11 @@ arXiv 1812.06127, algorithm 2.
 Client i:  minimises F_i(theta) + (mu/2) ||theta - w||^2:  g <- grad F_i(theta) + mu (theta - w)     (2)
 Server:    as FedAvg.
 
-Deviates:  clients run E epochs of minibatch SGD on (2) instead of computing a gamma-inexact minimum. Clients are
-sampled uniformly and weighted by n_i, as in the authors' experiments. The factor mu/2 is that of the paper. For this
-baseline the FedDC paper gives mu = 1e-4; the gradient in its repository is 2e-4 (theta - w), which is mu = 2e-4 here.
+Deviations:  clients run E epochs of minibatch SGD on (2) instead of computing a gamma-inexact minimum. Clients are
+sampled uniformly and weighted by n_i, as in the authors' experiments.
+
+The factor mu/2 is that of the paper. The FedDC paper uses FedProx as a baseline with mu = 1e-4. Its code adds
+2e-4 (theta - w) to the gradient, which is mu = 2e-4 here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """FedReg. Xu, Hong, Huang, Jiang, "Acceleration of Federated Learning with Alleviated Forgetting in Local Training",
-ICLR 2022, arXiv 2203.02645, as its authors' code.
+ICLR 2022, arXiv 2203.02645, as in the authors' code.
 
 Client i, once per round, for every batch (x, y) of a first pass over its examples:
            pseudo data (x_s, y_s): x_s is x after `pseudo_steps` steps of sign-gradient ascent on CE(w; x, y) with step
            size eta_s;  y_s = softmax(w(x_s))
-           perturbed data (x_p, y): x_p is the same with step size eta_p
+           perturbed data (x_p, y): x_p is computed like x_s, with step size eta_p
 then in step k, with batch k of the epoch and the pseudo and perturbed data of batch k of the first pass:
            theta <- theta - eta_t grad CE(gamma theta + (1 - gamma) w; x, y)                         (1)
            g2 = grad CE((theta + w) / 2; x_s, y_s);  a = max(0, <theta - w, g2> / ||g2||^2)          (2)
@@ -12,8 +12,10 @@ then in step k, with batch k of the epoch and the pseudo and perturbed data of b
            theta <- theta - a g2 - b g3                                                              (4)
 Server:    w <- mean_S theta_i
 
-Deviates:  nothing from the code; its privacy variant (add_mask) is not implemented. The epochs reshuffle the examples
-and the pseudo data keep the order of the first pass, so the two batches k contain different examples.
+Deviations:  none from the authors' code, but its privacy variant (add_mask) is not implemented.
+
+Each epoch reshuffles the examples, but the pseudo data keep the order of the first pass. So batch k of the epoch and
+batch k of the pseudo data contain different examples.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, ba
 def fedreg(
     gamma: float = 0.4, eta_s: float = 0.2, eta_p: float = 0.002, pseudo_steps: int = 10, beta: float = 0.5
 ) -> Algorithm:
-    """Local training with less forgetting: updates that increase the loss on pseudo data are projected out.
+    """Local training that forgets less. It removes the components of an update that increase the loss on pseudo data.
 
     The pseudo data represent the knowledge of the global model. All clients have weight 1 in the mean. Clipping,
-    weight decay, momentum and local optimizers act on (1) only.
+    weight decay, momentum and local optimizers only act on (1).
 
     Cost: each local step computes three gradients. In addition, every batch needs 2 * `pseudo_steps` gradients with
     respect to the inputs, once per round. During training a client stores three copies of its examples.
@@ -75,7 +77,8 @@ def fedreg(
             x, y, mask = first_pass(k)
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise ConfigurationError(
-                    f"fedreg moves inputs along their gradient and needs floating inputs, got {x.dtype}"
+                    f"the inputs must be floating-point for fedreg, got {x.dtype}: use a different algorithm, because "
+                    "fedreg computes gradients with respect to the inputs"
                 )
             C = jax.eval_shape(apply, w, x).shape[-1]
             y = jax.nn.one_hot(y, C, dtype=x.dtype)
@@ -112,7 +115,7 @@ def fedreg(
 
 
 def remove(drift: Params, g: Params) -> Params:
-    """drift without its component along g, if that component is positive."""
+    """Equations (2) and (3): subtracts from ``drift`` its component along g, if that component is positive."""
     square = tree.dot(g, g)
     a = jnp.where(square > 0, jnp.maximum(tree.dot(drift, g), 0) / square, 0)
     return jax.tree.map(lambda drift, g: drift - a * g, drift, g)

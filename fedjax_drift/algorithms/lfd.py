@@ -10,11 +10,13 @@ Server:    as FedAvg.
 
 The margin and the normalisation constants of (6) cancel in (7).
 
-Deviates:
-- (9) has a second minus sign in front of (8), a typo. (10) and algorithm 1 have the sign used above.
-- The paper says that tau is used in all softmax functions. Taken literally, (7) is divided by tau twice and yhat is
-  nearly one-hot (`label_temperature=tau`). This contradicts the text, which describes label smoothing.
-- The paper does not define f_P for the first participation of a client. Here the loss then has no second term.
+Deviations:
+- In the paper, (9) has a second minus sign in front of (8). This is a typo: (10) and algorithm 1 have the sign that is
+  used above.
+- The paper says that tau is used in all softmax functions. Read literally, the exponent in (7) is divided by tau twice,
+  and yhat is nearly one-hot (`label_temperature=tau`). This contradicts the text of the paper, which describes label
+  smoothing.
+- The paper does not define f_P for the first participation of a client. In that round the loss has no term CE(yhat, p).
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ def lfd(
 ) -> Algorithm:
     """FedAvg with a drift regularizer: each client also trains on soft labels that oppose its previous drift.
 
-    The state of a client is one model. The model must return cosines (``cosine=True``) and use the default loss.
-    `evaluate` predicts the class with the largest cosine, and its loss is the cross-entropy of the cosines without
-    margin and temperature.
+    The state of a client has the size of one model. The model must return cosines (``cosine=True``) and use the default
+    loss. `evaluate` predicts the class with the largest cosine. The loss that it reports is the cross-entropy of the
+    cosines without margin and temperature.
 
     Args:
       temperature: tau > 0. The paper uses 0.1 (CIFAR-10, CINIC-10) and 0.05 (CIFAR-100).

@@ -4,9 +4,9 @@ Client i:  minimises CE + mu con; z, z_glob, z_prev are the features of theta, w
            con = -log( exp(cos(z, z_glob) / T) / (exp(cos(z, z_glob) / T) + exp(cos(z, z_prev) / T)) )    (3)
 Server:    as FedAvg.
 
-Deviates:  a client that participates for the first time has no previous model and therefore no contrastive term. In the
-authors' code this only holds in round 0. Later, such a client uses its own random initial network as the previous model
-(`first="random_init"`).
+Deviations:  a client that participates for the first time has no previous model, and its loss has no contrastive term.
+In the authors' code this only holds in round 0. In later rounds, such a client uses its random initial network as the
+previous model (`first="random_init"`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ class Client(NamedTuple):
 
 
 def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algorithm:
-    """FedAvg with a contrastive loss: features near those of the global model, far from those of the previous model.
+    """FedAvg with a contrastive loss.
 
-    The state of a client is one model. The algorithm needs ``Model.features``. It has no effect if the features do not
-    depend on the parameters, as in a linear model, where they are the inputs.
+    The loss pulls the features of the local model towards the features of the global model. It pushes them away from
+    the features of the client's previous local model.
+
+    The state of a client has the size of one model. The algorithm needs ``Model.features``. The contrastive term has no
+    effect if the features do not depend on the parameters. This is the case for a linear model, whose features are the
+    inputs.
 
     Args:
       mu: weight of the contrastive term, >= 0. 0 gives FedAvg. The authors tune it in 0.001 to 10.

@@ -11,14 +11,14 @@ Server:    w <- w + server_lr mean_S D_i                                        
 with c_0 = c_i,0 = 0. With plain SGD without clipping, (3) is the mean of the gradients of client i in this round,
 including weight decay.
 
-Deviates:  with local momentum or another optimizer, D_i / (K_i eta_t) is the negative mean update direction, not the
+Deviations:  with local momentum or another optimizer, D_i / (K_i eta_t) is the negative mean update direction, not the
 negative mean gradient. The control variates then correct directions. The corrections still sum to 0 over the clients.
 
 The repositories of FedDC and FedDyn use other quantities in (1) and (3):
 - eta_0 instead of eta_t (`variate_lr="initial"`);
 - Kbar = E ceil(mean n_i / B) instead of K_i (`variate_steps="mean"`);
 - c / q_i with q_i = N n_i / sum n instead of c (`scale_by_size=True`). (5) then weights the differences by q_i.
-They also train every client for exactly Kbar steps. This is not implemented.
+Both repositories also train every client for exactly Kbar steps. This is not implemented here.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def scaffold(
     variate_lr: str = "current",
     variate_steps: str = "own",
 ) -> Algorithm:
-    """Control variates on the server and the clients: every local step follows an estimate of the mean gradient.
+    """Local training that is corrected by control variates of the server and of the clients.
 
-    The state of a client is one model. All clients have weight 1 in the mean.
+    With the correction, every local step follows an estimate of the mean gradient of all clients. The state of a client
+    has the size of one model. All clients have weight 1 in the mean.
 
     Args:
       server_lr: learning rate of the server, > 0.
@@ -103,12 +104,12 @@ def scaffold(
 
 
 def refresh(c_i: Params, c: Params, D: Params, work: Work, variate_lr: str, variate_steps: str) -> Params:
-    """(3), the new control variate of the client."""
+    """Equation (3): the new control variate of the client, option II."""
     scale = 1 / total_rate(work, variate_lr, variate_steps)
     return jax.tree.map(lambda c_i, c, D: c_i - c - scale * D, c_i, c, D)
 
 
 def total_rate(work: Work, variate_lr: str = "current", variate_steps: str = "own") -> jax.Array:
-    """K_i eta_t, or Kbar for K_i and eta_0 for eta_t, as the options say."""
+    """K_i eta_t. The options can replace K_i by Kbar and eta_t by eta_0."""
     lr = work.lr if variate_lr == "current" else jnp.asarray(work.initial_lr, work.lr.dtype)
     return (work.num_steps if variate_steps == "own" else work.mean_steps) * lr

@@ -5,7 +5,7 @@ Client i:  as FedAvg;  D_i = theta_i - w
 Server:    m <- beta m - mean_S D_i / eta_t                                                          (1)
            w <- w - alpha eta_t m                                                                    (2)
 
-Deviates:  clients are sampled, as in algorithm 2 of FedADC. In the paper all workers take part in every round.
+Deviations:  clients are sampled, as in algorithm 2 of FedADC. In the paper all workers take part in every round.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Server(NamedTuple):
 
 
 def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
-    """FedAvg with momentum on the server, in the units of gradients: m stays valid if the learning rate changes.
+    """FedAvg with momentum on the server.
 
-    All clients have weight 1 in the mean. With local momentum or another optimizer, m is a sum of update directions
+    The momentum m has the units of a gradient, so it remains valid if the learning rate changes. All clients have
+    weight 1 in the mean. With local momentum or another optimizer, m is a sum of update directions
     instead of gradients.
 
     Args:

@@ -4,16 +4,17 @@ arXiv 1912.12844, algorithm 1.
 Client i:  theta_i = w;  theta_i <- theta_i - eta_t (g - Delta_i)                                    (1)
 Server:    w <- mean theta_i                                                                         (2)
 Client i:  Delta_i <- Delta_i + (w - theta_i) / (K_i eta_t)                                          (3)
-
                     = Delta_i + (mean D - D_i) / (K_i eta_t),  D_i = theta_i - the old w
 
-with Delta_i = 0 at first. Delta_i is the mean gradient of client i minus the average over all clients. It corresponds
-to c_i - c of SCAFFOLD, but the server stores no control variate. With equal K_i the Delta_i sum to 0.
+with Delta_i = 0 at first. Delta_i is the mean gradient of client i minus the mean gradient of all clients. It
+corresponds to c_i - c of SCAFFOLD, but the server stores no control variate. With equal K_i the sum of all Delta_i
+is 0.
 
-Deviates:  in the paper all clients take part in every round. With client sampling, (2) and (3) use the cohort only, and
-absent clients keep their Delta_i. The sum of the Delta_i stays 0, but those of absent clients become outdated.
-SCAFFOLD avoids this with the control variate of the server. With local momentum or another optimizer, Delta_i corrects
-update directions instead of gradients.
+Deviations:
+- In the paper all clients take part in every round. With client sampling, (2) and (3) only use the cohort, and the
+  other clients keep their Delta_i. The sum of all Delta_i stays 0, but the Delta_i outside the cohort become outdated.
+  SCAFFOLD avoids this with the control variate of the server.
+- With local momentum or another optimizer, Delta_i corrects update directions instead of gradients.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Client(NamedTuple):
 def vrl_sgd() -> Algorithm:
     """Local SGD with variance reduction.
 
-    Every client subtracts the difference between its mean gradient and the average over all clients. The state of a
-    client is one model and a scalar. All clients have weight 1 in the mean.
+    In every local step, a client subtracts Delta_i from its gradient. Delta_i estimates the difference between the
+    client's mean gradient and the mean gradient of all clients. The state of a client has the size of one model and a
+    scalar. All clients have weight 1 in the mean.
     """
 
     def init_server(params: Params) -> Server:

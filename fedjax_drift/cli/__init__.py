@@ -1,6 +1,8 @@
-"""The command line: `commands.py` parses a command, `run.py`, `data.py` and `quickstart.py` do it, `render.py` prints.
+"""The command line.
 
-`parsed_run.py` is also the Python function `fd.parse_run`. The modules import everything below and public names.
+`commands.py` parses a command. `run.py`, `data.py` and `quickstart.py` execute the commands. `render.py` formats their
+output. `parsed_run.py` has the Python function `fd.parse_run`. These modules may import all other modules of the
+package.
 """
 
 from __future__ import annotations
@@ -11,8 +13,14 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    Returns 0, 1 (an algorithm cannot continue), 2 (bad input, one line on stderr), 130 (Ctrl-C) or 143 (SIGTERM).
+    Returns the exit code:
+
+    - 0: success.
+    - 1: an algorithm could not continue.
+    - 2: invalid input, with one line on stderr.
+    - 130: stopped by Ctrl-C.
+    - 143: stopped by SIGTERM.
     """
-    from fedjax_drift.cli.commands import main as run_command  # it needs all of the library, `fd.parse_run` does not
+    from fedjax_drift.cli.commands import main as run_command  # imported here, because it imports the whole library
 
     return run_command(argv)

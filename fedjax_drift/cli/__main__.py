@@ -1,4 +1,4 @@
-"""``python -m fedjax_drift.cli`` is ``fedjax-drift``."""
+"""``python -m fedjax_drift.cli`` runs the command ``fedjax-drift``."""
 
 import sys
 

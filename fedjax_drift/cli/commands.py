@@ -1,11 +1,15 @@
 """The commands `fedjax-drift quickstart`, `fedjax-drift run` and `fedjax-drift data`.
 
-What is typed is checked, the data are read and every simulation is put together before anything compiles or the
-output folder is made. Bad input is one line on stderr and exit code 2. An algorithm that cannot continue is one line,
-too: the next algorithm runs, and the exit code is 1. Ctrl-C keeps what is done and exits with 130, SIGTERM with 143.
-`run --resume` is the same command again, with its algorithms restored from their checkpoints.
+Before anything is compiled and before the output folder is created, a command checks its options, reads the data and
+creates every simulation.
 
-With --distributed several processes run the same command. The first prints and writes; all exit with the same code.
+- Invalid input prints one line on stderr, and the exit code is 2.
+- If an algorithm cannot continue, one line is printed, the next algorithm runs, and the exit code is 1.
+- Ctrl-C keeps the completed rounds and exits with 130. SIGTERM does the same and exits with 143.
+- `run --resume` runs the command of the folder again, with the algorithms restored from their checkpoints.
+
+With --distributed several processes run the same command. Only the first process prints and writes files. All processes
+exit with the same code.
 """
 
 from __future__ import annotations
@@ -30,14 +34,13 @@ from fedjax_drift.cli.run import RUN_EXAMPLES, fill_run, resumed
 from fedjax_drift.devices.processes import agree
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
-REFUSALS = (ConfigurationError, MissingPackageError, OSError)  # any other exception is a bug, and shows its traceback
+REFUSALS = (ConfigurationError, MissingPackageError, OSError)  # any other exception is a bug and prints a traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, 1 (an algorithm can't go on), 2 (bad input: one line on stderr), 130 (Ctrl-C) or
-    143 (SIGTERM)."""
-    if argv is None:  # a process of its own
-        with contextlib.suppress(OSError):  # without a folder for it everything is compiled, as the first time
+    """Runs one command and returns its exit code, see `cli.main`."""
+    if argv is None:  # called from the shell, not from Python
+        with contextlib.suppress(OSError):  # without a cache folder every program is compiled
             fd.use_compilation_cache()
     argv = sys.argv[1:] if argv is None else list(argv)
     with warnings.catch_warnings():
@@ -59,20 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("fedjax-drift: interrupted", file=sys.stderr)
             return 130
-        except BrokenPipeError:  # whoever read the output has gone, as in `| head`: nothing more can be said
+        except BrokenPipeError:  # the reader of the output has exited, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
 
 
 def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """One process of several: what the first finds wrong is said once, and what only another one finds by that one."""
+    """Runs the command as one of several processes. An error that all processes find is printed by the first only."""
     address, num_processes, process_id = args.distributed
     try:
         fd.distributed.initialize(address, num_processes, process_id, cpu_devices=args.devices)
     except RuntimeError as error:
         raise ConfigurationError(f"--distributed: {error}") from error
     mesh, wrong = fd.clients_mesh(), None
-    (args.now,), _ = agree(mesh, [int(time.time())])  # names the folder
+    (args.now,), _ = agree(mesh, [int(time.time())])  # for the name of the output folder
     with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
         try:
             work = args.command(args, argv)
@@ -90,9 +93,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers = {}
     for name, summary, epilog, fill in (
-        ("quickstart", "see client drift, and that it can be corrected, in under a minute", None, fill_quickstart),
+        ("quickstart", "show client drift and its correction, in under a minute", None, fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
-        ("data", "list the data sets, or plot the clients of one data set", DATA_EXAMPLES, fill_data),
+        ("data", "list the data sets, or plot the clients of a data set", DATA_EXAMPLES, fill_data),
     ):
         subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
         fill(subparsers[name])

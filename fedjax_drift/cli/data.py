@@ -1,4 +1,4 @@
-"""`fedjax-drift data`: lists the data sets, or plots what the clients of one have."""
+"""`fedjax-drift data`: lists the data sets, or plots the clients of one data set."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ examples:
 def fill_data(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [NAME[:key=value,...]] [options]"
     parser.description = textwrap.fill(
-        "Without NAME: lists the data sets, which of them are on this machine, and how to get the others. "
-        "With NAME: prints the sizes of its clients, and plots their sizes and label mixes to federation.png.",
+        "Without NAME: lists the data sets, shows which of them are on this machine, and says how to get the others. "
+        "With NAME: partitions this data set, prints the sizes of the clients, and plots their sizes and label mixes "
+        "to federation.png.",
         78,
     )
     add_data(parser, required=False)
@@ -53,12 +54,12 @@ def _draw(data: fd.FederatedData, dealt: str, output: Path) -> int:
     summary = summary_of(data)
     sizes, labels = summary["sizes"], summary["labels_per_client"]
     print(aligned({
-        "data": f"{data.name}: {data.x.dtype}{list(data.x.shape[1:])} a row, {summary['classes']} labels",
+        "data": f"{data.name}: {data.x.dtype}{list(data.x.shape[1:])} per example, {summary['classes']} labels",
         "partition": dealt,
         "clients": f"{data.num_clients:,}",
-        "rows": f"{summary['rows']:,} for training, {summary['test_rows']:,} for testing",
-        "rows a client": f"{sizes['min']:,} to {sizes['max']:,}, median {sizes['median']:,.0f}",
-        "labels a client": f"{labels['min']} to {labels['max']}, mean {labels['mean']:.1f}",
-        "picture": str(output / "federation.png"),
+        "examples": f"{summary['rows']:,} for training, {summary['test_rows']:,} for testing",
+        "examples per client": f"{sizes['min']:,} to {sizes['max']:,}, median {sizes['median']:,.0f}",
+        "labels per client": f"{labels['min']} to {labels['max']}, mean {labels['mean']:.1f}",
+        "plot": str(output / "federation.png"),
     }))  # fmt: skip
     return 0

@@ -1,4 +1,4 @@
-"""The options of the command line: their flags, and what can be typed for each."""
+"""The options of the command line: their flags, and the values that each of them accepts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS
 
-HIDDEN = ("data_dir", "seed", "natural")  # parameters of a data set that have flags of their own
+HIDDEN = ("data_dir", "seed", "natural")  # parameters of a loader that are not options after NAME:
 
 
 FUNCTIONS = ("optimizer", "augment")  # options of `LocalTraining` whose values are functions
@@ -60,11 +60,11 @@ OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagr
 AUGMENTATIONS = {"crop_and_flip": augment.crop_and_flip}
 
 
-DECAYS = ("b1", "b2", "decay")  # options of optimizers that are in [0, 1)
+DECAYS = ("b1", "b2", "decay")  # options of optimizers whose values must be in [0, 1)
 
 
 class Spec(NamedTuple):
-    """What was written as NAME or NAME:key=value,key=value."""
+    """An option value of the form NAME or NAME:key=value,key=value."""
 
     text: str
     name: str
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for word in args or ():
-            if word.startswith("--") and word.endswith("=--"):  # of which argparse makes an empty list
+            if word.startswith("--") and word.endswith("=--"):  # argparse would make an empty list of it
                 self.error(f"{word[:-3]} needs a value, got '--'")
         return super().parse_known_args(args, namespace)
 
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
 
     def refuse(self, word: str, fix: str = "") -> NoReturn:
-        """Raises ValueError for a word that is no option's; names the nearest option, or else the fix."""
+        """Raises ValueError for an unknown word. The message names the most similar option, or else ``fix``."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         self.error(f"unknown argument {word!r}{nearest(word.partition('=')[0], flags) or fix}")
 
@@ -129,7 +129,10 @@ def _lanes(text: str) -> int | str:
 
 
 def parse_spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]], hidden: Sequence[str] = ()) -> Spec:
-    """NAME[:value][:key=value,...] against the factory's signature; ``hidden`` parameters have flags of their own."""
+    """Parses NAME[:value][:key=value,...] and checks it against the signature of the factory.
+
+    hidden: parameters of the factory that are not accepted here.
+    """
     name, *items = [part for part in re.split("[:,]", text) if part] or [""]
     if name not in factories:
         raise ConfigurationError(
@@ -146,7 +149,7 @@ def parse_spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]]
             wrong = f"option {key!r}" if key else f"value {value!r}"
             raise ConfigurationError(f"{kind} {name}: unknown {wrong}: {listed}{nearest(key, known)}")
         if key in options:
-            raise ConfigurationError(f"{kind} {name}: option {key!r} must be given once, got it twice in {text!r}")
+            raise ConfigurationError(f"{kind} {name}: option {key!r} must be given only once, got it twice in {text!r}")
         options[key] = _option(value, known[key].default)
         if isinstance(known[key].default, bool) and not isinstance(options[key], bool):
             raise ConfigurationError(f"{kind} {name}: {key} must be true or false, got {value!r}")
@@ -158,7 +161,7 @@ def parse_spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]]
 
 
 def _option(text: str, default: Any) -> Any:
-    if isinstance(default, str):  # "none" is a word here
+    if isinstance(default, str):  # "none" is then a string, not None
         return text
     return tuple(_value(part) for part in text.split("+")) if isinstance(default, tuple) else _value(text)
 
@@ -174,22 +177,23 @@ def _value(text: str) -> bool | int | float | str | None:
 
 
 def add_data(group: Any, required: bool) -> None:
-    text = f"one of {', '.join(DATASETS)}; options, for example, glyphs:num_writers=500 or synthetic:alpha=1,beta=1"
+    text = f"one of {', '.join(DATASETS)}. With options, for example: glyphs:num_writers=500, synthetic:alpha=1,beta=1"
     if required:
         group.add_argument("--dataset", required=True, metavar="NAME[:key=value,...]", help=text)
     else:
         group.add_argument("dataset", nargs="?", metavar="NAME[:key=value,...]", help=text)
     add(
-        group, "--partition", "RECIPE", "how the data are partitioned into clients: iid; dirichlet:ALPHA (smaller is "
-        "more heterogeneous) or dirichlet:ALPHA:prior=class; shards:S (each client has S blocks of the sorted labels); "
-        "by_writer (default: the natural clients of glyphs, femnist, synthetic and movielens, otherwise iid)",
+        group, "--partition", "PARTITIONER", "how the data are partitioned into clients: iid, dirichlet:ALPHA (smaller "
+        "ALPHA is more heterogeneous), dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the "
+        "examples sorted by label) or by_writer (default: the natural clients of glyphs, femnist, synthetic and "
+        "movielens, otherwise iid)",
     )  # fmt: skip
     add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
     add(
         group,
         "--size-sigma",
         "SIGMA",
-        "log-normal spread of the client sizes, for iid and dirichlet (default: 0, equal sizes)",
+        "standard deviation of the logarithm of the client sizes, for iid and dirichlet (default: 0, equal sizes)",
         float,
     )
     add(
@@ -203,7 +207,7 @@ def add_data(group: Any, required: bool) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> Any:
-    """The flags of a simulation and how it is executed; returns the last group."""
+    """Adds the flags of a simulation and of its execution. Returns the last group of flags."""
     local = LocalTraining()
     add_data(parser.add_argument_group("data"), required=True)
     group = parser.add_argument_group("simulation")
@@ -212,8 +216,9 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         action="append",
         metavar="NAME[:key=value,...]",
         required=True,
-        help=f"one of {', '.join(ALGORITHMS)}; options are those of fd.algorithms.NAME, e.g. fedprox:mu=0.01. "
-        "Give it several times to compare algorithms on the same data, cohorts and initial model",
+        help=f"one of {', '.join(ALGORITHMS)}. The options are the arguments of fd.algorithms.NAME, for example "
+        "fedprox:mu=0.01. Give --algorithm several times to compare algorithms on the same data, cohorts and initial "
+        "model",
     )
     add(
         group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
@@ -222,16 +227,23 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "bindingdb)",
     )  # fmt: skip
     group.add_argument(
-        "--cosine", action="store_true", help="use a classifier whose logits are cosines; lfd requires it"
+        "--cosine", action="store_true", help="use a classifier whose logits are cosines, as lfd requires"
     )
     add(group, "--init", "FILE", "npz file with the initial parameters (default: random)")
     add(group, "--rounds", "N", "number of rounds", count, 50)
     add(group, "--cohort", "K", "clients per round", count, 10)
-    add(group, "--sampling", "KIND", "uniform: exactly K clients; bernoulli: each with probability K/N", str, "uniform")
     add(
-        group, "--redeal", "evenly|ALPHA", "in every round, pool the cohort's data and redistribute them. evenly: all "
-        "clients of a cohort get about the same labels, which leaves period drift only. ALPHA: each label is split by "
-        "Dirichlet(ALPHA), which with --partition iid leaves client drift only", _redeal,
+        group,
+        "--sampling",
+        "KIND",
+        "uniform: select exactly K clients; bernoulli: select each client with probability K/N",
+        str,
+        "uniform",
+    )
+    add(
+        group, "--redeal", "evenly|ALPHA", "in every round, pool the examples of the cohort and redistribute them. "
+        "evenly: all clients of a cohort get about the same labels, so only period drift remains. ALPHA: the examples "
+        "of each label are split by Dirichlet(ALPHA); with --partition iid only client drift remains", _redeal,
     )  # fmt: skip
     group = parser.add_argument_group("local training of every client")
     add(group, "--epochs", "E", "passes over a client's data per round", int, local.epochs)
@@ -242,16 +254,16 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--weight-decay", "LAMBDA", "add LAMBDA * parameters to the gradient", float, local.weight_decay)
     add(group, "--clip-norm", "NORM", "clip gradients to this global norm (default: no clipping)", float)
     add(
-        group, "--optimizer", "NAME[:key=value,...]", f"client optimizer of optax instead of SGD with momentum: one of "
-        f"{', '.join(OPTIMIZERS)}. Its state is reset in every round", str,
+        group, "--optimizer", "NAME[:key=value,...]", f"optax optimizer of the clients, instead of SGD with momentum: "
+        f"one of {', '.join(OPTIMIZERS)}. Its state is reset in every round", str,
     )  # fmt: skip
     add(
         group, "--augment", "NAME[:key=value,...]", "train on random variants of the images: one of "
         f"{', '.join(AUGMENTATIONS)}; options are those of fd.augment.NAME", str,
     )  # fmt: skip
     add(
-        group, "--on-nonfinite", "WHAT", "what happens to an update that is NaN or infinite: keep (average it "
-        "like any other), drop_client, or raise (stop the algorithm)", str, "keep",
+        group, "--on-nonfinite", "WHAT", "what to do with an update that is NaN or infinite: keep (average it "
+        "like any other), drop_client (leave the client out of the round), or raise (stop the algorithm)", str, "keep",
     )  # fmt: skip
     group = parser.add_argument_group("client failures and privacy")
     add(group, "--dropout", "P", "probability that a selected client drops out", float, 0.0)
@@ -260,7 +272,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         group,
         "--over-selection",
         "R",
-        "select R times as many clients, and aggregate the first that report",
+        "select R times as many clients, and aggregate the first K that report",
         float,
         1.0,
     )
@@ -268,11 +280,12 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         group, "--deadline", "T", "drop clients that need more time than T; 1 is the time of a client of mean size "
         "on a device of median speed (default: no deadline)", float,
     )  # fmt: skip
-    add(group, "--speed-spread", "SIGMA", "log-normal spread of the devices' speeds", float, 0.0)
+    add(group, "--speed-spread", "SIGMA", "standard deviation of the logarithm of the devices' speeds", float, 0.0)
     add(group, "--clip-updates", "NORM", "clip each client's message to this norm (default: no clipping)", float)
     add(
         group, "--noise-multiplier", "Z", "differential privacy: all clients have weight 1, and Gaussian noise with "
-        "standard deviation Z * NORM is added to their sum; needs --clip-updates and --sampling bernoulli", float,
+        "standard deviation Z * NORM is added to the sum of their messages. It needs --clip-updates and --sampling "
+        "bernoulli", float,
     )  # fmt: skip
     group = parser.add_argument_group("drift measures")
     group.add_argument(
@@ -282,7 +295,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         default=[],
         metavar="NAME[,NAME...]",
         help="; ".join(f"{name}: {what}" for name, what in MEASURES.items())
-        + ". Measuring repeats the local training of the round",
+        + ". A measurement repeats the local training of the round",
     )
     add(group, "--measure-every", "N", "rounds between measurements (default: 1)", count)
     group = parser.add_argument_group("execution")
@@ -291,7 +304,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         group, "--devices", "N", "number of CPU devices of a process (default: one per core; with --distributed, 1). "
         "No effect on a GPU", count,
     )  # fmt: skip
-    add(group, "--lanes", "L", "clients that train side by side (vmap) on one device", _lanes, "auto")
+    add(group, "--lanes", "L", "number of clients that train side by side (vmap) on one device", _lanes, "auto")
     group.add_argument(
         "--bfloat16", action="store_true", help="compute the networks in bfloat16; parameters stay float32"
     )

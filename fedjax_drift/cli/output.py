@@ -1,4 +1,4 @@
-"""The output folder: where it is, and the files and pictures written into it."""
+"""The output folder: its path, and the files and plots in it."""
 
 from __future__ import annotations
 
@@ -30,29 +30,33 @@ def add_output(group: Any, progress: bool = True) -> None:
 
 
 def output_folder(args: argparse.Namespace, what: str) -> Path:
-    """The folder to write to, not yet made; ValueError if that would overwrite something or can't work."""
+    """Returns the output folder, which is not created yet.
+
+    Raises ValueError if it cannot be written, or if files would be overwritten without --force.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(getattr(args, "now", None)))
     path = args.output or Path("runs") / f"{what}-{stamp}"
     if getattr(args, "resumed", False) or not fd.distributed.is_first():
         return path
     if path.exists() and not path.is_dir():
-        raise ConfigurationError(f"--output must be a folder, got the file {path}: choose another name")
+        raise ConfigurationError(f"--output must be a folder, got the file {path}: choose another path")
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"--output must be where files can be written, got {path} ({there} can't): choose another"
+            f"--output must be a folder where files can be written, got {path} ({there} is not writable): choose "
+            "another folder"
         )
     if path.is_dir() and any(path.iterdir()) and not args.force:
         raise ConfigurationError(
-            f"--output must be a new or empty folder, got {path}, which holds files: choose another, or add --force "
-            "to replace the files of an earlier run (to go on with that: run --resume)"
+            f"--output must be a new or empty folder, got {path}, which has files: choose another folder, add --force "
+            "to replace the files of an earlier run, or resume this run with run --resume"
         )
     return path
 
 
 @contextlib.contextmanager
 def written(path: Path, output: Path) -> Iterator[Path]:
-    """In it the file is written beside its place, which it takes as a whole; a full disk is a warning."""
+    """Yields a temporary path. After the block it is renamed to ``path``. If the disk is full, there is a warning."""
     new = path.with_stem(path.stem + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,17 +65,17 @@ def written(path: Path, output: Path) -> Iterator[Path]:
     except OSError as error:
         new.unlink(missing_ok=True)
         again = shlex.join(["fedjax-drift", "run", "--resume", str(output)])
-        checks.warn(f"{path} could not be written ({error.strerror}): make room, then from the checkpoints: {again}")
+        checks.warn(f"{path} could not be written ({error.strerror}): free some disk space, then: {again}")
 
 
 def draw_runs(
     records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, data: fd.FederatedData, output: Path
 ) -> list[str]:
-    """Writes the plots for which the records have numbers, and returns their names."""
+    """Writes the plots for which the records have numbers, and returns the file names."""
     from fedjax_drift import plots
 
     runs = {name: by_seed(history) for name, history in records.items()}
-    first = next(iter(runs.values()), [()])[0]  # of a seed, the cohorts, and so their labels, are the same for all
+    first = next(iter(runs.values()), [()])[0]  # for one seed, all algorithms have the same cohorts and labels
     compared = (plots.curves, plots.updates, plots.drift, plots.agreement, plots.forgetting, plots.gain)
     pictures = {draw.__name__: functools.partial(draw, runs) for draw in compared}
     pictures["label_mix"] = functools.partial(plots.label_mix, first)
@@ -86,13 +90,13 @@ def draw_runs(
                 draw(new)
             if path.exists():
                 names.append(path.name)
-        except ConfigurationError:  # there is nothing to draw, so the picture of an earlier run is out of date
+        except ConfigurationError:  # the records have no numbers for this plot; an old plot is out of date
             path.unlink(missing_ok=True)
     return names
 
 
 def write_clients(per_client: Mapping[str, Mapping[str, np.ndarray]], output: Path) -> list[str]:
-    """Writes the scores of every client, a line for each, and their picture; returns the files' names."""
+    """Writes the scores of every client, one line per client, and a plot of them. Returns the file names."""
     if not per_client:
         return []
     from fedjax_drift import plots

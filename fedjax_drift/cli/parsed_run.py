@@ -50,19 +50,19 @@ from fedjax_drift.types import Algorithm, Model, Params
 
 
 class ParsedRun(NamedTuple):
-    """A run as its options describe it, see `parse_run`. Nothing has been compiled."""
+    """The simulations and settings that the options of a run describe, see `parse_run`. Nothing is compiled yet."""
 
     simulations: dict[str, Simulation]
-    """One simulation per ``--algorithm``; the key is the text given for it, such as "fedprox:mu=0.1"."""
+    """One simulation per ``--algorithm``. The key is the value of the option, such as "fedprox:mu=0.1"."""
     data: FederatedData
-    """The federation that all of them share."""
+    """The federation, which all simulations share."""
     params: Params | None
-    """The initial parameters, from ``--init``; None: each seed draws its own."""
+    """The initial parameters, from ``--init``. None: the model initialises them for each seed."""
     config: dict[str, Any]
-    """All settings, defaults included, as `fedjax-drift run` writes them to config.json."""
+    """All settings, including those with default values, as `fedjax-drift run` writes them to config.json."""
     rounds: int
     eval_every: int
-    """0: never."""
+    """Number of rounds between evaluations. 0: never."""
     measure_every: int
     seed: int
 
@@ -73,7 +73,7 @@ def parse_run(
     """Creates the simulations that the options of `fedjax-drift run` describe, for use in Python.
 
     As on the command line, JAX uses the number of CPU devices given by ``--devices`` (default: one per core). If JAX
-    has already started, the default keeps its devices.
+    has already started and ``--devices`` is not given, JAX keeps the devices that it has.
 
     >>> import fedjax_drift as fd
     >>> words = "--dataset synthetic:num_clients=8 --algorithm fedprox:mu=0.1 --cohort 4 --rounds 3 --lr 0.5"
@@ -84,22 +84,23 @@ def parse_run(
     (3, 0.5, 8)
 
     Args:
-      words: what one types after ``fedjax-drift run``, as one string or already split into words; without the options
-        that belong to the command alone (``--output``, ``--seeds``, ``--target``, ``--distributed``, checkpoints, ...).
+      words: the options of ``fedjax-drift run``, as one string or as a list of words. Options of the command itself are
+        not allowed (``--output``, ``--seeds``, ``--target``, ``--distributed``, checkpoints, ...).
       data: a `FederatedData` to use instead of loading the data set, normally the ``data`` of an earlier call.
-      values: a dict of numbers that replace options of local training (``lr``), or options that all the algorithms have
-        (``mu``). They may be JAX tracers, so that `fd.sweep` can vary them:
+      values: a dict of numbers. They replace options of local training (``lr``), or hyper-parameters that every
+        ``--algorithm`` in ``words`` has (``mu``). They may be JAX tracers, so that `fd.sweep` can vary them:
         ``lambda **values: fd.parse_run(words, data=data, values=values).simulations["fedprox:mu=0.1"]``.
 
     Raises:
-      ValueError: unknown options, values out of range, options that contradict each other or do not suit the data.
-      FileNotFoundError: the data set is not on this machine; the message says how to get it.
+      ValueError: an option is unknown, a value is out of range, or options contradict each other or do not fit the
+        data.
+      FileNotFoundError: the data set is not on this machine. The message says how to get it.
     """
     parser = Parser(prog="fedjax-drift run", add_help=False)
     add_run(parser)
     args, unknown = parser.parse_known_args(_words(words))
     if unknown:
-        parser.refuse(unknown[0], ": leave out what belongs to the command alone, such as --output and --seeds")
+        parser.refuse(unknown[0], ": leave out the options of the command itself, such as --output and --seeds")
     if data is not None:
         checks.instance("data", data, FederatedData, "pass the data of an earlier parse_run, or leave it out")
     numbers = _values(values, algorithm_specs(args))
@@ -108,7 +109,7 @@ def parse_run(
 
 
 def _words(words: Any) -> list[str]:
-    """The words one by one."""
+    """Returns the list of words."""
     if isinstance(words, str):
         try:
             return shlex.split(words)
@@ -117,13 +118,13 @@ def _words(words: Any) -> list[str]:
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         raise ConfigurationError(
             f"words must be a string or a list of strings, got {checks.shown(words)}: "
-            '"--dataset mnist --algorithm fedavg", for example'
+            'pass "--dataset mnist --algorithm fedavg", for example'
         )
     return list(words)
 
 
 def _values(values: Any, algorithms: Sequence[Spec]) -> dict[str, Any]:
-    """The values by their names, which are options of local training or of all the algorithms."""
+    """Checks that the names are options of local training, or hyper-parameters of every algorithm of the run."""
     if values is None:
         return {}
     checks.instance("values", values, Mapping, 'pass {"lr": 0.1}, for example')  # type: ignore[type-abstract]
@@ -134,7 +135,10 @@ def _values(values: Any, algorithms: Sequence[Spec]) -> dict[str, Any]:
 
 
 def use_devices(number: int | None) -> None:
-    """So many CPU devices; None: one per core, unless JAX has started, as in a notebook: its devices are kept."""
+    """Makes JAX use this number of CPU devices.
+
+    None means one device per core. If JAX has already started, as in a notebook, None keeps its devices.
+    """
     try:
         use_cpu_devices(number)
     except RuntimeError as error:
@@ -143,19 +147,21 @@ def use_devices(number: int | None) -> None:
 
 
 def algorithm_specs(args: argparse.Namespace) -> list[Spec]:
-    """The algorithms, each once."""
+    """Returns the algorithms. Raises ConfigurationError if one is given twice."""
     found = [parse_spec("algorithm", text, ALGORITHMS) for text in args.algorithm]
     names = [each.text for each in found]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigurationError(f"--algorithm must be different each time, got {name!r} {names.count(name)} times")
+            raise ConfigurationError(
+                f"--algorithm must have a different value each time, got {name!r} {names.count(name)} times"
+            )
     return found
 
 
 def assemble(
     args: argparse.Namespace, data: FederatedData | None = None, values: Mapping[str, Any] | None = None
 ) -> ParsedRun:
-    """Checks the options, loads the data unless they are given, and makes the simulations; see `parse_run`."""
+    """Checks the options, loads the data unless they are given, and creates the simulations. See `parse_run`."""
     dataset, written = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN), algorithm_specs(args)
     values = dict(values or {})
     trained = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
@@ -221,7 +227,7 @@ def assemble(
 
 
 def load_data(args: argparse.Namespace) -> FederatedData:
-    """The federation."""
+    """Returns the federation that the options describe."""
     dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
     recipe = _partitioner(args, dataset)
     data = datasets.load(dataset.name, recipe, args.data_dir, seed=data_seed(args), **dataset.options)
@@ -233,12 +239,12 @@ def load_data(args: argparse.Namespace) -> FederatedData:
 
 
 def data_seed(args: argparse.Namespace) -> int:
-    """Of the data and how they are dealt."""
+    """Returns the seed of the data set and of its partition."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
 def partition_text(args: argparse.Namespace) -> str:
-    """How, in words."""
+    """Returns the partition as text."""
     recipe = _partitioner(args, parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN))
     return repr(recipe) if recipe else "the data set's own clients"
 
@@ -249,8 +255,8 @@ def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition
         for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
             if value is not None:
                 raise ConfigurationError(
-                    f"{flag} needs --partition, got {value}: without one, {dataset.name} keeps its own clients; "
-                    "add --partition iid, for example"
+                    f"{flag} needs --partition, got {value}: {dataset.name} has natural clients, so add --partition "
+                    "iid, for example"
                 )
         return None
     hidden = ("num_clients", "seed", "size_sigma")
@@ -263,7 +269,7 @@ def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition
         value = args.clients if key == "num_clients" else args.size_sigma
         if value is not None and key not in takes:
             raise ConfigurationError(
-                f"--{flag} has no effect on {found.name}, got {value}: leave it out, or choose dirichlet"
+                f"--{flag} has no effect on {found.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
             )
     return factory(**{k: v for k, v in given.items() if k in takes}, **found.options)
 
@@ -273,7 +279,7 @@ def _model(args: argparse.Namespace, dataset: Spec, data: FederatedData) -> tupl
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
     classes = max(num_classes(dataset.name, **dataset.options), highest + 1)
     own = {"num_classes": classes, "input_shape": data.x.shape[1:]}
-    own |= dataset.options  # those that a model takes too, such as agnews' vocabulary
+    own |= dataset.options  # options that the model has too, such as the vocabulary of agnews
     own |= {"cosine": True} if args.cosine else {}
     takes = inspect.signature(MODELS[found.name]).parameters
     own |= {"sizes": movielens.sizes(data)} if "sizes" in takes else {}
@@ -287,7 +293,7 @@ def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:
         return None if norm is None else aggregation.clipped(norm)
     if norm is None:
         raise ConfigurationError(
-            f"--noise-multiplier is relative to --clip-updates, got {noise} alone: add --clip-updates 1"
+            f"--noise-multiplier needs --clip-updates, got {noise} without it: add --clip-updates 1, for example"
         )
     return aggregation.private(norm, noise)
 
@@ -300,7 +306,7 @@ def _algorithm(spec: Spec) -> Algorithm:
 
 
 def optimizer(text: str) -> optax.GradientTransformation:
-    """A client's optimizer, NAME[:key=value,...]."""
+    """Returns the client optimizer for NAME[:key=value,...]."""
     found = parse_spec("optimizer", text, OPTIMIZERS, hidden=("mu_dtype",))
     for key, value in found.options.items():
         if not isinstance(value, bool):
@@ -319,24 +325,24 @@ def _measure_every(args: argparse.Namespace) -> int:
     every = args.measure_every
     if every is not None and not args.measure:
         raise ConfigurationError(
-            f"--measure-every needs --measure, got {every}: add --measure {','.join(MEASURES)}, or some"
+            f"--measure-every needs --measure, got {every}: add --measure with one or more of {','.join(MEASURES)}"
         )
     if every is not None and every > args.rounds:
         raise ConfigurationError(
-            f"--measure-every must be in 1..{args.rounds}, the rounds, got {every}: nothing is measured"
+            f"--measure-every must be in 1..{args.rounds}, the number of rounds, got {every}: use a smaller number"
         )
     return every or 1
 
 
 def _bank(args: argparse.Namespace, algorithm: str) -> str:
-    """Where an algorithm's clients are kept: folders have one for each."""
+    """Returns where the client states of an algorithm are kept. A folder has one subfolder per algorithm."""
     where = args.bank
     if where in ("auto", "device", "sharded", "host"):
         return where
     folder = Path(where) / file_name(algorithm)
     if not args.resumed and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(
-            f"--bank must be a new or empty folder, got {where}, which holds {folder}: choose another"
+            f"--bank must be a new or empty folder, got {where}, which has {folder}: choose another folder"
         )
     return str(folder)
 

@@ -1,8 +1,8 @@
 """`fedjax-drift quickstart`: shows what client drift is, and that it can be corrected.
 
 FedAvg and two algorithms that correct client drift run on clients with about two of ten digits each. The model is
-logistic regression, as in the experiments of SCAFFOLD (section 7). It trains in less than a minute, and with every
-learning rate that was tried it shows the same.
+logistic regression, as in the experiments of SCAFFOLD (section 7). The command takes less than a minute. The result is
+the same with all learning rates that were tried.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from fedjax_drift.errors import ConfigurationError
 
 ALGORITHMS = ("fedavg", "scaffold", "feddc:alpha=0.1")
 TARGET = 0.75
-LAST = 10  # rounds that the table shows the means of: FedAvg's accuracy swings with the cohort
+LAST = 10  # the table shows means over this number of rounds, because FedAvg's accuracy varies with the cohort
 DESCRIPTION = f"""\
-Shows what client drift is, and that it can be corrected: clients with about two
-of ten digits each train logistic regression, with {", ".join(ALGORITHMS[:-1])} and
-{ALGORITHMS[-1]}. The digits are drawn, nothing is downloaded. It prints a
-table. Besides the files of fedjax-drift run it writes drift_story.png, a
-picture of the results.
+Shows what client drift is, and that it can be corrected. Clients with about two
+of ten digits each train logistic regression with {", ".join(ALGORITHMS[:-1])} and
+{ALGORITHMS[-1]}. The digits are generated, nothing is downloaded. The command
+prints a table. It writes the files of fedjax-drift run and drift_story.png, a
+plot of the results.
 """
 INTRODUCTION = """\
-{clients:,} clients hold drawn digits, about two of the ten digits each. In each of {rounds:,} rounds, {cohort:,} of
-them train a copy of the global model (logistic regression) on their own digits, and the server averages the copies.
-Local training pulls each copy towards its client's own digits: this is client drift. FedAvg averages and does nothing
-else; SCAFFOLD and FedDC also correct the drift. It takes less than a minute on two idle cores, and is the command
+{clients:,} clients have images of generated digits, about two of the ten digits each. In each of {rounds:,} rounds,
+{cohort:,} clients train a copy of the global model (logistic regression) on their own digits, and the server averages
+the copies. Local training pulls each copy towards the digits of its client. This is client drift. FedAvg only averages.
+SCAFFOLD and FedDC also correct the drift. This takes less than a minute on two idle cores. The same command in full:
 """
 READING = """\
-How to read drift_story.png: the clients' labels differ (top left), so their models drift apart in local training (top
-right). Correcting this makes the global model more accurate (bottom left), in fewer rounds (bottom right)."""
+How to read drift_story.png: the clients have different labels (top left), so their models drift apart in local training
+(top right). With a correction of this drift, the global model is more accurate (bottom left) and needs fewer rounds
+(bottom right)."""
 NEXT = """\
-To go on, change something in the command above: --partition iid (clients that are alike), --algorithm fedeve,
---model mnist_2nn, --seeds 3. All options: fedjax-drift run --help"""
+Next steps: change the command above, for example with --partition iid (similar clients), --algorithm fedeve,
+--model mnist_2nn or --seeds 3. All options: fedjax-drift run --help"""
 
 
 def fill_quickstart(parser: argparse.ArgumentParser) -> None:
@@ -75,12 +76,12 @@ def quickstart(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], in
 
 
 def run_words(args: argparse.Namespace) -> list[str]:
-    """The words after fedjax-drift. ValueError for a cohort that is larger than the federation."""
+    """Returns the words after fedjax-drift. Raises ValueError if the cohort is larger than the federation."""
     if args.cohort is not None and args.cohort > args.clients:
         raise ConfigurationError(
-            f"--cohort must be in 1..{args.clients} (all clients), got {args.cohort}: raise --clients"
+            f"--cohort must be in 1..{args.clients} (all clients), got {args.cohort}: use a larger --clients"
         )
-    # 0.03 is FedAvg's best learning rate of 0.01, 0.03, 0.1 and 0.3; alpha is the FedDC paper's for digits.
+    # 0.03 is FedAvg's best learning rate among 0.01, 0.03, 0.1 and 0.3. alpha is that of the FedDC paper for digits.
     words = [
         "run", f"--dataset=glyphs:num_writers={4 * args.clients},num_classes=10", "--partition=shards:2",
         f"--clients={args.clients}", "--model=linear", f"--cohort={_cohort(args)}", f"--rounds={args.rounds}",
@@ -97,7 +98,8 @@ def introduction(args: argparse.Namespace) -> str:
 
 
 def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float) -> str:
-    """One line an algorithm: the round in which it first meets the target, and means over the last rounds."""
+    """Returns one line per algorithm: the round in which it first reaches the target, and means over the last
+    rounds."""
     try:
         reached = fd.rounds_to_target(records, target)
     except ValueError:  # stopped before the first evaluation
@@ -111,7 +113,7 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float) -> 
         accuracy, drift = (_mean(history, key) for key in ("accuracy", "client_drift"))
         lines.append(f"{name:{width}}  {met:>14}  {100 * accuracy:6.1f} %  {drift:12.2g}")
     shown = min(LAST, max(map(len, records.values())))
-    return "\n".join([*lines, f"Accuracy and client drift (FedEve, equation 4): means of the last {shown} rounds."])
+    return "\n".join([*lines, f"Accuracy and client drift (FedEve, equation 4) are means of the last {shown} rounds."])
 
 
 def _cohort(args: argparse.Namespace) -> int:
@@ -119,6 +121,9 @@ def _cohort(args: argparse.Namespace) -> int:
 
 
 def _mean(history: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Of the last rounds that have it, NaN if none has; of a list the last entry, after the last local epoch."""
+    """Returns the mean of ``key`` over the last rounds that have it, or NaN if there are none.
+
+    If a value is a list, its last entry is used, which belongs to the last local epoch.
+    """
     values = [np.ravel(record[key])[-1] for record in history[-LAST:] if key in record]
     return float(np.mean(values)) if values else float("nan")

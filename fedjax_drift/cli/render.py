@@ -1,4 +1,4 @@
-"""What the commands print: headings, tables, listings, errors and warnings."""
+"""The printed output of the commands: headings, tables, listings, errors and warnings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
         print(f"\nfedjax-drift: warning: {message}", file=sys.stderr)
 
 
-NAME_WIDTH = 22  # of an algorithm in the table, which then has 80 columns
+NAME_WIDTH = 22  # columns for the name of an algorithm in the table, which then has 80 columns
 
 
 def heading(config: Mapping[str, Any], output: Path) -> str:
@@ -40,16 +40,17 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
                if value not in (None, 0.0) and (name, value) != ("over_selection", 1.0)]  # fmt: skip
     failing += [config["aggregation"]] * (config["aggregation"] != "mean")
     how = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
-    dealt = "" if redeal is None else f", rows dealt anew {how}"
+    dealt = "" if redeal is None else f", examples redistributed {how}"
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
-        "data": f"{config['dataset']['name']}: {data['rows']:,} rows, {data['test_rows']:,} for testing",
-        "clients": f"{data['clients']:,} of {data['sizes']['min']:,} to {data['sizes']['max']:,} rows, "
-        f"{config['cohort_size']:,} a round ({config['sampling']}{dealt})",
+        "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
+        "testing",
+        "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
+        f"{config['cohort_size']:,} per round ({config['sampling']}{dealt})",
         "model": f"{model['name']}, {model['parameters']:,} parameters",
         "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
-        **({"who answers": ", ".join(failing)} if failing else {}),
+        **({"failures": ", ".join(failing)} if failing else {}),
         **measured,
         "devices": f"{config['devices']['count']} ({config['devices']['platform']}), lanes {config['lanes']}",
         "output": str(output),
@@ -57,10 +58,10 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
 
 
 def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None = None) -> str:
-    """One line an algorithm; seconds a round: the median, which leaves out the compilation in the first. Of several
-    seeds means, and their standard deviation.
+    """Returns one line per algorithm, and a second line if it also keeps the mean of its clients' models.
 
-    A second line where the algorithm also keeps the mean of its clients' models.
+    The seconds per round are a median, so that the compilation in the first round has no effect. With several seeds,
+    the table has means and a line with the standard deviation.
     """
     width = min(NAME_WIDTH, max(map(len, ["algorithm", *records])))
     runs = {name: by_seed(history) for name, history in records.items()}
@@ -68,7 +69,7 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
     last = "s/round" if target is None else f"to {100 * target:g} %"
     lines = [f"{'algorithm':{width}}  rounds  accuracy     best  at round  train loss  {last:>8}"]
     for name, seeds in runs.items():
-        if len(name) > width:  # on a line of its own: what tells two of them apart may be at the end
+        if len(name) > width:  # on a separate line, because two long names may differ only at the end
             lines.append(name)
         every = [record for history in seeds for record in history]
         rounds, loss = min(map(len, seeds)), float(np.mean([history[-1]["train_loss"] for history in seeds]))
@@ -85,7 +86,10 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
 
 
 def _met(runs: Mapping[str, Sequence[Any]], target: float) -> dict[str, str]:
-    """Of each algorithm the mean round of its seeds in which the target is first met; > where one never meets it."""
+    """Returns the round in which each algorithm first reaches the target, as a mean over seeds.
+
+    ">" means that at least one seed does not reach it.
+    """
     try:
         reached = fd.rounds_to_target(runs, target)
     except ValueError:  # nothing was evaluated
@@ -98,7 +102,7 @@ def _met(runs: Mapping[str, Sequence[Any]], target: float) -> dict[str, str]:
 
 
 def _ends(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list[tuple[float, tuple[float, int]]]:
-    """Of each seed the last value, and the best with its round."""
+    """Returns for each seed the last value, and the best value with its round."""
     known = [[(record[key], record["round"]) for record in history if key in record] for history in seeds]
     return [(pairs[-1][0], max(pairs, key=lambda pair: pair[0])) for pairs in known if pairs]
 
@@ -112,9 +116,9 @@ def _accuracies(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> str:
 
 
 def clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
-    """Of each algorithm how accurate the global model is for clients, and after another epoch of their own."""
-    width = max(map(len, ["own test rows", *per_client]))
-    lines = [f"{'own test rows':{width}}  clients    mean  worst 10 %  after an epoch: mean  worst 10 %"]
+    """Returns for each algorithm the accuracy on the clients' own test examples, before and after fine-tuning."""
+    width = max(map(len, ["own test data", *per_client]))
+    lines = [f"{'own test data':{width}}  clients    mean  worst 10 %  after an epoch: mean  worst 10 %"]
     for algorithm, scores in per_client.items():
         known = [fd.personal.summary(scores[name]) for name in ("accuracy", "personal_accuracy")]
         (mean, worst), (own, own_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
@@ -124,7 +128,7 @@ def clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
 
 
 def listing(data_dir: str | None) -> str:
-    """The data sets, what is here, and how to get the rest."""
+    """Returns the list of data sets: their sources on this machine, and how to get the missing ones."""
     found = fd.datasets.describe(data_dir)
     lines = ["data set       labels  where"]
     lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['found']}" for entry in found]
@@ -138,7 +142,7 @@ def listing(data_dir: str | None) -> str:
         if not entry["available"]:
             lines += ["", f"To get {entry['name']}:"]
             lines += wrap(entry["how"], "  ", "  ")
-    lines += ["", "A picture of one: fedjax-drift data NAME --partition dirichlet:0.3 --clients 100"]
+    lines += ["", "To plot the clients of one: fedjax-drift data NAME --partition dirichlet:0.3 --clients 100"]
     return "\n".join(lines)
 
 
@@ -148,7 +152,7 @@ def aligned(entries: Mapping[str, str]) -> str:
 
 
 def wrap(text: str, first: str, later: str, width: int = 80) -> list[str]:
-    """Lines of 80 columns; words are kept whole, so that paths and options can be copied."""
+    """Wraps the text at 80 columns. Words are not broken, so that paths and options can be copied."""
     wrapper = textwrap.TextWrapper(width, first, later, break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text)
 

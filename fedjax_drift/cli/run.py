@@ -1,4 +1,4 @@
-"""`fedjax-drift run`: simulates algorithms one after another, logs their rounds and compares them."""
+"""`fedjax-drift run`: simulates algorithms one after another, logs the rounds and compares the algorithms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedjax_drift.simulation.sweep import check_sweepable
 from fedjax_drift.storage.checkpoint import restore_together, split_by_run
 from fedjax_drift.storage.files import lock_folder, replace_file, unused
 
-RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed by --resume
+RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed with --resume
 
 
 RUN_EXAMPLES = """\
@@ -75,10 +75,10 @@ and --no-progress may be changed when a run is resumed.
 
 
 class Ended(NamedTuple):
-    """What an algorithm leaves."""
+    """The results of an algorithm."""
 
-    states: dict[int, fd.ServerState]  # of each seed
-    scores: dict[str, np.ndarray]  # of each client, with --per-client
+    states: dict[int, fd.ServerState]  # the last state of each seed
+    scores: dict[str, np.ndarray]  # the scores of each client, with --per-client
 
 
 def fill_run(parser: argparse.ArgumentParser) -> None:
@@ -92,27 +92,27 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
         type=_processes,
         metavar="HOST:PORT,P,I",
         help="run as one of several processes that are started with the same command, for example by srun or mpirun. "
-        "Without such a launcher give the address of the first process, the number of processes P, and the index I of "
-        "this process, from 0",
+        "Without such a launcher, pass the address of the first process, the number of processes P, and the index I "
+        "(0..P-1) of this process",
     )
     add_output(group)
     add(
-        group, "--seeds", "N", "number of seeds, SEED to SEED + N - 1. A seed changes the cohorts and the initial "
-        "model, not the partition. The seeds run side by side in one program; tables and plots show the mean and the "
-        "spread over seeds", seeds, 1,
+        group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
+        "the initial model, but not the partition. All seeds run side by side in one program. Tables and plots show "
+        "the mean and the spread over seeds", seeds, 1,
     )  # fmt: skip
     add(
         group,
         "--target",
         "ACCURACY",
-        "target accuracy in 0..1: report and plot the first round that reaches it",
+        "target accuracy in 0..1: report and plot the first round that reaches this accuracy",
         _target,
     )
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     group.add_argument(
         "--per-client", action="store_true", help="at the end, evaluate the model on each client's own test data, "
-        "before and after one epoch of fine-tuning. A common test set is split by the clients' label mixes. "
-        "With several seeds the mean is reported",
+        "before and after one epoch of fine-tuning. A common test set is split such that each client gets its label "
+        "mix. With several seeds the mean is reported",
     )  # fmt: skip
     group = parser.add_argument_group("checkpoints")
     add(group, "--resume", "OUTPUT", "resume the run in this folder; see below")
@@ -122,7 +122,7 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
         group,
         "--keep",
         "K",
-        "number of newest checkpoints to keep, in addition to the best; 0: no checkpoints",
+        "number of newest checkpoints to keep, in addition to the best one; 0: write no checkpoints",
         count0,
         3,
     )
@@ -130,7 +130,10 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
 
 
 def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
-    """What was typed, or with `run --resume OUTPUT` what was typed then, and OUTPUT; ValueError unless it can go on."""
+    """Returns the words of the command and None, or with `run --resume OUTPUT` the words of that run and OUTPUT.
+
+    Raises ValueError if the run cannot be resumed.
+    """
     if argv[:1] != ["run"] or not any(word.partition("=")[0] == "--resume" for word in argv):
         return argv, None
     parser = Parser(prog="fedjax-drift run", add_help=False)
@@ -138,30 +141,32 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     for flag in RESUMED:
         kind = {"action": "store_true"} if flag == "--no-progress" else {"type": count} if flag == "--rounds" else {}
         parser.add_argument(flag, **kind)
-    parser.add_argument("--distributed", nargs="?", const=True)  # never as before: ports and numbers may differ
+    # --distributed is not taken from the first command, because ports and numbers may differ.
+    parser.add_argument("--distributed", nargs="?", const=True)
     args, unknown = parser.parse_known_args(argv[1:])
     if unknown:
         raise ConfigurationError(
-            f"--resume goes on as before: only {', '.join(RESUMED)} and --distributed may be added, got {unknown[0]!r}"
+            f"with --resume only {', '.join(RESUMED)} and --distributed may be changed, got {unknown[0]!r}: leave it "
+            "out"
         )
     try:
         config = json.loads((args.resume / CONFIG).read_text())
         alone = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
         command, rounds = shlex.split(alone)[1:], int(config["rounds"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last of brackets by the thousand
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigurationError(
             f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
-            "that run anew"
+            "this run again from the beginning"
         ) from error
     if args.rounds is not None and args.rounds < rounds:
-        raise ConfigurationError(f"--rounds must be at least the {rounds} of the run that goes on, got {args.rounds}")
+        raise ConfigurationError(f"--rounds must be at least {rounds}, as in the resumed run, got {args.rounds}")
     changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in (*RESUMED, "--distributed")]
     added = [flag if value is True else f"{flag}={value}" for flag, value in changed if value]
     return command + added, args.resume
 
 
 def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[..., str] = table) -> Callable[[], int]:
-    """Checks the options and reads the data; returns a function that does the work.
+    """Checks the options and reads the data. Returns a function that runs the algorithms.
 
     final_table: ``final_table(records, target)`` is printed at the end.
     """
@@ -170,10 +175,12 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
     seeds = [args.seed + i for i in range(args.seeds)]
     if args.seeds > 1 and args.distributed:
         raise ConfigurationError(
-            f"--seeds takes one process, got {args.seeds} with --distributed: leave one of them out"
+            f"--seeds must be 1 with --distributed, got {args.seeds}: leave one of the two options out"
         )
     if args.target is not None and not args.eval_every:
-        raise ConfigurationError(f"--target needs evaluations, got {args.target} with --eval-every 0: leave that out")
+        raise ConfigurationError(
+            f"--target needs evaluations, got {args.target} with --eval-every 0: leave --eval-every 0 out"
+        )
     if not args.distributed:
         use_devices(args.devices)
     parsed = assemble(args)
@@ -203,13 +210,13 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
     def work() -> int:
         mesh = simulations[names[0]].mesh
         before: dict[str, tuple[fd.ServerState | None, list[dict[str, Any]]]] = {}
-        with contextlib.ExitStack() as locked:  # nobody else writes there meanwhile
+        with contextlib.ExitStack() as locked:  # no other process writes to the folder meanwhile
             first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
             if args.resumed:
                 config["started"] = json.loads((output / CONFIG).read_text())["started"]
                 before = _restored(simulations, checkpoints, seeds, args.rounds)
                 if not before:
-                    checks.warn(f"{output} has no checkpoint yet: the run starts again at round 0")
+                    checks.warn(f"{output} has no checkpoint yet: the run starts again from round 0")
             else:
                 first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()], output, names))
 
@@ -249,8 +256,10 @@ def _restored(
     seeds: Sequence[int],
     rounds: int,
 ) -> dict[str, tuple[fd.ServerState | None, list[dict[str, Any]]]]:
-    """Of each algorithm that has come to its first checkpoint the newest state, and the history. Several seeds have
-    their states restored by the sweep."""
+    """Returns the newest state and the history of each algorithm that has a checkpoint.
+
+    With several seeds, the sweep restores the states itself.
+    """
     if len(seeds) > 1:
         found = {}
         for name, kept in checkpoints.items():
@@ -268,7 +277,7 @@ def _restored(
 
 
 def _delete(folders: Sequence[Path], output: Path, names: Sequence[str]) -> None:
-    """What --force replaces: checkpoints and models."""
+    """Deletes the files that --force replaces: checkpoints and models."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     for name in names:
@@ -277,9 +286,11 @@ def _delete(folders: Sequence[Path], output: Path, names: Sequence[str]) -> None
 
 
 def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Path) -> dict[str, fd.Checkpoints]:
-    """Where each algorithm is saved; nowhere with --keep 0."""
+    """Returns the `Checkpoints` of each algorithm, or an empty dict with --keep 0."""
     if args.resumed and not args.keep:
-        raise ConfigurationError(f"--resume needs checkpoints, got {output}, a run with --keep 0: start it anew")
+        raise ConfigurationError(
+            f"--resume needs checkpoints, got {output}, a run with --keep 0: start it again from the beginning"
+        )
     if not args.keep:
         return {}
     folders = {name: f"{i}-{file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
@@ -297,23 +308,25 @@ def simulate(
     data: fd.FederatedData,
     final_table: Callable[..., str],
 ) -> int:
-    """Runs one algorithm after another with ``start(name, on_round)``; after Ctrl-C, reports what is done.
+    """Runs one algorithm after another with ``start(name, on_round)``. After Ctrl-C, it reports the completed rounds.
 
-    before: the histories of the algorithms that were restored. Of several processes only the first writes files. When
-    an algorithm fails, for example because its model has diverged, the next one runs.
+    With several processes, only the first writes files. If an algorithm fails, for example because its model has
+    diverged, the next one runs.
+
+    before: the histories of the algorithms that were restored.
     """
     writes = fd.distributed.is_first()
     if writes:
         try:
             output.mkdir(parents=True, exist_ok=True)
             replace_file(output / CONFIG, json.dumps(config, indent=2) + "\n")
-        except OSError as error:  # nothing has been done that could be lost
+        except OSError as error:  # no rounds have been run that could be lost
             raise ConfigurationError(
-                f"--output must be where files can be written, got {output} ({error.strerror}): choose another, or see "
-                "to that"
+                f"--output must be a folder where files can be written, got {output} ({error.strerror}): choose "
+                "another folder"
             ) from error
     print(heading(config, output), flush=True)
-    resume = f"to go on: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
+    resume = f"to resume: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
     records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
     interrupted, stopped, several = False, [], len(config["seeds"]) > 1
     per_client: dict[str, dict[str, np.ndarray]] = {}
@@ -344,7 +357,7 @@ def simulate(
                 interrupted = len(history) < complete  # Simulation.run ends early on Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
-            except SystemExit as ending:  # SIGTERM: whoever sent it will not wait for pictures
+            except SystemExit as ending:  # SIGTERM: there is no time for plots
                 done = len(history) // len(files)
                 print(f"\nfedjax-drift: stopped {name} after {done} rounds; {resume}", file=sys.stderr)
                 return int(ending.code or 0)
@@ -354,10 +367,10 @@ def simulate(
                     show_error(f"stopped {stopped[-1]}: {error}")
             if interrupted:
                 break
-    if before:  # more rounds of one algorithm may have been written after another's
+    if before:  # the rounds of the algorithms may be out of order in the log
         try:
             fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]).close()
-        except ValueError as error:  # no room to put them in order
+        except ValueError as error:  # the disk has no room for the sorted log
             checks.warn(str(error))
     records = {name: history for name, history in records.items() if history}
     names_written = ["config.json", "rounds.jsonl", "rounds.csv"]

@@ -22,11 +22,11 @@ COLUMNS = (
 )
 BINDS_BELOW = 30.0  # nM
 KD = re.compile(r"([<>]?)\s*(\d+\.?\d*(?:[eE][+-]?\d+)?)")
-CODES = bytes(byte - 32 if 32 < byte < 127 else 0 for byte in range(256))  # of printable ASCII: 1..94
+CODES = bytes(byte - 32 if 32 < byte < 127 else 0 for byte in range(256))  # printable ASCII becomes 1..94
 
 
 def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[Pair, Pair]:
-    """Reads x int8 [M, ligand + protein] and y int32 [M], 1 = binds. 20 %, drawn with ``seed``, are test examples.
+    """Reads x int8 [M, ligand + protein] and y int32 [M], 1 = binds. A random 20 % (``seed``) are test examples.
 
     Raises FileNotFoundError, and ValueError for a damaged file or one without at least 2 measurements of Kd.
     """
@@ -34,7 +34,7 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
     pairs = measurements(path)
     if len(pairs) < 2:
         raise ConfigurationError(
-            f"cannot use {path}: at least 2 pairs must have a Kd, got {len(pairs)}: take the whole file"
+            f"cannot use {path}: at least 2 pairs must have a Kd, got {len(pairs)}: use the whole file"
         )
     ligands, proteins = zip(*pairs, strict=True)
     x = np.concatenate([encoded(ligands, ligand), encoded(proteins, protein)], 1)
@@ -58,10 +58,10 @@ def measurements(path: Path) -> dict[tuple[str, str], bool]:
         columns = [place for place in places if place is not None]
         for number, line in enumerate(file, 2):
             if not line.endswith("\n"):
-                raise lines.damaged(number, "whole, with its line end", line)
+                raise lines.damaged(number, "a complete line with a line end", line)
             fields = line.rstrip("\r\n").split("\t", max(columns) + 1)
             if len(fields) <= max(columns):
-                raise lines.damaged(number, f"at least {max(columns) + 1} values, as the header has them", line)
+                raise lines.damaged(number, f"at least {max(columns) + 1} values, like the header", line)
             smiles, protein, kd = (fields[column].strip() for column in columns)
             if not (smiles and protein and kd):
                 continue

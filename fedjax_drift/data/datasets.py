@@ -1,11 +1,14 @@
 """The data sets by name: `load("mnist", partition=...)` returns a `FederatedData`.
 
 `synthetic` and `glyphs` are generated. The others are read from files in `data_dir` (by default $FEDJAX_DRIFT_DATA,
-then the cache): npz files, or the files that their authors publish. If no file is found, `mnist`, `fashion_mnist`,
-`emnist` (except the letters split), `cifar10` and `cifar100` are read from tensorflow-datasets.
+then the cache). These are npz files or the files that the authors of the data set publish. If there is no file,
+`mnist`, `fashion_mnist`, `emnist` (except the letters split), `cifar10` and `cifar100` are read from
+tensorflow-datasets.
 
-`DATASETS` has one loader per data set: (data_dir, seed, natural, *, options of the data set) -> `Samples`. `from_leaf`,
-`from_fedjax` and `from_tff` read federations from your own files.
+`DATASETS` has one loader per data set: (data_dir, seed, natural, *, options of the data set) -> `Samples`. natural:
+keep the clients that the data set defines (its writers or users), because no partition was given.
+
+`from_leaf`, `from_fedjax` and `from_tff` read federations from your own files.
 """
 
 from __future__ import annotations
@@ -111,8 +114,8 @@ def load(
       data_dir: the folder of the files; no other place is searched. Default: `$FEDJAX_DRIFT_DATA` if set, then the
         cache (`$FEDJAX_DRIFT_CACHE` or ``~/.cache/fedjax_drift``), then tensorflow-datasets (`$TFDS_DATA_DIR` or
         ``~/tensorflow_datasets``).
-      standardize: if True (default), images are standardised with the mean and standard deviation of the data set, if
-        it has them (all real images except femnist). Otherwise images are scaled to [0, 1].
+      standardize: if True (default), images are standardised with the mean and standard deviation of the data set. If
+        it is False, or the data set has no mean and standard deviation (femnist, glyphs), images are scaled to [0, 1].
       seed: random seed, >= 0. It is used for generated data, for the default partition, for the test examples of
         femnist and bindingdb, and for the negative examples of movielens.
       options: options of the data set, by name.
@@ -126,7 +129,7 @@ def load(
     options = _checked(name, options)
     if partition is not None and (not callable(partition) or partition in (iid, dirichlet, shards, by_writer)):
         raise ConfigurationError(
-            f"partition must be a recipe such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
+            f"partition must be a partitioner such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
         )
     files.folders(data_dir)
     checks.flag("standardize", standardize)
@@ -139,7 +142,8 @@ def load(
 
 
 def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as Python values. ValueError for an unknown name or option, or an illegal value."""
+    """Returns the options as Python values. Raises ValueError for an unknown name or option and for an illegal
+    value."""
     checks.choice("name", name, NAMES)
     known, checked = OPTIONS[name], dict(options)
     for option, value in options.items():
@@ -153,7 +157,7 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         elif option in LOWEST:
             checked[option] = checks.integer(option, value, LOWEST[option])
         elif option in SPREADS:
-            checked[option] = checks.nonnegative(option, value, "it is a standard deviation, 1.0 is usual")
+            checked[option] = checks.nonnegative(option, value, "it is a standard deviation, for example 1.0")
         else:
             checks.flag(option, value)
     if checked.get("num_classes") is not None:
@@ -172,7 +176,7 @@ def _partitioned(name: str, samples: Samples, partitioner: Partition, standardiz
             parts = partitioner(y, writer=writer)
         except TypeError as error:
             raise ConfigurationError(
-                f"partition must be a function of labels and writer=, got one that says {error}"
+                f"partition must be a function of labels and writer=, got a function that raises: {error}"
             ) from error
         return FederatedData.from_partition(x, y, parts, test, mean=mean, std=std, name=name)
     # The examples are already grouped by writer. They are not copied, because glyphs has half a gigabyte.
@@ -193,19 +197,20 @@ def synthetic(
     iid_data: bool | None = None,
     seed: int = 0,
 ) -> FederatedData:
-    """Synthetic linear classification, as `load("synthetic", ...)`; ``alpha`` and ``beta`` make the clients differ.
+    """Synthetic linear classification, the same as `load("synthetic", ...)`. ``alpha`` and ``beta`` make clients
+    differ.
 
-    Client k labels its examples without noise: y = argmax(x W_k + b_k), with x ~ N(v_k, diag(j^-1.2)), j = 1..d,
-    float32.
+    The labels of client k are y = argmax(x W_k + b_k), without noise. The inputs are x ~ N(v_k, diag(j^-1.2)),
+    j = 1..d, float32.
 
     - variant="feddyn": d = 30, 5 classes, N = 20, 200 examples per client, all for training. The test set is the union
-      of the training data. `iid_sol` defaults to alpha == 0 and `iid_data` to beta == 0; this is our inference from the
-      authors' example, which sets both for Synthetic(0, 0). (Acar et al., ICLR 2021, and Gao et al., CVPR 2022: the
-      authors' code.)
+      of the training data. By default `iid_sol` is True if alpha = 0, and `iid_data` is True if beta = 0. The authors'
+      example sets both for Synthetic(0, 0); the rule for other values is our interpretation. (Code of the authors of
+      Acar et al., ICLR 2021, and Gao et al., CVPR 2022.)
     - variant="fedprox": d = 60, 10 classes, N = 30, sizes 50 + floor(LogNormal(4, 2)). 90 % of a client's examples are
-      for training, the rest is its own test set. `iid_sol` and `iid_data` default to False, also for alpha = beta = 0;
-      if both are True, it is the authors' Synthetic IID. (Li et al., MLSys 2020, section 5.1 and appendix C.1, with the
-      authors' code, in which alpha and beta are standard deviations; the paper writes N(0, alpha).)
+      for training, and 10 % are the client's test examples. `iid_sol` and `iid_data` are False by default, also for
+      alpha = beta = 0. If both are True, it is the authors' Synthetic IID. (Li et al., MLSys 2020, section 5.1 and
+      appendix C.1. alpha and beta are standard deviations, as in the authors' code; the paper writes N(0, alpha).)
 
     Args:
       alpha: standard deviation of u_k ~ N(0, alpha), the mean of the entries of W_k and b_k (their variance is 1).
@@ -235,13 +240,13 @@ def synthetic(
 
 
 def num_classes(name: str, **options: Any) -> int:
-    """The number of classes of a data set with these options of `load`. Raises ValueError as `load` does."""
+    """Returns the number of classes of a data set with these options of `load`. Raises the ValueErrors of `load`."""
     options = _checked(name, options)
     return options.get("num_classes") or _all_classes(name, options)
 
 
 def _all_classes(name: str, options: Mapping[str, Any]) -> int:
-    """The number of classes of a data set before ``num_classes=`` drops some."""
+    """Returns the number of classes of a data set before ``num_classes=`` reduces it."""
     if name == "emnist":
         return EMNIST[options.get("split", "letters")]
     return generated.VARIANTS[options.get("variant", "feddyn")][1] if name == "synthetic" else CLASSES[name]
@@ -254,8 +259,13 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
       data_dir: as in `load`.
 
     Returns:
-      Dicts with the keys ``name``; ``classes``, the number of classes with the default options; ``found``, the result
-      of `found` with the default options; ``available``, a bool; ``how``, one line on how to get the data.
+      Dicts with the keys:
+
+      - ``name``: the name of the data set.
+      - ``classes``: the number of classes with the default options.
+      - ``found``: the result of `found` with the default options.
+      - ``available``: whether the data can be loaded, a bool.
+      - ``how``: how to get the data, in one line.
 
     Raises:
       ValueError: `data_dir` is not the path of a folder.
@@ -264,9 +274,10 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
 
 
 def found(name: str, data_dir: DataDir = None, **options: Any) -> str:
-    """The source that `load` reads with these arguments: a path, "made on the spot", "tensorflow-datasets" or "no".
+    """Returns the source that `load` reads with these arguments. No file is opened.
 
-    "no" means that there is no source. No file is opened. Raises ValueError as `load` does.
+    The source is a path, "made on the spot" (the data are generated), "tensorflow-datasets", or "no" if there is no
+    source. Raises the ValueErrors of `load`.
     """
     options, _ = _checked(name, options), files.folders(data_dir)
     if name not in FILES:

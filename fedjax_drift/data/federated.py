@@ -1,7 +1,7 @@
 """The data of a federation: one flat array of examples, grouped by client.
 
-The examples of client i are contiguous, ``x[offsets[i] : offsets[i] + sizes[i]]``. So a client of any size is described
-by two integers, and a minibatch is a gather by row number. Nothing is padded, and nothing is copied in a round.
+The examples of client i are contiguous: ``x[offsets[i] : offsets[i] + sizes[i]]``. So two integers describe a client of
+any size, and a minibatch is a gather by index. The examples are not padded, and they are not copied in a round.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class FederatedData:
     mean: Any = None
     """Mean of the uint8 images, scaled to [0, 1]: a scalar, or one value per channel (the last axis of x); float32."""
     std: Any = None
-    """Standard deviation, likewise. Give both or neither."""
+    """Standard deviation of the uint8 images, scaled to [0, 1], like `mean`. Give both or neither."""
     name: str = "data"
     redeal: float | str | None = None
-    """Redistribution of the cohort's examples in every round; set it with `redealt`. "evenly": the examples are pooled
-    and split evenly. A number alpha > 0: they are pooled, and each class is split by Dirichlet(alpha). None: clients
-    train on their own examples."""
+    """Redistribution of the cohort's examples in every round. Set it with `redealt`. "evenly": the examples are pooled
+    and split evenly. A number alpha > 0: the examples are pooled, and each class is split by Dirichlet(alpha). None:
+    clients train on their own examples."""
     client_names: tuple[str, ...] | None = None
     """N distinct names, one per client. None if the clients only have ids."""
 
@@ -66,8 +66,8 @@ class FederatedData:
             raise ConfigurationError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
         if self.sizes.min() < 1:
             raise ConfigurationError(
-                f"every client needs at least 1 row, but client {int(self.sizes.argmin())} is empty: leave it out, "
-                "or choose a partition with min_size >= 1"
+                f"every client needs at least 1 example, but client {int(self.sizes.argmin())} is empty: leave it out, "
+                "or use a partitioner with min_size >= 1"
             )
         if (self.x_test is None) != (self.y_test is None):
             raise ConfigurationError("a test set needs both inputs and labels: pass test=(x, y)")
@@ -78,14 +78,14 @@ class FederatedData:
                 same_dtype = train.dtype == test.dtype or kind == "labels"
                 if test.shape[1:] != train.shape[1:] or not same_dtype:
                     raise ConfigurationError(
-                        f"test {kind} must look like the training {kind}, {_row(train)} a row, got {_row(test)}: "
-                        "convert them alike"
+                        f"test {kind} must have the dtype and shape of the training {kind}, {_row(train)} per example, "
+                        f"got {_row(test)}: convert both in the same way"
                     )
         if self.test_sizes is not None:
             tests = _counts(self.test_sizes, "test_sizes", 0 if self.x_test is None else len(self.x_test))
             if len(tests) != len(self.sizes):
                 raise ConfigurationError(
-                    f"test_sizes must be {len(self.sizes)} numbers, one a client, got {len(tests)}"
+                    f"test_sizes must have {len(self.sizes)} numbers, one per client, got {len(tests)}"
                 )
             replace_fields(test_sizes=tests)
         if (self.mean is None) != (self.std is None):
@@ -95,22 +95,24 @@ class FederatedData:
                 continue
             if self.x.dtype != np.uint8:
                 raise ConfigurationError(
-                    f"{name} is for uint8 images, got inputs of {self.x.dtype}, which reach the model unchanged: "
+                    f"{name} must be None unless the inputs are uint8 images, got inputs of {self.x.dtype}: "
                     "standardise them yourself"
                 )
             per_channel = np.asarray(checks.array(name, [value])[0], np.float32)
             if per_channel.shape not in ((), self.x.shape[-1:]) or not np.isfinite(per_channel).all():
                 raise ConfigurationError(
-                    f"{name} must be a finite number, or one for each of the {self.x.shape[-1]} channels, got {value}"
+                    f"{name} must be a finite number, or {self.x.shape[-1]} of them, one per channel, got {value}"
                 )
             if name == "std" and not (per_channel > 0).all():
-                raise ConfigurationError(f"std must be > 0, got {value}: use the data's, with pixels scaled to [0, 1]")
+                raise ConfigurationError(
+                    f"std must be > 0, got {value}: pass the standard deviation of the pixels, scaled to [0, 1]"
+                )
             replace_fields(**{name: per_channel})
         checks.text("name", self.name)
         if self.redeal is not None and not (isinstance(self.redeal, str) and self.redeal == "evenly"):
-            fix = "0.01 deals very unevenly, 100 almost alike; None deals evenly"
+            fix = "0.01 splits very unevenly, 100 almost evenly; None splits evenly"
             replace_fields(redeal=checks.positive("alpha", self.redeal, fix, computed=False))
-            _check_classes(self.y, "dealing by Dirichlet(alpha) needs")
+            _check_classes(self.y, "redealt(alpha) needs")
         if self.client_names is not None:
             is_list = isinstance(self.client_names, Sequence) and not isinstance(self.client_names, str | bytes)
             is_list |= isinstance(self.client_names, np.ndarray) and self.client_names.ndim == 1
@@ -119,7 +121,7 @@ class FederatedData:
             if len(names) != len(self.sizes) or len(set(names)) < len(names):
                 got = f"{len(names)}, of which {len(set(names))} differ" if is_list else checks.shown(self.client_names)
                 raise ConfigurationError(
-                    f"client_names must be {len(self.sizes)} different names, one a client, got {got}"
+                    f"client_names must be {len(self.sizes)} different names, one per client, got {got}"
                 )
             replace_fields(client_names=names)
 
@@ -134,12 +136,12 @@ class FederatedData:
         return np.cumsum(self.sizes, dtype=np.int64) - self.sizes
 
     def sizes_of(self, ids: np.ndarray) -> np.ndarray:
-        """int32 [K], n_i of the clients ``ids``; 0 for an id outside 0..N-1."""
+        """Returns the sizes n_i of the clients ``ids``, int32 [K]. An id outside of 0..N-1 has the size 0."""
         present = (ids >= 0) & (ids < self.num_clients)
         return np.where(present, self.sizes[np.where(present, ids, 0)], 0)
 
     def range_of(self, name: str) -> tuple[Any, Any]:
-        """The smallest and the largest value of ``x``, ``y``, ``x_test`` or ``y_test``. The result is cached."""
+        """Returns the smallest and the largest value of ``x``, ``y``, ``x_test`` or ``y_test``. It is cached."""
         if name not in self._ranges:
             array = getattr(self, name)
             self._ranges[name] = array.min(), array.max()
@@ -163,12 +165,14 @@ class FederatedData:
         """Creates a federation from one pair of arrays per client.
 
         Args:
-          clients: a list of pairs (x_i [n_i, ...], y_i [n_i, ...]) with n_i >= 1. Or a dict from client name to pair:
-            then the clients have names (`client_names`), and their ids follow the order of the dict.
+          clients: a list of pairs (x_i [n_i, ...], y_i [n_i, ...]) with n_i >= 1. Or a dict from client name to pair.
+            The clients then have names (`client_names`), and their ids follow the order of the dict.
           test: a pooled test set (x, y).
-          test_clients: instead of ``test``, the test examples of each client, a list or dict like ``clients``. They may
-            be empty. A dict may leave out clients. `Simulation.evaluate` uses all of them together.
-          mean, std: see the attributes. Default: no standardisation.
+          test_clients: the test examples of each client, as a list or dict like ``clients``. Use it instead of
+            ``test``.
+            A client may have no test examples: pass empty arrays, or leave the client out of a dict.
+            `Simulation.evaluate` uses the test examples of all clients together.
+          mean, std: see the attributes of this class. Default: no standardisation.
           name: the name of the data set in plots and logs.
 
         Raises:
@@ -187,19 +191,19 @@ class FederatedData:
             clients = list(clients.values())
         elif isinstance(test_clients, Mapping):
             raise ConfigurationError(
-                "test_clients must be a list, as clients is, got a dict: give the clients names, too"
+                "test_clients must be a list, because clients is a list, got a dict: use lists or dicts for both"
             )
         x, y, sizes = _concatenate(clients, "client", allow_empty=False)
         test_sizes = None
         if test_clients is not None:
             if test is not None:
                 raise ConfigurationError(
-                    "pass either test or test_clients, got both: test_clients is pooled by evaluate"
+                    "pass either test or test_clients, got both: evaluate pools test_clients, so leave test out"
                 )
             _check_list(test_clients, "test client")
             if len(test_clients) != len(clients):
                 raise ConfigurationError(
-                    f"test_clients must have one pair for each of the {len(clients)} clients, got {len(test_clients)}"
+                    f"test_clients must have {len(clients)} pairs, one per client, got {len(test_clients)}"
                 )
             *pooled, test_sizes = _concatenate(test_clients, "test client", allow_empty=True)
             test = (pooled[0], pooled[1])
@@ -221,8 +225,8 @@ class FederatedData:
     ) -> FederatedData:
         """Creates a federation from a data set ``x [M, ...], y [M, ...]`` and a list of N integer arrays, ``parts``.
 
-        ``parts[i]`` has the row numbers of client i. ``test_parts`` splits the test set in the same way. Raises
-        ValueError for an empty client and for row numbers outside 0..M-1.
+        ``parts[i]`` has the indices of the examples of client i. ``test_parts`` splits the test set in the same way.
+        Raises ValueError for a client without training examples and for indices outside of 0..M-1.
         """
         x, y = _checked_pair(x, y, "training data")
         rows, sizes = _join_parts(parts, len(x), "parts")
@@ -230,22 +234,25 @@ class FederatedData:
         test_sizes = None
         if test_parts is not None:
             if x_test is None or y_test is None:
-                raise ConfigurationError("test_parts cuts the test set into clients: pass test=(x, y) too")
+                raise ConfigurationError("test_parts needs a test set to split, got none: pass test=(x, y) too")
             test_rows, test_sizes = _join_parts(test_parts, len(x_test), "test_parts")
             x_test, y_test = x_test[test_rows], y_test[test_rows]
         return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
 
     def client(self, i: int | str) -> Pair:
-        """The training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a name."""
+        """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a
+        name."""
         i = self.id_of(i) if isinstance(i, str) else checks.integer("a client id", i, 0, self.num_clients - 1)
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return self.x[rows], self.y[rows]
 
     def id_of(self, name: str) -> int:
-        """The id in 0..N-1 of the client with this name. Raises ValueError if no client has it."""
+        """Returns the id in 0..N-1 of the client with this name. Raises ValueError if no client has this name."""
         if (client_id := self._ids.get(checks.text("name", name))) is None:
-            known = "clients have numbers only" if self.client_names is None else f"{self.num_clients} have names"
-            raise ConfigurationError(f"no client is called {name!r} ({known}){checks.nearest(name, self._ids)}")
+            known = (
+                "the clients have ids only" if self.client_names is None else f"{self.num_clients} clients have names"
+            )
+            raise ConfigurationError(f"no client has the name {name!r} ({known}){checks.nearest(name, self._ids)}")
         return client_id
 
     @cached_property
@@ -262,17 +269,23 @@ class FederatedData:
         x = x if isinstance(x, jax.Array) else checks.array("x", x)
         if self.mean is not None and x.shape[-1:] != self.x.shape[-1:]:
             raise ConfigurationError(
-                f"x must have the data's {self.x.shape[-1]} channels last, got {x.shape}: data.x_test"
+                f"x must have {self.x.shape[-1]} channels as its last axis, like the data, got {x.shape}: pass "
+                "data.x_test, for example"
             )
         return decode(jnp.asarray(x), self.mean, self.std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
-        """Returns the same data (no copy) with redistribution: every round pools the cohort's examples and splits them.
+        """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits
+        them.
+
+        It separates two kinds of drift (FedEve). Client drift: the clients of a cohort differ from each other. Period
+        drift: the examples of a cohort as a whole differ from those of the federation.
 
         Args:
-          alpha: None (default) splits the examples evenly, so the clients of a cohort are similar. With non-IID clients
-            this leaves only period drift (FedEve). A number > 0 splits each class by Dirichlet(alpha). With IID clients
-            this leaves only client drift. A client that gets no example is absent in that round.
+          alpha: None (default) splits the examples evenly, so that the clients of a cohort are similar. If the
+            federation is non-IID, only period drift remains. A number > 0 splits each class by Dirichlet(alpha), so
+            that the clients of a cohort differ. If the federation is IID, only client drift remains. A client that gets
+            no example does not take part in this round.
 
         Raises:
           ValueError: alpha is not positive and finite; or alpha is given and the labels are not non-negative integers,
@@ -283,22 +296,22 @@ class FederatedData:
     def with_client_tests(self, seed: int = 0) -> FederatedData:
         """Returns the same data with the test set split by client, for `Simulation.evaluate_clients`.
 
-        Each client gets test examples of a class in proportion to its training examples of this class. So its test
-        examples follow its own label distribution. Small clients may get no test example. `Simulation.evaluate` still
-        uses the whole test set. ``seed`` >= 0 selects the examples of each client.
+        Of each class, a client gets test examples in proportion to its training examples of this class. So the test
+        examples of a client have its label distribution. Small clients may get no test example. `Simulation.evaluate`
+        still uses the whole test set. The random seed ``seed``, >= 0, decides which client gets which example.
 
         Raises ValueError if there is no test set, if the labels are not non-negative integers with one label per
         example, or if a class of the test set has no training examples.
         """
         if self.x_test is None or self.y_test is None:
-            raise ConfigurationError("with_client_tests cuts the test set into clients: pass test=(x, y) too")
+            raise ConfigurationError("with_client_tests needs a test set to split, got none: pass test=(x, y)")
         counts, rng = self.label_counts(), np.random.default_rng(checks.integer("seed", seed, 0, math.inf))
-        _check_classes(self.y_test, "cutting the test set by labels needs")
+        _check_classes(self.y_test, "splitting the test set by labels needs")
         owner = np.empty(len(self.y_test), np.int64)
         for c in np.unique(self.y_test):
             if c >= counts.shape[1] or not counts[:, c].any():
                 raise ConfigurationError(
-                    f"the test set must hold classes that clients have, got {c}: leave its rows out"
+                    f"the test set must only have classes that clients have, got class {c}: leave its examples out"
                 )
             rows = rng.permutation(np.flatnonzero(self.y_test == c))
             ends = np.cumsum(counts[:, c]) * (len(rows) / counts[:, c].sum())
@@ -308,7 +321,7 @@ class FederatedData:
         return replace(self, x_test=self.x_test[order], y_test=self.y_test[order], test_sizes=sizes)
 
     def label_counts(self) -> np.ndarray:
-        """int64 [N, C], the number of training examples of each class at each client. Needs integer labels."""
+        """Returns the number of training examples of each class at each client, int64 [N, C]. Needs integer labels."""
         _check_classes(self.y, "label counts need")
         client = np.repeat(np.arange(self.num_clients), self.sizes)
         classes = int(self.y.max()) + 1
@@ -316,12 +329,12 @@ class FederatedData:
         return flat.reshape(self.num_clients, classes)
 
     def __repr__(self) -> str:
-        test = "no test set" if self.x_test is None else f"{len(self.x_test):,} test rows"
+        test = "no test set" if self.x_test is None else f"{len(self.x_test):,} test examples"
         if self.redeal is not None:
             test += ", redealt " + ("evenly" if self.redeal == "evenly" else f"by Dirichlet({self.redeal})")
         return (
-            f"FederatedData({self.name!r}: {self.num_clients:,} clients, {len(self.x):,} rows of "
-            f"{self.x.dtype}{list(self.x.shape[1:])}, {self.sizes.min()} to {self.sizes.max()} a client, {test})"
+            f"FederatedData({self.name!r}: {self.num_clients:,} clients, {len(self.x):,} examples of "
+            f"{self.x.dtype}{list(self.x.shape[1:])}, {self.sizes.min()} to {self.sizes.max()} per client, {test})"
         )
 
 
@@ -336,16 +349,17 @@ def decode(x: jax.Array, mean: np.ndarray | None, std: np.ndarray | None) -> jax
 
 
 def _in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] | None:
-    """The test examples of named clients, in the order of the clients; empty arrays for clients that are left out."""
+    """Returns the test examples of named clients, in the order of the clients. Clients left out get empty arrays."""
     if test_clients is None:
         return None
     if not isinstance(test_clients, Mapping):
         raise ConfigurationError(
-            f"test_clients must be a dict of the clients' names, as clients is, got a {type(test_clients).__name__}"
+            f"test_clients must be a dict with client names, because clients is a dict, got a "
+            f"{type(test_clients).__name__}"
         )
     if unknown := [name for name in test_clients if name not in clients]:
         near = checks.nearest(unknown[0], map(str, clients))
-        raise ConfigurationError(f"test_clients must name clients, got {unknown[0]!r}, which is none of them{near}")
+        raise ConfigurationError(f"test_clients must have names of clients, got {unknown[0]!r}{near}")
     pairs = (_pair(pair, f"test client {name}") for name, pair in test_clients.items())
     empty = next(((x[:0], y[:0]) for x, y in pairs), None)
     return [test_clients.get(name, empty) for name in clients]
@@ -367,40 +381,40 @@ def _row(rows: np.ndarray) -> str:
 
 
 def _checked_pair(x: Any, y: Any, what: str) -> Pair:
-    """The pair as arrays. ValueError unless they are finite and have the same length, at least 1."""
+    """Returns the pair as arrays. Raises ValueError unless they are finite and have the same length, at least 1."""
     x, y = _pair((x, y), what)
     if len(x) != len(y):
         raise ConfigurationError(f"{what} must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels")
     if len(x) == 0:
-        raise ConfigurationError(f"{what} must have at least 1 row, got 0")
+        raise ConfigurationError(f"{what} must have at least 1 example, got 0")
     for array, kind in ((x, "inputs"), (y, "labels")):
         if np.issubdtype(array.dtype, np.floating) and (bad := _first_nonfinite(array)) is not None:
             raise ConfigurationError(
-                f"{what}: {kind} must be finite, but row {bad} holds NaN or infinity: clean or drop it"
+                f"{what}: {kind} must be finite, but example {bad} has NaN or infinity: correct it or leave it out"
             )
     return x, y
 
 
 def _counts(values: Any, name: str, total: int) -> np.ndarray:
-    """The numbers of examples per client as int32 [N]. ValueError unless they sum to ``total``."""
+    """Returns the number of examples of each client, int32 [N]. Raises ValueError unless they sum to ``total``."""
     counts = checks.array(name, values)
     counts = counts if counts.size else np.zeros(0, int)
     if counts.ndim != 1 or counts.dtype.kind not in "iu":
-        raise ConfigurationError(f"{name} must be integers, one a client, got {counts.dtype}{list(counts.shape)}")
+        raise ConfigurationError(f"{name} must be integers, one per client, got {counts.dtype}{list(counts.shape)}")
     if len(counts) and not 0 <= counts.min() <= counts.max() <= total:
         raise ConfigurationError(
-            f"{name} must be in 0..{total}, the number of rows, got {counts.min()}..{counts.max()}"
+            f"{name} must be in 0..{total}, the number of examples, got {counts.min()}..{counts.max()}"
         )
     if (counted := int(counts.sum())) != total:
         raise ConfigurationError(
-            f"{name} must sum to the {total} rows, got {counted}: build the federation with from_clients or "
-            "from_partition"
+            f"{name} must sum to {total}, the number of examples, got {counted}: build the federation with "
+            "from_clients or from_partition"
         )
     return counts.astype(np.int32)
 
 
 def _first_nonfinite(array: np.ndarray) -> int | None:
-    """The first row with a NaN or an infinity. Reads a part of the array at a time, because it may exceed memory."""
+    """Returns the index of the first example with NaN or infinity. The array is read in chunks, as it may be large."""
     step = max(1, 2**22 // max(1, array[:1].size))
     for start in range(0, len(array), step):
         finite = np.isfinite(array[start : start + step])
@@ -410,13 +424,13 @@ def _first_nonfinite(array: np.ndarray) -> int | None:
 
 
 def integers_as_int32(y: np.ndarray) -> np.ndarray:
-    """The labels with the dtype that they have on the devices: integers become int32."""
+    """Returns the labels with their dtype on the devices. Integers become int32."""
     return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
 
 
 def _check_classes(y: np.ndarray, needs: str) -> None:
     if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
-        raise ConfigurationError(f"{needs} integer labels, one a row, got {y.dtype}{list(y.shape)}")
+        raise ConfigurationError(f"{needs} integer labels, one per example, got {y.dtype}{list(y.shape)}")
     if y.min() < 0:
         raise ConfigurationError(f"{needs} labels >= 0, got {y.min()}: number the classes from 0")
 
@@ -431,11 +445,12 @@ def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tu
         if len(x) != len(y):
             raise ConfigurationError(f"{what} {i} must have as many inputs as labels, got {len(x)} and {len(y)}")
         if len(x) == 0 and not allow_empty:
-            raise ConfigurationError(f"every client needs at least 1 row, but {what} {i} is empty: leave it out")
+            raise ConfigurationError(f"every client needs at least 1 example, but {what} {i} is empty: leave it out")
         if len(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
             raise ConfigurationError(
-                f"{what} {i} must look like client 0, inputs {_row(first_x)} and labels {_row(first_y)}, "
-                f"got {_row(x)} and {_row(y)}: give every client one dtype and row shape"
+                f"{what} {i} must have the dtypes and shapes of client 0, inputs {_row(first_x)} and labels "
+                f"{_row(first_y)}, got {_row(x)} and {_row(y)}: use the same dtype and shape per example for every "
+                "client"
             )
     sizes = np.array([len(x) for x, _ in pairs], np.int32)
     return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), sizes
@@ -451,20 +466,23 @@ def _check_list(clients: Any, what: str) -> None:
 def _join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
     if callable(parts):
         raise ConfigurationError(
-            f"{what} must be one array of row numbers per client, got a recipe: call it on the labels, {what}(y)"
+            f"{what} must be one array of example indices per client, got a function: if it is a partitioner, call it "
+            f"with the labels, {what}=partitioner(y)"
         )
     no_list = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
     if no_list or not isinstance(parts, Iterable):
-        raise ConfigurationError(f"{what} must be one array of row numbers per client, got {checks.shown(parts)}")
+        raise ConfigurationError(f"{what} must be one array of example indices per client, got {checks.shown(parts)}")
     arrays = [checks.array(f"{what}[{i}]", part) for i, part in enumerate(parts)]
     if not arrays:
-        raise ConfigurationError(f"{what} must list at least 1 client, got none")
+        raise ConfigurationError(f"{what} must have at least 1 client, got none")
     for i, part in enumerate(arrays):
         if part.ndim != 1 or (len(part) and not np.issubdtype(part.dtype, np.integer)):
-            raise ConfigurationError(f"{what}[{i}] must be one axis of row numbers, got {part.dtype}{list(part.shape)}")
+            raise ConfigurationError(
+                f"{what}[{i}] must be a list of example indices, got {part.dtype}{list(part.shape)}"
+            )
         if len(part) and not (0 <= part.min() and part.max() < rows):
             raise ConfigurationError(
-                f"{what}[{i}] must hold row numbers in 0..{rows - 1}, got {part.min()}..{part.max()}"
+                f"{what}[{i}] must have example indices in 0..{rows - 1}, got {part.min()}..{part.max()}"
             )
     sizes = np.array([len(part) for part in arrays], np.int32)
     return np.concatenate(arrays).astype(np.int64), sizes

@@ -45,7 +45,7 @@ def from_leaf(folder: FilePath) -> FederatedData:
     """Creates a federation from the JSON files of LEAF's preprocessing: folder/train/*.json and folder/test/*.json.
 
     Each file has `users`, `num_samples` and `user_data`, a dict user -> {"x": [...], "y": [...]}. The values are
-    numbers in nested lists; all examples of a client must have the same shape. Fractional numbers become float32. The
+    numbers in nested lists. All examples of a client must have the same shape. Fractional numbers become float32. The
     users become the clients, in the order of the files. Users without examples are left out.
 
     The test files may be missing. If all their users are clients (LEAF's `-t sample`), every client has its own test
@@ -81,9 +81,9 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
 def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
     """Creates a federation from TensorFlow Federated's HDF5 files. Needs h5py.
 
-    ``train`` and ``test`` have groups examples/<client> with data sets named ``x`` and ``y``. They must be numeric, and
-    are not converted. The clients are sorted by name. Everything else, errors included, is as in `from_fedjax`, with
-    h5py instead of msgpack.
+    ``train`` and ``test`` have groups examples/<client> with HDF5 data sets named ``x`` and ``y``. These must be
+    numeric, and are not converted. The clients are sorted by name. The test set and the errors are as in `from_fedjax`,
+    with h5py instead of msgpack.
     """
     return _from_files(read_tff, train, test, x, y)
 
@@ -115,7 +115,7 @@ def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
     clients: dict[str, Pair] = {}
     for client, x, y in rows:
         if client in clients:
-            raise ConfigurationError(f"client {client!r} must be in one file of the folder, got it in two: remove one")
+            raise ConfigurationError(f"client {client!r} must be in one file of the folder only, got two: remove one")
         clients[client] = (x, y)
     return clients
 
@@ -124,7 +124,7 @@ def read_femnist(path: Path) -> files.Arrays:
     """Reads x uint8 [M, 28, 28, 1] (255 = ink), y [M] and writer [M] (sorted), and x_test, y_test and writer_test.
 
     path: LEAF's folder with train and test, or the training file of FedJAX or TFF, with the test file in the same
-    folder. Without a test file, the test arrays are missing, too. The data are converted once and kept in the cache
+    folder. If there is no test file, the result has no test arrays. The data are converted once and kept in the cache
     until a file changes. Raises the errors of `from_leaf`, `from_fedjax` and `from_tff`.
     """
     read: Callable[[Path], Iterator[Rows]]
@@ -149,7 +149,7 @@ def read_femnist(path: Path) -> files.Arrays:
 
 
 def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.Spec:
-    """The form of characters of 62 classes with writers: x, y and writer, with each of the suffixes ``parts``."""
+    """Returns the required arrays of characters with writers: x, y and writer, with each of the suffixes ``parts``."""
     spec: dict[str, Column] = {}
     for part in parts:
         spec |= {
@@ -161,7 +161,8 @@ def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.
 
 
 def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> files.Arrays:
-    """The concatenated data, sorted by writer id. New writers get the next ids, which are added to ``number``."""
+    """Returns the concatenated data, sorted by writer id. New writers get the next ids, which are added to
+    ``number``."""
     clients = []
     for client, x, y in rows:
         name = f"{place}: client {client!r}"
@@ -169,7 +170,7 @@ def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> fil
         files.check({"labels": y}, {"labels": Column(classes=62)}, name)
         clients.append((number.setdefault(writer, len(number)), _ink(x, name), y))
     if not clients:
-        raise ConfigurationError(f"{place} must hold at least 1 row, got none: copy or download it again")
+        raise ConfigurationError(f"{place} must have at least 1 example, got none: copy or download it again")
     ids, x, y = zip(*sorted(clients, key=lambda client: client[0]), strict=True)
     return {"x": np.concatenate(x), "y": np.concatenate(y), "writer": np.repeat(ids, [len(labels) for labels in y])}
 
@@ -186,14 +187,12 @@ def read_leaf(folder: Path) -> Iterator[Rows]:
     """Reads the clients of a folder with LEAF's JSON files, in the order of file names. Errors as in `from_leaf`."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise FileNotFoundError(
-            f"{folder} must hold *.json, as LEAF's preprocess.sh writes them, and holds none: copy them there"
-        )
+        raise FileNotFoundError(f"{folder} must have *.json files of LEAF's preprocess.sh, got none: copy them there")
     for path in paths:
         with files.opened(path) as file:
             content = json.loads(file.read())
             if not isinstance(content, dict) or not {"users", "num_samples", "user_data"} <= content.keys():
-                raise files.Wrong("it must hold users, num_samples and user_data, as LEAF writes them: copy it again")
+                raise files.Wrong("it must have LEAF's users, num_samples and user_data: copy it again")
             for client, rows in zip(content["users"], content["num_samples"], strict=True):
                 columns = content["user_data"].pop(client)  # pop: parsed JSON takes 30 times the memory of an image
                 yield from _rows(client, _numbers(columns["x"]), _numbers(columns["y"]), rows)
@@ -203,7 +202,9 @@ def _numbers(values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise files.Wrong("the rows of a client must have one shape: pad them, and write it anew") from error
+        raise files.Wrong(
+            "all examples of a client must have the same shape: pad them, and write the file again"
+        ) from error
     return array.astype(np.float32) if array.dtype.kind == "f" else array
 
 
@@ -223,11 +224,11 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
                 for client, data, rows in connection.execute(query):
                     yield from _rows(_text(client), *_pick(_unpack(client, data), x, y), rows)
         except sqlite3.Error as error:
-            raise files.Wrong(f"it is damaged or none of FedJAX's SQLite files ({error}): download it again") from error
+            raise files.Wrong(f"it is damaged or not one of FedJAX's files ({error}): download it again") from error
 
 
 def _check_database(connection: Any) -> None:
-    """Raises `Wrong` for a damaged database, and for a view instead of the table, as its query may never end."""
+    """Raises `Wrong` for a damaged database, and for a view instead of a table, because its query may never end."""
     query = "SELECT sql FROM sqlite_master WHERE name = 'federated_data' COLLATE NOCASE"
     statements = "; ".join(str(sql) for (sql,) in connection.execute(query))
     if not statements.startswith("CREATE TABLE "):
@@ -238,7 +239,7 @@ def _check_database(connection: Any) -> None:
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
-    """FedJAX's columns. A column that is not a numeric array (text) becomes None."""
+    """Unpacks the columns of a client. A column that is not a numeric array (text) becomes None."""
     import msgpack
 
     def array(kind: int, packed: bytes) -> np.ndarray | None:
@@ -251,8 +252,8 @@ def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
     data = inflate.decompress(compressed, CLIENT_BYTES)
     if not inflate.eof:
         raise files.Wrong(
-            f"the data of client {client!r} must be whole and unpack to at most {CLIENT_BYTES} bytes, got "
-            f"{'more' if len(data) == CLIENT_BYTES else 'a part'}: download it again"
+            f"the data of client {client!r} must be complete and at most {CLIENT_BYTES} bytes unpacked, got "
+            f"{'more' if len(data) == CLIENT_BYTES else 'incomplete data'}: download it again"
         )
     columns = msgpack.unpackb(data, ext_hook=array)
     if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns):
@@ -266,7 +267,7 @@ def read_tff(path: Path, x: str, y: str) -> Iterator[Rows]:
     import h5py
 
     def values(column: Any) -> np.ndarray:
-        """The values of a column. HDF5 fills in values that are declared but not stored, so the size is checked."""
+        """Returns the values of a column. The size is checked, because HDF5 fills in values that are not stored."""
         packed = column.id.get_create_plist().get_nfilters() > 0
         files.must_fit(column.name, column.nbytes, None if packed else min(column.id.get_storage_size(), size))
         return column[()]
@@ -275,10 +276,12 @@ def read_tff(path: Path, x: str, y: str) -> Iterator[Rows]:
         size, clients = os.fstat(content.fileno()).st_size, file.get("examples")
         if not isinstance(clients, h5py.Group):
             got = files.one_line(", ".join(file) or "nothing")
-            raise files.Wrong(f"it must hold a group examples, got {got}: is it one of TFF's?")
+            raise files.Wrong(f"it must have a group examples, got {got}: check that it is one of TFF's files")
         for client, columns in clients.items():
             if not isinstance(columns, h5py.Group):
-                raise files.Wrong(f"client {client!r} must be a group of columns, got an array: is it one of TFF's?")
+                raise files.Wrong(
+                    f"client {client!r} must be a group of columns, got an array: check that it is one of TFF's files"
+                )
             inputs, labels = map(values, _pick(columns, x, y))
             yield from _rows(client, inputs, labels, len(labels))
 
@@ -287,22 +290,26 @@ def _pick(columns: Any, x: str, y: str) -> tuple[Any, Any]:
     for key in (x, y):
         if key not in columns:
             raise files.Wrong(
-                f"it has no column {key!r}, only {files.one_line(', '.join(columns))}: name the inputs with x=, "
-                "labels y="
+                f"it has no column {key!r}, only {files.one_line(', '.join(columns))}: pass the names of the columns "
+                "as x= (inputs) and y= (labels)"
             )
     return columns[x], columns[y]
 
 
 def _rows(client: str, x: Any, y: Any, rows: int) -> Iterator[Rows]:
-    """Yields one `Rows`, or nothing for a client without examples. Raises `Wrong` unless both are ``rows`` numbers."""
+    """Yields one `Rows`, or nothing for a client without examples.
+
+    Raises `Wrong` unless x and y are numeric and have ``rows`` rows.
+    """
     for kind, array in (("inputs", x), ("labels", y)):
         if not isinstance(array, np.ndarray) or array.size and array.dtype.kind not in "biuf":
             raise files.Wrong(
-                f"the {kind} of client {client!r} must be numbers: encode text as integers, and write it anew"
+                f"the {kind} of client {client!r} must be numbers: encode text as integers, and write the file again"
             )
         if array.shape[:1] != (rows,):
             raise files.Wrong(
-                f"the {kind} of client {client!r} must be {rows} rows, got {list(array.shape)}: copy or make it again"
+                f"the {kind} of client {client!r} must have {rows} rows, got {list(array.shape)}: copy or write the "
+                "file again"
             )
     if rows:
         yield Rows(client, x, y)

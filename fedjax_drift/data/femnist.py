@@ -1,4 +1,4 @@
-"""FEMNIST, in any of the forms in which LEAF, FedJAX and TensorFlow Federated publish it."""
+"""FEMNIST, in any of the file formats of LEAF, FedJAX and TensorFlow Federated."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fedjax_drift.data.sources import FEMNIST, GET, DataDir, Samples, absent, fi
 def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto") -> Samples:
     """Handwritten characters with their writers: 62 classes in LEAF's order, uint8 [28, 28, 1], no mean and std.
 
-    source: the form of the data.
+    source: the file format.
       "npz": `femnist_writers.npz` with x uint8 [M, 28, 28] (255 = background, as in LEAF), y [M] and writer [M],
         integers.
       "leaf": `leaf_femnist/{train,test}/*.json`.
       "fedjax": `federated_emnist_{train,test}.sqlite`.
       "tff": `fed_emnist_{train,test}.h5`.
       "auto" (default): the first of these that exists.
-    All forms except npz are converted on the first use (one or two minutes for LEAF's) and kept in the cache.
+    All formats except npz are converted on the first use (one or two minutes for LEAF's) and kept in the cache.
 
-    The pixels are inverted to 255 = ink, as in mnist and glyphs, so zero padding of convolutions means paper. If the
-    source has no test set (npz), about 20 % of each writer's examples become test examples, drawn with `seed`: at
-    least one, but a writer with a single example keeps it for training. If the test set has writers without training
-    examples (LEAF's -t user), it is pooled. (Caldas et al., LEAF, arXiv 1812.01097; images of NIST Special Database
-    19.)
+    The pixels are inverted to 255 = ink, as in mnist and glyphs, so that the zero padding of convolutions has the value
+    of paper. If the source has no test set (npz), a random 20 % of each writer's examples become test examples. A
+    writer then has at least one test example, except for a writer with a single example, which is used for training. If
+    the test set has writers without training examples (LEAF's -t user), it is pooled. (Caldas et al., LEAF, arXiv
+    1812.01097; images of NIST Special Database 19.)
     """
     names = filenames("femnist", source=source)
     path = files.find(names, files.folders(data_dir))

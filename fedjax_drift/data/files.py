@@ -45,12 +45,12 @@ class Wrong(ValueError):
 
 
 class Column(NamedTuple):
-    """The required form of one array."""
+    """The requirements for one array."""
 
     dtype: Literal["uint8", "integer"] = "integer"
     """"uint8" for pixels; "integer" for any signed or unsigned integers, such as labels."""
     row: tuple[int, ...] = ()
-    """Shape of one row. If the last axis has length 1 (grey), it may be missing; it is then added."""
+    """Shape of one row. If the last axis has length 1 (grey images), it may be missing, and is then added."""
     table: str | None = "rows"
     """Arrays of the same table must have the same number of rows. None: the array is a single number."""
     classes: int | None = None
@@ -77,14 +77,14 @@ def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     if data_dir is not None:
         folder = checks.path("data_dir", data_dir)
         if os.path.isfile(folder):
-            raise ConfigurationError(f"data_dir must be a folder, got the file {folder}: pass the folder that it is in")
+            raise ConfigurationError(f"data_dir must be a folder, got the file {folder}: pass the folder of this file")
         return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
     return [*([Path(shared).expanduser()] if shared else []), cache_dir()]
 
 
 def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
-    """The first file with one of these names, in the order of the folders, or None.
+    """Returns the first file with one of these names, in the order of the folders, or None.
 
     Raises ValueError if a folder can't be searched.
     """
@@ -105,23 +105,26 @@ def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
 def read_npz(path: Path, spec: Spec) -> Arrays:
     """Reads and checks the arrays of an npz file that are named in `spec`. Other arrays are not read.
 
-    Raises FileNotFoundError without the file. Raises ValueError if the file is unreadable, truncated or not an npz, or
-    if an array is missing or has another dtype, shape, length or label range.
+    Raises FileNotFoundError if the file does not exist. Raises ValueError if the file is unreadable, truncated or not
+    an npz, or if an array is missing or has another dtype, shape, length or label range.
     """
     return check(arrays_of(path, spec), spec, path)
 
 
 def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> Arrays:
-    """Reads the arrays of an npz file, all or those with these names, unchecked. Raises the errors of `read_npz`."""
+    """Reads the arrays of an npz file without checking them. Raises the errors of `read_npz`.
+
+    names: the arrays to read. Default: all.
+    """
     with opened(path) as file:
         if file.read(4) != b"PK\x03\x04":
-            raise Wrong("it is no npz file: write it with numpy.savez")
+            raise Wrong("it is not an npz file: write it with numpy.savez")
         with zipfile.ZipFile(file) as archive:
             members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
             wanted = list(members if names is None else names)
             if missing := [name for name in wanted if name not in members]:
                 raise Wrong(
-                    f"it must hold {', '.join(wanted)}, got {one_line(', '.join(members))}: add {', '.join(missing)}"
+                    f"it must have {', '.join(wanted)}, got {one_line(', '.join(members))}: add {', '.join(missing)}"
                 )
             sizes = [(members[name].compress_type != zipfile.ZIP_STORED, members[name].file_size) for name in wanted]
             must_fit("its compressed arrays", sum(size for packed, size in sizes if packed), None)
@@ -130,17 +133,20 @@ def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    """Reads one array. Its size is checked before memory is allocated. All bytes are read, so zip checks their sum."""
+    """Reads one array. Its size is checked before memory is allocated. All bytes are read, so that zip checks the
+    CRC."""
     with archive.open(member) as file:
         first = np.lib.format.read_magic(file) == (1, 0)
         read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(file)
         if dtype.hasobject:
-            raise Wrong(f"{member.filename} must be numbers, got objects, and allow_pickle is off: save it as numbers")
+            raise Wrong(
+                f"{member.filename} must be numbers, got Python objects, which are not read: save it as numbers"
+            )
         size, available = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
         if size != available:
             raise Wrong(
-                f"{member.filename} must be {size} bytes by its shape, got {available}: copy or make the file again"
+                f"{member.filename} must have {size} bytes for its shape, got {available}: copy or write the file again"
             )
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False)
@@ -153,11 +159,12 @@ def must_fit(what: str, size: int, available: int | None) -> None:
     `UNPACKED`.
     """
     if available is None and size > UNPACKED:
-        fix = "copy the file again, or write it uncompressed, with numpy.savez"
+        fix = "copy the file again, or write it uncompressed with numpy.savez"
         raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: {fix}")
     if available is not None and size > available:
         raise Wrong(
-            f"{what} must be at most the {available} bytes that are there, got {size}: copy or make the file again"
+            f"{what} must have at most {available} bytes, the number of stored bytes, got {size}: copy or write the "
+            "file again"
         )
 
 
@@ -195,23 +202,26 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
                 f"cannot read {path}: {error.strerror}: check the file and its permissions"
             ) from error
         raise ConfigurationError(
-            f"{path} is damaged, cut short, too large or of another kind ({one_line(error)}): copy or make it again"
+            f"{path} is damaged, truncated, too large or of another kind ({one_line(error)}): copy or write it again"
         ) from error
 
 
 def one_line(text: object) -> str:
-    """A text or an error of another library, shortened to one line. The type is used if it has no text."""
+    """Returns a text or an error message, shortened to one line. An error without a message gives the name of its
+    type."""
     return textwrap.shorten(str(text), 200) or type(text).__name__
 
 
 def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
-    """Returns the arrays in the form of `spec`, with a missing grey axis added. ValueErrors name the ``source``."""
+    """Checks the arrays and returns them, with a missing grey axis added. ValueErrors name the ``source``."""
     checked: Arrays = {}
     rows: dict[str, tuple[str, int]] = {}
     for key, column in spec.items():
         array = np.asarray(arrays[key])
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ConfigurationError(f"{source}: {key} must be finite, got NaN or infinity: clean or drop those rows")
+            raise ConfigurationError(
+                f"{source}: {key} must be finite, got NaN or infinity: correct these rows or leave them out"
+            )
         if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":
             fix = "save pixels as uint8, 0 to 255" if column.dtype == "uint8" else "convert it"
             raise ConfigurationError(f"{source}: {key} must be {column.dtype}, got {array.dtype}: {fix}")
@@ -228,25 +238,26 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
             if len(array) != length:
                 raise ConfigurationError(
                     f"{source}: {key} must have as many rows as {first}, {length}, got {len(array)}: "
-                    "the two belong row by row"
+                    "row i of both must belong to the same example"
                 )
             if length == 0:
-                raise ConfigurationError(f"{source}: {key} must have at least 1 row, got 0: fill or remake the file")
+                raise ConfigurationError(f"{source}: {key} must have at least 1 row, got 0: write the file again")
         if column.lowest is not None and array.min() < column.lowest:
             raise ConfigurationError(
-                f"{source}: {key} must be an integer >= {column.lowest}, got {array.min()}: copy or make the file again"
+                f"{source}: {key} must be an integer >= {column.lowest}, got {array.min()}: copy or write the file "
+                "again"
             )
         if column.classes is not None and not (0 <= array.min() and array.max() < column.classes):
             raise ConfigurationError(
                 f"{source}: {key} must be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: "
-                "renumber the labels, or check that it is the right file"
+                "renumber the labels, or check that this is the right file"
             )
         checked[key] = array
     return checked
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes an uncompressed npz atomically: a reader sees the complete file or none. Raises OSError."""
+    """Writes an uncompressed npz atomically: a reader sees the complete file or no file. May raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -259,9 +270,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays of a file in the cache. If it is missing or damaged, they are computed with `make()` and stored.
+    """Returns the arrays of a file in the cache. If it is missing or damaged, `make()` computes them for the cache.
 
-    If the cache can't be written, a warning is issued and the arrays are returned.
+    If the cache can't be written, there is a warning, and the arrays are returned.
     """
     path = cache_dir() / filename
     try:
@@ -269,29 +280,29 @@ def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
     except FileNotFoundError:
         pass
     except ValueError as error:
-        checks.warn(f"making the cached data again: {error}")
+        checks.warn(f"the cached data are computed again: {error}")
     arrays = check(make(), spec, filename)
     try:
         write_npz(path, arrays)
     except OSError as error:
         checks.warn(
-            f"cannot keep {path} ({error.strerror or error}), it will be made again next time: "
+            f"{path} could not be written ({error.strerror or error}), so the data will be computed again next time: "
             "set FEDJAX_DRIFT_CACHE to a folder that can be written"
         )
     return arrays
 
 
 def fingerprint(path: Path) -> str:
-    """Eight hex digits that identify the content of an npz file, from its checksums. Nothing is decompressed."""
+    """Returns eight hex digits that identify the content of an npz file, from its checksums."""
     with opened(path) as file, zipfile.ZipFile(file) as archive:
         sums = [f"{member.filename} {member.CRC}" for member in archive.infolist()]
     return f"{zlib.crc32(' '.join(sums).encode()):08x}"
 
 
 def stamp(paths: Iterable[str | os.PathLike[str]]) -> str:
-    """Eight hex digits that identify the names, sizes and modification times of files. No file is opened.
+    """Returns eight hex digits that identify the names, sizes and modification times of files. No file is opened.
 
-    Raises FileNotFoundError for a missing file, and ValueError for one without access.
+    Raises FileNotFoundError for a missing file, and ValueError for a file that may not be read.
     """
     total = 0
     for path in paths:
@@ -325,7 +336,7 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
     if not builder.is_prepared():
         if importlib.util.find_spec("tensorflow") is None:
             raise FileNotFoundError(
-                f"{builder.data_path} is not prepared, and preparing it needs TensorFlow, once: "
+                f"{builder.data_path} is not prepared, and TensorFlow is needed once to prepare it: "
                 'pip install "fedjax-drift[prepare]"'
             )
         _require_connection(name)
@@ -333,7 +344,7 @@ def from_tfds(name: str, directory: Path | None = None) -> Arrays:
     if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
         raise ConfigurationError(
             f"{builder.data_path} must be in array_record format, got {builder.info.file_format.value}, which only "
-            "TensorFlow reads: move that folder away, or set TFDS_DATA_DIR to another one, and load again"
+            "TensorFlow reads: move this folder, or set TFDS_DATA_DIR to another folder, and load again"
         )
     arrays: Arrays = {}
     with plain_errors(builder.data_path):

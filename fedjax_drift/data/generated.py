@@ -1,4 +1,4 @@
-"""The data sets that are generated: synthetic linear classification and characters. No file is needed."""
+"""The generated data sets: synthetic linear classification and characters. They need no files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def synthetic(
     iid_sol: bool | None = None,
     iid_data: bool | None = None,
 ) -> Samples:
-    """Linear classification with one parameter for each kind of drift. See `datasets.synthetic`."""
+    """Synthetic linear classification. See `datasets.synthetic`."""
     d, classes, default_clients = VARIANTS[variant]
     n = default_clients if num_clients is None else num_clients
     fedprox = variant == "fedprox"
@@ -63,12 +63,12 @@ def glyphs(
     """Generated characters in thousands of handwriting styles, a built-in replacement for FEMNIST.
 
     62 classes in the order of LEAF, uint8 [28, 28, 1], 255 = ink, no mean and std. There are `num_writers` >= 1
-    clients with 19 to 460 training examples each; every client has its own test examples. The images are generated on
+    clients with 19 to 460 training examples each. Every client has its own test examples. The images are generated on
     the first use (one or two minutes for 3,400 writers) and kept in the cache. See
     `fedjax_drift.data.glyphs.make_glyphs`.
 
-    num_classes: use only the first num_classes classes, in 1..62: 10 are the digits, 36 the digits and capitals.
-    Writers without a training example of these classes are dropped. Default: all.
+    num_classes: use only the first num_classes classes, in 1..62. 10 gives the digits, and 36 the digits and capitals.
+    Writers without a training example of these classes are left out. Default: all.
     """
 
     def generate() -> files.Arrays:

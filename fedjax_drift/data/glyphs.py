@@ -70,8 +70,9 @@ def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) 
     darkness and a smooth distortion. One part of the distortion is the same for all characters, another part is
     specific to each character. Every image has an additional random distortion.
 
-    A writer only depends on `(seed, writer)`: the first 100 of 3,400 writers are those of `make_glyphs(100)`. Equal
-    calls give equal arrays with the same versions of NumPy, Pillow and matplotlib.
+    The images of a writer only depend on the seed and the number of the writer. So the first 100 of 3,400 writers are
+    those of `make_glyphs(100)`. Equal calls give equal arrays if the versions of NumPy, Pillow and matplotlib are
+    equal.
 
     Args:
         num_writers: number of writers, >= 1.

@@ -26,27 +26,27 @@ Listing = tuple[list[str], np.ndarray]
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """Reads a gzip-compressed idx file (the format of MNIST and EMNIST): a read-only uint8 array with ``axes`` axes.
+    """Reads a gzip-compressed idx file (the format of MNIST and EMNIST) as a read-only uint8 array with ``axes`` axes.
 
-    Raises FileNotFoundError without the file, and ValueError if it is damaged, truncated or of another kind.
+    Raises FileNotFoundError if there is no file, and ValueError if it is damaged, truncated or of another kind.
     """
     with files.opened(path) as packed, gzip.open(packed) as file:
         header = file.read(4 + 4 * axes)
         if header[:3] != b"\0\0\x08":  # two zeros, then the type: 8 is unsigned bytes
-            raise files.Wrong("it is no idx file of bytes: put the one that its authors hand out there")
+            raise files.Wrong("it is not an idx file of bytes: copy the original file of the authors")
         if header[3:4] != bytes([axes]) or len(header) < 4 + 4 * axes:
             raise files.Wrong(f"its header must have the lengths of {axes} axes, got others: copy it again")
         shape = np.frombuffer(header, ">u4", offset=4).tolist()
         files.must_fit("its array", size := math.prod(shape), None)
-        content = file.read(size + 1)  # to the end, where the checksum is
+        content = file.read(size + 1)  # reads to the end of the file, where the checksum is
         if len(content) != size:
             got = "more" if len(content) > size else len(content)
-            raise files.Wrong(f"its header promises {size} values, got {got}: copy it again")
+            raise files.Wrong(f"it must have {size} values, as its header says, got {got}: copy it again")
         return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def read_idx_pairs(train_images: Path) -> Arrays:
-    """Reads x_train, y_train, x_test and y_test from four idx files that are named as those of MNIST and EMNIST."""
+    """Reads x_train, y_train, x_test and y_test from four idx files with names like those of MNIST and EMNIST."""
 
     def part(split: str, kind: str) -> np.ndarray:
         name = train_images.name.replace("train-images-idx3", f"{split}-{kind}")
@@ -99,10 +99,10 @@ def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
             content = _PlainUnpickler(file, encoding="bytes").load()  # strings of Python 2 are bytes
         except Exception as error:  # a damaged pickle can raise any exception
             why = files.one_line(error)
-            raise files.Wrong(f"it is damaged or no pickle of plain arrays ({why}): unpack it again") from error
+            raise files.Wrong(f"it is damaged or not a pickle of plain arrays ({why}): unpack it again") from error
         wanted = ("data", labels)
         if not isinstance(content, dict) or not all(key.encode() in content for key in wanted):
-            raise files.Wrong(f"it must hold {' and '.join(wanted)}: unpack the archive's Python version again")
+            raise files.Wrong(f"it must have {' and '.join(wanted)}: unpack the Python version of the archive again")
         x, y = (content[key.encode()] for key in wanted)
         if not isinstance(x, np.ndarray) or not isinstance(y, list) or not all(isinstance(one, int) for one in y):
             raise files.Wrong(f"data must be an array and {labels} a list of integers: unpack the archive again")
@@ -130,10 +130,10 @@ def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
     offsets = offsets.astype(np.int64)  # signed, so that np.diff can be negative
     if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
         raise ConfigurationError(
-            f"{path}: offsets must rise from 0 to {len(jpeg)} in {m} steps: copy or make the file again"
+            f"{path}: offsets must increase from 0 to {len(jpeg)} in {m} steps: copy or write the file again"
         )
     if not 0 < n < m:
-        raise ConfigurationError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave rows for the test set")
+        raise ConfigurationError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave examples for the test set")
     x = np.empty((m, side, side, 3), np.uint8)
     for i in range(m):
         x[i] = _decode(jpeg[offsets[i] : offsets[i + 1]].tobytes(), side, f"{path}: image {i}")
@@ -143,8 +143,8 @@ def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
 def decode_files(paths: Sequence[str], side: int) -> np.ndarray:
     """Decodes image files of side x side pixels to uint8 [M, side, side, 3]. Grey images become RGB.
 
-    Raises FileNotFoundError for a missing file, ValueError for one that is damaged or has another size, and ImportError
-    without Pillow.
+    Raises FileNotFoundError for a missing file, ValueError for a damaged image or an image of another size, and
+    ImportError without Pillow.
     """
     x = np.empty((len(paths), side, side, 3), np.uint8)
     for i, path in enumerate(paths):
@@ -167,7 +167,7 @@ def _decode(content: bytes, side: int, name: str) -> np.ndarray:
                 return np.asarray(Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB"))
     except Exception as error:  # Pillow raises SyntaxError, struct.error and others for a broken image
         why = files.one_line(error)
-        raise ConfigurationError(f"{name} is no readable image ({why}): copy or make the file again") from error
+        raise ConfigurationError(f"{name} is not a readable image ({why}): copy or write the file again") from error
     raise ConfigurationError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
 
 
@@ -179,21 +179,21 @@ def list_folders(folder: Path, classes: Sequence[str], pattern: str) -> Listing:
     of_class = [sorted(glob.glob(os.path.join(glob.escape(str(folder / name)), pattern))) for name in classes]
     for name, paths in zip(classes, of_class, strict=True):
         if not paths:
-            raise ConfigurationError(f"{folder / name} must hold images, {pattern}, got none: unpack the archive again")
+            raise ConfigurationError(f"{folder / name} must have images {pattern}, got none: unpack the archive again")
     return [path for paths in of_class for path in paths], np.repeat(np.arange(len(classes)), list(map(len, of_class)))
 
 
 def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
     """Lists the training and the validation images of the unpacked archive.
 
-    A label is the index of a WordNet id in the sorted wnids.txt. Raises FileNotFoundError without the text files, and
-    ValueError if they do not match the images.
+    A label is the index of a WordNet id in the sorted wnids.txt. Raises FileNotFoundError if the text files are
+    missing, and ValueError if they do not match the images.
     """
     with lines.opened(folder / "wnids.txt") as file:
         classes = sorted(file.read().split())
         label = {wnid: i for i, wnid in enumerate(classes)}
         if not label or len(label) < len(classes) or not all(re.fullmatch(r"\w+", wnid) for wnid in classes):
-            raise files.Wrong("it must hold different ids of letters and digits, got others: unpack it again")
+            raise files.Wrong("its lines must be different ids of letters and digits, got others: unpack it again")
     rows = []
     with lines.opened(folder / "val" / "val_annotations.txt") as file:
         for number, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""The data sets of images, except femnist: read from npz files, the authors' files or tensorflow-datasets."""
+"""The image data sets except femnist. They are read from npz files, the authors' files or tensorflow-datasets."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     """Handwritten digits: 10 classes, 60,000 + 10,000 uint8 [28, 28, 1], 255 = ink; mean 0.1307, std 0.3081.
 
     `mnist.npz`: x_train uint8 [M, 28, 28], y_train [M], x_test, y_test. `by_writer()` also needs `mnist_writers.npz` in
-    the same folder, with `writer_train` [M]: there are 539 writers with 19 to 131 examples each. The test images are
-    those of other writers, so the test set is pooled. (LeCun, Cortes and Burges, "The MNIST database of handwritten
+    the same folder, with `writer_train` [M]. It gives 539 writers with 19 to 131 examples each. The test images were
+    written by other writers, so the test set is pooled. (LeCun, Cortes and Burges, "The MNIST database of handwritten
     digits"; the writers are those of QMNIST: Yadav and Bottou, "Cold Case: The Lost MNIST Digits", NeurIPS 2019.)
     """
     samples = _samples("mnist", 10, (28, 28, 1), data_dir, (0.1307,), (0.3081,))
@@ -51,26 +51,26 @@ def mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     image_file = files.find(FILES["mnist"], files.folders(data_dir))
     if image_file is None:
         raise FileNotFoundError(
-            "by_writer() needs mnist.npz in its official order, and mnist_writers.npz beside it: tensorflow-datasets "
-            "shuffles the rows. Pass data_dir, the folder of both, or choose another partition"
+            "by_writer() needs mnist.npz in its official order and mnist_writers.npz in the same folder, because "
+            "tensorflow-datasets shuffles the examples: pass this folder as data_dir, or use another partition"
         )
     writers = image_file.with_name("mnist_writers.npz")
     try:
         writer = files.read_npz(writers, {"writer_train": Column()})["writer_train"]
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"by_writer() reads the writers of mnist from {writers}, which is not there: make it from QMNIST's "
-            "extended labels (numpy.savez with writer_train, one id per training row), or choose another partition"
+            f"by_writer() reads the writers of mnist from {writers}, which does not exist: write it from the extended "
+            "labels of QMNIST (numpy.savez with writer_train, one id per training example), or use another partition"
         ) from error
     if len(writer) != len(y):
         raise ConfigurationError(
             f"{writers}: writer_train must have as many rows as {image_file}, {len(y)}, got {len(writer)}: "
-            "the two belong row by row"
+            "row i of both must belong to the same example"
         )
     if len(y) == 60_000 and zlib.crc32(y.astype(np.uint8).tobytes()) != MNIST_ORDER:
         raise ConfigurationError(
-            f"{image_file}: by_writer() needs the rows in MNIST's official order, got another one: "
-            "make the file from the original idx files"
+            f"{image_file}: by_writer() needs the examples in MNIST's official order, got another order: "
+            "write the file from the original idx files"
         )
     return samples._replace(writer=writer)
 
@@ -89,8 +89,8 @@ def emnist(
 ) -> Samples:
     """Handwritten characters: uint8 [28, 28, 1], 255 = ink, upright; mean and std of the loaded training pixels.
 
-    split: "letters" (26 classes, upper and lower case together, 124,800 + 20,800), "byclass" (62, 697,932 + 116,323),
-        "balanced" (47, 112,800 + 18,800) or "digits" (10, 240,000 + 40,000).
+    split: "letters" (26 classes, upper and lower case in one class, 124,800 + 20,800 examples), "byclass" (62 classes,
+        697,932 + 116,323), "balanced" (47 classes, 112,800 + 18,800) or "digits" (10 classes, 240,000 + 40,000).
     num_classes: use only the first num_classes classes. Default: all. The letters split with 10 classes is EMNIST-L of
         FedDyn and FedDC, 48,000 + 8,000.
 
@@ -102,7 +102,7 @@ def emnist(
     classes_used = num_classes or EMNIST[split]
 
     def normalised(published: files.Arrays) -> files.Arrays:
-        """Upright images and labels from 0; published images are transposed, and labels of letters start at 1."""
+        """Transposes the published images, and subtracts 1 from the labels of letters, which start at 1."""
         upright = {key: np.ascontiguousarray(published[key].swapaxes(1, 2)) for key in ("x_train", "x_test")}
         first = 1 if split == "letters" else 0
         return upright | {key: published[key].astype(np.int32) - first for key in ("y_train", "y_test")}
@@ -118,7 +118,7 @@ def emnist(
 
 
 def _mean_and_std(x: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of all pixels, scaled to [0, 1]. Counts the 256 values, to save memory."""
+    """Returns mean and standard deviation of all pixels, scaled to [0, 1]. It counts the 256 values, to save memory."""
     counts = sum(np.bincount(x[i : i + 4096].ravel(), minlength=256) for i in range(0, len(x), 4096))
     weight, value = counts / np.sum(counts), np.arange(256) / 255
     mean = float(weight @ value)
@@ -136,7 +136,7 @@ def cifar10(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     """
 
     def decoded(path: Path) -> files.Arrays:
-        # The name has the file's checksum and is not cifar10.npz, so lossy pixels are never used as the original ones.
+        # The name is not cifar10.npz, so that lossy pixels are never used in place of the original ones.
         filename = f"{path.stem}_{files.fingerprint(path)}.npz"
         spec = _spec(10, (32, 32, 3))
         return files.cached(filename, spec, lambda: image_files.decode_jpegs(path, 10, 32))
@@ -201,7 +201,7 @@ def tiny_imagenet(data_dir: DataDir, seed: int, natural: bool) -> Samples:
 
 
 def _decoded(name: str, listing: image_files.Listing, side: int) -> Pair:
-    """The listed images and their labels. The pixels are kept in the cache until a file changes."""
+    """Returns the listed images and their labels. The pixels are kept in the cache until a file changes."""
     paths, labels = listing
     spec = {"x": Column("uint8", (side, side, 3))}
     filename = f"{name}_{files.stamp(paths)}.npz"
@@ -229,7 +229,7 @@ def _pairs(
     readers: Readers,
     convert: Callable[[files.Arrays], files.Arrays] = lambda arrays: arrays,
 ) -> tuple[Pair, Pair]:
-    """Training and test examples from NAME.npz, from a file of `readers`, or from tensorflow-datasets, converted."""
+    """Returns training and test examples from NAME.npz, from a file of `readers`, or from tensorflow-datasets."""
     spec = _spec(classes, shape)
     npz = f"{flat(name)}.npz"
     path = files.find((npz, *readers), files.folders(data_dir))
@@ -260,7 +260,10 @@ def _from_tfds(
     spec: files.Spec,
     convert: Callable[[files.Arrays], files.Arrays],
 ) -> files.Arrays:
-    """The converted arrays of tensorflow-datasets, kept in the cache. FileNotFoundError says how to get the data."""
+    """Returns the converted arrays of tensorflow-datasets, which are kept in the cache.
+
+    Raises FileNotFoundError with instructions if there are no data.
+    """
     shape = ", ".join(str(length) for length in spec["x_train"].row if length > 1)
     by_hand = f'write it with numpy.savez("{wanted[0]}", x_train=..., y_train=..., x_test=..., y_test=...), uint8 '
     by_hand += f"[M, {shape}]"
@@ -274,5 +277,5 @@ def _from_tfds(
         return files.cached(f"{flat(name)}_tfds.npz", spec, lambda: convert(files.from_tfds(name)))
     except FileNotFoundError as error:
         online = f"on a machine with a network, {prepare(name)}"
-        fix = f"{by_hand}, or, {online} (tensorflow-datasets has none here: {error})"
+        fix = f"{by_hand}, or, {online} (tensorflow-datasets has no data on this machine: {error})"
         raise absent(name, wanted, data_dir, fix) from error

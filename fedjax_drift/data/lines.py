@@ -1,4 +1,4 @@
-"""Text files: finds them, opens them, and names the damaged line in errors."""
+"""Finds and opens text files. Errors name the damaged line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedjax_drift.data import files
 
 
 def find(filename: str, places: Sequence[Path], instructions: str) -> Path:
-    """The file in the first of the folders that has it. The FileNotFoundError has the instructions."""
+    """Returns the file in the first folder that has it. Raises FileNotFoundError with the instructions."""
     path = files.find([filename], places)
     if path is None:
         wanted = " or ".join(str(folder / filename) for folder in places)
-        raise FileNotFoundError(f"{wanted} is not there: {instructions}")
+        raise FileNotFoundError(f"{wanted} does not exist: {instructions}")
     return path
 
 
@@ -28,7 +28,7 @@ def opened(path: Path, encoding: str = "utf-8") -> Iterator[IO[str]]:
 
 
 def damaged(number: int, wanted: str, got: object) -> files.Wrong:
-    """The error for line ``number``, counted from 1. Raise it while the file is `opened`."""
+    """Returns the error for line ``number``, counted from 1. Raise it while the file is `opened`."""
     shown = repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return files.Wrong(f"line {number} must be {wanted}, got {shown}: download it again, or mend it")
+    return files.Wrong(f"line {number} must be {wanted}, got {shown}: download it again, or correct it")

@@ -1,7 +1,7 @@
 """MovieLens as click-through prediction: which film a user rates next. One client per user.
 
-Every rating is a positive example, for any number of stars. The latest rating of each user is a test example. Negative
-examples are films that the user never rated. Every example has the films that the user rated before.
+Every rating is a positive example, with any number of stars. The latest rating of each user is a test example. Negative
+examples are films that the user never rated. Every example includes the films that the user rated before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in d
 AGES = (1, 18, 25, 35, 45, 50, 56)  # ML-1M names an age group by its lowest age
 USER = re.compile(rf"([1-9]\d{{0,3}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)", re.ASCII)
 RATING = re.compile(r"([1-9]\d{0,3})::([1-9]\d{0,3})::([1-5])::(\d{1,12})", re.ASCII)
-OPENED = 788_918_400  # 1995 in seconds: all ratings are later, and a truncated time is earlier
+OPENED = 788_918_400  # the start of 1995 in seconds; all ratings are later, and truncated times are earlier
 
 
 class Ratings(NamedTuple):
@@ -38,7 +38,7 @@ class Ratings(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The data set, grouped by user: x int16 [M, 6 + H], y int32 [M]."""
+    """The examples, grouped by user: x int16 [M, 6 + H], y int32 [M]."""
 
     train: Pair
     test: Pair  # blocks of 1 + test_negatives examples, the positive one first
@@ -47,7 +47,10 @@ class Rows(NamedTuple):
 
 
 def read(places: Sequence[Path], size: str) -> Ratings:
-    """Reads the ratings from the first folder that has them. Raises FileNotFoundError; ValueError for damaged files."""
+    """Reads the ratings from the first folder that has them.
+
+    Raises FileNotFoundError if no folder has them, and ValueError for damaged files.
+    """
     return _read_1m(places) if size == "1m" else _read_latest_small(places)
 
 
@@ -55,16 +58,16 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     """Splits the ratings: the latest rating of each user is for test. Negative examples are drawn with ``seed``.
 
     An example is [user, gender, age, occupation, zip, candidate, history...]. The history has the last H = ``history``
-    films that the user rated before the candidate, the newest last, padded with 0 in front. A negative example has the
-    history of its positive one. Ratings of the same second keep the order of the file. A user with a single rating is
-    left out.
+    films that the user rated before the candidate, the newest last. A shorter history is padded with 0 in front. A
+    negative example has the history of its positive example. Ratings of the same second keep the order of the file. A
+    user with a single rating is left out.
     """
     rng = np.random.default_rng(seed)
     order = np.lexsort((ratings.time, ratings.user))
     order = order[np.bincount(ratings.user)[ratings.user[order]] > 1]
     if not len(order):
         raise ConfigurationError(
-            f"cannot use {ratings.path}: some user must have rated 2 films, got none: download it again"
+            f"cannot use {ratings.path}: at least 1 user must have rated 2 films, got none: download it again"
         )
     user, item = ratings.user[order], ratings.item[order]
     first = np.diff(user, prepend=-1) > 0
@@ -75,9 +78,9 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     if (short := free[user] < test_negatives).any():
         first_short = user[short][0]
         raise ConfigurationError(
-            f"test_negatives must be at most the {free[first_short]} films that user "
-            f"{ratings.profile[first_short, 0]} never rated in {ratings.path}, got {test_negatives}: lower it, and "
-            "the group of fd.ranking.scores with it"
+            f"test_negatives must be at most {free[first_short]}, the number of films that user "
+            f"{ratings.profile[first_short, 0]} never rated in {ratings.path}, got {test_negatives}: use a smaller "
+            "number, also for group of fd.ranking.scores"
         )
 
     def rows(at: np.ndarray, drawn: np.ndarray) -> Pair:
@@ -95,14 +98,15 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
 
 
 def sizes(data: FederatedData) -> tuple[int, ...]:
-    """The vocabulary sizes for `fd.models.din(sizes)`: the highest id of each of the six columns plus 1, items last.
+    """Returns the vocabulary sizes for `fd.models.din(sizes)`: the highest id plus 1 of each of the six columns.
 
-    Raises ValueError for data of another kind.
+    The last size is that of the films. Raises ValueError for data of another kind.
     """
     if data.x.ndim != 2 or data.x.dtype.kind not in "iu" or data.x.shape[1] < 7:
         raise ConfigurationError(
-            f"din needs rows of at least 7 integer ids, got {data.x.dtype}{list(data.x.shape[1:])}: load movielens, or "
-            "choose another model"
+            f"din needs examples of at least 7 integer ids, got {data.x.dtype}{list(data.x.shape[1:])}: load "
+            "movielens, "
+            "or use another model"
         )
     parts = [x.max(0) for x in (data.x, data.x_test) if x is not None]
     highest = np.max(parts, 0).astype(int)
@@ -110,7 +114,10 @@ def sizes(data: FederatedData) -> tuple[int, ...]:
 
 
 def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> Pair:
-    """x int16 [P n, 6 + H] and y int32 [P n] from profiles [P, 5], candidates [P, n], the first positive, histories."""
+    """Returns x int16 [P n, 6 + H] and y int32 [P n].
+
+    They are made from profiles [P, 5], candidates [P, n] (the first one is positive) and histories [P, H].
+    """
     x = np.empty((*candidates.shape, 6 + history.shape[1]), np.int16)
     x[..., :5] = profile[:, None]
     x[..., 5] = candidates
@@ -121,15 +128,19 @@ def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> P
 
 
 def _histories(item: np.ndarray, before: np.ndarray, length: int) -> np.ndarray:
-    """int16 [R, length]: the items of the ``before[r]`` ratings in front of rating r, sorted by user and time."""
+    """Returns the films of the ``before[r]`` ratings before rating r, int16 [R, length]. item: sorted by user and
+    time."""
     padded = np.concatenate([np.zeros(length, np.int16), item.astype(np.int16)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, length)[: len(item)]
     return np.where(np.arange(length)[None] >= length - before[:, None], windows, 0).astype(np.int16)
 
 
 def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, np.ndarray], np.ndarray], np.ndarray]:
-    """A function ``pick(user [P], r [P, n])``, which returns film number r (from 0) among the films that the user never
-    rated; and the number of these films [U]. A film counts if any user rated it."""
+    """Returns a function ``pick(user [P], r [P, n])`` and the number of unrated films of each user, [U].
+
+    ``pick`` returns film number r (from 0) among the films that the user never rated. Only films that at least one user
+    rated are used.
+    """
     catalogue, column = np.unique(item, return_inverse=True)
     films = len(catalogue)
     owner, rated = np.divmod(np.unique(user.astype(np.int64) * films + column), films)
@@ -153,7 +164,7 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     known = np.array(ids, int)
     if (twice := known[1:][known[1:] == known[:-1]]).size:
         raise ConfigurationError(
-            f"cannot use {users}: user {twice[0]} must be on one line, got several: download it again"
+            f"cannot use {users}: user {twice[0]} must have one line, got several: download it again"
         )
     profile = np.column_stack([
         known,
@@ -167,19 +178,17 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
         line = early.argmax()
         raise ConfigurationError(
             f"cannot use {path}: seconds must be an integer >= {OPENED} (1995), got {rated[line, 3]} in line "
-            f"{line + 1}: it is cut short or not MovieLens, download it again"
+            f"{line + 1}: the file is truncated or not MovieLens, download it again"
         )
     user = np.searchsorted(known, rated[:, 0]).clip(max=len(known) - 1)
     if (strange := known[user] != rated[:, 0]).any():
         line = strange.argmax()
-        raise ConfigurationError(
-            f"cannot use {path}: line {line + 1} is of user {rated[line, 0]}, whom {users} does not list"
-        )
+        raise ConfigurationError(f"cannot use {path}: the user {rated[line, 0]} of line {line + 1} is not in {users}")
     return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
 
 
 def _matches(path: Path, pattern: re.Pattern[str], wanted: str) -> list[tuple[str, ...]]:
-    """The groups of the pattern in each line of the file. ValueError for a line that does not match."""
+    """Returns the groups of the pattern for each line of the file. Raises ValueError for a line that does not match."""
     groups = []
     with lines.opened(path, "latin-1") as file:
         for number, line in enumerate(file, 1):
@@ -201,11 +210,11 @@ def _read_latest_small(places: Sequence[Path]) -> Ratings:
     spec = {"user_id": Column(lowest=1), "movie_id": Column(lowest=1), "timestamp": Column(lowest=0)}
     ids, movies, time = files.read_npz(path, spec).values()
     known, user = np.unique(ids, return_inverse=True)
-    item = np.unique(movies, return_inverse=True)[1] + 1  # 9,724 of ids up to 193,609
+    item = np.unique(movies, return_inverse=True)[1] + 1  # 9,724 films, whose original ids go up to 193,609
     profile = np.pad(known[:, None], ((0, 0), (0, 4)))
     for name, highest in (("user_id", known.max()), ("movie_id", item.max())):
         if highest >= 2**15:
             raise ConfigurationError(
-                f"cannot use {path}: {name} must stay below {2**15}, got {highest}: take a smaller set"
+                f"cannot use {path}: {name} must be below {2**15}, got {highest}: use a smaller data set"
             )
     return Ratings(user, item, time, profile, path)

@@ -1,7 +1,7 @@
 """Partitioners. They assign the examples of a labelled data set to clients.
 
-A partitioner is an immutable object that can be compared and printed. Call it with the labels to get the row numbers of
-each client:
+A partitioner is an immutable object that can be compared and printed. Call it with the labels to get the indices of the
+examples of each client:
 
     >>> import numpy as np
     >>> partitioner = dirichlet(2, alpha=0.3, seed=0)
@@ -28,7 +28,7 @@ from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 
 PRIORS = ("client", "class", "global")
-ATTEMPTS = 100  # with prior="class": draws before small clients are filled up
+ATTEMPTS = 100  # with prior="class": number of attempts before small clients are filled up
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,20 +48,22 @@ class Partition:
         return self.arguments.get("num_clients")
 
     def __call__(self, y: np.ndarray, writer: np.ndarray | None = None) -> list[np.ndarray]:
-        """Returns the row numbers of each client: N int64 arrays, ascending and disjoint, that together are 0..M-1.
+        """Returns the indices of the examples of each client: N int64 arrays, ascending and disjoint.
+
+        Together the arrays contain each of 0..M-1 once.
 
         Args:
           y: integer labels [M].
           writer: integers or strings [M]. Only `by_writer` uses them.
 
         Raises:
-          ValueError: a shape or dtype is different, or there are too few examples for the partitioner.
+          ValueError: a shape or dtype is wrong, or there are too few examples for the partitioner.
         """
         y = checks.array("y", y)
         if y.ndim != 1 or y.dtype.kind not in "iu" or y.size == 0:
             raise ConfigurationError(
                 "y must be one-dimensional integer labels, at least one, "
-                f"got {y.dtype} of shape {y.shape}: pass one class number per row"
+                f"got {y.dtype} of shape {y.shape}: pass one class number per example"
             )
         owner = self.owners(y, writer)
         rows = np.argsort(owner, kind="stable").astype(np.int64, copy=False)
@@ -128,8 +130,9 @@ def dirichlet(
       min_size: minimum number of examples per client, >= 1. Default: 10 for prior="class" (as MOON), otherwise 1. With
         the other priors it only matters for log-normal sizes: clients below the minimum are enlarged, and the largest
         clients are reduced.
-      capped: for prior="class" only. With False, clients with M/N examples or more can receive more, as in the library
-        of FedEve's authors. Clients may be empty there; min_size=1 is the closest setting.
+      capped: for prior="class" only. If it is False, clients with M/N examples or more can receive more, as in the
+        library of FedEve's authors. In that library clients may be empty. Here every client has at least one example,
+        so min_size=1 is the closest setting.
 
     Raises:
       ValueError: a value is out of range or unknown, size_sigma > 0 with prior="class", or capped=False with another
@@ -141,8 +144,8 @@ def dirichlet(
     alpha = checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one", computed=False)
     if prior == "class" and size_sigma > 0:
         raise ConfigurationError(
-            f"size_sigma must be 0 with prior='class', got {size_sigma!r}: there the label mixes "
-            "decide the sizes; use prior='client' or prior='global' for log-normal sizes"
+            f"size_sigma must be 0 with prior='class', got {size_sigma!r}: use prior='client' or prior='global' for "
+            "log-normal sizes"
         )
     default = 10 if prior == "class" else 1
     min_size = default if min_size is None else checks.integer("min_size", min_size, 1)
@@ -157,7 +160,7 @@ def dirichlet(
     capped = checks.flag("capped", capped)
     if not capped:
         if prior != "class":
-            raise ConfigurationError(f"capped=False is for prior='class', got prior={prior!r}: sizes are given there")
+            raise ConfigurationError(f"capped=False needs prior='class', got prior={prior!r}: leave capped out")
         arguments["capped"] = False
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
@@ -211,16 +214,16 @@ def by_writer() -> Partition:
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         if writer is None:
             raise ConfigurationError(
-                "the data set has no writers: use iid, dirichlet or shards, or pass writer=, one id per row"
+                "the data set has no writers: use iid, dirichlet or shards, or pass writer=, one id per example"
             )
         try:
             writer = np.asarray(writer)
         except Exception as error:  # ragged lists, or a foreign object
-            raise ConfigurationError(f"writer must be one id per row, got {checks.shown(writer)}") from error
+            raise ConfigurationError(f"writer must be one id per example, got {checks.shown(writer)}") from error
         if writer.shape != y.shape or writer.dtype.kind not in "iuUS":
             raise ConfigurationError(
                 f"writer must be integers or strings of shape {y.shape}, "
-                f"got {writer.dtype} of shape {writer.shape}: pass one id per row"
+                f"got {writer.dtype} of shape {writer.shape}: pass one id per example"
             )
         return np.unique(writer, return_inverse=True)[1]
 
@@ -234,13 +237,15 @@ def _assign_by_turns(
     sizes: np.ndarray,
     mixes: np.ndarray,
 ) -> np.ndarray:
-    """In every turn, a client that is not full gets an example of a class drawn from its mix (log weights [N, C]).
+    """Assigns the examples one at a time: a random client that is not full gets an example of a class drawn from its
+    mix.
 
-    All turns draw their class in one vectorised pass. The draws are valid up to the first turn whose class is empty.
-    The later turns with this class draw again, and so on, for at most C passes. The result has the same distribution as
-    drawing turn by turn.
+    The mixes are log weights [N, C]. The classes of all turns are drawn in one vectorised pass. The draws are valid up
+    to the first turn whose class is empty. The later turns with this class are drawn again, and so on, for at most C
+    passes. The result has the same distribution as drawing one turn after another.
     """
-    # Each client has a Poisson clock of rate 1 and stops when it is full. So the next client is uniform among the rest.
+    # Each client has a Poisson clock of rate 1, which stops when the client is full. So the next client is uniformly
+    # distributed among the clients that are not full.
     wait = rng.standard_exponential(y.size)
     time, first = np.cumsum(wait), np.cumsum(sizes) - sizes
     time -= np.repeat(time[first] - wait[first], sizes)
@@ -268,7 +273,9 @@ def _assign_by_turns(
 
 
 def _draw(rng: np.random.Generator, mixes: np.ndarray, open_: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """Draws a class for every turn, from the mix of its client, restricted to the classes with examples left [C]."""
+    """Draws a class for every turn from the mix of its client. Only classes with remaining examples (open_ [C]) are
+    drawn.
+    """
     clients, row = np.unique(turn, return_inverse=True)
     weights = np.where(open_, mixes[clients], -np.inf)
     upto = np.cumsum(np.exp(weights - weights.max(axis=1, keepdims=True)), axis=1)
@@ -292,7 +299,7 @@ def _split_classes(
         counts = np.zeros((class_sizes.size, num_clients), np.int64)
         sizes = np.zeros(num_clients, np.int64)
         for c, class_size in enumerate(class_sizes):
-            # As long as examples are left, some client has fewer than M/N, so the maximum is finite.
+            # As long as examples remain, at least one client has fewer than M/N, so the maximum is finite.
             weights = _log_gamma(rng, alpha, num_clients)
             weights = np.where(sizes * num_clients < y.size, weights, -np.inf) if capped else weights
             # The random offset makes rounding fair if a class has fewer examples than there are clients.
@@ -304,7 +311,7 @@ def _split_classes(
     client_of_count = np.tile(np.arange(num_clients), len(counts))
     owner[_by_label(rng, y)] = np.repeat(client_of_count, counts.ravel())
 
-    change = _top_up(sizes, min_size) - sizes  # all 0, unless the last attempt failed, too
+    change = _top_up(sizes, min_size) - sizes  # all 0, unless all attempts have failed
     rows = _by_label(rng, owner)
     rank = np.arange(y.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     moved = rows[rank < -change[owner[rows]]]
@@ -313,14 +320,17 @@ def _split_classes(
 
 
 def _sizes(rng: np.random.Generator, num_rows: int, num_clients: int, sigma: float, min_size: int) -> np.ndarray:
-    """Equal (sigma = 0) or log-normal sizes [N] >= min_size that sum to num_rows."""
+    """Returns equal (sigma = 0) or log-normal sizes [N] >= min_size that sum to num_rows."""
     _require_rows(num_rows, num_clients, "min_size", min_size)
     log_size = sigma * rng.standard_normal(num_clients)
     return _top_up(_apportion(num_rows, np.exp(log_size - log_size.max())), min_size)
 
 
 def _apportion(total: int, weights: np.ndarray, offset: float = 0.5) -> np.ndarray:
-    """Integers that sum to total and differ from total * weights / sum(weights) by at most 1. Weight 0 gives 0."""
+    """Returns integers that sum to total and differ from total * weights / sum(weights) by at most 1.
+
+    Weight 0 gives 0.
+    """
     upto = np.cumsum(weights)
     cuts = np.floor(total * (upto / upto[-1]) + offset)
     return np.diff(np.minimum(cuts, total).astype(np.int64), prepend=0)
@@ -339,16 +349,16 @@ def _top_up(sizes: np.ndarray, min_size: int) -> np.ndarray:
 
 
 def _by_label(rng: np.random.Generator, y: np.ndarray) -> np.ndarray:
-    """The row numbers sorted by label, in random order within each label."""
+    """Returns the indices of the examples, sorted by label, in random order within each label."""
     shuffled = rng.permutation(y.size)
     return shuffled[np.argsort(y[shuffled], kind="stable")]
 
 
 def _log_gamma(rng: np.random.Generator, shape: float | np.ndarray, size: int | tuple[int, ...]) -> np.ndarray:
-    """Logarithms of Gamma(shape) samples: a Dirichlet sample before normalisation.
+    """Returns logarithms of Gamma(shape) samples, which are a Dirichlet sample before normalisation.
 
-    Logarithms do not underflow, so the ratios of unlikely classes are correct for any alpha, also if the likely classes
-    are used up. Gamma(a) has the distribution of Gamma(a + 1) U^(1/a).
+    Logarithms do not underflow. So the ratios of unlikely classes are correct for any alpha, even when no examples of
+    the likely classes remain. The samples use that Gamma(a) has the distribution of Gamma(a + 1) U^(1/a).
     """
     shape = np.maximum(shape, 1e-300)  # 1/shape must stay finite
     return np.log(rng.standard_gamma(shape + 1, size)) - rng.standard_exponential(size) / shape
@@ -361,6 +371,6 @@ def _require_rows(num_rows: int, num_clients: int, name: str, each: int) -> None
     fixes = [f"{name} <= {num_rows // num_clients}"] if num_clients <= num_rows else []
     fixes += [f"num_clients <= {num_rows // each}"] if each <= num_rows else []
     raise ConfigurationError(
-        f"{arguments} needs at least {num_clients * each} rows, the data set has {num_rows}: "
+        f"{arguments} needs at least {num_clients * each} examples, got a data set with {num_rows}: "
         f"use {' or '.join(fixes) or 'more data'}"
     )

@@ -10,12 +10,15 @@ import numpy as np
 
 
 def source(array: np.ndarray) -> np.ndarray | _Mapped:
-    """The rows of an array for `cut`. Rows of a memory map are read by read calls."""
+    """Returns an object from which `cut` reads the rows of the array. A memory map is read with system calls."""
     return array if (root := _root(array)) is None else _Mapped(root, array)
 
 
 def cut(rows: np.ndarray | _Mapped, begins: np.ndarray, sizes: np.ndarray, places: np.ndarray, R: int) -> np.ndarray:
-    """[R, ...]: client k's rows begins[k] .. begins[k] + sizes[k] - 1 are copied to places[k]. The rest is zero."""
+    """Returns an array [R, ...] with the rows of several clients. The rest of the array is zero.
+
+    The rows of client k are begins[k] .. begins[k] + sizes[k] - 1. They are copied to the positions from places[k] on.
+    """
     out = np.zeros((R, *rows.shape[1:]), rows.dtype)
     for begin, size, place in zip(begins.tolist(), sizes.tolist(), places.tolist(), strict=True):
         if size:
@@ -26,10 +29,10 @@ def cut(rows: np.ndarray | _Mapped, begins: np.ndarray, sizes: np.ndarray, place
 
 
 class _Mapped:
-    """The rows of a memory-mapped file, read by read calls.
+    """The rows of a memory-mapped file, read with system calls.
 
-    The first access to a page of a memory map takes several times longer, and ends the process if the file has been
-    truncated.
+    The first access to a page of a memory map would take several times longer. It would also kill the process if the
+    file has been truncated.
     """
 
     def __init__(self, root: np.memmap, array: np.ndarray) -> None:
@@ -58,13 +61,13 @@ class _Mapped:
 
     def _changed(self) -> NoReturn:
         raise OSError(
-            f"the data file {self.file} must not change during a run, but it has another size or time now: restore it, "
-            "or open the data set again"
+            f"the data file {self.file} must not change during a run, but its size or modification time has changed: "
+            "restore it, or open the data set again"
         )
 
 
 def _root(array: np.ndarray) -> np.memmap | None:
-    """The memory map that the array is a contiguous part of, or None."""
+    """Returns the memory map of which the array is a contiguous part, or None."""
     root: Any = array
     while root is not None and not (isinstance(root, np.memmap) and not isinstance(root.base, np.ndarray)):
         root = getattr(root, "base", None)

@@ -1,9 +1,11 @@
-"""Period drift without client drift, and the reverse: every round redistributes the examples of its cohort.
+"""Separates the two kinds of drift of FedEve: every round pools and redistributes the examples of its cohort.
 
-A round has two independent properties: the examples of the cohort, and their distribution over its clients. Pooling and
-redistributing the examples keeps the first and changes the second (the four regimes of FedEve, Fig. 3b, and the
-authors' code). An even split of non-IID clients leaves only period drift. An uneven split of IID clients leaves only
-client drift.
+- Period drift: the examples of the cohort as a whole differ from those of the federation.
+- Client drift: the clients of the cohort differ from each other.
+
+Redistribution does not change the examples of the cohort, but it changes their distribution over the clients. An even
+split of non-IID clients leaves only period drift. An uneven split of IID clients leaves only client drift. (The four
+regimes of FedEve, Fig. 3b, and the authors' code.)
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ def drift_regimes(
     name: str = "data",
 ) -> dict[str, FederatedData]:
     """Creates four federations from the same data set, one for each combination of drifts (FedEve, Fig. 3b).
+
+    Period drift: the examples of a cohort as a whole differ from those of the federation. Client drift: the clients of
+    a cohort differ from each other.
 
     | key            | partition                            | examples of the cohort in each round          |
     |----------------|--------------------------------------|-----------------------------------------------|
@@ -82,18 +87,18 @@ def redeal(
     Args:
       key: a random key.
       ids: int32 [K], the client ids.
-      sizes: int32 [K], the number of examples of each client; 0 if it is absent.
-      offsets: int32 [K], the row number of the first example of each client.
+      sizes: int32 [K], the number of examples of each client; 0 if the client does not take part.
+      offsets: int32 [K], the index of the first example of each client.
       labels: int [M] in 0..num_classes-1, the labels of the data set; None if alpha is None.
       alpha: None splits evenly: the examples are shuffled, and the new sizes differ by at most one. A number > 0
         shuffles each class and splits it by Dirichlet(alpha 1) over the present clients. A client that gets no example
-        is absent in this round. alpha is clipped to 1e-30..1e30.
+        does not take part in this round. alpha is clipped to 1e-30..1e30.
       num_classes: C.
       most_rows: an upper bound of ``sizes.sum()``. Memory is O(most_rows + K C).
 
     Returns:
-      ``(rows int32 [most_rows], offsets int32 [K], sizes int32 [K])``. Client k now has the rows
-      ``rows[offsets[k] : offsets[k] + sizes[k]]`` of the data set, sorted by class. The rest of ``rows`` is 0.
+      ``(rows int32 [most_rows], offsets int32 [K], sizes int32 [K])``. Client k now has the examples with the indices
+      ``rows[offsets[k] : offsets[k] + sizes[k]]``, sorted by class. The rest of ``rows`` is 0.
     """
     cut_key, order_key = jax.random.split(key)
     present = sizes > 0
@@ -113,20 +118,20 @@ def redeal(
 
 
 def spans(starts: jax.Array, sizes: jax.Array, length: int) -> jax.Array:
-    """int32 [length]: for each i in turn the sizes[i] numbers ``starts[i], starts[i] + 1, ...``."""
+    """Returns the concatenation over i of the sizes[i] numbers ``starts[i], starts[i] + 1, ...``, int32 [length]."""
     shift = starts - (jnp.cumsum(sizes) - sizes)
     return jnp.arange(length, dtype=jnp.int32) + jnp.repeat(shift, sizes, total_repeat_length=length)
 
 
 def _even(present: jax.Array, total: jax.Array) -> jax.Array:
-    """int32 [K, 1]: how many of the ``total`` examples go to the clients 0..k of the cohort, in an even split."""
+    """Returns how many of the ``total`` examples the clients 0..k together get in an even split, int32 [K, 1]."""
     clients = jnp.cumsum(present, dtype=jnp.int32)
     size, remainder = jnp.divmod(total, jnp.maximum(clients[-1], 1))
     return (clients * size + jnp.minimum(clients, remainder))[:, None]
 
 
 def _dirichlet(key: jax.Array, ids: jax.Array, present: jax.Array, alpha: float, class_sizes: jax.Array) -> jax.Array:
-    """int32 [K, C]: how many examples of each class go to the clients 0..k of the cohort, in a Dirichlet split.
+    """Returns how many examples of each class the clients 0..k together get in a Dirichlet split, int32 [K, C].
 
     Rounding all split points down would give the last client up to one example too many per class. One random offset
     per class makes the expected counts exactly n_c p_k.
@@ -138,8 +143,9 @@ def _dirichlet(key: jax.Array, ids: jax.Array, present: jax.Array, alpha: float,
         return jax.random.loggamma(jax.random.fold_in(share_key, client_id), alpha, class_sizes.shape)
 
     logs = jax.vmap(draw)(ids)
-    logs = jnp.where(present[:, None], logs, jnp.finfo(logs.dtype).min)  # finite, as all may be absent
-    # Shares in units of 2^-30. Integer sums are exact: a share of 0 gets no example, and the last split point is n_c.
+    logs = jnp.where(present[:, None], logs, jnp.finfo(logs.dtype).min)  # finite, because all clients may be absent
+    # The shares are integers in units of 2^-30. Integer sums are exact. So a share of 0 gets no example, and the last
+    # split point is n_c.
     upto = jnp.cumsum((2.0**30 * jax.nn.softmax(logs, axis=0)).astype(jnp.int32), axis=0)
     n, whole = class_sizes[None], upto[-1:]
     ends = jnp.floor(upto * (n / whole) + jax.random.uniform(offset_key, n.shape)).astype(jnp.int32)

@@ -36,9 +36,9 @@ FILES = {
     "movielens": tuple(movielens.FILENAMES.values()),
     "agnews": (text.FILENAME,),
     "bindingdb": (bindingdb.FILENAME,),
-}  # data set -> the files or folders of which one must exist
+}  # data set -> the files or folders; one of them must exist
 GET = {
-    "emnist": "download the EMNIST data set in its binary form, gzip.zip, from NIST's page of it, and put the four "
+    "emnist": "download the EMNIST data set in the binary format, gzip.zip, from its page at NIST, and put the four "
     "files emnist-SPLIT-{train,test}-{images-idx3,labels-idx1}-ubyte.gz there",
     "cifar10": "download the Python version of CIFAR-10 from Alex Krizhevsky's page (University of Toronto), and "
     "unpack it there",
@@ -68,25 +68,27 @@ class Samples(NamedTuple):
     mean: tuple[float, ...] | None = None
     """Mean per channel of the inputs, scaled to [0, 1]."""
     std: tuple[float, ...] | None = None
-    """Standard deviation per channel, likewise."""
+    """Standard deviation per channel of the inputs, scaled to [0, 1]."""
 
 
 def of_classes(samples: Pair, used: np.ndarray, part: str, num_classes: int) -> Pair:
-    """The examples for which ``used`` holds. Raises ConfigurationError if there are none."""
+    """Returns the examples for which ``used`` is True. Raises ConfigurationError if there are none."""
     if not used.any():
-        raise ConfigurationError(f"num_classes must leave {part} rows, got {num_classes}, which leaves none: raise it")
+        raise ConfigurationError(
+            f"num_classes must leave at least 1 {part} example, got {num_classes}, which leaves none: use more classes"
+        )
     return samples[0][used], samples[1][used]
 
 
 def pair(x: np.ndarray, y: np.ndarray) -> Pair:
-    """Inputs, and labels as int32."""
+    """Returns the inputs, and the labels as int32."""
     return x, y.astype(np.int32)
 
 
 def filenames(
     name: str, *, split: str = "letters", source: str = "auto", size: str | None = None, **_: Any
 ) -> tuple[str, ...]:
-    """The files or folders of which one must exist, for these options of `datasets.load`."""
+    """Returns the files or folders for these options of `datasets.load`. One of them must exist."""
     if size in movielens.FILENAMES:
         return (movielens.FILENAMES[size],)
     if name == "emnist":
@@ -95,17 +97,17 @@ def filenames(
 
 
 def tfds_name(name: str, *, split: str = "letters", **_: Any) -> str:
-    """The name of the data set in tensorflow-datasets, such as emnist/letters."""
+    """Returns the name of the data set in tensorflow-datasets, such as emnist/letters."""
     return f"emnist/{split}" if name == "emnist" else name
 
 
 def flat(name: str) -> str:
-    """A name of tensorflow-datasets as a part of a file name: emnist_letters."""
+    """Converts a name of tensorflow-datasets to a part of a file name, such as emnist_letters."""
     return name.replace("/", "_")
 
 
 def prepare(name: str) -> str:
-    """The command that downloads a data set with tensorflow-datasets."""
+    """Returns the command that downloads a data set with tensorflow-datasets."""
     name, _, split = name.partition("/")
     option = f", split='{split}'" if split else ""
     load = f"import fedjax_drift as fd; fd.datasets.load('{name}'{option})"
@@ -113,7 +115,8 @@ def prepare(name: str) -> str:
 
 
 def folder(name: str, data_dir: DataDir) -> Path:
-    """The folder of a data set that has no other form. Raises FileNotFoundError without it."""
+    """Returns the folder of a data set that is only read from a folder. Raises FileNotFoundError if it does not
+    exist."""
     path = files.find(FILES[name], files.folders(data_dir))
     if path is None:
         raise absent(name, FILES[name], data_dir, GET[name])
@@ -121,16 +124,16 @@ def folder(name: str, data_dir: DataDir) -> Path:
 
 
 def absent(name: str, wanted: tuple[str, ...], data_dir: DataDir, fix: str) -> FileNotFoundError:
-    """The error for a data set of which none of the ``wanted`` files exists."""
+    """Returns the error for a data set if none of the ``wanted`` files exists."""
     places = " or ".join(str(directory / file) for directory in files.folders(data_dir) for file in wanted)
     advice = "put it there"
     if data_dir is None:
         advice = "set FEDJAX_DRIFT_DATA to the folder that has it, or pass data_dir"
-    return FileNotFoundError(f"{name} is read from {places}, which is not there: {advice}. To get it, {fix}")
+    return FileNotFoundError(f"{name} is read from {places}, which does not exist: {advice}. To get it, {fix}")
 
 
 def incomplete(name: str, path: Path, error: FileNotFoundError) -> FileNotFoundError:
-    """The error for a data set that consists of several files, one of which is missing."""
+    """Returns the error for a data set of several files if one of them is missing."""
     return FileNotFoundError(
-        f"{name} is read from {path}, but a part of it is missing: {error}. Copy or unpack it again"
+        f"{name} is read from {path}, but a part of it is missing ({error}): copy or unpack it again"
     )

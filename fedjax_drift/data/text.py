@@ -22,8 +22,9 @@ UNKNOWN = 1  # 0 is padding
 def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pair]:
     """Reads the training and the test examples: x int32 [M, length], y int32 [M] in 0..3.
 
-    The ids 2, 3, ... are the ``vocabulary`` - 2 most frequent words of the training texts, the most frequent first.
-    Raises FileNotFoundError, and ValueError for damaged files.
+    The ids 2, 3, ... are the ``vocabulary`` - 2 most frequent words of the training texts, the most frequent word
+    first.
+    Raises FileNotFoundError for missing files, and ValueError for damaged files.
     """
     path = lines.find(FILENAME, places, HOW)
     test_path = lines.find("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
@@ -43,7 +44,7 @@ def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pa
 
 
 def _texts(path: Path) -> tuple[list[list[str]], np.ndarray]:
-    """The words of each title and description in lower case, and the classes, from 0."""
+    """Returns the words of each title and description in lower case, and the classes, from 0."""
     texts, classes = [], []
     with lines.opened(path) as file:
         rows = csv.reader(file, strict=True)

@@ -1,4 +1,5 @@
-"""Devices and processes: the mesh of devices, what they hold and run, and how processes work together.
+"""Devices and processes: the mesh of devices, its memory, the start of programs, and communication between processes.
 
-Read `mesh.py` first. The modules import only `data.files` (for the folder of the compilation cache) and what is below.
+Read `mesh.py` first. The modules import `checks`, `errors`, `types`, each other, and `data.files` (for the folder of
+the compilation cache).
 """

@@ -37,7 +37,7 @@ def use_compilation_cache(path: str | os.PathLike | None = None) -> str:
 
 
 def _processor() -> str:
-    """A name for the type of the processor. Several types of machines may share a home folder, but not programs."""
+    """A name for the type of the processor. Machines of different types may share a home folder, but not programs."""
     try:
         with open("/proc/cpuinfo") as file:
             features = next((line for line in file if line.startswith(("flags", "Features"))), "")

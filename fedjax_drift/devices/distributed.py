@@ -40,7 +40,7 @@ def initialize(
 ) -> None:
     """Connects this process to the other processes of its job with `jax.distributed`, and starts JAX's backend.
 
-    JAX detects the arguments that are not given. It looks for these launchers, in this order:
+    JAX detects the arguments that are not given. It looks for the following launchers, in this order:
 
     - Open MPI up to version 4: ``OMPI_MCA_orte_hnp_uri``, ``OMPI_COMM_WORLD_SIZE``, ``_RANK``, ``_LOCAL_RANK``
     - SLURM, in a job step (``srun``): ``SLURM_JOB_ID``, ``SLURM_STEP_NODELIST``, ``SLURM_NTASKS``, ``SLURM_PROCID``,
@@ -55,8 +55,8 @@ def initialize(
     - other MPI launchers, which set ``PMI_SIZE``, ``MV2_COMM_WORLD_SIZE`` or ``OMPI_COMM_WORLD_SIZE``. This needs the
       package ``mpi4py``.
 
-    ``JAX_COORDINATOR_ADDRESS`` replaces the detected address, and ``JAX_COORDINATOR_PORT`` only its port. Under Open
-    MPI, SLURM and mpi4py, a process uses only the GPU whose index is its local rank: start one process per GPU.
+    ``JAX_COORDINATOR_ADDRESS`` replaces the detected address, and ``JAX_COORDINATOR_PORT`` only its port. With Open
+    MPI, SLURM and mpi4py, a process uses only the GPU whose index is its local rank. So start one process per GPU.
 
     Args:
       coordinator_address: "host:port" at which process 0 listens. Default: detected.
@@ -66,28 +66,28 @@ def initialize(
       cpu_devices: number of CPU devices of this process, in 1..256. Default: the number that `use_cpu_devices` has set,
         otherwise 1. CPU devices of different processes communicate with Gloo, JAX's default
         (``jax_cpu_collectives_implementation``).
-      timeout_seconds: how long to wait for the other processes, >= 1. Default: 300.
+      timeout_seconds: the largest time to wait for the other processes, in seconds, >= 1. Default: 300.
 
     Raises:
-      ValueError: an argument is out of range, or it is not given and JAX cannot detect it.
-      RuntimeError: JAX has already started its backend; or this is a second call; or the other processes do not
-        connect before the timeout.
+      ValueError: an argument is out of range, or an argument is not given and JAX cannot detect it.
+      RuntimeError: JAX has already started its backend; or `initialize` has already been called; or the other processes
+        do not connect before the timeout.
     """
     if num_processes is not None:
         num_processes = checks.integer("num_processes", num_processes, 1)
     if process_id is not None:
         most = checks.MOST if num_processes is None else num_processes - 1
-        process_id = checks.integer("process_id", process_id, 0, most, "every process has its own")
+        process_id = checks.integer("process_id", process_id, 0, most, "every process needs a different one")
     if coordinator_address is not None and not _is_address(coordinator_address):
         raise ConfigurationError(
-            f'coordinator_address must be "host:port", got {checks.shown(coordinator_address)}: the host of process 0, '
-            "and a port that is free there"
+            f'coordinator_address must be "host:port", got {checks.shown(coordinator_address)}: pass the host of '
+            "process 0 and a free port of this host"
         )
     if cpu_devices is not None:
         cpu_devices = checks.integer("cpu_devices", cpu_devices, 1, 256)
     timeout_seconds = checks.integer("timeout_seconds", timeout_seconds, 1)
     if jax.distributed.is_initialized():
-        raise RuntimeError("fd.distributed.initialize() must be called once, got a second call: leave it out")
+        raise RuntimeError("fd.distributed.initialize() must only be called once, got a second call: remove it")
     if cpu_devices is not None:
         use_cpu_devices(cpu_devices)
     join = partial(
@@ -96,15 +96,15 @@ def initialize(
         num_processes,
         process_id,
         cluster_detection_method=_detected_by(os.environ),
-        initialization_timeout=timeout_seconds + 3600,  # later than ours, because JAX then ends the process
+        initialization_timeout=timeout_seconds + 3600,  # longer than timeout_seconds: JAX's timeout ends the process
     )
     try:
         connected = _in_time(join, timeout_seconds)
     except ValueError as error:
         raise ConfigurationError(
-            "fd.distributed.initialize() must be given coordinator_address, num_processes and process_id where JAX "
-            f"finds no SLURM, Kubernetes, MPI or TPU job around it ({error}): pass them, or start the script with a "
-            "launcher, srun for example"
+            "fd.distributed.initialize() needs coordinator_address, num_processes and process_id, because JAX did not "
+            f"detect a SLURM, Kubernetes, MPI or TPU job ({error}): pass them, or start the script with a launcher "
+            "such as srun"
         ) from error
     except RuntimeError as error:
         if "before any JAX" in str(error):
@@ -115,17 +115,21 @@ def initialize(
         raise
     if not connected:
         raise RuntimeError(
-            f"the processes must find each other in {timeout_seconds} s, got no answer: see that all of them run, that "
-            "num_processes is their number and each has its own process_id, that the host and port of process 0 "
-            f"({coordinator_address or 'found by JAX'}) can be reached from the others (firewall, name, proxy "
-            "variables), and that nothing else listens there; then start all again"
+            f"all processes must connect within {timeout_seconds} s, got a timeout: restart all processes after these "
+            "checks: (1) all of them are running; (2) num_processes is the number of processes, and each process has "
+            "a different process_id; (3) the host and port of process 0 "
+            f"({coordinator_address or 'detected by JAX'}) can be reached from the other processes (firewall, host "
+            "name, proxy variables); (4) no other program uses this port"
         )
-    # The processes communicate once now: Gloo fails if, at the first time, one of them waits for half a minute.
+    # The processes communicate once now. Gloo fails if a process waits for half a minute in the first communication.
     memory_of(clients_mesh())
 
 
 def _in_time(call: Callable[[], None], seconds: float) -> bool:
-    """Calls ``call()`` in a thread, as it can't be interrupted. Returns whether it ended in time; raises its errors."""
+    """Calls ``call()`` in a thread, because it can't be interrupted. Raises its errors.
+
+    Returns whether the call ended within ``seconds``.
+    """
     outcome: Future[None] = Future()
 
     def run() -> None:
@@ -145,7 +149,7 @@ def _in_time(call: Callable[[], None], seconds: float) -> bool:
 
 def is_first() -> bool:
     """Whether this is process 0, the process that should print and write files. True if there is only one process."""
-    return not jax.distributed.is_initialized() or jax.process_index() == 0  # with one process, starts no backend
+    return not jax.distributed.is_initialized() or jax.process_index() == 0  # starts no backend with a single process
 
 
 def _is_address(text: Any) -> bool:
@@ -156,7 +160,7 @@ def _is_address(text: Any) -> bool:
 
 
 def _detected_by(environment: Mapping[str, str]) -> str | None:
-    """The ``cluster_detection_method`` for JAX: "mpi4py", which JAX uses only on request, or None for the others."""
+    """The ``cluster_detection_method`` for JAX. "mpi4py" for MPI launchers that JAX does not detect, otherwise None."""
     known_to_jax = "OMPI_MCA_orte_hnp_uri" in environment or "SLURM_PROCID" in environment
     started_by_mpi = any(name in environment for name in STARTED_BY_MPI)
     return "mpi4py" if started_by_mpi and not known_to_jax else None

@@ -1,6 +1,6 @@
-"""Starting compiled programs so that programs with collective operations do not block each other.
+"""Starts compiled programs so that their collective operations do not block each other.
 
-`launch` starts a program. `wait_for_turn` waits for the previous one where that is necessary.
+`launch` starts a program. `wait_for_turn` waits for the previous program if this is necessary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def wait_for_turn(mesh: Mesh) -> None:
     """Waits until the last program that `launch` started has ended, if the mesh has several CPU devices.
 
     On CPU devices, a program holds threads while its collective operations wait for the other devices. XLA aborts the
-    process if no thread is left. A loop over a thousand short rounds would queue that many programs. An accelerator
-    has a queue for each device and does not need to wait.
+    process if no thread is left. Without waiting, a loop over a thousand short rounds would queue a thousand programs.
+    Accelerators need no waiting, because they have a queue for each device.
     """
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         for array in _launched:

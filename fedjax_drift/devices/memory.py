@@ -15,14 +15,14 @@ from jax.sharding import Mesh
 
 from fedjax_drift.devices.processes import agree, spans_processes
 
-UNKNOWN = 2**31 - 1  # in megabytes, where math.inf has to be sent as an int32
+UNKNOWN = 2**31 - 1  # replaces math.inf when processes send a number of megabytes as an int32
 
 
 def memory_of(mesh: Mesh) -> float:
     """The memory of one device of the mesh in bytes, or inf if it is unknown.
 
-    A CPU device has an equal share of this machine's memory. With several processes, all of them get the value of the
-    first process, rounded down to megabytes (2**20 bytes).
+    On a CPU, the memory of the machine is divided equally among the devices of this process. With several processes,
+    all of them get the value of the first process, rounded down to megabytes (2**20 bytes).
     """
     return _memory_of_first(mesh) if spans_processes(mesh) else _local_memory(mesh)
 
@@ -47,7 +47,7 @@ def _local_memory(mesh: Mesh) -> float:
 def container_memory(root: Path = Path("/")) -> float:
     """The memory limit of this process's control groups in bytes, or inf without a limit.
 
-    On Linux, containers and SLURM jobs set such limits. root: the root folder, another one in tests.
+    On Linux, containers and SLURM jobs set such limits. root: the root folder. Tests use a different one.
     """
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]

@@ -1,6 +1,6 @@
 """The mesh of devices and the arrays on it.
 
-The mesh has one axis, "clients": a cohort is sharded over it. `put` and `copied` place arrays on the devices.
+The mesh has one axis, "clients". The cohort is sharded over this axis. `put` and `copied` place arrays on the devices.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ AXIS = "clients"  # the one mesh axis
 def clients_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a mesh over ``devices`` with the single axis "clients".
 
-    devices: default all devices, including those of other processes. Raises ValueError if ``devices`` is empty or
-    contains anything else than devices.
+    devices: a sequence of JAX devices. Default: all devices, including those of other processes. Raises ValueError if
+    the sequence is empty or contains something that is not a JAX device.
     """
     if devices is None:
         devices = jax.devices()
     several = list(devices.flat) if isinstance(devices, np.ndarray) else devices
     if not isinstance(several, Sequence) or not several:
-        raise ConfigurationError(f"devices must be one or more of jax.devices(), got {checks.shown(devices)}")
-    fix = "jax.devices() lists them"
+        raise ConfigurationError(f"devices must be a list of JAX devices, got {checks.shown(devices)}: jax.devices()")
+    fix = "jax.devices() lists all devices"
     devices = [checks.instance("each of devices", device, jax.Device, fix) for device in several]
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
@@ -67,11 +67,11 @@ def use_cpu_devices(n: int | None = None) -> int:
 def put(tree: PyTree, placement: Any) -> PyTree:
     """Returns the tree with its arrays placed on the devices.
 
-    From a NumPy array or a memory map, a process reads only the parts that its own devices hold.
+    From a NumPy array or a memory map, a process only reads the shards of its own devices.
 
-    If ``placement`` spans several processes, all of them must call this function, with the same values for the parts
-    that they hold. The processes then send each other nothing, unless an array already spans several processes and
-    has another sharding.
+    If ``placement`` spans several processes, all of them must call this function. Their values must agree wherever
+    their devices store the same shard. The processes do not communicate, unless an array already spans several
+    processes and has a different sharding.
 
     placement: one sharding for all arrays, or a tree of shardings.
     """
@@ -96,7 +96,7 @@ def _put_on_processes(array: Any, placement: Sharding) -> jax.Array:
 
 
 def copied(tree: PyTree, placement: PyTree) -> PyTree:
-    """Returns copies of arrays that are already placed as ``placement`` says. A program may donate the copies."""
+    """Returns copies of arrays that already have the shardings ``placement``. A program may donate the copies."""
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(placement)):
         return jax.device_put(tree, placement, may_alias=False)
     return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=placement)(tree)
@@ -105,6 +105,6 @@ def copied(tree: PyTree, placement: PyTree) -> PyTree:
 def leaf_shardings(shardings: PyTree, tree: PyTree) -> PyTree:
     """The sharding of each leaf of the tree.
 
-    shardings: a prefix of the tree; its leaves are shardings. Each one applies to all leaves below it.
+    shardings: a prefix of the tree whose leaves are shardings. Each sharding applies to all leaves below it.
     """
     return jax.tree.map(lambda sharding, part: jax.tree.map(lambda _: sharding, part), shardings, tree)

@@ -74,4 +74,4 @@ def first_does(mesh: Mesh, call: Callable[[], Any]) -> None:
     if failure is not None:
         raise failure
     if failed:
-        raise ConfigurationError("the first process can't go on: it says why")
+        raise ConfigurationError("the first process raised an error: see the message of the first process")

@@ -1,7 +1,7 @@
-"""Drift measures, and the pass over a cohort that computes them.
+"""Drift measures, and their computation for a cohort.
 
-`measure` repeats the local training of a round. The result is the same, because a client's training depends only on the
-round's key, the client's id and its examples. The round itself does not measure, so unused measures cost nothing.
+`measure` repeats the local training of a round, with the same keys and therefore the same local models. The round
+itself computes no measures, so unused measures cost nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEASURES = {
     "predictions": "linear CKA and KL between local and global predictions on the test set, after every local epoch",
     "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that "
     "the client has and for those that it does not have",
-    "labels": "share of each class in the cohort's rows",
+    "labels": "share of each class in the cohort's examples",
 }
 TESTED = ("predictions", "forgetting")  # these need the test set
 
@@ -37,26 +37,27 @@ TESTED = ("predictions", "forgetting")  # these need the test set
 def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, streamed: bool) -> tuple[str, ...]:
     """Returns the names of the measures as a tuple.
 
-    Raises ConfigurationError if a name is unknown, or if the data or the model do not allow this measure.
+    Raises ConfigurationError if a name is unknown, or if a measure cannot be computed with the data or the model.
 
-    streamed: whether the training examples are kept on the host.
+    has_test: whether there is a test set. streamed: whether the training examples are kept on the host.
     """
     names = checks.choices("measure", names, MEASURES)
     for name in names:
         if name in TESTED and not has_test:
-            raise ConfigurationError(f"measure={name!r} looks at predictions on test data: pass test=(x, y)")
+            raise ConfigurationError(f"measure={name!r} needs a test set, got none: pass test=(x, y) with the data")
         if name == "predictions" and engine.test_size < 2:
             raise ConfigurationError(
-                'measure="predictions" compares how test rows differ: it needs at least 2 of them, got 1'
+                'measure="predictions" needs at least 2 test examples, got 1: use a larger test set'
             )
         if name in (*TESTED, "labels") and engine.num_classes is None:
             raise ConfigurationError(
-                f"measure={name!r} is about classes: it needs a classifier with the default loss and one integer label "
-                'a row; "updates" and "gradients" need none'
+                f"measure={name!r} needs a classifier with the default loss and one integer label per example, got a "
+                'different model or different labels: use "updates" or "gradients", which work with every model'
             )
     if streamed and "gradients" in names:
         raise ConfigurationError(
-            'measure="gradients" takes the rows of all clients, which stream=True leaves on the host'
+            'measure="gradients" needs the examples of all clients on the devices, got a streamed data set: pass '
+            "stream=False"
         )
     return names
 
@@ -118,14 +119,17 @@ def watched(
     work: Work,
     after_epoch: Callable[[Params, Params], PyTree],
 ) -> Training:
-    """Trains one client as the round does. If its update calls `local.train` several times, the last call is used."""
+    """Trains one client as in the round, and measures its training with ``after_epoch``.
+
+    If the update of the client calls `local.train` several times, the last call is used.
+    """
     calls: list[tuple] = []
     watcher = Watcher(after_epoch, lambda start, theta, measured: calls.append((start, theta, measured)))
     result = update(engine, shared, state_of(engine, shared, client, gathered), work._replace(watcher=watcher))
     if not calls:
         raise ConfigurationError(
-            f"measuring drift needs clients that train with fedjax_drift.local.train (or call it), but those of "
-            f"{engine.algorithm.name} don't: train with it, or leave measure= out"
+            f"client_update of {engine.algorithm.name} must call fedjax_drift.local.train so that drift can be "
+            "measured, got an update without this call: call it, or leave measure= out"
         )
     return Training(result, *calls[-1])
 
@@ -141,7 +145,7 @@ def trainings(
     w = shared.server.params
 
     def model_of(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        """The weighted local model and the weighted update of a client. Their sums give w_S and the mean update."""
+        """The weighted local model and the weighted update of a client. Their sums over the cohort give their means."""
         work = client_work(engine, shared, client, longest)
         training = watched(engine, shared, client, gathered, work, lambda start, theta: ())
         aggregated, _ = check_finite(engine, client, training.result)
@@ -197,7 +201,7 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
 
     With grad f = sum_i p_i grad F_i and p_i = n_i / n:
 
-    - ``period_drift``: ||mean_S grad F_i - grad f||^2, FedEve's equation 3 for this cohort S.
+    - ``period_drift``: ||mean_S grad F_i - grad f||^2, FedEve's equation 3 for the cohort S of this round.
     - ``dissimilarity``: Gamma = sum_i p_i ||grad F_i - grad f||^2, FedGVRGM's equation 4.
     - ``gradient_norm``: ||grad f||.
     """
@@ -213,7 +217,7 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
         work = client_work(engine, shared, client, longest)
         g = full_gradient(work, shared.server.params)
         n_i = work.size.astype(work.lr.dtype)
-        # 1 / |S| - p_i over one denominator: exactly 0, as the drift is, if all clients take part and have equal sizes.
+        # 1 / |S| - p_i with a common denominator. It is exactly 0 if all clients take part and have equal sizes.
         excess = (jnp.where(chosen[client.id], n, 0) - n_i * S) / (S * n)
         p = n_i / n
         of_all, of_gap = (jax.tree.map(lambda g, c=c: c * g, g) for c in (p, excess))
@@ -252,7 +256,7 @@ def linear_cka(X: jax.Array, Y: jax.Array, mask: jax.Array | None = None) -> jax
     1905.00414, equation 3 and section 3). It is 1 if X and Y are equal up to a rotation and a scale, and 0 if one of
     them is constant.
 
-    mask: bool [M], False for rows that are ignored. Default: all rows are used.
+    mask: bool [M], False for examples that are ignored. Default: all examples are used.
     """
 
     def centred(Z: jax.Array) -> jax.Array:
@@ -260,32 +264,34 @@ def linear_cka(X: jax.Array, Y: jax.Array, mask: jax.Array | None = None) -> jax
         return Z if mask is None else jnp.where(mask[:, None], Z, 0)
 
     X, Y = centred(X), centred(Y)
-    # In full float32, because an accelerator may by default round the factors to 10 bits.
+    # "highest" is full float32. By default, an accelerator may round the factors to 10 bits.
     xy, xx, yy = ((jnp.matmul(A.T, B, precision="highest") ** 2).sum() for A, B in ((Y, X), (X, X), (Y, Y)))
     scale = jnp.sqrt(xx) * jnp.sqrt(yy)
     return jnp.where(scale == 0, 0, xy / scale)
 
 
 def mean_kl(p_logits: jax.Array, q_logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Mean of KL(p || q) over the rows, in nats, a scalar.
+    """The mean of KL(p || q) over M examples, in nats, a scalar.
 
-    In LfD's study, p are the predictions of the global model and q those of the local model.
+    In LfD's study, p are the predictions of the global model, and q are the predictions of the local model.
 
     Args:
       p_logits, q_logits: float [M, C].
-      mask: bool [M], False for rows that are ignored. Default: all rows are used.
+      mask: bool [M], False for examples that are ignored. Default: all examples are used.
     """
     log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
     return jnp.mean((jnp.exp(log_p) * (log_p - log_q)).sum(-1), where=mask)
 
 
 def class_accuracy(logits: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
-    """Accuracy of each class, float [C]; NaN for a class without rows. A row with a NaN logit counts as wrong.
+    """The accuracy of each class, float [C]. It is NaN for a class without examples.
+
+    A prediction with a NaN logit counts as wrong.
 
     Args:
       logits: float [M, C].
       y: int [M], labels.
-      mask: bool [M], False for rows that are ignored.
+      mask: bool [M], False for examples that are ignored.
     """
     of_class = jax.nn.one_hot(y, logits.shape[-1]) * mask[:, None]
     right = (logits.argmax(-1) == y) & ~jnp.isnan(logits).any(-1)
@@ -295,7 +301,8 @@ def class_accuracy(logits: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Arra
 def local_performance(local: jax.Array, whole: jax.Array, classes: jax.Array) -> jax.Array:
     """LP (LfD, equation 11): the mean of Acc_c(theta_i) / Acc_c(w) over classes c with Acc_c(w) > 0, a scalar.
 
-    1 means that local training forgot nothing, 0 that it forgot everything. NaN if there is no such class.
+    1 means that local training forgot nothing, and 0 that it forgot everything. LP is NaN if no class has
+    Acc_c(w) > 0.
 
     Args:
       local: float [C], the accuracy Acc_c(theta_i) of the local model for each class.

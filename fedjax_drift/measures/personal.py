@@ -25,7 +25,7 @@ from fedjax_drift.round.evaluate import score_rows
 from fedjax_drift.round.train import client_work, over_clients
 from fedjax_drift.types import PyTree, ServerState
 
-CHUNK = 512  # most clients in one program: bounds the memory of their test rows, and how long Ctrl-C has to wait
+CHUNK = 512  # the largest number of clients in one program; it bounds the memory, and the time until Ctrl-C has effect
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
@@ -33,8 +33,8 @@ def summary(values: Any) -> dict[str, float]:
     """Computes statistics of a metric over the clients. All clients have weight 1.
 
     Args:
-      values: float [N], one number per client, for example its accuracy. Values that are not finite are ignored; the
-        value of a client without test examples is NaN.
+      values: float [N], one number per client, for example its accuracy. Values that are not finite are ignored, for
+        example the NaN of a client without test examples.
 
     Returns:
       A dict of floats:
@@ -42,8 +42,8 @@ def summary(values: Any) -> dict[str, float]:
       - ``clients``: the number of clients with a finite value
       - ``mean``, ``std``: the mean and the standard deviation
       - ``q05``, ``q25``, ``median``, ``q75``, ``q95``: quantiles
-      - ``lowest_10``, ``highest_10``: the means of the lowest and of the highest 10 % of the values, at least one value
-        each. For accuracies, ``lowest_10`` is the mean of the worst 10 % of the clients.
+      - ``lowest_10``, ``highest_10``: the mean of the lowest 10 % of the values, and the mean of the highest 10 %. Each
+        mean is over at least one value. For accuracies, ``lowest_10`` is the mean of the worst 10 % of the clients.
 
     Raises:
       ValueError: no value is finite.
@@ -54,7 +54,7 @@ def summary(values: Any) -> dict[str, float]:
     finite = np.sort(checks.array("values", values).ravel().astype(float))
     finite = finite[np.isfinite(finite)]
     if not finite.size:
-        raise ConfigurationError("summary needs the value of at least 1 client, got none that is finite")
+        raise ConfigurationError("values must have a finite value for at least 1 client, got none")
     tenth = -(-finite.size // 10)
     statistics = {"clients": finite.size, "mean": finite.mean(), "std": finite.std()}
     statistics |= {name: np.quantile(finite, q) for name, q in QUANTILES.items()}
@@ -63,7 +63,7 @@ def summary(values: Any) -> dict[str, float]:
 
 
 class ClientTests(NamedTuple):
-    """The test rows of C clients. Client c has ``size[c]`` rows, beginning with row ``offset[c]``."""
+    """The test examples of C clients, one example per row. Client c has ``size[c]`` rows from ``offset[c]`` on."""
 
     x: np.ndarray | jax.Array  # [R, ...]
     y: np.ndarray | jax.Array  # [R, ...]
@@ -72,9 +72,9 @@ class ClientTests(NamedTuple):
 
 
 def chunks(data: FederatedData) -> Iterator[tuple[np.ndarray, ClientTests]]:
-    """Yields the ids of C clients at a time, in order, and their test rows.
+    """Yields the ids and the test examples of C clients at a time, in the order of the ids.
 
-    The shapes are the same for all chunks: test rows are padded with zeros, and the ids of the last chunk with N.
+    All chunks have the same shapes. Test examples are padded with zeros, and the ids of the last chunk with N.
     """
     assert data.x_test is not None and data.y_test is not None and data.test_sizes is not None
     N, sizes = data.num_clients, data.test_sizes.astype(np.int64)
@@ -101,14 +101,14 @@ def fine_tuned(
     clients: Client,
     tests: ClientTests,
 ) -> dict[str, jax.Array]:
-    """Fine-tunes the global model on each client and evaluates the result on the client's test rows.
+    """Fine-tunes the global model on each client and evaluates the result on the client's test examples.
 
     Fine-tuning is local training with ``engine.local`` on the model's loss, without the terms of the algorithm.
 
-    Returns the sums over the client's test rows of each score (loss, accuracy, ...), [C].
+    Returns a dict from each score (loss, accuracy, ...) to its sum over the test examples of each client, [C].
     """
     lr = engine.local.rate(state.round)
-    key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + 3)  # a round uses 0..N + 2
+    key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + 3)  # training uses 0..N + 2
     shared = Shared(state.params, rows, key, state.round, lr, (), (tests.x, tests.y))
     order, empty, dealt = deal_out(engine, clients, clients.steps)
     place = jnp.where(empty, 0, order)

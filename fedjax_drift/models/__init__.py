@@ -1,7 +1,8 @@
 """The networks of the papers as `fd.Model`s.
 
-With ``cosine=True`` a classifier returns cosines, without a bias (LfD). The weights are initialised as in PyTorch by
-default, which the papers' code relies on. The docstrings give the number of parameters; it is tested.
+With ``cosine=True``, the last layer has no bias and returns the cosines between features and class weights (LfD). The
+weights use PyTorch's default initialisation, as in the papers' code. The docstrings give the number of parameters, and
+the tests check it.
 """
 
 from __future__ import annotations
@@ -44,24 +45,27 @@ __all__ = [
 
 
 def linear(input_shape: tuple[int, ...] = (30,), num_classes: int = 5, cosine: bool = False) -> Model:
-    """Multinomial logistic regression, initialised to zero (155 parameters for FedDyn's and FedDC's synthetic data)."""
+    """Multinomial logistic regression, initialised to zero.
+
+    It has 155 parameters for the synthetic data of FedDyn and FedDC. With ``cosine=True`` the weights are random.
+    """
     return _model(MLP((), num_classes, zero_init=not checks.flag("cosine", cosine), cosine=cosine), input_shape)
 
 
 def mnist_2nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
-    """McMahan et al.'s 2NN, used for MNIST by FedDyn and FedDC: layers 784-200-200-10 (199,210 parameters)."""
+    """McMahan et al.'s 2NN with layers 784-200-200-10 (199,210 parameters). FedDyn and FedDC use it for MNIST."""
     return _model(MLP((200, 200), num_classes, cosine=cosine), input_shape)
 
 
 def emnist_nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
-    """FedDyn's and FedDC's network for EMNIST-L: layers 784-100-100-10 (89,610 parameters)."""
+    """FedDyn's and FedDC's network for EMNIST-L, with layers 784-100-100-10 (89,610 parameters)."""
     return _model(MLP((100, 100), num_classes, cosine=cosine), input_shape)
 
 
 def cifar_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
     """FedDyn's and FedDC's CIFAR network: two 5x5 convolutions with 64 filters, dense layers with 384 and 192 units.
 
-    797,962 parameters for 10 classes, 815,332 for 100.
+    It has 797,962 parameters for 10 classes, and 815,332 for 100 classes.
     """
     network = CNN(((64, 5, "VALID", 2), (64, 5, "VALID", 2)), (384, 192), num_classes, cosine=cosine)
     return _model(network, (32, 32, 3))
@@ -70,7 +74,7 @@ def cifar_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
 def mnist_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
     """McMahan et al.'s MNIST CNN: two 5x5 convolutions with 32 and 64 filters, a dense layer with 512 units.
 
-    1,663,370 parameters.
+    It has 1,663,370 parameters.
     """
     network = CNN(((32, 5, "SAME", 2), (64, 5, "SAME", 2)), (512,), num_classes, cosine=cosine)
     return _model(network, (28, 28, 1))
@@ -85,8 +89,8 @@ def lenet5(num_classes: int = 62, input_shape: tuple[int, ...] = (28, 28, 1), co
 def simple_fl_lenet(num_classes: int = 62, cosine: bool = False) -> Model:
     """FedEve's "LeNet5", from the authors' library simple-FL.
 
-    Two 3x3 convolutions with 6 and 10 filters, a dense layer with 100 units, dropout 0.5 before and after it. 31,972
-    parameters for 62 classes.
+    The network has two 3x3 convolutions with 6 and 10 filters, and a dense layer with 100 units. Dropout 0.5 comes
+    before and after the dense layer. It has 31,972 parameters for 62 classes.
     """
     convolutions = ((6, 3, "VALID", 2), (10, 3, "VALID", 2))
     return _model(CNN(convolutions, (100,), num_classes, 0.5, 0.5, cosine), (28, 28, 1))
@@ -100,9 +104,9 @@ def fedadc_cnn(
 ) -> Model:
     """FedADC's CIFAR-10 network: four convolutions and four dense layers, including the classifier.
 
-    2,328,746 parameters. The paper gives no widths. The defaults are our choice, with 3x3 kernels and pooling after the
-    second and the fourth convolution. ``convolutions`` are the numbers of filters, ``dense`` the units of the first
-    three dense layers.
+    It has 2,328,746 parameters. The paper gives no widths, so the defaults are our choice. The kernels are 3x3, with
+    pooling after the second and the fourth convolution. ``convolutions`` are the numbers of filters. ``dense`` are the
+    numbers of units of the first three dense layers.
     """
     widths = checks.shape("convolutions", convolutions, 4)
     layers = tuple((width, 3, "SAME", 1 + i % 2) for i, width in enumerate(widths))
@@ -112,8 +116,8 @@ def fedadc_cnn(
 def emnist_cnn(num_classes: int = 62, cosine: bool = False) -> Model:
     """Reddi et al.'s EMNIST CNN.
 
-    Two 3x3 convolutions with 32 and 64 filters, max-pooling, dropout 0.25, a dense layer with 128 units, dropout 0.5.
-    1,206,590 parameters for 62 classes.
+    The layers are two 3x3 convolutions with 32 and 64 filters, max-pooling, dropout 0.25, a dense layer with 128 units,
+    dropout 0.5 and the classifier. The network has 1,206,590 parameters for 62 classes.
     """
     convolutions = ((32, 3, "VALID", 1), (64, 3, "VALID", 2))
     return _model(CNN(convolutions, (128,), num_classes, 0.25, 0.5, cosine), (28, 28, 1))
@@ -127,7 +131,8 @@ def simple_cnn(
 ) -> Model:
     """MOON's and LfD's simple CNN with a projection head.
 
-    92,626 parameters for 10 classes, 92,616 with ``cosine=True``, and 62,006 with ``projection=False``.
+    For 10 classes it has 92,626 parameters, 92,616 with ``cosine=True``, and 62,006 with ``projection=False`` (without
+    the projection head).
     """
     return _model(SimpleCNN(num_classes, checks.flag("projection", projection), cosine), input_shape)
 
@@ -137,27 +142,29 @@ def resnet18(
 ) -> Model:
     """ResNet-18 with GroupNorm(2) instead of BatchNorm.
 
-    ``stem=3`` (default) starts with a 3x3 convolution without pooling (11,220,132 parameters for 100 classes).
-    ``stem=7`` is the ImageNet stem, a 7x7 convolution with stride 2 and max-pooling (11,181,642 parameters for 10
-    classes; used by FedDyn and FedDC).
+    - ``stem=3`` (default) starts with a 3x3 convolution without pooling. The network has 11,220,132 parameters for 100
+      classes.
+    - ``stem=7`` starts with the ImageNet stem, that is, a 7x7 convolution with stride 2, and max-pooling. The network
+      has 11,181,642 parameters for 10 classes. FedDyn and FedDC use it.
     """
-    stem = checks.integer("stem", stem, 3, 7, "3: 3x3, no pooling; 7: 7x7 with pooling")
+    stem = checks.integer("stem", stem, 3, 7, "3 is 3x3 without pooling, 7 is 7x7 with pooling")
     if stem not in (3, 7):
-        raise ConfigurationError(f"stem must be 3 (3x3, no pooling) or 7 (7x7 with pooling), got {stem!r}")
+        raise ConfigurationError(f"stem must be 3 (3x3 without pooling) or 7 (7x7 with pooling), got {stem!r}")
     return _model(ResNet18(num_classes, stem, cosine), input_shape)
 
 
 def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int = 99) -> Model:
     """FedEve's deep interest network (DIN) for click-through prediction on MovieLens (205,398 parameters for ML-1M).
 
-    It returns one logit per example. The loss is the binary cross-entropy with labels 0 and 1. An example has the ids
-    [user, gender, age, occupation, zip, candidate, history...], as in the data set `movielens`. Evaluation also reports
-    `fd.ranking.scores()`.
+    The network returns one logit per example. The loss is the binary cross-entropy with labels 0 and 1. An example has
+    the ids [user, gender, age, occupation, zip, candidate, history...], as in the data set `movielens`. The evaluation
+    also reports the metrics of `fd.ranking.scores()`.
 
     Args:
       sizes: vocabulary sizes of the first six columns, including id 0 (missing). Default: those of ML-1M. For other
         data use `fedjax_drift.data.movielens.sizes(data)`.
-      test_negatives: the test set has blocks of 1 + test_negatives examples. Use the same value for the data set.
+      test_negatives: the number of negative examples in each block of the test set, which also has one positive
+        example. Use the same value for the data set.
 
     Raises:
       ValueError: sizes are not six integers >= 1, or test_negatives < 9 (HR@10 needs 10 examples).
@@ -165,8 +172,8 @@ def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int
     checked_sizes = checks.array("sizes", sizes)
     if checked_sizes.shape != (6,):
         raise ConfigurationError(
-            "sizes must be six, of users, genders, ages, occupations, zips and items, got "
-            f"{checks.shown(sizes)}: take fedjax_drift.data.movielens.sizes(data)"
+            "sizes must be six integers (the numbers of users, genders, ages, occupations, zips and items), got "
+            f"{checks.shown(sizes)}: pass fedjax_drift.data.movielens.sizes(data)"
         )
     sizes = tuple(checks.integer("each of sizes", size, 1) for size in checked_sizes.tolist())
     group = 1 + checks.integer("test_negatives", test_negatives, 9)
@@ -182,9 +189,9 @@ def binary_cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
 def text_classifier(num_classes: int = 4, vocabulary: int = 20_000, width: int = 64, cosine: bool = False) -> Model:
     """A text classifier: the mean embedding of the tokens, a dense layer, and MOON's projection head.
 
-    1,305,988 parameters, 1,305,984 with ``cosine=True``. LfD does not specify a network for AG News; this is our
-    choice. An example has token ids in 0..vocabulary-1, where 0 is padding. ``width`` is the size of the embeddings.
-    Raises ValueError if ``vocabulary`` < 2 or ``width`` < 1.
+    An example has token ids in 0..vocabulary-1, where 0 is padding. ``width`` is the size of the embeddings. The model
+    has 1,305,988 parameters, and 1,305,984 with ``cosine=True``. LfD does not specify a network for AG News, so the
+    network is our choice. Raises ValueError if ``vocabulary`` < 2 or ``width`` < 1.
     """
     vocabulary = checks.integer("vocabulary", vocabulary, 2)
     width = checks.integer("width", width, 1)
@@ -203,11 +210,14 @@ def drug_target(
 
     An example has character ids in 0..vocabulary-1. The first ``ligand`` ids are the SMILES string of the ligand, the
     others are the sequence of the protein. Both are padded with 0. Each encoder has embeddings of size ``width`` and
-    three convolutions with 1, 2 and 3 times ``filters`` channels. Their kernels have 4, 6 and 8 characters for the
-    ligand, and 4, 8 and 12 for the protein. The maximum over all positions and a dense layer follow.
+    three convolutions with 1, 2 and 3 times ``filters`` channels. The kernels have 4, 6 and 8 characters for the
+    ligand, and 4, 8 and 12 characters for the protein. The maximum over all positions and a dense layer follow.
 
-    214,146 parameters, 214,144 with ``cosine=True``. LfD does not specify a network for BindingDB; this is our choice.
-    Raises ValueError if ``ligand`` < 16, the receptive field of its convolutions. Proteins need at least 22 characters.
+    The network has 214,146 parameters, and 214,144 with ``cosine=True``. LfD does not specify a network for BindingDB,
+    so the network is our choice.
+
+    Raises ValueError if ``ligand`` < 16, the receptive field of the convolutions. The padded sequence of a protein
+    needs at least 22 characters.
     """
     ligand = checks.integer("ligand", ligand, 16)
     vocabulary = checks.integer("vocabulary", vocabulary, 2)

@@ -1,4 +1,4 @@
-"""The convolution, in the implementation that is fastest on each platform."""
+"""The convolution. On each platform it uses the fastest implementation."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "V
       x: [C, H, W, B].
       kernel: [h, w, C, F].
       stride: same in both directions.
-      padding: "VALID", "SAME" (XLA's and TensorFlow's convention), or (p, p'): rows and columns added before and after.
-      pool: window and stride of the pooling; 1: none.
+      padding: "VALID", "SAME" (XLA's and TensorFlow's convention), or (p, p'), the numbers of rows and columns that are
+        added before and after.
+      pool: window and stride of the pooling. 1 means no pooling.
 
     Returns:
-      [F, H', W', B], differentiable on every platform in reverse and in forward mode, to any order: `jax.grad`,
-      `jax.jvp`, and each of the other.
+      [F, H', W', B]. The result can be differentiated on every platform, in reverse mode and in forward mode, to any
+      order.
 
     Raises:
-      ValueError: ``padding`` is something else; the kernel is larger than the padded image.
+      ValueError: ``padding`` has another value, or the kernel is larger than the padded image.
     """
     window = kernel.shape[0], kernel.shape[1]
     x = windows.pad(x, window, stride, padding, 0.0)

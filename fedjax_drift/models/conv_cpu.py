@@ -1,7 +1,7 @@
-"""The convolution on a CPU, where clients train one after another and the speed depends on the caches.
+"""The convolution on a CPU. There, clients train one after another, and the speed depends on the caches.
 
-A round takes 0.92 (LeNet-5), 0.87 (MNIST CNN) and 0.74 times (CIFAR CNN) the time that it takes with
-`windows.convolve`.
+Compared to `windows.convolve`, the time of a round is 0.92 times (LeNet-5), 0.87 times (MNIST CNN) or 0.74 times (CIFAR
+CNN) as long.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arr
 def _four_windows(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Convolution and pooling by 2 for few filters. A patch of (h + 1) x (w + 1) has the four windows that are pooled.
 
-    With a 5x5 kernel a patch has 36 numbers per channel: 9 per position of the convolution, instead of 25.
-    The product has four times as many columns, because F columns are too few for vector instructions. It needs 1.44
-    times the operations.
+    With a 5x5 kernel, a patch has 36 numbers per channel. These are 9 numbers per position of the convolution, instead
+    of 25. The matrix product has 4 F columns instead of F, because F columns are too few for vector instructions. It
+    needs 1.44 times as many operations.
     """
     F = kernel.shape[-1]
     shifted = [jnp.pad(kernel, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in (0, 1) for j in (0, 1)]
@@ -56,7 +56,10 @@ def pool_blocks(x: jax.Array, pool: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """``x.max(axes)``. Ties share the gradient, as in JAX's rule, with which a LeNet-5 step takes a third longer."""
+    """``x.max(axes)`` with a faster derivative. Equal largest values share the gradient, as in JAX's own rule.
+
+    With JAX's own rule, a training step of LeNet-5 takes a third longer.
+    """
     return x.max(axes)
 
 
@@ -70,10 +73,10 @@ def _largest_derivative(axes: tuple[int, ...], primals: tuple, tangents: tuple) 
 
 # --- many channels ----------------------------------------------------------------------------------------------------
 #
-# Stride 1, no padding: x [B, H, W, C], kernel [h, w, C, F], g [B, H', W', F], the gradient of the output. XLA's
-# convolution only extracts its patches on the fly, as fast as a large product, in this layout. So the weight gradient
-# is a convolution in the same layout, and the image gradient is a product. All three process a few images at a time, so
-# that the patches stay in the cache.
+# Stride 1, no padding. x is [B, H, W, C], kernel is [h, w, C, F], and g [B, H', W', F] is the gradient of the output.
+# Only in this layout is XLA's convolution as fast as a large matrix product. Therefore the weight gradient is a
+# convolution in the same layout, and the image gradient is a matrix product. All three functions process a few images
+# at a time, so that the patches stay in the cache.
 
 
 def _convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -100,7 +103,7 @@ def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def _image_gradient(g: jax.Array, kernel: jax.Array) -> jax.Array:
-    """g, kernel -> [B, H, W, C]: the gradients of the patches, added in place for each position of the window."""
+    """g, kernel -> [B, H, W, C]: adds the gradients of the patches in place, for each position in the window."""
     h, w, C, F = kernel.shape
     _, H, W, _ = g.shape
 
@@ -117,7 +120,10 @@ def _image_gradient(g: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _chunks(x: jax.Array, patch_numbers: int) -> jax.Array:
-    """[B, ...] -> [B / n, n, ...]. One image has ``patch_numbers`` floats of patches, and n images at most 4 MB."""
+    """[B, ...] -> [B / n, n, ...], where the patches of n images have at most 4 MB.
+
+    patch_numbers: the number of floats in the patches of one image.
+    """
     most = min(len(x), max(1, 2**20 // patch_numbers))
     n = max(n for n in range(1, most + 1) if len(x) % n == 0)
     return x.reshape(-1, n, *x.shape[1:])
@@ -129,14 +135,14 @@ def _correlate(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
 #
-# The three functions are the partial derivatives of <g, x * kernel>. Each is bilinear, and its transposes are the other
-# two. As primitives with these rules they have forward-mode and reverse-mode derivatives of any order, which consist of
-# the same three functions. `jax.custom_vjp` has no forward mode. With `jax.custom_jvp` JAX would transpose them itself,
-# and the weight gradient would be a hundred times slower.
+# The three functions are the partial derivatives of <g, x * kernel>. Each function is bilinear, and its transposes are
+# the other two functions. As primitives with these rules, they have forward-mode and reverse-mode derivatives of any
+# order. `jax.custom_vjp` has no forward mode. With `jax.custom_jvp`, JAX would transpose the functions itself, and the
+# weight gradient would be a hundred times slower.
 
 
 def _primitive(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Primitive:
-    """The function as a primitive. Under `jax.vmap` it becomes a loop; `lax.conv` becomes a grouped convolution."""
+    """The function as a primitive. `jax.vmap` turns it into a loop, not into a grouped convolution like `lax.conv`."""
     primitive = Primitive(f"cpu{function.__name__}")
 
     def batch(inputs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[jax.Array, int]:

@@ -1,7 +1,7 @@
-"""Layers that are fast if every client has its own weights.
+"""Layers that are fast if every client has different weights.
 
-Inside a network, images have the layout [C, H, W, B]; the batch is the last axis. The convolution is in conv.py, the
-pooling is in windows.py.
+Inside a network, images have the layout [C, H, W, B], where the batch B is the last axis. The convolution is in
+conv.py, and the pooling is in windows.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def flatten(x: jax.Array) -> jax.Array:
 
 
 def torch_uniform(fan_in: int) -> Callable[..., jax.Array]:
-    """An initializer: U(-1/sqrt(fan_in), 1/sqrt(fan_in)), PyTorch's default for weights and biases."""
+    """An initializer for U(-1/sqrt(fan_in), 1/sqrt(fan_in)). It is PyTorch's default for weights and biases."""
     bound = fan_in**-0.5
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -56,7 +56,7 @@ class Conv(nn.Module):
     """Convolution and max-pooling with a kernel [h, w, C, F] and a bias [F], initialised as in PyTorch."""
 
     features: int
-    kernel_size: int | tuple[int, int]  # k for k x k, or (h, w); a sequence is an image with one column
+    kernel_size: int | tuple[int, int]  # k means k x k; or (h, w). A sequence is an image with one column.
     stride: int = 1
     padding: Padding = "VALID"
     use_bias: bool = True
@@ -68,13 +68,16 @@ class Conv(nn.Module):
         h, w = (k, k) if isinstance(k, int) else k
         init = torch_uniform(h * w * C)
         y = conv(x, self.param("kernel", init, (h, w, C, self.features)), self.stride, self.padding, self.pool)
-        if self.use_bias:  # added after the pooling, to fewer numbers; the result is the same
+        if self.use_bias:  # added after the pooling: the result is the same, with fewer additions
             y = y + self.param("bias", init, (self.features,))[:, None, None, None]
         return y
 
 
 class Dense(nn.Module):
-    """[B, in] -> [B, features] with a kernel [in, features] and a bias, initialised as in PyTorch, or to zero."""
+    """A dense layer [B, in] -> [B, features], with a kernel [in, features] and a bias.
+
+    It is initialised as in PyTorch, or to zero with ``zero_init=True``.
+    """
 
     features: int
     use_bias: bool = True
@@ -88,9 +91,10 @@ class Dense(nn.Module):
 
 
 class Embedding(nn.Module):
-    """int [...] -> [..., features]: rows of a table [count, features], initialised standard normal as in PyTorch.
+    """int [...] -> [..., features]: selects rows of a table [count, features].
 
-    An id outside 0..count-1 gives NaN, so the first loss is NaN if the table is too small for the data.
+    The table is initialised with N(0, 1), as in PyTorch. An id outside 0..count-1 gives NaN. So the first loss is NaN
+    if the table is too small for the data.
     """
 
     count: int
@@ -121,7 +125,7 @@ class GroupNorm(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The last layer: `Dense`; or with ``cosine=True`` the cosines between features and class weights, without bias."""
+    """The last layer: `Dense`, or with ``cosine=True`` the cosines between features and class weights, without bias."""
 
     num_classes: int
     cosine: bool = False

@@ -1,7 +1,10 @@
 """The networks of `fedjax_drift.models` as flax.linen modules.
 
-The inputs are images [B, H, W, C], for `MLP` arrays [B, ...], and for `DIN`, `MeanOfTokens` and `LigandAndTarget`
-integers [B, length].
+The inputs of the networks are:
+
+- integers [B, length] for `DIN`, `MeanOfTokens` and `LigandAndTarget`
+- arrays [B, ...] of any shape for `MLP`
+- images [B, H, W, C] for all others
 """
 
 from __future__ import annotations
@@ -166,7 +169,7 @@ class DIN(nn.Module):
     An example has the ids [user, gender, age, occupation, zip, candidate, history...]. 0 in the history is padding.
     """
 
-    sizes: tuple[int, ...]  # vocabulary sizes of the first six; the history shares the embedding of the candidate
+    sizes: tuple[int, ...]  # vocabulary sizes of the first six ids; the history uses the embedding of the candidate
     widths: tuple[int, ...] = (15, 2, 3, 5, 15, 15)
 
     def setup(self) -> None:
@@ -175,7 +178,10 @@ class DIN(nn.Module):
         self.denses = [Dense(32), Dense(16), Dense(1)]
 
     def interest(self, candidate: jax.Array, history: jax.Array, real: jax.Array) -> jax.Array:
-        """[B, W]: the sum of the history [B, H, W], weighted by attention of the candidate [B, W]; 0 if it is empty."""
+        """[B, W]: the sum of the history [B, H, W], weighted by the attention of the candidate [B, W].
+
+        real: bool [B, H], False for padding. The result is 0 for an empty history.
+        """
         t = jnp.broadcast_to(candidate[:, None], history.shape)
         pairs = jnp.concatenate([t, history, t - history, t * history], -1)
         hidden, out = self.attention
@@ -195,7 +201,7 @@ class DIN(nn.Module):
 
 
 class MeanOfTokens(nn.Module):
-    """The mean embedding of the tokens [B, length] of a text, where 0 is padding, and a dense layer."""
+    """The mean embedding of the tokens [B, length] of a text, then a dense layer. The token 0 is padding."""
 
     vocabulary: int
     width: int
@@ -209,7 +215,7 @@ class MeanOfTokens(nn.Module):
 
 
 class LigandAndTarget(nn.Module):
-    """Two sequences of characters [B, ligand + target]: a `SequenceCNN` for each, concatenated, and a dense layer."""
+    """Encodes two sequences of characters [B, ligand + target]: one `SequenceCNN` for each, then a dense layer."""
 
     ligand: int  # length of the first sequence
     vocabulary: int
@@ -227,7 +233,10 @@ class LigandAndTarget(nn.Module):
 
 
 class SequenceCNN(nn.Module):
-    """[B, length] -> [B, 3 filters]: embeddings, convolutions with 1, 2, 3 times ``filters`` channels, the maximum."""
+    """[B, length] -> [B, 3 filters]: embeddings, then three convolutions, then the maximum over the positions.
+
+    The convolutions have 1, 2 and 3 times ``filters`` channels.
+    """
 
     vocabulary: int
     width: int

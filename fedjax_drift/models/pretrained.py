@@ -1,4 +1,4 @@
-"""Saves and loads the parameters of models, and loads those of PyTorch's ResNet-18."""
+"""Saves and loads the parameters of models. Also loads the parameters of PyTorch's ResNet-18."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ TORCH_RESNET = re.compile(r"(?:layer(\d)\.(\d)\.)?(conv|bn|downsample\.)(\d)\.(w
 
 
 def save_params(params: Params, path: str | os.PathLike[str]) -> None:
-    """Saves parameters to an npz file for `load_params`. It has one array per leaf, named by the path of the leaf.
+    """Saves parameters to an npz file for `load_params`.
+
+    The file has one array per leaf. The name of the array is the path of the leaf, such as "classifier/dense/bias".
 
     Raises ValueError for parameters that are empty or not numeric, and OSError if the file can't be written.
     """
     target = checks.path("path", path)
     named = {_name(leaf_path): np.asarray(leaf) for leaf_path, leaf in jax.tree.leaves_with_path(params)}
     if not named:
-        raise ConfigurationError(f"params must hold at least one array, got {checks.shown(params)}: pass state.params")
+        raise ConfigurationError(f"params must have at least one array, got {checks.shown(params)}: pass state.params")
     for name, leaf in named.items():
         checks.array(f"params, at {name or 'its root'},", leaf.reshape(-1))
     with open(target, "wb") as file:
@@ -33,15 +35,16 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
 
 
 def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
-    """Loads the parameters of a model from an npz file of `save_params`, or for `resnet18` from one of torchvision.
+    """Loads the parameters of a model from an npz file of `save_params`.
 
-    To export a ResNet-18 in PyTorch, run
+    For `resnet18`, the file may also have the parameters of torchvision's ResNet-18. To export them in PyTorch, run
     ``numpy.savez(path, **{k: v.numpy() for k, v in resnet18(weights="DEFAULT").state_dict().items()})``.
-    The scales and biases of batch normalisation become those of group normalisation. The running statistics are not
-    used. The classifier has other classes, so it is initialised randomly with key 0. The same holds for the stem,
-    unless it is 7 x 7.
+    The scales and biases of group normalisation are then those of batch normalisation in the file. The running
+    statistics are not used. The classifier is initialised randomly with key 0, because its classes differ. The stem is
+    also initialised randomly, unless it is 7 x 7.
 
-    Raises FileNotFoundError without the file, and ValueError if it is not an npz or the arrays do not fit the model.
+    Raises FileNotFoundError if the file does not exist, and ValueError if it is not an npz file or its arrays do not
+    fit the model.
     """
     checks.instance("model", model, Model, "fd.models.lenet5(), for example")
     path = checks.path("path", path)
@@ -51,7 +54,10 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
         what, fix = f"it is no npz ({files.one_line(error.__cause__)})", "write it with save_params"
         if os.path.isfile(path) and _is_safetensors(path):
             what = "it is a safetensors file, not an npz"
-            fix = 'numpy.savez("params.npz", **safetensors.numpy.load_file(path)), named as by save_params'
+            fix = (
+                'convert it with numpy.savez("params.npz", **safetensors.numpy.load_file(path)), with the names that '
+                "save_params uses"
+            )
         raise ConfigurationError(f"cannot read parameters from {path}: {what}: {fix}") from error
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf":
@@ -60,7 +66,7 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
             )
     expected = jax.eval_shape(model.init, jax.random.key(0))
     shapes = {_name(leaf_path): leaf.shape for leaf_path, leaf in jax.tree.leaves_with_path(expected)}
-    initialised = set[str]()  # the parameters that the file does not have
+    initialised = set[str]()  # the parameters that are initialised randomly instead of loaded
     if "layer1.0.conv1.weight" in arrays:
         arrays = dict(filter(None, map(_of_torch, arrays, arrays.values())))
         other_stem = _shape(arrays, STEM) != shapes.get(STEM)
@@ -74,8 +80,8 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
             for shape in (_shape(arrays, wrong[0]), shapes.get(wrong[0]))
         )
         raise ConfigurationError(
-            f"{path} must hold the model's parameters, got {held} for {wrong[0]}, which is {wanted} in the model "
-            f"({len(wrong)} arrays don't fit): choose the model it was saved from"
+            f"{path} must have the model's parameters, got {held} for {wrong[0]}, which is {wanted} in the model "
+            f"({len(wrong)} arrays don't fit): use the model whose parameters were saved"
         )
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if _name(path) in initialised else np.asarray(arrays[_name(path)], leaf.dtype),
@@ -99,7 +105,10 @@ def _name(path: tuple) -> str:
 
 
 def _of_torch(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Our name and layout of an array of torchvision's ResNet-18. None for an array that is not used."""
+    """Converts an array of torchvision's ResNet-18 to the name and layout of `resnet18`.
+
+    Returns None for an array that is not used.
+    """
     if not (match := TORCH_RESNET.fullmatch(name)):
         return None
     stage, block, kind, number, what = match.groups()

@@ -1,8 +1,9 @@
 """Ranking metrics: AUC, hit rate and NDCG. Pass ``scores=fd.ranking.scores()`` to `Model` to report them.
 
-They are computed from the logits of the whole test set, because they are not averages over examples. A larger logit
-means that the example is more likely to be positive. All functions are pure and work under `jax.jit`. If a logit is
-NaN, `auc` is NaN. The other metrics rank a positive example after a negative one if one of both logits is NaN.
+The metrics are computed from the logits of the whole test set, because they are not averages over examples. A larger
+logit means that the example is more likely to be positive. All functions are pure and work under `jax.jit`. If a logit
+is NaN, `auc` is NaN. The other metrics rank a positive example after a negative example if one of their two logits is
+NaN.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from fedjax_drift.errors import ConfigurationError
 def auc(logits: jax.Array, y: jax.Array) -> jax.Array:
     """Area under the ROC curve over all M examples, a scalar.
 
-    It is the fraction of the pairs of a positive and a negative example in which the positive one has the larger logit.
-    Ties count 1/2. The pairs are counted exactly, in integers.
+    The area is the fraction of all pairs of a positive and a negative example in which the positive example has the
+    larger logit. Pairs with equal logits count 1/2. The pairs are counted exactly, in integers.
 
     Args:
       logits: float [M] or [M, 1].
@@ -36,7 +37,7 @@ def auc(logits: jax.Array, y: jax.Array) -> jax.Array:
     negatives = jnp.sort(jnp.where(positive, jnp.inf, logits))  # followed by one infinity per positive example
     N = (~positive).sum()
     below, upto = (jnp.searchsorted(negatives, logits, side=side) for side in ("left", "right"))
-    won = (below + jnp.minimum(upto, N)) / (2 * N)  # the share of its pairs with the negatives that an example wins
+    won = (below + jnp.minimum(upto, N)) / (2 * N)  # the share of the negatives with a smaller logit; ties count 1/2
     mean = jnp.where(positive, won, 0).sum() / positive.sum()
     return jnp.where(jnp.isnan(logits).any(), jnp.nan, mean)
 
@@ -44,9 +45,9 @@ def auc(logits: jax.Array, y: jax.Array) -> jax.Array:
 def ranks(logits: jax.Array, group: int = 100) -> jax.Array:
     """The rank of the positive example in each block of the test set.
 
-    The first example of a block is positive and the others are negative. The best rank is 1. If a negative example has
-    the same logit, it is ranked before the positive one: a model that gives all examples the same logit gets the worst
-    rank.
+    The first example of a block is positive and the others are negative. The best rank is 1. A negative example with
+    the same logit as the positive example is ranked before it. So a model that gives all examples the same logit gets
+    the worst rank.
 
     Args:
       logits: float [M] or [M, 1].
@@ -61,8 +62,8 @@ def ranks(logits: jax.Array, group: int = 100) -> jax.Array:
     group, logits = checks.integer("group", group, 2), _flat(logits)
     if len(logits) % group:
         raise ConfigurationError(
-            f"group must divide the number of test rows, got {group} for {len(logits)} rows: every positive row is "
-            "followed by its group - 1 negative ones"
+            f"group must divide the number of test examples, got {group} for {len(logits)} examples: in each block of "
+            "group examples, the first is positive and the others are negative"
         )
     blocks = logits.reshape(-1, group)
     return group - (blocks[:, :1] > blocks[:, 1:]).sum(1)
@@ -99,7 +100,7 @@ def scores(group: int = 100, ks: Sequence[int] = (5, 10)) -> Callable[[jax.Array
       ValueError: ``group`` or a k is out of range.
     """
     if not isinstance(ks, Iterable) or isinstance(ks, str | bytes):
-        raise ConfigurationError(f"ks must be several integers, got {checks.shown(ks)}: (5, 10), for example")
+        raise ConfigurationError(f"ks must be several integers, got {checks.shown(ks)}: pass (5, 10), for example")
     ks = tuple(_checked_rank(k, checks.integer("group", group, 2)) for k in ks)
 
     def all_scores(logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
@@ -114,10 +115,10 @@ def _flat(logits: jax.Array) -> jax.Array:
     """The logits [M] or [M, 1] as [M]. Raises ConfigurationError for other shapes."""
     if logits.size != len(logits):
         raise ConfigurationError(
-            f"a ranking needs one logit a row, got logits {[*logits.shape]}: use a model with one output"
+            f"a ranking needs one logit per example, got logits {[*logits.shape]}: use a model with one output"
         )
     return logits.reshape(-1)
 
 
 def _checked_rank(k: int, group: int) -> int:
-    return checks.integer("k", k, 1, group, "the positive row's rank is in that range")
+    return checks.integer("k", k, 1, group, "a rank is in this range")

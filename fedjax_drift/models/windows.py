@@ -1,4 +1,4 @@
-"""Windows of images [C, H, W, B]: padding, pooling, and the convolution as one product of patches and weights.
+"""Padding, pooling, and a convolution that is one matrix product of patches and weights, for images [C, H, W, B].
 
 All implementations of the convolution use these functions. conv.py selects the implementation.
 """
@@ -18,14 +18,15 @@ Padding = str | tuple[int, int]
 
 
 def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """The default implementation of `conv.conv`: one product. x [C, H, W, B] is already padded.
+    """The default implementation of `conv.conv`: one matrix product. x [C, H, W, B] is already padded.
 
-    The patches are concatenated slices, each a contiguous copy, and every elementwise operation vectorises over the
-    batch. Under `jax.vmap` over clients it becomes a batched product, whereas `lax.conv` becomes a grouped convolution.
+    The patches are concatenated slices. Each slice is a contiguous copy, and elementwise operations vectorise over the
+    batch. `jax.vmap` over clients turns this function into a batched matrix product. It would turn `lax.conv` into a
+    grouped convolution.
     """
     h, w, C, F = kernel.shape
     H, W = positions(x, (h, w), stride)
-    # First the columns of each window, then its rows: w + h slices instead of w * h. The rows of patches are (i, j, c).
+    # First the columns of each window, then its rows, with w + h slices instead of w * h. Patches have rows (i, j, c).
     columns = jnp.concatenate([strided_slice(x, 2, j, W, stride) for j in range(w)])
     patches = jnp.concatenate([strided_slice(columns, 1, i, H, stride) for i in range(h)])
     out = kernel.reshape(h * w * C, F).T @ patches.reshape(h * w * C, -1)
@@ -39,7 +40,7 @@ def max_pool(x: jax.Array, window: int = 2, stride: int | None = None, padding: 
 
 
 def avg_pool(x: jax.Array, window: int = 2, stride: int | None = None, padding: Padding = "VALID") -> jax.Array:
-    """The mean over window x window, padding counted as zero: [C, H, W, B] -> [C, H', W', B]."""
+    """The mean over window x window, where padding counts as zero: [C, H, W, B] -> [C, H', W', B]."""
     return _pool(x, window, stride or window, padding, 0.0, jnp.add) / window**2
 
 
@@ -52,7 +53,7 @@ def pad(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding, va
     elif isinstance(padding, tuple):
         amounts = [padding, padding]
     else:
-        raise ConfigurationError(f'padding must be "VALID", "SAME" or a pair of numbers, got {padding!r}')
+        raise ConfigurationError(f'padding must be "VALID", "SAME" or a pair of integers, got {padding!r}')
     return jnp.pad(x, ((0, 0), *amounts, (0, 0)), constant_values=value)
 
 
@@ -61,13 +62,14 @@ def positions(x: jax.Array, window: tuple[int, int], stride: int) -> tuple[int, 
     H, W = ((n - k) // stride + 1 for n, k in zip(x.shape[1:3], window, strict=True))
     if H < 1 or W < 1:
         raise ConfigurationError(
-            f"a window of {window} does not fit an image of {x.shape[1:3]}: use larger images or padding"
+            f"the window {window} must not be larger than the image, got an image of size {x.shape[1:3]}: use larger "
+            "images or padding"
         )
     return H, W
 
 
 def strided_slice(x: jax.Array, axis: int, start: int, count: int, stride: int) -> jax.Array:
-    """``count`` entries of x along an axis, from ``start``, ``stride`` apart."""
+    """``count`` elements of x along an axis, beginning at ``start``, with steps of ``stride``."""
     return lax.slice_in_dim(x, start, start + (count - 1) * stride + 1, stride, axis)
 
 

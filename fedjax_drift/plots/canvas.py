@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 FilePath = str | os.PathLike[str] | None
 
-# Okabe and Ito's colours, which are distinct also for people with a red-green colour vision deficiency. Their yellow is
-# missing, because it is too pale for lines on white.
+# The colours of Okabe and Ito, which people with a red-green colour vision deficiency can distinguish. Yellow is left
+# out, because it is too pale for lines on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":", "-.")
 MARKERS = "osD^vP*"
-SHOWN_MARKERS = 30  # most points of a line with markers
+SHOWN_MARKERS = 30  # lines with more points have no markers
 
 MEASURE = "pass measure=({!r},) to Simulation"  # the fix in error messages
 
@@ -44,7 +44,7 @@ class Panel(NamedTuple):
 
 
 def figure_of_panels(name: str, panels: Sequence[Panel], fix: str, path: FilePath, xlabel: str = "Round") -> Figure:
-    """A figure of the panels that have data, side by side above one legend.
+    """Returns a figure of the panels that have data, side by side above one legend.
 
     name, fix: for the error message if no panel has data.
     """
@@ -54,7 +54,7 @@ def figure_of_panels(name: str, panels: Sequence[Panel], fix: str, path: FilePat
     width = {1: 6.0, 2: 9.0}.get(len(panels), 4.2 * len(panels))
     figure = new_figure(width, 4.2)
     drawn: dict[str, Line2D] = {}
-    first: dict[str, Axes] = {}  # y label -> the first axes that have it, whose scale the others share
+    first: dict[str, Axes] = {}  # y label -> the first axes with this label; later axes share its scale
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         if (twin := first.setdefault(panel.ylabel, axes)) is not axes:
             axes.sharey(twin)
@@ -88,7 +88,7 @@ def draw_lines(panel: Panel, axes: Axes) -> dict[str, Line2D]:
         style: dict[str, Any] = {"color": colour, "linestyle": linestyle, "linewidth": 1.6, "markersize": 4.5}
         (drawn[name],) = axes.plot(line.x, line.y, label=name, marker=marker, **style)
         if line.low is not None and line.high is not None:
-            # The more bands, the fainter: a dozen bands on top of each other would hide the lines.
+            # With more bands, each band is fainter, because many bands on top of each other would hide the lines.
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=min(0.15, 0.6 / len(sizes)), linewidth=0)
     if panel.guide is not None:
         axes.axhline(panel.guide, color="0.4", linewidth=1.0, zorder=1)
@@ -143,7 +143,7 @@ def hide_frame(axes: Axes) -> None:
 
 
 def written(figure: Figure, path: FilePath) -> Figure:
-    """The figure, after writing it to the path unless that is None."""
+    """Writes the figure to the path, unless the path is None, and returns the figure."""
     if path is not None:
         file, formats = checks.path("path", path), figure.canvas.get_supported_filetypes()
         if (suffix := file.suffix[1:].lower()) and suffix not in formats:

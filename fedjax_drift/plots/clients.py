@@ -42,7 +42,7 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
     named = {"": scores} if single else scores
     if not isinstance(named, Mapping) or not all(isinstance(result, Mapping) for result in named.values()):
         raise ConfigurationError(
-            f"scores must be what Simulation.evaluate_clients(state) returns, or a dict of that, got "
+            f"scores must be the result of Simulation.evaluate_clients(state), or a dict of such results, got "
             f"{type(scores).__name__}"
         )
     key = "accuracy" if any("accuracy" in result for result in named.values()) else "loss"
@@ -66,8 +66,8 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
             "fairness needs the scores of at least 1 client, got none: pass evaluate_clients(state)"
         )
     axes.axvspan(0, 10, color="0.92", zorder=0)
-    ylabel = "Accuracy on own test rows (%)" if key == "accuracy" else "Loss on own test rows"
-    axes.set(xlabel="Clients, the worst off first (%)", ylabel=ylabel, xlim=(0, 100))
+    ylabel = "Accuracy on own test data (%)" if key == "accuracy" else "Loss on own test data"
+    axes.set(xlabel="Clients, the worst first (%)", ylabel=ylabel, xlim=(0, 100))
     axes.set_title(f"{key.capitalize()} of each client; below: mean of the worst 10 %", fontsize=11)
     axes.grid(True, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -85,15 +85,15 @@ def label_mix(
 ) -> Figure:
     """Plots the label distribution of the cohort's examples in each round (FedEve, fig. 3a).
 
-    The area of a bubble is the share of a label. If more than 30 rounds were measured, only every second, third, ... of
-    them is shown.
+    The area of a bubble is the share of a label. If more than 30 rounds were measured, only every second, third, ...
+    measured round is shown.
 
     Args:
-      history: the history of one run, or the path of its log. If the log has several algorithms, the first one is
-        used; they all have the same cohorts.
+      history: the history of one run, or the path of its log. If the log has several algorithms, the first one is used,
+        because they all have the same cohorts.
       path: as in `curves`.
       title: the title of the figure. Default: "Label mix of the cohort".
-      largest: the share, in (0, 1], of the largest bubble. Use the same number in figures that are to be compared.
+      largest: the share, in (0, 1], of the largest bubble. Use the same number in figures that you want to compare.
         Default: the largest share in this history.
 
     Raises:
@@ -105,15 +105,17 @@ def label_mix(
         largest = checks.number("largest", largest, "in (0, 1]", lambda v: 0 < v <= 1, computed=False)
     with_labels = [record for record in run if "label_mix" in record]
     if not with_labels:
-        raise ConfigurationError(f"label_mix needs at least 1 round that has it, got none: {MEASURE.format('labels')}")
+        raise ConfigurationError(
+            f"label_mix needs at least 1 round with a label mix, got none: {MEASURE.format('labels')}"
+        )
     every = -(-len(with_labels) // SHOWN_ROUNDS)
     shown = with_labels[::every]
     ((_, mixes),) = measured({"": [shown]}, "label_mix")[""]
     share = 100 * mixes  # [T, C]
     T, C = share.shape
     width, height = 9.5, min(max(4.0, 0.2 * C), 9.0)
-    # The largest bubble fills its cell; the cells cover about 80 % of the figure. With many labels, cells are tiny, and
-    # the bubble may cover its neighbours' cells.
+    # The largest bubble fills its cell, and the cells cover about 80 % of the figure. With many labels, the cells are
+    # tiny, and the bubble may cover the cells of its neighbours.
     diameter = max(16.0, min(0.8 * 72 * width / T, 0.8 * 72 * height / C, 30.0))
     point = diameter**2 / (share.max() if largest is None else 100 * largest)  # area of a share of 1 %
 
@@ -129,7 +131,7 @@ def label_mix(
     hide_frame(axes)
     sizes, names = bubbles.legend_elements("sizes", num=4, func=lambda s: s / point, fmt="{x:.3g} %", **style)
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "labelspacing": max(0.6, diameter / 12)}
-    axes.legend(sizes, names, title="Share of rows", frameon=False, **place)
+    axes.legend(sizes, names, title="Share of examples", frameon=False, **place)
     return written(figure, path)
 
 
@@ -162,7 +164,9 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     sizes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:,.0f}")
     if high - low < 10:
         sizes.set_xlim(low - 5, high + 5)
-    sizes.set(xlabel="Training rows of a client", ylabel="Clients", title=f"Sizes ({len(data.x):,} rows in all)")
+    sizes.set(
+        xlabel="Training examples of a client", ylabel="Clients", title=f"Sizes ({len(data.x):,} examples in all)"
+    )
     sizes.set_ylim(top=1.15 * sizes.get_ylim()[1])  # room for the legend
     sizes.locator_params(integer=True)
     sizes.legend(frameon=False)
@@ -183,10 +187,10 @@ def draw_label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
     axes.set_xticks(label_ticks(C))
     subset = f"{len(shown)} of {N:,} clients" if len(shown) < N else f"{N:,} clients" if N > 1 else "1 client"
     axes.set(xlabel="Label", ylabel="Client", title=f"Label mix of {subset}")
-    figure.colorbar(image, ax=axes, label="Share of the client's rows (%)", fraction=0.05, pad=0.02)
+    figure.colorbar(image, ax=axes, label="Share of the client's examples (%)", fraction=0.05, pad=0.02)
 
 
 def label_ticks(labels: int) -> range:
-    """The ticks of an axis of this many labels, at most 15."""
+    """Returns the ticks of an axis with this number of labels, at most 15."""
     step = 1 if labels <= 12 else 5 if labels <= 70 else 10 if labels <= 150 else labels // 10
     return range(0, labels, step)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_drift.records import Runs, measured
 
-SHOWN_POINTS = 100  # most points of a line; longer lines are summarised in half as many windows
+SHOWN_POINTS = 100  # a line of one seed with more points is summarised in about SHOWN_POINTS / 2 windows
 QUARTILES = (0.25, 0.5, 0.75)
 RANGES = {  # the possible values of entries of a record
     "accuracy": (0, 1), "client_mean_accuracy": (0, 1), "cka": (0, 1), "gain": (0, 1), "update_cosine": (-1, 1),
@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
 
 def by_round(runs: Runs, key: str, factor: float = 1, log: bool = False) -> dict[str, Line]:
-    """The line of each run over the rounds that have `key`. The last entry of a list is used."""
+    """Returns the line of each run over the rounds that have `key`. If a value is a list, its last entry is used."""
     lines = {}
     for name, seeds in measured(runs, key).items():
         values = [(t, factor * values[:, -1]) for t, values in seeds]
@@ -46,7 +46,7 @@ def by_round(runs: Runs, key: str, factor: float = 1, log: bool = False) -> dict
 
 
 def _windows(line: Line, length: int) -> Line:
-    """The medians and quartiles of windows of about `length` points."""
+    """Returns the medians and quartiles of windows of about `length` points."""
     if not line.x.size:
         return line
     parts = np.array_split(np.stack([line.x, line.y]), math.ceil(line.x.size / length), axis=1)
@@ -55,7 +55,8 @@ def _windows(line: Line, length: int) -> Line:
 
 
 def by_epoch(runs: Runs, key: str) -> dict[str, Line]:
-    """The line of each run over the local epochs: the median of `key` over the rounds of all seeds, with quartiles."""
+    """Returns the line of each run over the local epochs: median and quartiles of `key` over the rounds of all
+    seeds."""
     lines = {}
     for name, seeds in measured(runs, key).items():
         finite = [values[np.isfinite(values).all(axis=1)] for _, values in seeds]
@@ -66,13 +67,13 @@ def by_epoch(runs: Runs, key: str) -> dict[str, Line]:
 
 
 def finite_points(x: Sequence[int] | np.ndarray, y: Sequence[float] | np.ndarray) -> Line:
-    """The line through the points with finite y."""
+    """Returns the line through the points with finite y."""
     x, y = np.asarray(x), np.asarray(y, float)
     return Line(x[np.isfinite(y)], y[np.isfinite(y)])
 
 
 def from_round_one(y: np.ndarray) -> Line:
-    """The line of values after rounds 1, 2, ..."""
+    """Returns the line of values after rounds 1, 2, ..."""
     return finite_points(range(1, len(y) + 1), y)
 
 
@@ -80,7 +81,7 @@ def over_seeds(
     runs: Sequence[tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]],
     band: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> Line:
-    """The mean over the seeds, for the rounds that all seeds have.
+    """Returns the mean over the seeds, for the rounds that all seeds have.
 
     band: a function from the values [S, n] of the S seeds to the lower and the upper edge of the band, [n] each.
     """
@@ -98,7 +99,9 @@ def over_seeds(
 
 
 def _mean_of_seeds(values: Sequence[tuple[np.ndarray, np.ndarray]], log: bool) -> Line:
-    """The mean over the seeds with its confidence interval. log: of the logarithms, if all values are positive."""
+    """Returns the mean over the seeds with its confidence interval. log: use the logarithms, if all values are
+    positive.
+    """
     log = log and all((y[np.isfinite(y)] > 0).all() for _, y in values)
     line = over_seeds([(t, np.log(y) if log else y) for t, y in values], _confidence)._replace(band=SEEDS_SHOWN)
     if not log or line.low is None or line.high is None:
@@ -107,7 +110,7 @@ def _mean_of_seeds(values: Sequence[tuple[np.ndarray, np.ndarray]], log: bool) -
 
 
 def _confidence(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 95 % confidence interval of the mean over the first axis."""
+    """Returns the 95 % confidence interval of the mean over the first axis."""
     from scipy.stats import t
 
     S = len(values)
@@ -120,13 +123,13 @@ def extremes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _means(rows: np.ndarray) -> np.ndarray:
-    """The mean of each row over windows of neighbouring columns, [rows, windows]."""
+    """Returns the mean of each row over windows of neighbouring columns, [rows, windows]."""
     parts = np.array_split(rows, min(rows.shape[1], SHOWN_POINTS // 2), axis=1)
     return np.transpose([part.mean(1) for part in parts])
 
 
 def _within(line: Line, values: Sequence[tuple[np.ndarray, np.ndarray]], key: str, factor: float) -> Line:
-    """The line with its band clipped to the range of the quantity. If no value is negative, the range starts at 0."""
+    """Clips the band of the line to the range of the quantity. If no value is negative, the range starts at 0."""
     if line.low is None or line.high is None:
         return line
     low, high = RANGES.get(key, (0 if all((y[np.isfinite(y)] >= 0).all() for _, y in values) else -np.inf, np.inf))

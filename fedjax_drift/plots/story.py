@@ -1,4 +1,4 @@
-"""One figure that shows client drift, and how much is gained by correcting it."""
+"""A figure that shows client drift, and how much is gained by correcting it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,12 @@ MARKERS_PER_LINE = 12
 def drift_story(records: Records, target: float, data: FederatedData, path: FilePath = None) -> Figure:
     """Plots client drift, and how much is gained by correcting it, in four panels.
 
-    The panels show the label mixes of the clients; the client drift against rounds; the test accuracy of the global
-    model against rounds, with the target; and the rounds until each run first reaches the target.
+    The panels show:
+
+    - the label mixes of the clients
+    - the client drift against rounds
+    - the test accuracy of the global model against rounds, with the target
+    - the number of rounds until each run first reaches the target
 
     Client drift is eq. 4 of FedEve after the last local epoch, as the mean over the cohort: ||grad F_i(theta_i) -
     grad F_i(w_S)||^2. Here theta_i is the local model of client i, w_S is the mean of the cohort's local models, and
@@ -47,7 +51,8 @@ def drift_story(records: Records, target: float, data: FederatedData, path: File
       data: the clients that trained, with one integer label per example.
 
     Raises:
-      ValueError: other labels; a target that is not an accuracy; no round has an accuracy or a client drift.
+      ValueError: the labels are not integers with one label per example, the target is not an accuracy, or no round has
+        an accuracy or a client drift.
     """
     checks.instance("data", data, FederatedData, "pass sim.data, for example")
     reached, runs, target = rounds_to_target(records, target), by_run(records), float(target)
@@ -65,7 +70,7 @@ def drift_story(records: Records, target: float, data: FederatedData, path: File
     drawn: dict[str, Line2D] = {}
     for panel, axes in ((accuracy, accuracy_axes), (drift, drift_axes)):
         lines = draw_panel(panel, axes)
-        for name, line in lines.items():  # markers, so that runs differ without colours as well
+        for name, line in lines.items():  # markers, so that runs also differ without colours
             every = math.ceil(panel.lines[name].x.size / MARKERS_PER_LINE)
             line.set(marker=MARKERS[[*runs].index(name) % len(MARKERS)], markevery=every)
         drawn = lines | drawn

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Compared(NamedTuple):
-    """One setting of a paper's table: our runs of its methods, and the published numbers."""
+    """One setting of a paper's table: the runs of its methods, and the published numbers."""
 
     title: str
     runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
-    printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> (round, value); None: the last round
+    printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> published (round, value); None: last round
     reached: Mapping[str, Sequence[tuple[float | None, float]]] = {}  # our (round, value), if the paper reports a round
 
 
@@ -32,8 +32,9 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
     """Plots the training curves behind a paper's table, one panel for each setting that has data.
 
     A line is the mean over the seeds, and its band goes from the smallest to the largest value. Hollow markers are the
-    published numbers, filled markers are ours. The y axis starts at the lowest value after the first 10 % of the
-    rounds. If there is only one method, the panels share the y axis, because then the settings are compared.
+    published numbers, and filled markers are the numbers of our runs. The y axis starts at the lowest value after the
+    first 10 % of the rounds. If there is only one method, the panels share the y axis, so that the settings can be
+    compared.
 
     ylabel: the label of the y axes. path: as in `curves`. Raises ValueError if there are no data.
     """
@@ -64,7 +65,7 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
         panel = panels[setting.title]
         panel_lines = draw_lines(panel, axes)
         drawn = panel_lines | drawn
-        if len(panel_lines) > 1 and methods[0] in panel_lines:  # lines close to the first one must not hide it
+        if len(panel_lines) > 1 and methods[0] in panel_lines:  # so that lines close to the first one do not hide it
             panel_lines[methods[0]].set(linestyle=(0, (3, 1.5)), zorder=3)
         late = [
             y[line.x >= line.x[-1] / 10]
@@ -103,7 +104,7 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
 
 
 def _of_numbers(setting: Any) -> Compared:
-    """The setting with its points as numbers. Raises ConfigurationError if it is not a setting."""
+    """Returns the setting with its points as numbers. Raises ConfigurationError if it is not a setting."""
     try:
         runs = {method: [_curve(rounds, values) for rounds, values in seeds] for method, seeds in setting.runs.items()}
         printed, reached = (
@@ -114,7 +115,7 @@ def _of_numbers(setting: Any) -> Compared:
             for marks in (setting.printed, setting.reached)
         )
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        allowed = "Compared values, of (rounds, values) of each seed and of pairs of numbers"
+        allowed = "Compared values, with (rounds, values) for each seed and with pairs of numbers"
         raise ConfigurationError(f"settings must be {allowed}, got {checks.shown(setting)} ({error})") from error
     return Compared(checks.text("a setting's title", setting.title), runs, printed, reached)
 
@@ -122,7 +123,9 @@ def _of_numbers(setting: Any) -> Compared:
 def _curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
     points = [checks.integer("a round", t, 0) for t in rounds], numbers("values", values).tolist()
     if len(points[0]) != len(points[1]):
-        raise ConfigurationError(f"one value a round is needed, got {len(points[1])} for {len(points[0])} rounds")
+        raise ConfigurationError(
+            f"values must have one value per round, got {len(points[1])} values for {len(points[0])} rounds"
+        )
     return points
 
 

@@ -1,4 +1,4 @@
-"""Plots of what happens during training: accuracy, loss, drift, and the rounds to a target."""
+"""Plots of training: accuracy, loss, drift, and the rounds to a target."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def curves(records: Records, path: FilePath = None) -> Figure:
     If no run has an accuracy, because the models are not classifiers, it plots the test loss instead.
 
     Args:
-      records: the runs to plot, in one of the forms that `fd.plots` lists.
+      records: the runs to plot. The module `fd.plots` lists the allowed types.
       path: file to which the figure is written. Its suffix selects the format. Default: no file.
 
     Raises:
       ValueError: the records have no round.
     """
     runs = by_run(records)
-    accuracy, loss = by_round(runs, "accuracy", 100), "Loss (nats per row)"
+    accuracy, loss = by_round(runs, "accuracy", 100), "Loss (nats per example)"
     tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
     if not any(line.x.size for line in accuracy.values()):
-        loss = "Loss, mean over rows"
+        loss = "Loss, mean over examples"
         tested = Panel("Test loss of the global model", loss, by_round(runs, "loss"))
     panels = tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss"))
     return figure_of_panels("curves", panels, "pass {name: history of Simulation.run}", path)
@@ -47,9 +47,8 @@ def curves(records: Records, path: FilePath = None) -> Figure:
 def drift(records: Records, path: FilePath = None) -> Figure:
     """Plots period drift, client drift after the last local epoch, and dissimilarity against rounds.
 
-    Period drift (FedEve, eq. 3) and client drift (FedEve, eq. 4) are squared norms of differences of gradients. Their
-    panels share a logarithmic axis. Panels without data are left
-    out.
+    Period drift (FedEve, eq. 3) and client drift (FedEve, eq. 4) are squared norms of differences of gradients, see
+    `Simulation.measure`. Their panels share a logarithmic axis. Panels without data are left out.
 
     records, path: as in `curves`. Raises ValueError if no round has any of these measures.
     """
@@ -100,8 +99,9 @@ def agreement(records: Records, path: FilePath = None) -> Figure:
 def forgetting(records: Records, path: FilePath = None) -> Figure:
     """Plots LP against rounds. LP is a local model's accuracy on a class divided by the global model's (LfD, eq. 11).
 
-    One panel shows the classes that are present in a client's data, the other one the absent classes. A value below the
-    grey line at 1 means that local training forgets.
+    One panel shows the classes that are present in a client's data, and the other panel shows the absent classes. A
+    value below the grey line at 1 means that the local model is worse than the global model, so that local training
+    forgets.
 
     records, path: as in `curves`. Raises ValueError if no round has this measure.
     """
@@ -112,7 +112,7 @@ def forgetting(records: Records, path: FilePath = None) -> Figure:
         Panel("Classes absent from the client", ratio, by_round(runs, "lp_absent"), guide=1),
     )
     figure = figure_of_panels("forgetting", panels, MEASURE.format("forgetting"), None)
-    for axes in figure.axes:  # in early rounds, LP divides by global accuracies of almost 0
+    for axes in figure.axes:  # in early rounds LP can be very large, because the global accuracies are almost 0
         if axes.get_ylim()[1] > 3:
             axes.set_ylim(top=3)
             axes.set_title(f"{axes.get_title()} (up to 3)")
@@ -139,15 +139,16 @@ def gain(records: Records, path: FilePath = None) -> Figure:
 
 
 def rounds_to_target(records: Records, target: float, path: FilePath = None, *, key: str = "accuracy") -> Figure:
-    """Plots the rounds until each run first reaches a target. A bar is the mean over the seeds, a dot is one seed.
+    """Plots the number of rounds until each run first reaches a target.
 
-    If a run is evaluated only every few rounds, it may reach the target between two evaluations. A thin line shows this
-    interval. A hatched bar is a lower bound: at least one seed has not reached the target in its rounds.
-    `fd.rounds_to_target` returns the numbers.
+    A bar is the mean over the seeds, and a dot is one seed. If a run is evaluated only every few rounds, it may reach
+    the target between two evaluations. A thin line shows this interval. A hatched bar is a lower bound, because at
+    least one seed has not reached the target in its rounds. `fd.rounds_to_target` returns the numbers.
 
     Args:
       records, path: as in `curves`.
-      target: a run reaches it when ``key`` is at least ``target``; for a key that ends in "loss", at most ``target``.
+      target: a run reaches the target when ``key`` is at least ``target``. If ``key`` ends in "loss", it must be at
+        most ``target``.
       key: the entry of the records to compare. Default: "accuracy", in 0..1.
 
     Raises:
@@ -208,7 +209,7 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
       ValueError: an algorithm does not have one list per title, or there is no distance at all.
     """
     if not isinstance(errors, Mapping) or not all(isinstance(settings, Sequence) for settings in errors.values()):
-        raise ConfigurationError(f"errors must be a dict of lists, one for each title, got {checks.shown(errors)}")
+        raise ConfigurationError(f"errors must be a dict of lists, one list per title, got {checks.shown(errors)}")
     if not isinstance(titles, Sequence) or isinstance(titles, str | bytes):
         raise ConfigurationError(f"titles must be a list of strings, got {checks.shown(titles)}")
     titles = [checks.text("each of titles", title) for title in titles]
@@ -216,7 +217,7 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
         if len(settings) != len(titles):
             raise ConfigurationError(
                 f"errors[{name!r}] must have one list per title ({len(titles)}), got {len(settings)}: "
-                "pass an empty list for a setting in which it wasn't run"
+                "pass an empty list for a setting in which it was not run"
             )
     distance = "Distance to the optimum"
     lines = [

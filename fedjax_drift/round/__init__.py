@@ -1,4 +1,5 @@
-"""One round as a pure function: read `round.py` first, then `cohort.py` and `train.py`.
+"""One round as a pure function. Read `round.py` first, then `cohort.py` and `train.py`.
 
-Nothing here keeps state or reads files. The modules import `devices`, `data`, `models`, `local` and what is below.
+The modules keep no state and read no files. They import `devices`, `data`, `models`, `local`, and the modules that
+these import.
 """

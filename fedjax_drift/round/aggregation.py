@@ -1,4 +1,4 @@
-"""Aggregation rules: how the messages of a round's clients are combined. The server only sees the result.
+"""Aggregation rules. A rule combines the messages of a round's clients, and the server only receives the result.
 
 As in secure aggregation, a rule can only use sums over the clients. Example with differential privacy:
 
@@ -21,10 +21,10 @@ from fedjax_drift.types import PyTree
 
 
 class Aggregation(NamedTuple):
-    """An aggregation rule, as two pure functions. Write your own for other rules.
+    """An aggregation rule: two pure functions.
 
     `contribute` is applied to the message of each client. The results of the reporting clients are summed, and
-    `combine` is applied to the sum.
+    `combine` is applied to the sum. To write your own rule, create an `Aggregation` with your own two functions.
     """
 
     contribute: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]
@@ -36,8 +36,10 @@ class Aggregation(NamedTuple):
     name: str = "aggregation"
     noise_multiplier: float | None = None
     """The standard deviation of the Gaussian noise, relative to the largest contribution of one client to the sum.
-    None: the rule is not private. With a number, the result must not reveal which clients took part. So the server is
-    updated in every round, `Round.participation` is the expected value K / N, and a Bernoulli cohort may be empty."""
+    None: the rule is not private.
+
+    The result of a private rule must not reveal which clients took part. Therefore the server is updated even if no
+    client reports, `Round.participation` is always the expected value K / N, and a Bernoulli cohort may be empty."""
 
 
 def mean() -> Aggregation:
@@ -52,12 +54,12 @@ def mean() -> Aggregation:
 def clipped(norm: float) -> Aggregation:
     """The weighted mean of messages that are scaled down to a global norm of at most ``norm``.
 
-    It bounds the influence of one hostile or diverging client. The norm is that of the whole message; in SCAFFOLD, for
-    example, of the model update and the change of the control variate together.
+    Clipping bounds the influence of one hostile or diverging client. The norm is computed over the whole message. In
+    SCAFFOLD, for example, this is the model update together with the change of the control variate.
 
     Clipping changes the message, but not the state that the client keeps. Server variables that track the mean of the
     client states (SCAFFOLD's c, FedDyn's h) can therefore differ from that mean. A message with values that are not
-    finite is not repaired: use ``on_nonfinite="drop_client"`` to drop its client.
+    finite stays non-finite. Use ``on_nonfinite="drop_client"`` to drop the client that sent it.
 
     Args:
       norm: largest norm of a message, > 0.
@@ -127,10 +129,11 @@ class Sampled(Protocol):
 def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
     """Computes the epsilon of client-level (epsilon, delta)-differential privacy after ``rounds`` rounds.
 
-    The package dp-accounting computes it for the composition of Poisson-sampled Gaussian mechanisms, with privacy loss
-    distributions. Two federations are neighbours if one of them has one client more. The guarantee covers the server
-    variables. It does not cover choices that are made by looking at the clients' data, such as hyper-parameters. Needs
-    ``pip install "fedjax-drift[privacy]"``.
+    The package dp-accounting composes Poisson-sampled Gaussian mechanisms, with privacy loss distributions. Install it
+    with ``pip install "fedjax-drift[privacy]"``.
+
+    Two federations are neighbours if one of them has one client more. The guarantee covers the server variables. It
+    does not cover choices that are made with the clients' data, such as hyper-parameters.
 
     Args:
       sim: a `Simulation` with ``aggregation=fd.aggregation.private(...)``.
@@ -151,14 +154,17 @@ def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
         raise ConfigurationError(
             f"epsilon needs a simulation with aggregation=fd.aggregation.private(...), got {sim.aggregation.name}"
         )
-    rounds = checks.integer("rounds", rounds, 1, 10**6, "more take more memory than there is")
-    delta = checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, "less than 1 / clients", False)
+    rounds = checks.integer("rounds", rounds, 1, 10**6, "more rounds need too much memory")
+    fix = "choose less than 1 / number of clients"
+    delta = checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, fix, False)
     if noise_multiplier == 0:
         return float("inf")
     try:
         import dp_accounting
         from dp_accounting.pld import PLDAccountant
     except ImportError as error:
-        raise MissingPackageError('accounting needs dp-accounting: pip install "fedjax-drift[privacy]"') from error
+        raise MissingPackageError(
+            'epsilon needs the package dp-accounting: pip install "fedjax-drift[privacy]"'
+        ) from error
     one_round = dp_accounting.PoissonSampledDpEvent(sim.sampling_rate, dp_accounting.GaussianDpEvent(noise_multiplier))
     return float(PLDAccountant().compose(dp_accounting.SelfComposedDpEvent(one_round, rounds)).get_epsilon(delta))

@@ -1,7 +1,10 @@
-"""Client states on the way to the clients that train, and back.
+"""Reads the client states of a cohort, and stores the new states.
 
-A state that every device has is read in place. States that are sharded over the devices are sent where their clients
-train, and the new states are sent back.
+Replicated states are read in place. If the states are sharded over the devices, each state is sent to the device that
+trains its client, and the new state is sent back.
+
+The shape [D, G, L] is D devices, G groups per device, and L clients per group that train side by side. A place is an
+index of a client's state in `ServerState.clients`.
 """
 
 from __future__ import annotations
@@ -22,15 +25,16 @@ from fedjax_drift.types import PyTree
 
 
 def gather(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
-    """The states at places [D, G, L] of sharded ones, sent to where their clients train: leaves [D, G, L, ...].
+    """Sends the sharded states at ``places`` [D, G, L] to the devices that train the clients.
 
-    Replicated states are not copied: `state_of` reads a client's state when it trains.
+    Returns the states, leaves [D, G, L, ...], sharded over the devices. Replicated states are not copied: the result is
+    (), and `state_of` reads a client's state when the client trains.
     """
     if not engine.sharded:
         return ()
 
     def one_device(states: PyTree, places: jax.Array) -> PyTree:
-        """states: this device's part; places: of all devices."""
+        """states: the shard of this device; places: those of all devices."""
 
         def leaf(s: jax.Array) -> jax.Array:
             is_here, index = local_slice(s, places)
@@ -44,14 +48,17 @@ def gather(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
 
 
 def state_of(engine: Engine, shared: Shared, client: Client, gathered: PyTree) -> PyTree:
-    """One client's state: what `gather` sent, or its row of the replicated states."""
+    """The state of one client: ``gathered`` if the states are sharded, otherwise its row of the replicated states."""
     if engine.sharded:
         return gathered
     return jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, client.place, keepdims=False), shared.states)
 
 
 def scatter(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
-    """All client states, with ``new`` [D, G, L, ...] at places [D, G, L]. Places beyond the last row are dropped."""
+    """Returns all client states after storing ``new``, leaves [D, G, L, ...], at ``places`` [D, G, L].
+
+    Places beyond the last state are ignored.
+    """
     if not engine.sharded:
         return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), states, replicated(engine, new))
 
@@ -66,7 +73,7 @@ def scatter(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> P
 
 
 def finish(function: Callable[[Any, PyTree], PyTree], server: Any, answered: jax.Array, states: PyTree) -> PyTree:
-    """The states [D, G, L, ...], where ``function(server, state)`` replaces those of the clients that answered."""
+    """The states [D, G, L, ...]. Those of the aggregated clients are replaced by ``function(server, state)``."""
 
     def one(answered: jax.Array, state: PyTree) -> PyTree:
         finished = tree.cast_like(function(server, state), state, "a client's finished state")

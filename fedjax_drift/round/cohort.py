@@ -1,8 +1,11 @@
-"""Which clients take part in a round, and which device trains which of them.
+"""Selects the clients of a round, and assigns them to devices.
 
-draw      K ids: uniform without replacement, Bernoulli, or given by the caller
-fail      clients that drop out or answer too late become absent, stragglers get fewer steps
-deal      the cohort is sorted by local steps and dealt to devices and groups of L lanes
+sample    selects K ids, uniformly without replacement or by Bernoulli sampling, unless the caller gives them
+fail      makes clients absent that drop out or report too late, and gives stragglers fewer steps
+deal      sorts the cohort by local steps, and assigns the clients to devices and groups
+
+A device has G groups of L lanes. It trains the groups one after another, and the L clients of a group side by side. The
+shape [D, G, L] has one place per client. An absent client is a placeholder with id N and without examples.
 """
 
 from __future__ import annotations
@@ -35,21 +38,24 @@ DEVICE_SPEEDS = 2**32 - 1  # fold_in(state.key, DEVICE_SPEEDS) draws the speed o
 
 
 class Plan(NamedTuple):
-    """Which device trains which clients in a round, and what they are given."""
+    """The clients of a round, and the place at which each client trains."""
 
     shared: Shared
-    drawn: jax.Array  # int32 [K'], the ids drawn or given; N marks an absent client
-    held: Client  # [K'], the clients drawn, with the rows dealt to each; a client without rows is absent
-    cohort: Client  # [K], the clients that count; those that did not answer are absent
-    order: jax.Array  # int32 [D, G, L], positions in the cohort
-    empty: jax.Array  # bool [D, G, L], True where nobody trains
-    dealt: Client  # [D, G, L]
+    drawn: jax.Array  # int32 [K'], the selected ids; N marks an absent client
+    held: Client  # [K'], the selected clients, after redistribution of their examples; absent without examples
+    cohort: Client  # [K], the clients that report; absent if they failed
+    order: jax.Array  # int32 [D, G, L], the position in the cohort of the client at each place
+    empty: jax.Array  # bool [D, G, L], True for places without a client
+    dealt: Client  # [D, G, L], the client at each place
 
 
 def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Array | Client | None) -> Plan:
-    """Draws the round's cohort, unless it is given, and deals it to devices, groups and lanes."""
+    """Selects the round's cohort, unless it is given, and assigns it to devices, groups and lanes."""
     if rows is None:
-        raise ConfigurationError("a streamed data set needs the host in every round: not inside jax.jit, vmap or scan")
+        raise ConfigurationError(
+            "a round of a streamed data set must be called outside jax.jit, jax.vmap and lax.scan, because the host "
+            "sends the examples in every round: use a Python loop, or stream=False"
+        )
     cohort_key, key = round_keys(state.key, state.round)
     if not isinstance(cohort, Client):
         cohort = look_up(engine, rows, sample(engine, cohort_key) if cohort is None else cohort.astype(jnp.int32))
@@ -60,7 +66,7 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
     if engine.failures is not None:
         cohort = fail(engine, engine.failures, state.key, key, cohort)
     lr = engine.local.rate(state.round)
-    # Where rows are sharded, the rows that one device can be dealt are bounded by sizes: see `rows_by_rank`.
+    # With sharded examples, stragglers are sorted by their full number of steps, because `rows_by_rank` assumes it.
     steps = cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size)
     order, empty, dealt = deal_out(engine, cohort, steps)
     order, dealt = replicated(engine, (order, dealt))
@@ -69,9 +75,9 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key that draws the cohort of round t, and the key of its clients.
+    """Returns the key for sampling the cohort of round t, and the key of the clients.
 
-    Client i uses fold_in(clients_key, i). Beyond the ids, N is for redistributing rows, N + 1 for failures, N + 2 for
+    Client i uses fold_in(clients_key, i). The number N is used to redistribute examples, N + 1 for failures, N + 2 for
     the noise of a private aggregation, and N + 3 for fine-tuning.
     """
     cohort_key, clients_key = jax.random.split(jax.random.fold_in(key, t))
@@ -80,13 +86,13 @@ def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @partitionable
 def draw(engine: Engine, key: jax.Array, t: jax.Array) -> jax.Array:
-    """int32 [capacity]: the ids that round t draws from the state's key; N fills empty places."""
+    """int32 [capacity]: the ids that round t selects with the key of the state. Unused entries are N."""
     return sample(engine, round_keys(key, t)[0])
 
 
 def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
     """The clients with these ids. An id outside 0..N-1 gives an absent client."""
-    assert rows.sizes is not None and rows.offsets is not None, "streamed rows come with their clients"
+    assert rows.sizes is not None and rows.offsets is not None, "with streamed examples, the caller passes `Client`s"
     N = engine.num_clients
     present = (ids >= 0) & (ids < N)
     known = jnp.clip(ids, 0, N - 1)
@@ -95,13 +101,13 @@ def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
 
 
 def sample(engine: Engine, key: jax.Array) -> jax.Array:
-    """int32 [capacity]: the ids of a random cohort; N fills the empty places of a Bernoulli cohort."""
+    """int32 [capacity]: the ids of a random cohort. The unused entries of a Bernoulli cohort are N."""
     N = engine.num_clients
     if not engine.bernoulli:
         K = engine.clients_asked
         if K == N:
             return jnp.arange(N, dtype=jnp.int32)
-        if N <= 1024 or 2 * K > N:  # sorts N words
+        if N <= 1024 or 2 * K > N:  # `choice` sorts N random numbers
             return jax.random.choice(key, N, (K,), replace=False).astype(jnp.int32)
         return first_distinct(key, N, K)
 
@@ -119,10 +125,10 @@ def sample(engine: Engine, key: jax.Array) -> jax.Array:
 
 
 def first_distinct(key: jax.Array, N: int, K: int) -> jax.Array:
-    """int32 [K]: K <= N / 2 of the numbers 0..N-1 without replacement, in O(K log K) steps.
+    """int32 [K]: a random sample of K <= N / 2 of the numbers 0..N-1 without replacement, in O(K log K) time.
 
-    Every ordered choice is equally likely. Numbers are drawn with replacement and repetitions are dropped. If 2 K + 64
-    draws contain fewer than K different numbers (probability below 1e-9), all are drawn again, which favours no number.
+    Every ordered sample is equally likely. Numbers are sampled with replacement, and repeated numbers are dropped. If
+    2 K + 64 numbers contain fewer than K different ones (probability below 1e-9), all numbers are sampled again.
     """
 
     def attempt(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,10 +147,10 @@ def first_distinct(key: jax.Array, N: int, K: int) -> jax.Array:
 
 
 def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: jax.Array, cohort: Client) -> Client:
-    """The clients that answer, with the steps that they do; the others are absent. At most K of them, [min(K', K)].
+    """The selected clients after failures. Clients that do not report are absent, and stragglers do fewer steps.
 
-    Whether a client drops out or straggles depends on the round's key, its id and its own steps only. With
-    over-selection the first K answers count.
+    Whether a client drops out or straggles depends only on the round's key, the client's id and its number of steps.
+    With over-selection, only the first K clients that report are returned.
     """
     nobody, mean = absent(engine), mean_steps(engine)
     speeds_key = jax.random.fold_in(state_key, DEVICE_SPEEDS)
@@ -153,7 +159,7 @@ def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: 
     def one(client: Client) -> tuple[Client, jax.Array]:
         drops, straggles, part = jax.random.uniform(jax.random.fold_in(key, client.id), (3,))
         K_i = client.steps
-        most = jnp.maximum(K_i - 1, jnp.minimum(K_i, 1))  # a client of one step, or of none, cannot stop early
+        most = jnp.maximum(K_i - 1, jnp.minimum(K_i, 1))  # a client with one step, or without steps, cannot stop early
         some = jnp.minimum(1 + (part * (K_i - 1)).astype(jnp.int32), most)  # 1..K_i - 1, each equally likely
         steps = jnp.where(straggles < failures.stragglers, some, K_i)
         slowness = jnp.exp(failures.speed_spread * jax.random.normal(jax.random.fold_in(speeds_key, client.id)))
@@ -167,13 +173,13 @@ def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: 
     cohort, time = jax.vmap(one)(cohort)
     K = engine.cohort_size
     if engine.clients_asked > K and K < len(time):
-        first = jnp.sort(jnp.argsort(time, stable=True)[:K])  # the first K to answer, in the cohort's order
+        first = jnp.sort(jnp.argsort(time, stable=True)[:K])  # the first K that report, in the order of the cohort
         cohort = jax.tree.map(lambda a: a[first], cohort)
     return cohort
 
 
 def deal_anew(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Client, rows: Rows) -> tuple[Rows, Client]:
-    """Pools the cohort's rows and deals them to its clients anew. A client that gets no row is absent."""
+    """Pools the cohort's examples and redistributes them to its clients. A client that gets no example is absent."""
     M = len(rows.x)
     places, offset, size = redeal(
         key,
@@ -192,10 +198,13 @@ def deal_anew(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Client,
 
 
 def deal(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions in the cohort, int32 [D, G, L], of the clients that train there; and which places are empty.
+    """Assigns the cohort to the places [D, G, L]. ``steps`` [K] are the local steps of the clients.
 
-    The cohort is sorted by local steps, longest first, so that the L lanes of a group finish together. Groups are dealt
-    to the D devices back and forth, so that the devices finish together.
+    The cohort is sorted by local steps, in descending order, so that the L clients of a group finish together. The
+    groups are assigned to the devices 0..D-1, then D-1..0, and so on, so that the devices finish together.
+
+    Returns the position in the cohort of the client at each place, int32 [D, G, L]; and whether each place is empty,
+    bool [D, G, L].
     """
     K, D, L = len(steps), engine.mesh.size, engine.lanes
     order = jnp.argsort(-steps, stable=True)
@@ -204,13 +213,16 @@ def deal(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def deal_out(engine: Engine, clients: Client, steps: jax.Array) -> tuple[jax.Array, jax.Array, Client]:
-    """`deal` by these steps [K], and the clients in their places, [D, G, L]; empty places have absent clients."""
+    """Returns the two results of `deal`, and the client at each place, [D, G, L]. Empty places have absent clients."""
     order, empty = deal(engine, steps)
     dealt = jax.tree.map(lambda none, a: jnp.where(empty, none, a[order]), absent(engine), clients)
     return order, empty, dealt
 
 
 def undealt(K: int, order: jax.Array, empty: jax.Array, values: jax.Array) -> jax.Array:
-    """Values [D, G, L, ...] -> [K, ...], in the order of the cohort that `deal` was given; it gave order and empty."""
+    """The inverse of `deal`: values [D, G, L, ...] at the places -> [K, ...], in the order of the cohort.
+
+    order, empty: the results of `deal`.
+    """
     places = jnp.where(empty, K, order)
     return jnp.zeros((K, *values.shape[3:]), values.dtype).at[places].set(values, mode="drop")

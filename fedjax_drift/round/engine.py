@@ -1,6 +1,7 @@
-"""What a round is compiled from, and the arrays that it works on.
+"""The types that describe a round: `Engine`, from which the round is compiled, and the arrays that the round uses.
 
-`Engine` is static: it decides which program is compiled. Everything that changes from round to round is an array.
+`Engine` is static, so a different `Engine` is a different compiled program. Everything that changes from round to round
+is an array.
 """
 
 from __future__ import annotations
@@ -24,50 +25,59 @@ from fedjax_drift.types import Algorithm, Model, PyTree
 
 
 class Rows(NamedTuple):
-    """Training rows on the devices: the whole data set, replicated or sharded, or the streamed rows of one cohort."""
+    """Training examples on the devices, one example per row.
 
-    x: jax.Array  # [M, ...] as stored, so images stay uint8; if sharded, M includes the padding of every part
+    They are the whole data set, replicated or sharded, or the streamed examples of one cohort.
+    """
+
+    x: jax.Array  # [M, ...] as stored, so images stay uint8; if sharded, M includes the padding of every shard
     y: jax.Array  # [M, ...]
-    offsets: jax.Array | None = None  # int32 [N], client i's first row; None when streamed
-    sizes: jax.Array | None = None  # int32 [N]
-    places: jax.Array | None = None  # int32 [M + P], only with rows dealt anew: a client's are places[offset + ...]
+    offsets: jax.Array | None = None  # int32 [N], the index of client i's first example; None if streamed
+    sizes: jax.Array | None = None  # int32 [N], n_i; None if streamed
+    places: jax.Array | None = None
+    """int32 [M + P], only with redistributed examples: example j of a client is x[places[offset + j]]."""
 
 
 class Client(NamedTuple):
-    """One client of a round, or an axis of them. An absent client has id N and no rows, hence no steps and weight 0."""
+    """One client of a round, or several clients with leading axes.
+
+    An absent client has id N and no examples. Therefore it does no steps and has weight 0.
+    """
 
     id: jax.Array  # int32
     size: jax.Array  # int32, n_i
-    offset: jax.Array  # int32, index of its first row
+    offset: jax.Array  # int32, index of its first example
     steps: jax.Array  # int32, the local steps that it does: K_i, or fewer for a straggler
-    place: jax.Array  # int32, index of its state in ServerState.clients: its id, unless a client store keeps the states
+    place: jax.Array
+    """int32, index of its state in ServerState.clients. This is its id unless a client store (`bank=`) keeps the
+    states."""
 
 
 class TestRows(NamedTuple):
-    """The test set in T batches, a multiple of the number of devices; the last ones are padded."""
+    """The test set in T batches. The last batches are padded. If it is sharded, T is a multiple of D."""
 
     x: jax.Array  # [T, B, ...]
     y: jax.Array  # [T, B, ...]
-    mask: jax.Array  # bool [T, B], False on padding
+    mask: jax.Array  # bool [T, B], False for padding
 
 
 class Arrays(NamedTuple):
-    """The data set: an argument of the compiled round, never a constant that it captures."""
+    """The data set. It is an argument of the compiled round, not a constant in it."""
 
-    rows: Rows | None  # None: streamed, so every round is given its own
+    rows: Rows | None  # None if the data set is streamed; each round then receives the examples of its cohort
     test: TestRows | None
 
 
 class Redeal(NamedTuple):
-    """How the rows of a cohort are pooled and dealt anew (`FederatedData.redealt`)."""
+    """Options for pooling and redistributing the examples of a cohort (`FederatedData.redealt`)."""
 
-    alpha: float | None  # None: evenly
+    alpha: float | None  # of the Dirichlet distribution; None: the examples are split evenly
     num_classes: int
-    most_rows: tuple[int, ...]  # [K - 1]: the most rows that a cohort of K clients can have
+    most_rows: tuple[int, ...]  # most_rows[K - 1] is the largest number of examples of a cohort of K clients
 
 
 class Engine(NamedTuple):
-    """What a round is compiled from. Everything here is static."""
+    """The static description from which a round is compiled."""
 
     model: Model
     algorithm: Algorithm
@@ -75,52 +85,53 @@ class Engine(NamedTuple):
     mesh: Mesh
     lanes: int  # L; 1: clients train one after another, without vmap
     cohort_size: int  # K
-    clients_asked: int  # clients a round asks: K, or more with over-selection
-    bernoulli: bool  # each client is asked with probability clients_asked / N, instead of exactly so many
-    drop_nonfinite: bool  # a client whose update is not finite counts as absent
+    clients_asked: int  # the number of clients that a round selects: K, or more with over-selection
+    bernoulli: bool  # each client is selected independently with probability clients_asked / N
+    drop_nonfinite: bool  # whether a client with a non-finite update is dropped
     num_clients: int  # N
     mean_size: float  # mean of n_i
-    max_size: int  # most rows that a client can have in a round
-    capacity: int  # most clients that a sampled cohort can have
-    state_rows: int  # rows of ServerState.clients: N or, sharded over the devices, a multiple of their number
-    sharded: bool  # client states are sharded over the devices instead of replicated
-    rows_by_rank: np.ndarray | None  # only where rows are sharded over the devices: `exchange.rows_by_rank`
-    decode: Callable[[jax.Array], jax.Array]  # stored rows -> what the model sees; `data.federated.decode`
-    num_classes: int | None  # C, for classifiers with one integer label a row
-    test_size: int  # M_test, 0 without a test set
-    row_scores: tuple[str, ...]  # names of the scores that `Model.scores` gives for each row
-    set_scores: tuple[str, ...]  # and of those for the whole test set
-    redeal: Redeal | None  # not None: the cohort's rows are dealt anew every round
-    failures: Failures | None  # None: every client that is asked answers
+    max_size: int  # the largest number of examples that a client can have in a round
+    capacity: int  # the largest number of clients that a sampled cohort can have
+    state_rows: int  # length of the leaves of ServerState.clients: N; if sharded, rounded up to a multiple of D
+    sharded: bool  # whether client states are sharded over the devices instead of replicated
+    rows_by_rank: np.ndarray | None  # the result of `exchange.rows_by_rank` if the examples are sharded, otherwise None
+    decode: Callable[[jax.Array], jax.Array]  # stored inputs -> inputs of the model; `data.federated.decode`
+    num_classes: int | None  # C, for classifiers with one integer label per example; otherwise None
+    test_size: int  # the number of test examples, 0 without a test set
+    row_scores: tuple[str, ...]  # names of the metrics of `Model.scores` with one value per example
+    set_scores: tuple[str, ...]  # names of the metrics of `Model.scores` that are scalars of the whole test set
+    redeal: Redeal | None  # not None: the cohort's examples are redistributed in every round
+    failures: Failures | None  # None: every selected client reports
     aggregation: Aggregation
 
 
 class Shared(NamedTuple):
-    """What all clients of a round have in common."""
+    """The values that all clients of a round share."""
 
-    server: Any
+    server: Any  # the server's variables
     rows: Rows
-    key: jax.Array  # of this round's clients
+    key: jax.Array  # the clients' key of this round; client i uses fold_in(key, i)
     t: jax.Array  # int32 [], the round
     lr: jax.Array  # float [], eta_t
     states: PyTree  # client states, leaves [state_rows, ...]; () if sharded
-    extra: Any = ()  # whatever else the caller passes to every client
+    extra: Any = ()  # additional values of the caller for every client
 
 
 def absent(engine: Engine) -> Client:
-    """The client that stands in an empty place."""
+    """The absent client, which fills an empty place."""
     return Client(*map(jnp.int32, (engine.num_clients, 0, 0, 0, engine.state_rows)))
 
 
 def mean_steps(engine: Engine) -> int:
-    """Kbar, the local steps of a client of mean size."""
+    """Kbar, the local steps of a client with the mean number of examples."""
     return int(engine.local.steps(engine.mean_size))
 
 
 def partitionable(function: Callable) -> Callable:
-    """The function, traced with threefry's partitionable form, in which word i does not depend on how many are drawn.
+    """The function, traced with ``jax_threefry_partitionable``.
 
-    `local.shuffle` needs that. It is JAX's default, which a user may have changed.
+    With this option, random number i does not depend on how many random numbers are generated. `local.shuffle` needs
+    this property. The option is JAX's default, but a user may have changed it.
     """
 
     @wraps(function)
@@ -142,14 +153,15 @@ def replicated(engine: Engine, values: PyTree) -> PyTree:
 
 
 def on_each_device(engine: Engine, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """``function``, mapped over the devices of the mesh, each of which is given its part of the arguments.
+    """Maps ``function`` over the devices of the mesh with `jax.shard_map`. Each device gets its shard of the arguments.
 
-    On a mesh of one device it is the function itself, so that its program can be a part of another, as in a sweep.
+    On a mesh of one device, the result is ``function`` itself. It can then be used inside other programs, for example
+    in a sweep.
     """
     if engine.mesh.size == 1:
         return function
-    # check_vma=True would refuse every loop that starts from zeros, in `local.train` and in users' models: they are not
-    # marked as varying over the devices, and what the loop adds to them is.
+    # check_vma=True would reject every loop that starts from zeros, in `local.train` and in users' models. The zeros
+    # are not marked as varying over the devices, but the values that the loop adds to them are.
     return jax.shard_map(function, mesh=engine.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of a model on the test set, whose batches are spread over the devices."""
+"""Evaluation of a model on the test set. The batches of the test set are sharded over the devices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedjax_drift.types import Params, PyTree
 
 
 def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
-    """The scores of every test row, [T, B] (see `score_rows`), and its logits [T, B, ...].
+    """Returns the scores of every test example, [T, B] each (see `score_rows`), and the logits [T, B, ...].
 
-    The logits are () unless a score of the whole test set needs them.
+    The logits are () unless a metric of the whole test set needs them.
     """
 
     def batch(params: Params, xy: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
@@ -34,10 +34,10 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
 
 
 def score_rows(engine: Engine, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-    """Scores of each row, [B]: "loss", the row scores of `Model.scores`, and "accuracy" for classifiers.
+    """Scores of each example, [B]: "loss", "accuracy" for classifiers, and the metrics of `Model.scores` per example.
 
-    The accuracy of a row is 0 or 1, or with many labels a row the share of correct ones. A row with a NaN logit counts
-    as wrong. An accuracy among the model's own scores replaces it.
+    The accuracy of an example is 0 or 1. If an example has many labels, it is the share of correct labels. A prediction
+    with a NaN logit counts as wrong. If `Model.scores` returns "accuracy", that value is used instead.
     """
     model = engine.model
     rows = {"loss": model.loss(logits, y)}
@@ -53,7 +53,7 @@ def score_rows(engine: Engine, logits: jax.Array, y: jax.Array) -> dict[str, jax
 
 
 def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
-    """Scalars: the means over the test rows of all row scores, and the scores of the whole test set."""
+    """Returns scalars: the mean of each score over the test examples, and the metrics of the whole test set."""
     rows, logits = evaluate_rows(engine, params, test)
     means = {}
     for name, values in rows.items():
@@ -67,7 +67,10 @@ def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Ar
 
 
 def server_scores(evaluate_params: Callable[[Params], dict[str, jax.Array]], server: Any) -> dict[str, jax.Array]:
-    """Scores of the global model and, as client_mean_<name>, of the mean of the cohort's models if there is one."""
+    """The scores of the global model, and those of the mean of the cohort's models with the prefix ``client_mean_``.
+
+    Only some algorithms compute the mean of the cohort's models (FedDyn, FedDC).
+    """
     scores = evaluate_params(server.params)
     if (mean := getattr(server, "client_mean", None)) is not None:
         scores |= {f"client_mean_{name}": value for name, value in evaluate_params(mean).items()}

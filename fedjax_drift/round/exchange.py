@@ -1,8 +1,9 @@
-"""Training rows that are sharded over the devices, and their exchange in every round.
+"""Stores training examples sharded over the devices, and exchanges them in every round. A row is one example.
 
-    parts     device d stores all rows of its clients, one client after the other, then padding: together [D * R, ...]
-    buffers   in a round, each device needs the rows of the clients that it trains, at most S rows
-    ring      the buffer for device d starts at device d + 1 and visits all devices; each one adds the rows that it has
+- Parts: device d stores all rows of its clients, one client after the other. Every part is padded to R rows, so all
+  parts together are [D * R, ...].
+- Buffers: in a round, each device needs the rows of the clients that it trains, at most S rows.
+- Ring: the buffer for device d starts at device d + 1 and visits all devices. Each device adds the rows that it stores.
 
 A device holds two buffers and sends D - 1 buffers, for any cohort. Rows are copied and never summed, so they are
 bitwise identical to the stored rows.
@@ -46,7 +47,10 @@ class Parts(NamedTuple):
 
 
 def parts(sizes: np.ndarray, D: int) -> Parts:
-    """Assigns clients with ``sizes`` [N] rows to D devices. Their totals differ by at most the largest size."""
+    """Assigns clients with ``sizes`` [N] rows to D devices.
+
+    The total numbers of rows of two devices differ by at most the largest size.
+    """
     N = len(sizes)
     order = np.argsort(-sizes, kind="stable")
     places = back_and_forth(D, -(-N // D), 1).reshape(D, -1)
@@ -59,7 +63,9 @@ def parts(sizes: np.ndarray, D: int) -> Parts:
 
 
 def place_parts(data: FederatedData, mesh: Mesh) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Places the rows x, y [D * R, ...], sharded over the devices, and offsets and sizes int32 [N], replicated.
+    """Places the training examples on the devices.
+
+    Returns the rows x and y, [D * R, ...], sharded over the devices; and offsets and sizes, int32 [N], replicated.
 
     Each process reads only the rows that its devices store, from memory or from a memory-mapped file.
     """
@@ -83,10 +89,11 @@ def place_parts(data: FederatedData, mesh: Mesh) -> tuple[jax.Array, jax.Array, 
 
 
 def rows_by_rank(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """int64 [N]: a bound on the rows of the client at each place of any cohort that is sorted by steps, most first.
+    """int64 [N]: for each rank p, an upper bound on the rows of the client at rank p of any cohort.
 
-    The client at place p of a cohort has at most as many steps as the client at place p of the whole federation, sorted
-    in the same way. Its rows are at most those of the largest client with that number of steps.
+    The rank of a client is its position when the clients are sorted by steps, in descending order. The client at rank p
+    of a cohort has at most as many steps as the client at rank p of the whole federation. So it has at most as many
+    rows as the largest client with that number of steps.
     """
     _, of_steps = np.unique(steps, return_inverse=True)
     most = np.zeros(of_steps.max() + 1, np.int64)
@@ -95,7 +102,10 @@ def rows_by_rank(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def longest_share(by_rank: np.ndarray, D: int, G: int, L: int) -> int:
-    """S: a bound on the rows that one device needs for a cohort of up to D G L clients. by_rank: `rows_by_rank`."""
+    """S: an upper bound on the rows that one device needs for a cohort of up to D G L clients.
+
+    by_rank: the result of `rows_by_rank`.
+    """
     most = np.zeros(D * G * L, np.int64)
     K = min(len(by_rank), len(most))
     most[:K] = by_rank[:K]
@@ -103,9 +113,10 @@ def longest_share(by_rank: np.ndarray, D: int, G: int, L: int) -> int:
 
 
 def local_slice(part: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Translates places in a sharded array to indices in this device's part.
+    """Translates indices of a sharded array to indices of this device's part.
 
-    Returns whether each place lies in the part, bool; and its index in the part, 0 for places outside.
+    places: indices of the whole array. Returns whether each of them lies in the part, bool; and its index in the part,
+    0 if it lies outside.
     """
     index = places - lax.axis_index(AXIS) * len(part)
     is_here = (index >= 0) & (index < len(part))
@@ -113,23 +124,23 @@ def local_slice(part: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def exchange(stored: PyTree, sizes: jax.Array, offsets: jax.Array, length: int) -> tuple[PyTree, jax.Array]:
-    """Sends every device the rows of the clients that it trains. Each device of the mesh calls it, in `shard_map`.
+    """Sends every device the rows of the clients that it trains. Each device calls this function, in `jax.shard_map`.
 
     Args:
       stored: the rows that this device stores, leaves [R, ...].
-      sizes, offsets: int32 [D, C], number of rows and first row of the C clients that each device trains. They are the
-        same on all devices. A first row is an index into the concatenation of all parts.
+      sizes, offsets: int32 [D, C], the number of rows and the index of the first row of the C clients that each device
+        trains. The arrays are the same on all devices. The indices refer to the concatenation of all parts.
       length: S, at least the number of rows that any device needs.
 
     Returns:
-      The rows of the clients that this device trains, one client after the other, then zeros, leaves [S, ...]; and the
-      index of each client's first row in the buffer of its device, int32 [D, C].
+      - The rows of the clients that this device trains, one client after the other, then zeros, leaves [S, ...].
+      - The index of each client's first row in the buffer of its device, int32 [D, C].
     """
     D, device = len(sizes), lax.axis_index(AXIS)
     totals = sizes.sum(1)
 
     def add(buffer: PyTree, d: jax.Array) -> PyTree:
-        """The buffer for device d, with the rows that this device has added."""
+        """The buffer for device d after this device has added its rows."""
         rows = jnp.where(jnp.arange(length) < totals[d], spans(offsets[d], sizes[d], length), -1)
 
         def leaf(buffer: jax.Array, part: jax.Array) -> jax.Array:

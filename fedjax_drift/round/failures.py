@@ -1,6 +1,6 @@
-"""Clients that fail: which clients of a cohort report, and how many of their local steps they do.
+"""Failures of clients: which clients of a cohort report, and the number of local steps that they do.
 
-`cohort.fail` draws it from random keys before the clients train, so a client that drops out costs nothing.
+Failures are sampled before local training starts (`cohort.fail`). So a client that drops out costs no computation.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fedjax_drift.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Failures:
-    """How clients fail; pass it as ``Simulation(failures=)``. By default every client reports.
+    """Options for simulated client failures, for ``Simulation(failures=)``. By default every client reports.
 
-    A client's round takes ``steps / mean_steps * exp(speed_spread * z_i)`` units of time, with z_i ~ N(0, 1) drawn once
-    for each client. One unit is what a client of mean size needs on a device of median speed.
+    A client needs ``steps / mean_steps * exp(speed_spread * z_i)`` units of time for a round. z_i ~ N(0, 1) is sampled
+    once for each client. One unit is the time of a client with the mean number of examples and median speed.
 
     Raises ValueError for values out of range, and for a ``speed_spread`` that has no effect.
     """
@@ -26,15 +26,16 @@ class Failures:
     dropout: float = 0.0
     """Probability, in 0..1, that a selected client drops out. It keeps its old state."""
     stragglers: float = 0.0
-    """Probability, in 0..1, that a client stops early and sends what it has. It does 1 to K_i - 1 of its K_i local
-    steps, each number equally likely (FedProx's systems heterogeneity, arXiv 1812.06127, in steps, not epochs)."""
+    """Probability, in 0..1, that a client stops early and sends its current model. It does 1 to K_i - 1 of its K_i
+    local steps, and each number is equally likely. This is the systems heterogeneity of FedProx (arXiv 1812.06127),
+    in steps instead of epochs."""
     over_selection: float = 1.0
     """>= 1. A round selects ceil(over_selection * K) clients and aggregates the first K that report."""
     deadline: float | None = None
-    """> 0. A client that needs more time than this is dropped. None: the round waits for all clients."""
+    """> 0. A client that needs more units of time than this is dropped. None: the round waits for all clients."""
     speed_spread: float = 0.0
-    """>= 0, standard deviation of the logarithm of a device's speed. It acts through ``deadline`` and
-    ``over_selection``."""
+    """>= 0, the standard deviation of the logarithm of the clients' speeds. It only has an effect together with
+    ``deadline`` or ``over_selection``."""
 
     def __post_init__(self) -> None:
         checked = {
@@ -43,31 +44,31 @@ class Failures:
         }
         checked["over_selection"] = checks.number(
             "over_selection", self.over_selection, "a number >= 1", lambda v: 1 <= v < math.inf,
-            "1.3 asks 30 % more clients than are needed",
+            "1.3 selects 30 % more clients than are aggregated",
         )  # fmt: skip
         if not traced(checked["over_selection"]) and checked["over_selection"].is_integer():
             checked["over_selection"] = int(checked["over_selection"])  # 1: no over-selection, not a hyper-parameter
         checked["speed_spread"] = checks.nonnegative("speed_spread", self.speed_spread)
         if self.deadline is not None:
-            why = "in units of what a client of mean size takes; None: no deadline"
+            why = "1.5 is 1.5 times the time of a mean client, None means no deadline"
             checked["deadline"] = checks.positive("deadline", self.deadline, why)
         for name, value in checked.items():
-            object.__setattr__(self, name, value)  # Python's numbers: arrays of one number can't be hashed
+            object.__setattr__(self, name, value)  # as Python numbers, because arrays are not hashable
         spread, over_selection = self.speed_spread, self.over_selection
         useless = self.deadline is None and not traced((spread, over_selection)) and spread and over_selection == 1
         if useless:
             raise ConfigurationError(
-                f"speed_spread needs a deadline or over_selection, which it acts through, got {spread} alone: "
-                "pass deadline=1.5, for example"
+                f"speed_spread has no effect without deadline or over_selection, got {spread}: pass deadline=1.5, for "
+                "example"
             )
 
     def clients_asked(self, K: int, N: int) -> int:
-        """How many of the N clients a round selects in order to aggregate K."""
+        """The number of clients that a round selects in order to aggregate K of the N clients."""
         asked = math.ceil(round(self.over_selection * K, 9))  # 1.1 * 50 is 55, and a little more in floating point
         if asked > N:
             raise ConfigurationError(
                 f"over_selection must be in 1..{N / K:.9g} (all clients), got {self.over_selection}: "
-                "1.3 asks 30 % more clients than are needed"
+                "1.3 selects 30 % more clients than are aggregated"
             )
         return asked
 

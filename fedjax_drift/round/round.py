@@ -1,13 +1,14 @@
 """One round of federated learning, as one pure function that compiles once.
 
-draw      state.key -> cohort [K]                                              cohort.py
-fail      some clients drop out, some do only a part of their steps            cohort.py
-gather    client states [N, ...] -> [K, ...]                                   client_states.py
-deal      the cohort to devices and groups of L lanes, longest first           cohort.py
-train     scan over the groups: L clients side by side (vmap)                  train.py
-sum       weight * message added to a running sum, then one psum over devices  train.py
-update    server_update(server, sum / total weight, context)                   aggregation.py
-scatter   new client states back to [N, ...]                                   client_states.py
+sample    selects the ids of the cohort [K] with the key of the state             cohort.py
+fail      some clients drop out, some do only a part of their local steps         cohort.py
+deal      assigns the cohort to D devices, with G groups of L clients per device  cohort.py
+gather    client states [N, ...] -> [D, G, L, ...]                                client_states.py
+train     a scan over the groups; the L clients of a group side by side (vmap)    train.py
+sum       adds weight * message to a running sum, then one psum over the devices  train.py
+combine   the mean of the messages: sum / total weight, or another rule           aggregation.py
+update    server_update(server, mean, context)                                    round.py
+scatter   new client states [D, G, L, ...] -> [N, ...]                            client_states.py
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fedjax_drift.round.train import check_finite, client_work, executed_steps, 
 from fedjax_drift.types import Metrics, Params, PyTree, Round, ServerState
 
 RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy", "client_mean_loss", "client_mean_accuracy"}
-"""Names that `Simulation.run` and evaluations put into records, so a metric must not use them."""
+"""Names of values that `Simulation.run` and evaluations add to records. A metric must have a different name."""
 
 
 @partitionable
@@ -42,7 +43,7 @@ def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
     if not hasattr(server, "params"):
         raise ConfigurationError(
             f"{engine.algorithm.name}: init_server must return a pytree with an attribute params, got "
-            f"{type(server).__name__}: a NamedTuple with the global model, params, first"
+            f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
         )
     return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
 
@@ -51,16 +52,17 @@ def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
 def round_fn(
     engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> tuple[ServerState, dict]:
-    """One round: ``(state, arrays, cohort [K] or None) -> (state, info)``. Pure; traced once for each cohort length.
+    """One round: ``(state, arrays, cohort) -> (state, info)``. Pure. It is traced once for each length of the cohort.
 
-    cohort: client ids, or `Client`s from a host that keeps the rows or the states. None: drawn from the state's key.
+    cohort: client ids [K]; or a `Client` [K], if the host keeps the examples or the client states; or None, if the
+    cohort is to be sampled with the key of the state.
     """
     algorithm, aggregation = engine.algorithm, engine.aggregation
     today = plan(engine, state, arrays.rows, cohort)
     gathered = gather(engine, state.clients, today.dealt.place)  # () unless states are sharded: see `state_of`
 
     def train(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        """One client: what is added to the sum over clients, and what is kept of it."""
+        """Trains one client. Returns the values that are summed over the clients, and the values of this client."""
         old = state_of(engine, shared, client, gathered)
         result = update(engine, shared, old, client_work(engine, shared, client, longest))
         answered, bad_leaf = check_finite(engine, client, result)
@@ -88,7 +90,7 @@ def round_fn(
     server = tree.cast_like(
         algorithm.server_update(state.server, mean, context), state.server, f"{algorithm.name}: the updated server"
     )
-    any_answer = private | (weight > 0)  # without one the server keeps its variables
+    any_answer = private | (weight > 0)  # if it is False, the server keeps its variables
     server = tree.select(any_answer, server, state.server)
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
@@ -99,7 +101,7 @@ def round_fn(
         server = tree.select(any_answer, observed, server)
     if algorithm.finish is not None:
         new_states = finish(algorithm.finish, server, outcome["answered"], new_states)
-    clients = scatter(engine, state.clients, today.dealt.place, new_states)  # absent clients have no place: dropped
+    clients = scatter(engine, state.clients, today.dealt.place, new_states)  # states of absent clients are dropped
 
     info = describe(engine, today, outcome)
     of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
@@ -111,7 +113,7 @@ def round_fn(
 
 
 def describe(engine: Engine, today: Plan, outcome: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The entries of ``info`` that every algorithm has; `Simulation.round_fn` says what they are."""
+    """The values of ``info`` that every algorithm has. The docstring of `Simulation.round_fn` describes them."""
     N = engine.num_clients
     of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
     present = today.cohort.id < N
@@ -134,18 +136,20 @@ def describe(engine: Engine, today: Plan, outcome: dict[str, jax.Array]) -> dict
 
 
 def with_metrics(engine: Engine, info: dict[str, jax.Array], metrics: Metrics) -> dict[str, jax.Array]:
-    """``info`` with more entries. Raises ConfigurationError for a name that is taken."""
+    """``info`` with additional metrics. Raises ConfigurationError if a name is already used."""
     if clash := (info.keys() | RECORDED) & metrics.keys():
         raise ConfigurationError(
-            f"{engine.algorithm.name}: a metric needs a name of its own, got {', '.join(sorted(clash))}: call it "
-            f"{min(clash)}_of_clients, say"
+            f"{engine.algorithm.name}: the name of a metric must not be used already, got {', '.join(sorted(clash))}: "
+            f"rename it, for example to {min(clash)}_of_clients"
         )
     return info | dict(metrics)
 
 
 def rounds(engine: Engine, most: int, state: ServerState, arrays: Arrays, n: jax.Array) -> tuple[ServerState, dict]:
-    """n <= most rounds in one program: the last state, and the info of every round, leaves [most, ...]; the first n
-    count."""
+    """Runs n rounds in one program, where n <= ``most``.
+
+    Returns the last state, and the infos of the rounds, leaves [most, ...]. Only the first n infos are valid.
+    """
     _, info = jax.eval_shape(partial(round_fn, engine), state, arrays, None)
     infos = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), info)
 

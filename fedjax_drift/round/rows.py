@@ -1,4 +1,8 @@
-"""The data set on the devices. Simulations of the same data share it, for as long as the data live."""
+"""The data set on the devices.
+
+Simulations with the same `FederatedData` share the arrays on the devices. They are freed together with the
+`FederatedData`.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,11 @@ _PLACED: WeakKeyDictionary[FederatedData, dict[tuple, Any]] = WeakKeyDictionary(
 
 
 def place(data: FederatedData, mesh: Mesh, rows_at: str, eval_batch_size: int, whole_test: bool = False) -> Arrays:
-    """The data set on the devices of the mesh.
+    """Returns the data set on the devices of the mesh.
 
-    rows_at: "devices" (replicated), "parts" (sharded) or "host" (not placed: they are streamed).
-    whole_test: replicate the test set, whose batches are sharded otherwise.
+    rows_at: where the training examples are kept: "devices" (replicated), "parts" (sharded over the devices) or "host"
+      (not placed on the devices, because they are streamed).
+    whole_test: whether the test set is replicated. By default its batches are sharded over the devices.
     """
     placed = _PLACED.setdefault(data, {})
     where = (mesh, jax.dtypes.canonicalize_dtype(np.float64))

@@ -1,8 +1,7 @@
-"""Training of a cohort: groups of L clients side by side, one group after another, on every device.
+"""Training of a cohort. Every device trains its groups one after another, and the L clients of a group side by side.
 
-Memory for messages is L of them and one running sum, whatever K is. The new states of all K clients are kept until
-`client_states.scatter` stores them. A client's result depends only on its id, the
-round's key and its own rows.
+A device keeps L messages and one running sum, for any size K of the cohort. The new states of all K clients are kept
+until `client_states.scatter` stores them. The random numbers of a client depend only on its id and on the round's key.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ def over_clients(
     dealt: Client,
     states: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Calls ``update(shared, client, state, longest) -> (added, kept)`` for every client dealt, [D, G, L].
+    """Calls ``update(shared, client, state, longest) -> (added, kept)`` for every client in ``dealt`` [D, G, L].
 
-    ``longest`` is the number of rows of the largest client in the group. Returns the sum of ``added`` over all clients,
-    and ``kept`` of each client, leaves [D, G, L, ...].
+    ``longest`` is the number of examples of the largest client in the group. Returns the sum of ``added`` over all
+    clients, and ``kept`` of each client, leaves [D, G, L, ...].
     """
     rows_sharded = engine.rows_by_rank is not None
 
     def one_device(shared: Shared, clients: Client, states: PyTree, everyone: Any) -> tuple[PyTree, PyTree]:
-        """clients, states: this device's, [1, G, L]; everyone: all clients, [D, G, L], where rows are sharded."""
+        """clients, states: those of this device, [1, G, L]. everyone: all clients [D, G, L] if examples are sharded."""
         if rows_sharded:
             shared, clients = with_own_rows(engine, shared, everyone)
 
@@ -78,7 +77,10 @@ def over_clients(
 
 
 def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Shared, Client]:
-    """On each device its clients [1, G, L] of everyone [D, G, L], and their rows, which any device may have had."""
+    """Gets the examples of the clients that this device trains, from the devices that store them.
+
+    everyone: all clients [D, G, L]. Returns ``shared`` with these examples, and the clients of this device, [1, G, L].
+    """
     assert engine.rows_by_rank is not None
     D, G, L = everyone.size.shape
     sizes, offsets = (a.reshape(D, G * L) for a in (everyone.size, everyone.offset))
@@ -90,7 +92,7 @@ def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Sha
 
 
 def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Array) -> Work:
-    """One client's work in the round. longest: the number of rows of the largest client in its group."""
+    """One client's `Work` in the round. longest: the number of examples of the largest client in its group."""
     data, size = shared.rows, client.size
     B = min(engine.local.batch_size, engine.max_size)
     most_batches = -(-engine.max_size // B)
@@ -126,10 +128,10 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
 
 
 def executed_steps(engine: Engine, dealt: Client) -> jax.Array:
-    """int32 []: the local steps that the devices run for clients [D, G, L], idle lanes included.
+    """int32 []: the local steps that the devices run for the clients ``dealt`` [D, G, L].
 
-    In every epoch a group runs as many steps as its longest lane. A straggler stops in the middle of an epoch, so this
-    can be more than the steps of any of its clients.
+    In every epoch, all L clients of a group run as many steps as the client of the group with the most steps in this
+    epoch. The unused steps of the other clients are included.
     """
     batches = -(-dealt.size // min(engine.local.batch_size, engine.max_size))[..., None]
     epochs = jnp.arange(engine.local.epochs)[None, None, None]
@@ -138,13 +140,13 @@ def executed_steps(engine: Engine, dealt: Client) -> jax.Array:
 
 
 def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientResult:
-    """One client's update. Raises ConfigurationError unless the algorithm returns a proper `ClientResult`."""
+    """One client's update. Raises ConfigurationError unless the algorithm returns a valid `ClientResult`."""
     algorithm = engine.algorithm
     result = algorithm.client_update(shared.server, old, work)
     if not isinstance(result, ClientResult):
         raise ConfigurationError(
             f"{algorithm.name}: client_update must return a ClientResult, got {type(result).__name__}: "
-            "fd.ClientResult(message, weight, state, metrics)"
+            "return fd.ClientResult(message, weight, state, metrics)"
         )
     message, metrics = jax.tree.map(jnp.asarray, (result.message, dict(result.metrics)))
     weight = jnp.asarray(result.weight, shared.lr.dtype)
@@ -154,18 +156,18 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
 
 
 def scalars(algorithm: Algorithm, values: dict[str, Any]) -> dict[str, Any]:
-    """The values. Raises ConfigurationError for one that has axes."""
+    """Returns the values. Raises ConfigurationError if one of them is not a scalar."""
     for name, value in values.items():
         if shape := jnp.shape(value):
             raise ConfigurationError(
-                f"{algorithm.name}: {name} must be one number, got {jnp.result_type(value)}{[*shape]}: take its mean"
+                f"{algorithm.name}: {name} must be a scalar, got {jnp.result_type(value)}{[*shape]}: take its mean"
             )
     return values
 
 
 @partitionable
 def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
-    """The update of a client with one row or more, to learn its shapes."""
+    """The update of some client. Its only use is `jax.eval_shape`, which gives the shapes of a client's result."""
     zero = jnp.zeros((), jnp.int32)
     shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float), ())
     work = client_work(engine, shared, Client(zero, zero, zero, zero, zero), zero)
@@ -173,9 +175,10 @@ def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
 
 
 def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:
-    """Whether the client counts, bool []; and the index of the first leaf of `uploaded` that is not finite, or -1.
+    """Returns whether the client is aggregated, bool []; and the index of the first leaf of `uploaded` that is not
+    finite, or -1.
 
-    An absent client has done no step. Its weight, or 0/0 in its message, must not reach a sum.
+    An absent client has done no steps. Its weight must not be added to a sum, and neither must a 0/0 in its message.
     """
     bad_leaf = tree.first_nonfinite(uploaded(result))
     present = client.id < engine.num_clients
@@ -183,5 +186,5 @@ def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[
 
 
 def uploaded(result: ClientResult) -> PyTree:
-    """The parts of an update that must be finite."""
+    """The values of a client's result that must be finite."""
     return {"message": result.message, "state": result.state, "weight": result.weight}

@@ -1,4 +1,4 @@
-"""What users hold: `Simulation`, the loop behind `Simulation.run`, and sweeps.
+"""The class `Simulation`, the loop behind `Simulation.run`, and sweeps.
 
-`simulation.py` comes first. The modules import `measures`, `storage`, `round` and what is below them.
+Start with `simulation.py`. These modules may import `measures`, `storage`, `round`, and the packages that those import.
 """

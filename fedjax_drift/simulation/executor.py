@@ -1,7 +1,9 @@
-"""Runs the compiled programs of a simulation, and adapts them where they do not work as they are.
+"""Runs the compiled programs of a simulation, and replaces them if they fail for one of two reasons.
 
-An `Executor` is the one part of a simulation that changes: it halves the lanes when a device's memory does not suffice,
-and makes the hyper-parameters constants when an algorithm uses one where a program cannot have an argument.
+- A round does not fit in a device's memory: the `Executor` halves L, the number of clients that are trained side by
+  side (vmap) on one device.
+- An algorithm uses a hyper-parameter in a way that JAX cannot trace: the `Executor` makes the hyper-parameters
+  constants of the programs.
 """
 
 from __future__ import annotations
@@ -70,16 +72,19 @@ class Executor:
         return self.setup.arrays.test
 
     def scores(self, server: Any) -> dict[str, jax.Array]:
-        """The `server_scores` on the test set."""
+        """Evaluates the global model on the test set.
+
+        FedDyn and FedDC also keep the mean of the cohort's models. Its scores are called ``client_mean_<name>``.
+        """
         test = self.test()
         return server_scores(lambda params: self.programs.launch_scoring("evaluate", params, test), server)
 
     def fetch(self, key: jax.Array, t: int, cohort: jax.Array | None = None) -> Fetched:
-        """What round t needs, where rows or states are kept on the host."""
+        """Returns what round t needs if examples or client states are kept on the host."""
         return self.host.fetch(np.asarray(self.programs.compiled.draw(key, t) if cohort is None else cohort))
 
     def with_states(self, state: ServerState, fetched: Fetched) -> ServerState:
-        """The state with its cohort's client states on the devices, where a client store keeps the others."""
+        """Returns the state with the client states of the cohort on the devices, if a client store keeps them."""
         if not isinstance(state.clients, ClientStore) or fetched.ids is None:
             return state
         return state._replace(clients=put(state.clients.gather(fetched.ids), self.setup.everywhere))
@@ -87,7 +92,7 @@ class Executor:
     def one_round(
         self, state: ServerState, fetched: Fetched, measures: Sequence[str], donate: bool
     ) -> tuple[ServerState, dict]:
-        """One round, with the measures of its drift. Raises if its result must be refused."""
+        """Runs one round and computes its drift measures. Raises an exception if the result must be rejected."""
         setup, store = self.setup, state.clients
         state = self.with_states(state, fetched)
         arrays, cohort = fetched.arrays, fetched.cohort
@@ -110,7 +115,7 @@ class Executor:
     def rounds(
         self, state: ServerState, n: int, fetched: Fetched, measures: Sequence[str], may_overwrite: bool
     ) -> tuple[ServerState, dict]:
-        """n rounds; unless a round can be refused, they overwrite the state, or a copy of it if they may not."""
+        """Runs n rounds. If ``may_overwrite`` is False, the given state stays valid, because a copy is overwritten."""
         setup = self.setup
 
         def call() -> tuple[ServerState, dict]:
@@ -126,9 +131,10 @@ class Executor:
         return self.fitting(call, state)
 
     def fitting(self, call: Callable[[], Any], state: ServerState) -> Any:
-        """``call()``, which is given the state; again with half the lanes whenever a device's memory does not suffice.
+        """Returns ``call()``, which runs programs on ``state``.
 
-        Raises MemoryError if that is impossible, for example since the failed program has overwritten the state.
+        If they do not fit in a device's memory, the number of lanes is halved, and ``call`` is called again. Raises
+        MemoryError if that is impossible, for example because the failed program has overwritten the state.
         """
         while True:
             try:
@@ -146,35 +152,35 @@ class Executor:
                 if lanes == 1:
                     kept = "the state was donated to it, and is lost" if lost else "the state is still valid"
                     raise MemoryError(
-                        f"a round of {self._description()} does not fit in a device's memory even with 1 lane: take a "
+                        f"a round of {self._description()} does not fit in a device's memory even with 1 lane: use a "
                         f'smaller model, batch_size or cohort_size, or stream=True, or bank="host"; {kept}'
                     ) from error
                 if lost:
                     raise MemoryError(
                         f"{lanes} lanes do not fit in a device's memory, and the state was donated to the round that "
-                        f"failed: go on from an earlier one with lanes={lanes // 2}"
+                        f"failed: resume from an earlier state with lanes={lanes // 2}"
                     ) from error
-                if spans_processes(self.setup.mesh):  # the others may have found room, and wait for this one
+                if spans_processes(self.setup.mesh):  # the others may have had enough memory, and wait for this one
                     raise MemoryError(
-                        f"{lanes} lanes do not fit in a device's memory: lower lanes= (over several processes they are "
-                        "not halved by themselves); the state is still valid"
+                        f"{lanes} lanes do not fit in a device's memory: lower lanes= (with several processes it is "
+                        "not halved automatically); the state is still valid"
                     ) from error
-                checks.warn(f"{lanes} lanes do not fit in a device's memory, going on with {lanes // 2}")
+                checks.warn(f"{lanes} lanes do not fit in a device's memory: the run continues with {lanes // 2}")
                 self.use_lanes(lanes // 2)
 
 
 def with_measured(setup: Setup, info: dict, measured: dict) -> dict:
-    """``info`` with what was measured. Raises ConfigurationError where a metric has the name of a measure."""
+    """Adds the drift measures to ``info``. Raises ConfigurationError if a metric has the name of a measure."""
     if clash := info.keys() & measured.keys():
         names = ", ".join(sorted(clash))
         raise ConfigurationError(
-            f"{setup.engine.algorithm.name}: a metric needs a name that measure= leaves free, got {names}"
+            f"{setup.engine.algorithm.name}: metrics must not have the names of drift measures, got {names}"
         )
     return info | measured
 
 
 class RunTrack:
-    """The one run of `Simulation.run`, as the loop advances it. fetch: gives what a round needs from the host."""
+    """The run of `Simulation.run` as a `Track` of the loop. ``fetch(t)`` returns what round t needs from the host."""
 
     def __init__(self, executor: Executor, state: ServerState, fetch: Callable[[int], Fetched]) -> None:
         self.executor, self.state = executor, state

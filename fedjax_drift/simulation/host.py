@@ -1,4 +1,4 @@
-"""Rounds whose rows or client states are kept on the host: what they need is fetched while the round before trains."""
+"""Sends examples and client states from the host to the devices, while the round before is trained."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ from fedjax_drift.simulation.setup import Setup
 
 
 class Fetched(NamedTuple):
-    """What a round needs beside the state."""
+    """The arguments of a round besides the state."""
 
     arrays: Arrays
-    cohort: jax.Array | Client | None = None  # None: the round draws it
-    ids: np.ndarray | None = None  # int [K], where the host has to know the cohort
+    cohort: jax.Array | Client | None = None  # None: the round draws the cohort itself
+    ids: np.ndarray | None = None  # int [K], the cohort. None: the host does not need it
 
 
 class Host:
-    """Sends rounds the rows and the clients of their cohorts."""
+    """Sends the examples and the client records of a cohort to the devices."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._stream = Stream(setup.data, setup.everywhere) if setup.streamed else None
 
     def fetch(self, ids: np.ndarray) -> Fetched:
-        """What a round with the cohort ``ids`` needs."""
+        """Returns what a round with the cohort ``ids`` needs."""
         places = np.arange(len(ids)) if self.setup.states_on_host else ids
         return Fetched(*self.send(ids, places, self.setup.engine.local), ids)
 
     def send(self, ids: np.ndarray, places: np.ndarray, local: LocalTraining) -> tuple[Arrays, Client]:
-        """The data set, of streamed rows only those of the clients ``ids``; and these clients.
+        """Returns the data set and the `Client` records of the clients ``ids``.
 
-        places: the rows of ServerState.clients in which their states are.
+        If the examples are streamed, the data set contains only the examples of these clients.
+
+        places: the indices of these clients' states in ServerState.clients.
         """
         arrays, N, sizes = self.setup.arrays, self.setup.data.num_clients, self.setup.data.sizes_of(ids)
         if arrays.rows is not None:
@@ -57,7 +59,7 @@ class Host:
 
 @contextmanager
 def prefetching(fetch: Callable[[int], Fetched], last: int) -> Iterator[Callable[[int], Fetched]]:
-    """A ``fetch(t)`` that also starts to fetch what round t + 1 needs, if that is before round ``last``."""
+    """Yields a ``fetch(t)`` that also starts to fetch what round t + 1 needs, if t + 1 < last."""
     with ThreadPoolExecutor(1) as pool:
         waiting: dict[int, Future[Fetched]] = {}
 
@@ -72,18 +74,19 @@ def prefetching(fetch: Callable[[int], Fetched], last: int) -> Iterator[Callable
 
 
 class CohortRows(NamedTuple):
-    """A cohort's rows on the devices, one client after the other; the rest of the buffer is padding."""
+    """A cohort's examples on the devices, one client after the other. The rest of the buffer is padding."""
 
     x: jax.Array  # [R, ...] as stored
     y: jax.Array  # [R, ...]
-    offsets: np.ndarray  # int32 [K], where each client's rows begin
+    offsets: np.ndarray  # int32 [K], the index of each client's first example
 
 
 class Stream:
-    """Cuts the rows of a cohort out of the data set and sends them to the devices.
+    """Reads the examples of a cohort from the data set and sends them to the devices in a buffer of length R.
 
-    The buffer's length R depends on the cohort's length only, so that rounds share one compiled program: six standard
-    deviations above the rows of a mean cohort. A cohort with more rows than that gets a buffer for the largest clients.
+    R usually depends only on the number of clients, so that all rounds share one compiled program. R is then the mean
+    number of examples of such a cohort plus six standard deviations. A cohort with more examples gets a buffer that is
+    long enough for the largest clients.
     """
 
     def __init__(self, data: FederatedData, sharding: Sharding) -> None:
@@ -93,15 +96,16 @@ class Stream:
         self._sources = [source(a) for a in (data.x, data.y)]
 
     def buffer_rows(self, clients: int, needed: int = 0) -> int:
-        """R for a cohort of ``clients`` places that has ``needed`` rows."""
+        """Returns R for a cohort of ``clients`` clients with ``needed`` examples."""
         most = int(self._largest[min(clients, len(self._largest)) - 1])
         usual = int(np.ceil(clients * self._mean + 6 * clients**0.5 * self._spread))
         return usual if needed <= usual < most else most
 
     def fetch(self, ids: np.ndarray) -> CohortRows:
-        """The rows of the clients ``ids`` int [K]; those not in 0..N-1 have none. Waits for reading, not for sending.
+        """Returns the examples of the clients ``ids`` int [K]. An id outside of 0..N-1 has no examples.
 
-        Raises OSError if a memory-mapped file has changed since the data set was opened.
+        Returns when the examples have been read, and does not wait until they have been sent. Raises OSError if a
+        memory-mapped file has changed since the data set was opened.
         """
         sizes = self.data.sizes_of(ids)
         begins = self.data.offsets[np.minimum(ids, self.data.num_clients - 1)]

@@ -1,16 +1,17 @@
 """Separates continuous hyper-parameters from the algorithm, so that a new value does not trigger recompilation.
 
-An algorithm consists of closures that capture its hyper-parameters, for example mu in `fedprox(mu=0.1)`. If it were
-compiled as it is, mu would be a constant of the program, and another mu would need another program. `split` separates a
-value into its numbers and its form. The form is everything else, and forms can be compared:
+An algorithm consists of closures that capture its hyper-parameters, for example mu in `fedprox(mu=0.1)`. Without this
+module, mu would be a constant of the compiled program, and another mu would need another program. `split` separates a
+value, such as an algorithm, into its numbers and its form. The form is the value without its numbers. Forms can be
+compared:
 
     form, numbers = split(fedprox(mu=0.1))        # numbers == (0.1, 1.0): mu and the server's learning rate
     join(form, numbers)                           # an algorithm equivalent to fedprox(mu=0.1)
 
 Programs are compiled for a form and take the numbers as arguments. Simulations with equal forms share their programs.
 
-- A number is a finite Python float other than 0. A 0 is a part of the form, because it often switches something off
-  (momentum, weight decay), which gives another program.
+- A number is a finite Python float other than 0. A 0 is a part of the form. It often switches something off (momentum,
+  weight decay), and the program is then a different one.
 - Functions are equal if they have the same code, capture equal values, and the global variables that they name have
   equal values. The numbers inside functions of JAX and other libraries are a part of the form.
 - Lists, sets and dicts are compared by their contents, and NumPy arrays up to 16 MiB by a checksum. Other objects are
@@ -33,7 +34,7 @@ import numpy as np
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "numpy", "scipy", "builtins", "functools", "math", "operator")
 LARGE = 2**24  # bytes; the contents of larger arrays are not compared
-LONG = 20_000  # entries of a key; longer ones, of functions that capture very many objects, are not compared
+LONG = 20_000  # entries of a key; longer keys are not compared (functions that capture very many objects)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Form:
     key: tuple[Any, ...]
     value: Any = dataclasses.field(compare=False, repr=False)
     fixed: tuple[str, ...] = ()
-    private: bool = False  # its programs must not be kept: the value has tracers, or more objects than can be compared
+    private: bool = False  # True: programs are not kept, because the value has tracers or too many objects to compare
 
 
 def split(value: Any, fixed: Sequence[str] = ()) -> tuple[Form, tuple[float, ...]]:
@@ -66,7 +67,8 @@ def join(form: Form, numbers: Sequence[Any]) -> Any:
 
 
 class _Same:
-    """Is equal to the wrapper of the same object only. It keeps the object alive, so that its id stays unique."""
+    """Wraps an object. Two wrappers are equal if they wrap the same object. The object is kept alive, so its id stays
+    unique."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -79,7 +81,7 @@ class _Same:
 
 
 class _Walk:
-    """Visits all parts of a value once. It collects the key and the numbers, or replaces the numbers with new ones."""
+    """Visits all parts of a value once. Collects the key and the numbers, or replaces the numbers with new ones."""
 
     def __init__(self, new_numbers: Iterator[Any] | None = None, frozen: int = 0) -> None:
         self.new_numbers = new_numbers  # None: the numbers stay
@@ -91,7 +93,7 @@ class _Walk:
         self.replaced: dict[int, Any] = {}  # id of a cell or a function -> the cell or function in its place
 
     def fields(self, value: Any, fixed: Sequence[str]) -> Any:
-        """Visits a NamedTuple. The ``fixed`` fields keep their numbers. Returns it with the new numbers."""
+        """Visits a NamedTuple and returns it with the new numbers. The ``fixed`` fields keep their numbers."""
         if not fixed:
             return self.visit(value)
         self.key.append(type(value))
@@ -148,7 +150,7 @@ class _Walk:
         return visited
 
     def function(self, function: FunctionType, library: bool) -> FunctionType:
-        """Visits a function. Returns it with the new numbers in its closure and its defaults."""
+        """Visits a function and returns it with the new numbers in its closure and its defaults."""
         if self.visited(function):
             in_itself = id(function) not in self.replaced
             self.recursive |= in_itself and not self.frozen and not library
@@ -171,7 +173,7 @@ class _Walk:
         return copy
 
     def cell(self, cell: CellType, frozen: bool) -> CellType:
-        """Visits a variable of a closure. Returns a new cell if its value has new numbers. Closures may share cells."""
+        """Visits a variable of a closure. Returns a new cell if the value has new numbers. Closures may share cells."""
         if self.visited(cell):
             return self.replaced.get(id(cell), cell)
         try:
@@ -211,7 +213,7 @@ class _Walk:
         else:
             self.key.append(_Same(value))
             if not isinstance(value, ModuleType) and not _of_a_library(type(value)):
-                self.parts(value, getattr(value, "__dict__", {}))  # which may have changed since
+                self.parts(value, getattr(value, "__dict__", {}))  # attributes may change between two calls
 
     def parts(self, value: Any, parts: dict) -> None:
         """Visits the parts of a container or the attributes of an object, unless it has been visited."""

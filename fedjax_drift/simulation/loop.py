@@ -1,10 +1,11 @@
-"""The loop behind `Simulation.run` and `sweep`: rounds, evaluations, records, saves, and an orderly end.
+"""The loop behind `Simulation.run` and `sweep`: rounds, evaluations, records, checkpoints, and stopping.
 
-    track      runs that advance together in one program: the one of `Simulation.run`, or several of a sweep
-    flight     a program that has been dispatched, whose results have not been fetched yet
-    record     what is kept of a round of a run, made when its flight has landed
+    track      the runs that advance together in one program: one run for `Simulation.run`, several for a sweep
+    flight     a program that has been dispatched, and whose results have not been fetched yet
+    record     the entry of the history for one round of one run; it is made when the results have been fetched
 
-The host dispatches the next program before it fetches the results of the one before, so that no device ever waits.
+The host dispatches the next program before it fetches the results of the previous one. So the devices do not wait for
+the host.
 """
 
 from __future__ import annotations
@@ -29,41 +30,41 @@ from fedjax_drift.simulation.records import record
 from fedjax_drift.storage.saver import Savers
 from fedjax_drift.types import Record, ServerState
 
-CHUNK_SECONDS = 0.1  # how long a program of several rounds should take, and so how long Ctrl-C waits
+CHUNK_SECONDS = 0.1  # the intended duration of a program of several rounds; Ctrl-C takes effect after this time
 
 
 class Track(Protocol):
     """Runs that advance together."""
 
     def prepare(self, t: int) -> None:
-        """Waits for what round t needs from the host."""
+        """Waits for the data and client states that round t needs from the host."""
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
-        """Dispatches n rounds from round t, the last of which is measured or not; returns their infos."""
+        """Dispatches n rounds from round t and returns their infos. measured: measure the drift of the last round."""
 
     def score(self) -> dict[str, jax.Array]:
         """Dispatches the evaluation of the newest state."""
 
     def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
-        """(run, j, info, scores) for each round j < n of each run, from results on the host."""
+        """Yields (run, j, info, scores) for each round j < n of each run, from results on the host."""
 
     def states(self) -> Iterable[tuple[int, ServerState]]:
-        """(run, newest state) for each run."""
+        """Returns (run, newest state) for each run."""
 
 
 class Flight(NamedTuple):
-    """n rounds of a track that have been dispatched, the last of which is round ``done``."""
+    """n rounds of a track that have been dispatched. ``done`` rounds are completed after them."""
 
     track: int
     done: int
     n: int
     infos: dict[str, Any]
-    scores: dict[str, Any]  # of the state after the last round
+    scores: dict[str, Any]  # the evaluation of the state after the last round
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is done in which rounds. 0 for ``every``: never."""
+    """The rounds in which the runs are evaluated, measured and saved. 0 in a field ``..._every`` means never."""
 
     last: int  # the round at which the runs end
     eval_every: int
@@ -72,11 +73,12 @@ class Schedule:
     one_round_a_program: bool
 
     def rounds_at_once(self, seconds: float) -> int:
-        """Rounds in one program, where a round takes so many seconds."""
+        """Returns the number of rounds in one program, if a round takes ``seconds`` seconds."""
         return 1 if self.one_round_a_program else max(1, min(MOST_ROUNDS, int(CHUNK_SECONDS / seconds)))
 
     def step(self, t: int, most: int) -> tuple[int, bool]:
-        """How many rounds, at most ``most``, the program after round t runs; and whether they are measured."""
+        """Returns the number of rounds (at most ``most``) that the next program runs from round t, and whether the
+        last of them is measured."""
 
         def rounds_to(every: int) -> int:
             return every - t % every if every else self.last - t
@@ -95,15 +97,15 @@ class Loop:
     """Advances the tracks of a mesh together, round by round, and keeps the history of every run.
 
     Args:
-      tracks: at the same round, each with at least one run.
-      num_runs: in all tracks.
-      schedule: what is done in which rounds.
-      bar: shown while the loop runs.
-      stop: tells that Ctrl-C or SIGTERM has asked the loop to end.
-      savers: saves the runs; None: nothing is saved.
-      on_record: ``on_record(run, record)`` is called for each record. It is not called again once it has raised.
-      complaints: ``complaints(run, t, info, record) -> {kind: message}`` finds what a person should be warned of; each
-        kind is reported once for each run.
+      tracks: the tracks, all at the same round, each with at least one run.
+      num_runs: the number of runs in all tracks together.
+      schedule: the rounds in which the runs are evaluated, measured and saved.
+      bar: the progress bar, shown while the loop runs.
+      stop: becomes `requested` when Ctrl-C or SIGTERM stops the loop.
+      savers: saves the runs. None: nothing is saved.
+      on_record: ``on_record(run, record)`` is called for each record, until it raises an exception.
+      complaints: ``complaints(run, t, info, record) -> {kind: message}`` returns the warnings about a round. Each kind
+        is issued once per run.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Loop:
         self.bar, self.stop, self.savers = bar, stop, savers
         self.on_record, self.complaints = on_record, complaints
         self.histories: list[list[Record]] = [[] for _ in range(num_runs)]
-        self.seconds = float("inf")  # that a round of all runs took lately
+        self.seconds = float("inf")  # the duration of a recent round of all runs together
         self.terminated = False  # whether SIGTERM has ended the loop, in this process or in another one
         self._flying: deque[Flight] = deque()
         self._landed: deque[tuple] = deque()  # rounds fetched and not yet recorded
@@ -130,33 +132,33 @@ class Loop:
         self._reported: set[tuple[int, str]] = set()
 
     def states(self) -> list[ServerState]:
-        """The newest state of every run."""
+        """Returns the newest state of every run."""
         newest = dict(pair for track in self.tracks for pair in track.states())
         return [newest[run] for run in range(len(self.histories))]
 
     def run(self, t: int, attach: Callable[[Exception], None]) -> None:
-        """From round t to the last.
+        """Advances all runs from round t to the last round.
 
-        attach: called with an exception that ends the loop, to attach what has been done to it.
+        attach: is called with an exception that ends the loop. It attaches the states and histories to the exception.
         """
         with self._saved_on_error(attach):
             with suppress(KeyboardInterrupt):
                 t = self._advance(t)
             try:
-                # Of a run that was stopped and is to go on, the last round is not evaluated.
+                # The last round of a stopped run that can be resumed is not evaluated.
                 if self.schedule.eval_every and (self.savers is None or t == self.schedule.last):
                     self._score()
                 self._catch_up(0)
-            except KeyboardInterrupt:  # what is done, without this evaluation
+            except KeyboardInterrupt:  # records the completed rounds, without this evaluation
                 self._flying = deque(flight._replace(scores={}) for flight in self._flying)
                 with suppress(KeyboardInterrupt), self.stop.held():
                     self._catch_up(0)
         if self.savers is not None:
-            with suppress(KeyboardInterrupt), self.stop.held():  # even then all is saved, and returned
+            with suppress(KeyboardInterrupt), self.stop.held():  # after Ctrl-C, too, everything is saved and returned
                 self.savers.finish(self.states(), self.histories)
 
     def _advance(self, t: int) -> int:
-        """To the last round, or to one after which the loop is asked to stop; returns it."""
+        """Advances to the last round, or to the round after which a stop was requested. Returns this round."""
         savers, schedule, started = self.savers, self.schedule, False
         while t < schedule.last:
             due = savers is not None and started and savers.due(t)
@@ -172,7 +174,7 @@ class Loop:
             for number, track in enumerate(self.tracks):
                 track.prepare(t)
                 wait_for_turn(self.mesh)  # here Ctrl-C may interrupt
-                with self.stop.held():  # between donating a state and having the next one
+                with self.stop.held():  # no interrupt between donating a state and storing the next one
                     self._flying.append(Flight(number, t + n, n, track.advance(t, n, measured), {}))
             t, started = t + n, True
             if schedule.evaluates(t):
@@ -186,14 +188,14 @@ class Loop:
         return t
 
     def _score(self) -> None:
-        """Dispatches the evaluation of each track's newest state, unless that is done or its records are made."""
+        """Dispatches the evaluation of each track's newest state, unless this was done or its record exists already."""
         newest = {flight.track: position for position, flight in enumerate(self._flying)}
         for track, position in newest.items():
             if not self._flying[position].scores:
                 self._flying[position] = self._flying[position]._replace(scores=self.tracks[track].score())
 
     def _catch_up(self, behind: int) -> None:
-        """Waits until only ``behind`` programs are in flight, and records the rounds of the others."""
+        """Waits until only ``behind`` programs are in flight, and records the rounds of the finished programs."""
         while len(self._flying) > behind:
             flight = self._flying[0]
             infos, scores = jax.device_get((flight.infos, flight.scores))  # here Ctrl-C may interrupt
@@ -205,7 +207,7 @@ class Loop:
                 for run, j, info, last in self.tracks[flight.track].rounds(flight.n, infos, scores):
                     self._landed.append((run, flight.done - flight.n + j, info, last, self.seconds))
             self._record_landed()
-        self._record_landed()  # what an exception of on_record has left
+        self._record_landed()  # the rounds that were not recorded because on_record raised an exception
 
     def _record_landed(self) -> None:
         while self._landed:
@@ -222,16 +224,16 @@ class Loop:
             if self.on_record is not None:
                 try:
                     self.on_record(run, entry)
-                except Exception:  # it is not called for what is still to be recorded
+                except Exception:  # on_record is not called for the remaining records
                     self.on_record = None
                     raise
 
     @contextmanager
     def _saved_on_error(self, attach: Callable[[Exception], None]) -> Iterator[None]:
-        """In it an error of a round, or of on_record, carries what has been done, which is saved."""
+        """If a round or on_record raises an exception in the block, attaches the results to it and saves them."""
         try:
             yield
-        except jax.errors.JaxRuntimeError:  # the devices have nothing more to give
+        except jax.errors.JaxRuntimeError:  # no results can be fetched from the devices
             raise
         except Exception as error:
             self._catch_up(0)
@@ -242,7 +244,7 @@ class Loop:
 
 
 def attach_to(error: Exception, **results: Any) -> None:
-    """Sets attributes of an exception, unless it is of a kind that has none."""
+    """Sets attributes of an exception, unless its type does not allow attributes."""
     with suppress(TypeError):
         vars(error).update(results)
 
@@ -250,7 +252,7 @@ def attach_to(error: Exception, **results: Any) -> None:
 def rounds_of_one(
     n: int, infos: dict[str, np.ndarray], scores: dict, stacked: bool
 ) -> Iterator[tuple[int, dict, dict]]:
-    """(j, info, scores) for each round of one run; stacked: every info has an axis of rounds in front."""
+    """Yields (j, info, scores) for each round j < n of one run. stacked: the arrays have a first axis of rounds."""
     for j in range(n):
         info = {name: values[j] for name, values in infos.items()} if stacked else infos
         yield j, info, scores if j == n - 1 else {}

@@ -1,4 +1,4 @@
-"""Where a simulation's arrays live, and how many clients train side by side."""
+"""Decides where the arrays of a simulation are kept, and how many clients train side by side on a device."""
 
 from __future__ import annotations
 
@@ -26,31 +26,44 @@ from fedjax_drift.types import THREEFRY, PyTree, ServerState
 
 @dataclass(frozen=True)
 class Placement:
-    """Where examples and client states live; pass it as ``Simulation(placement=)``.
+    """Options for the placement of examples and client states on devices. Pass it as ``Simulation(placement=)``.
 
     The placement does not change the results, except for rounding errors. Raises ValueError for values out of range.
     """
 
     lanes: int | str | None = "auto"
-    """L, clients that train side by side on one device. "auto": 1 on a CPU, where clients train fastest one after
-    another, and many on an accelerator. None: 1."""
+    """L, the number of lanes: L clients train side by side (vmap) on one device. None means 1.
+
+    "auto" is 1 on a CPU, where clients train fastest one after another. On an accelerator it is a quarter of the
+    clients that one device trains in a round, but at most 128, and at least 16 if there are that many."""
     mesh: Mesh | None = None
-    """A mesh with the one axis "clients" (`clients_mesh`). None: all devices of all processes (`fd.distributed`)."""
+    """The devices: a mesh with the single axis "clients" (`clients_mesh`). None: all devices of all processes."""
     stream: bool | str = "auto"
-    """True keeps the training examples on the host, in memory or in a memory-mapped file, and prefetches those of each
-    cohort while the round before trains. "auto": True if the examples take more than half of a device's memory and
-    cannot be sharded, or if they take more than half of the memory of all devices together."""
+    """Whether the training examples are kept on the host, in memory or in a memory-mapped file. The examples of each
+    cohort are then prefetched while the round before is trained. "auto": True if the examples take more than half of a
+    device's memory and cannot be sharded, or if they take more than half of the memory of all devices together."""
     shard_data: bool | str = "auto"
-    """True shards the training examples over the devices, each client on one device; the devices exchange those of the
-    cohort in every round. Each of several processes reads only its own clients. False replicates the examples.
-    "auto": True if they take more than half of a device's memory, but not more than half of the memory of all."""
+    """Whether the training examples are sharded over the devices. False: they are replicated.
+
+    If they are sharded, all examples of a client are on one device, and in every round the devices exchange the
+    examples of the cohort. With several processes, each process reads only the examples of the clients on its devices.
+    "auto": True if the examples take more than half of a device's memory, but not more than half of the memory of all
+    devices together."""
     bank: str | os.PathLike = "auto"
-    """Where client states are kept. "device": replicated on every device. "sharded": sharded over the devices. "host":
-    in host memory (of every process). A path: in files in that folder. With "host" or a path, only clients that have
-    taken part need space, and every round overwrites the client states in place, so the state of the round before
-    becomes invalid. "auto": the first of these that takes no more than half of a device's memory, or else "host"."""
+    """Where client states are kept.
+
+    - "device": replicated on every device.
+    - "sharded": sharded over the devices.
+    - "host": in the host memory of every process.
+    - A path: in files in this folder.
+    - "auto": "device" or else "sharded", if the client states then take at most half of a device's memory, and
+      otherwise "host".
+
+    With "host" or a path, only clients that have taken part need space. Every round overwrites the client states in
+    place, so the `ServerState` of the round before becomes invalid."""
     donate: bool = False
-    """Whether a round may overwrite the state it is given. It saves one copy; the old state is then invalid."""
+    """Whether `Simulation.round_fn` may overwrite the state that is passed to it. This saves the memory of one state.
+    The old state is then invalid."""
     eval_batch_size: int = 500
     """Examples per batch in `Simulation.evaluate`."""
 
@@ -74,7 +87,7 @@ class Placement:
             object.__setattr__(self, name, value)
 
     def devices(self) -> Mesh:
-        """The mesh, with the axis type that compiled rounds need."""
+        """Returns the mesh, with the axis type that compiled rounds need."""
         mesh = clients_mesh(None if self.mesh is None else list(self.mesh.devices.flat))
         if not mesh.local_devices:
             raise ConfigurationError(
@@ -83,7 +96,7 @@ class Placement:
         return mesh
 
     def lanes_for(self, capacity: int, mesh: Mesh) -> int:
-        """L for cohorts of up to ``capacity`` clients."""
+        """Returns L for cohorts of up to ``capacity`` clients."""
         per_device = -(-capacity // mesh.size)
         if checks.is_auto(self.lanes):
             if mesh.devices.flat[0].platform == "cpu":
@@ -93,21 +106,23 @@ class Placement:
         return 1 if self.lanes is None else min(int(self.lanes), per_device)
 
     def rows_at(self, data: FederatedData, mesh: Mesh) -> str:
-        """Where the training examples are kept: "devices" (replicated), "parts" (sharded) or "host" (streamed)."""
+        """Returns where the training examples are kept: "devices" (replicated), "parts" (sharded) or "host"."""
         if self.shard_data is True:
             if self.stream is True:
                 raise ConfigurationError(
-                    "shard_data=True keeps the rows on the devices, stream=True on the host: choose one"
+                    "shard_data=True keeps the examples on the devices, stream=True on the host: choose one"
                 )
             if data.redeal is not None:
                 raise ConfigurationError(
-                    "shard_data must be False for data.redealt(), whose cohorts pool their rows, got True"
+                    "shard_data must be False for data.redealt(), which pools the examples of a cohort, got True"
                 )
         needed, D = data.x.nbytes + data.y.nbytes, mesh.size
-        # Rows are counted in int32, including the padding of sharded rows.
+        # Examples are counted in int32, including the padding of sharded examples.
         fits_int32, fits_sharded = len(data.x) < 2**31, len(data.x) + D * int(data.sizes.max()) < 2**31
         if self.shard_data is True and not fits_sharded:
-            raise ConfigurationError(f"shard_data=True takes up to 2**31 rows, got {len(data.x)}: stream=True")
+            raise ConfigurationError(
+                f"shard_data=True needs fewer than 2**31 examples, got {len(data.x)}: use stream=True"
+            )
         if self.stream is True:
             return "host"
         if self.shard_data is True:
@@ -123,7 +138,7 @@ class Placement:
         return "host" if self.stream == "auto" else "devices"
 
     def states_at(self, client: PyTree, N: int, mesh: Mesh) -> str:
-        """ "device", "sharded", "host" or a folder, for N client states like this one."""
+        """Returns where N client states like ``client`` are kept: "device", "sharded", "host" or a folder."""
         if not checks.is_auto(self.bank):
             chosen = str(self.bank)
             if chosen not in (*ON_DEVICES, "host") and spans_processes(mesh):
@@ -137,31 +152,32 @@ class Placement:
             return "device"
         chosen = "sharded" if needed <= room * mesh.size else "host"
         checks.warn(
-            f"{N} client states take {needed / 1e9:.1f} GB, more than half of a device's memory: bank={chosen!r}"
+            f"{N} client states need {needed / 1e9:.1f} GB, more than half of a device's memory: using bank={chosen!r}"
         )
         return chosen
 
 
 def _checked_bank(bank: Any) -> str:
-    """Where client states are kept, as a string; a folder as its path."""
+    """Returns the checked option ``bank`` as a string. A folder is returned as its path."""
     folder = checks.path("bank", bank, '"auto", "device", "sharded", "host" or a folder')
     known = ("auto", *ON_DEVICES, "host")
     if isinstance(bank, str) and os.sep not in bank and bank not in known and (meant := checks.nearest(bank, known)):
         raise ConfigurationError(
-            f"bank must be one of {known}, or a folder, got {bank!r}{meant} (pathlib.Path: the folder)"
+            f"bank must be one of {known}, or a folder, got {bank!r}{meant} For a folder with this name, pass "
+            f"pathlib.Path({bank!r})"
         )
     return str(folder if isinstance(bank, str) else folder.absolute())  # Path("host") is a folder of that name
 
 
 def shardings_of(engine: Engine) -> ServerState:
-    """The sharding of each part of a state."""
+    """Returns the sharding of each field of a state."""
     everywhere = NamedSharding(engine.mesh, P())
     clients = NamedSharding(engine.mesh, P(AXIS)) if engine.sharded else everywhere
     return ServerState(*(everywhere, everywhere, everywhere, clients))  # type: ignore[arg-type]
 
 
 def moved(tree: PyTree, shardings: PyTree) -> PyTree:
-    """The tree's arrays with these shardings (one, or a tree of them); tracers stay as they are."""
+    """Returns the tree with these shardings (one sharding, or a tree of shardings). Tracers are returned unchanged."""
     if traced(tree):
         return tree
     if isinstance(shardings, NamedSharding):
@@ -173,9 +189,9 @@ def moved(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def on_host(key: jax.Array) -> jax.Array:
-    """A copy of the key on a CPU device, which draws cohorts while an accelerator is busy with the round before.
+    """Returns a copy of the key on a CPU device, or on the first device if JAX has no CPU device (JAX_PLATFORMS=cuda).
 
-    Where JAX has no CPU device (JAX_PLATFORMS=cuda) it is on the first device.
+    With this copy, the next cohort is drawn on the CPU while an accelerator is busy with the round before.
     """
     words = np.array(jax.random.key_data(key))
     try:

@@ -1,8 +1,10 @@
-"""The compiled programs of a simulation. Simulations that differ in hyper-parameters alone share them.
+"""The compiled programs of a simulation. Simulations that differ only in hyper-parameters share these programs.
 
-Programs take the hyper-parameters as their first argument: the numbers that `hyper.split` takes out of the engine. So
-another learning rate, mu or alpha compiles nothing. The programs of the last `KEPT` forms of an engine are kept, also
-when their simulations no longer exist: a function that builds a simulation, runs it and returns compiles once.
+The first argument of a program is the hyper-parameters, that is, the numbers that `hyper.split` separates from the
+engine. So another learning rate, mu or alpha does not trigger recompilation.
+
+The programs of the last `KEPT` forms (`hyper.Form`) of an engine are cached, even if their simulations no longer exist.
+So a function that creates a simulation, runs it and returns can be called again without recompilation.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from fedjax_drift.round.round import init, round_fn, rounds
 from fedjax_drift.simulation import hyper
 from fedjax_drift.simulation.placement import shardings_of
 
-KEPT = 64  # forms of an engine
-MOST_ROUNDS = 64  # in one program of `run`
+KEPT = 64  # number of forms of an engine whose programs are cached
+MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
 CONTINUOUS = ("algorithm", "local", "failures", "aggregation")  # the fields of an engine that contain numbers
-SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # those that an evaluation depends on
+SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # the fields that an evaluation uses
 Numbers = tuple[Any, ...]
 
 
@@ -41,21 +43,21 @@ class Compiled(NamedTuple):
 
     init: Callable  # (numbers, key, params) -> state
     round: Callable  # (numbers, state, arrays, cohort) -> (state, info)
-    donating_round: Callable  # the same; the state is overwritten
+    donating_round: Callable  # the same as `round`, but the state is overwritten
     rounds: Callable  # (numbers, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; the state is overwritten
     measure: Callable  # (numbers, names, state, arrays, cohort) -> measures
     draw: Callable  # (key, t) -> ids
     evaluate: Callable  # (params, test) -> scores
-    evaluate_rows: Callable  # (params, test) -> (scores of each row, logits)
+    evaluate_rows: Callable  # (params, test) -> (scores of each example, logits)
 
 
 @dataclass(frozen=True, eq=False)
 class Programs:
-    """The programs of one engine and the hyper-parameters that they take. Compiled when they are first called."""
+    """The programs of one engine, and its hyper-parameters. A program is compiled when it is first called."""
 
     engine: Engine
-    one_state: bool  # `init` makes the state of one client, as a client store keeps those of the others
-    constant: bool = False  # hyper-parameters are constants of the programs, and not their arguments
+    one_state: bool  # whether `init` creates the state of one client only, because a client store keeps the states
+    constant: bool = False  # whether hyper-parameters are constants of the programs instead of arguments
 
     @cached_property
     def _form(self) -> tuple[hyper.Form, Numbers]:
@@ -64,7 +66,7 @@ class Programs:
 
     @cached_property
     def compiled(self) -> Compiled:
-        """The jitted functions, which take `numbers` first."""
+        """The jitted functions. Their first argument is `numbers`."""
         form, _ = self._form
         return _compiled.__wrapped__(form, self.one_state) if form.private else _compiled(form, self.one_state)
 
@@ -74,7 +76,7 @@ class Programs:
         return self._form[1]
 
     def launch(self, name: str, *arguments: Any) -> Any:
-        """Calls the program of this name with the hyper-parameters, once the devices are ready for it."""
+        """Waits until the devices are ready, and calls the program of this name with the hyper-parameters."""
         return launch(self.engine.mesh, getattr(self.compiled, name), self.numbers, *arguments)
 
     def launch_scoring(self, name: str, *arguments: Any) -> Any:
@@ -82,11 +84,14 @@ class Programs:
         return launch(self.engine.mesh, getattr(self.compiled, name), *arguments)
 
     def lower(self, name: str, *arguments: Any) -> Any:
-        """The program of this name, lowered for inspection: ``.compile()``, ``.as_text()``."""
+        """Returns the lowered program of this name for inspection: ``.compile()``, ``.as_text()``."""
         return getattr(self.compiled, name).lower(self.numbers, *arguments)
 
     def fine_tuning(self, local: LocalTraining, sizes: Any, eval_batch_size: int) -> Callable:
-        """``(state, rows, clients, tests) -> scores`` of models fine-tuned by ``local``, see `personal.fine_tuned`."""
+        """Returns the program ``(state, rows, clients, tests) -> scores`` for fine-tuning with ``local``.
+
+        See `personal.fine_tuned`.
+        """
         by_rank = None if self.engine.rows_by_rank is None else rows_by_rank(sizes, local.steps(sizes))
         engine = self.engine._replace(local=local, rows_by_rank=by_rank)
         engine = engine._replace(algorithm=None, failures=None, aggregation=mean())  # type: ignore[arg-type]
@@ -95,9 +100,9 @@ class Programs:
 
 
 def split(engine: Engine, constant: bool = False) -> tuple[hyper.Form, tuple[float, ...]]:
-    """The form of an engine, for which programs are compiled, and its numbers.
+    """Returns the form of an engine, for which programs are compiled, and its numbers.
 
-    constant: the numbers stay in the form, and none are returned.
+    constant: if True, all numbers stay in the form, and no numbers are returned.
     """
     if constant:
         return hyper.split(engine, Engine._fields)
@@ -107,22 +112,26 @@ def split(engine: Engine, constant: bool = False) -> tuple[hyper.Form, tuple[flo
 
 
 def _placed(engine: Engine, numbers: Numbers, private: bool = False) -> Numbers:
-    """The numbers on the devices, so that they are sent once. Over several processes, or beside tracers, unchanged."""
+    """Returns the numbers on the devices, so that they are sent only once.
+
+    With several processes, or if the form is private (it may contain tracers), the numbers are returned unchanged.
+    """
     if private or spans_processes(engine.mesh):
         return numbers
-    with jax.ensure_compile_time_eval():  # inside jax.jit, too, they are arrays that may be kept
+    with jax.ensure_compile_time_eval():  # inside jax.jit, too, the result is an array, not a tracer
         return jax.device_put(numbers, NamedSharding(engine.mesh, P()))
 
 
 @lru_cache(KEPT)
 def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
     engine: Engine = form.value
-    # A state always leaves a round with the sharding that it came with, so that the next round need not compile. What
-    # the host looks at is replicated over the processes.
+    # A round returns a state with the sharding of its input, so that the next round does not trigger recompilation.
+    # Results that the host reads are replicated over the processes.
     state, seen = shardings_of(engine), _seen(engine)
 
     def jit(function: Callable, *fixed: Any, changes: dict[str, Any] | None = None, **options: Any) -> Callable:
-        """``function(engine, *fixed, ...)`` as a program of the numbers, of the engine with these changes."""
+        """Jits ``function(engine, *fixed, ...)`` as a function of the numbers. changes: fields of the engine to
+        replace."""
 
         def of_numbers(numbers: Numbers, *arguments: Any) -> Any:
             return function(hyper.join(form, numbers)._replace(**(changes or {})), *fixed, *arguments)
@@ -146,7 +155,7 @@ def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
 
 @lru_cache(KEPT)
 def _scoring(form: hyper.Form) -> tuple[Callable, Callable]:
-    """The evaluations, which algorithms on the same data share."""
+    """Returns the evaluation programs. Different algorithms with the same model and data share them."""
     engine: Engine = form.value
     seen = _seen(engine)
     return (
@@ -164,5 +173,5 @@ def _fine_tuning(form: hyper.Form, eval_batch_size: int) -> Callable:
 
 
 def _seen(engine: Engine) -> NamedSharding | None:
-    """The sharding of what the host looks at."""
+    """Returns the sharding of results that the host reads. None: no constraint."""
     return NamedSharding(engine.mesh, P()) if spans_processes(engine.mesh) else None

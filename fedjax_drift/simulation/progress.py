@@ -18,14 +18,14 @@ from fedjax_drift.types import Record
 class Stop:
     """A signal handler that lets a loop stop between rounds.
 
-    The first signal requests the stop: the loop ends after the rounds in progress. After that, a SIGINT raises
+    The first signal requests the stop, and the loop ends after the rounds in progress. A SIGINT after that raises
     KeyboardInterrupt, immediately or at the end of the `held` block. A further SIGTERM has no effect.
     """
 
     requested = False  # by SIGINT or SIGTERM
-    insists = False  # by a SIGINT after the request
+    insists = False  # a SIGINT has arrived after the request
     holding = False  # inside `held`
-    terminated = False  # by SIGTERM
+    terminated = False  # a SIGTERM has arrived
 
     def __call__(self, signum: int, frame: Any) -> None:
         if signum == signal.SIGTERM:
@@ -34,7 +34,7 @@ class Stop:
         self.insists = self.requested
         if not self.requested:
             self.requested = True
-            message = "\nstopping after the rounds in progress; press Ctrl-C again to stop at once"
+            message = "\nstopping after the rounds in progress; press Ctrl-C again to stop immediately"
             print(message, file=sys.stderr, flush=True)
         elif not self.holding:
             raise KeyboardInterrupt
@@ -54,9 +54,10 @@ class Stop:
 
 @contextmanager
 def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
-    """Installs a `Stop` as the handler of SIGINT inside the block. Only the main thread can do that.
+    """Installs a `Stop` as the handler of SIGINT inside the block, and yields it.
 
-    In a nested block it is the `Stop` of the outer block, so that the outer loop stops as well.
+    A nested block uses the `Stop` of the outer block, so that the outer loop stops as well. In threads other than the
+    main thread no handler is installed, because Python does not allow it.
 
     terminate: also handle SIGTERM.
     """
@@ -71,11 +72,11 @@ def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
         yield stop
     finally:
         for number, handler in old.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: was not installed by Python
 
 
 def watched() -> bool:
-    """Whether a progress bar is visible: in a notebook, or if stderr is a terminal, but never in CI."""
+    """Whether a progress bar would be seen: in a notebook, or if stderr is a terminal, but never in CI."""
     return not os.environ.get("CI") and (in_notebook() or sys.stderr.isatty())
 
 
@@ -88,8 +89,9 @@ def in_notebook() -> bool:
 class Bar:
     """A progress bar with rounds per second, the remaining time, and the latest loss and accuracy.
 
-    shown: whether to show the bar. None: if it is visible (`watched`). tqdm is imported only if the bar is shown. In a
-    notebook the bar is a widget if ipywidgets is installed.
+    tqdm is imported only if the bar is shown. In a notebook the bar is a widget if ipywidgets is installed.
+
+    shown: whether to show the bar. None: in a notebook or a terminal, but not in CI (`watched`).
     """
 
     def __init__(self, rounds: int, name: str, shown: bool | None) -> None:

@@ -1,4 +1,4 @@
-"""The record of a round: what `Simulation.run` keeps of its ``info``, and what a person should be warned of."""
+"""Makes the record of a round, which `Simulation.run` keeps, from the ``info`` of the round, and the warnings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fedjax_drift.types import Record
 
 SUMMARISED = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps", "client_steps",
               "bad_leaf", "asked")  # fmt: skip
-"""Entries of ``info`` that `record` sums up or leaves out; it takes all others as they are."""
+"""Entries of ``info`` that `record` summarises or leaves out. All other entries go into the record."""
 
 
 def record(done: int, info: dict[str, np.ndarray]) -> Record:
-    """The record after ``done`` rounds; clients' values become their mean over the cohort."""
-    counted = info["weight"] != 0  # neither absent nor dropped
+    """Returns the record after ``done`` rounds. Values per client are replaced by their mean over the cohort."""
+    counted = info["weight"] != 0  # the aggregated clients
     sizes = np.where(counted, info["size"], 0)
     loss = {}
     if "loss" in info:
@@ -26,7 +26,7 @@ def record(done: int, info: dict[str, np.ndarray]) -> Record:
         "round": done,
         **loss,
         "clients": int(counted.sum()),
-        "lr": float(str(info["lr"])),  # the shortest number that is the same in float32
+        "lr": float(str(info["lr"])),  # the shortest decimal number with the same float32 value
         "steps": int(info["steps"]),
         "executed_steps": int(info["executed_steps"]),
         **{name: _recorded(name, value, counted) for name, value in info.items() if name not in SUMMARISED},
@@ -34,7 +34,7 @@ def record(done: int, info: dict[str, np.ndarray]) -> Record:
 
 
 def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list[float]:
-    """A scalar as it is, clients' values as their mean over the cohort, in the form that JSON stores."""
+    """Returns a scalar unchanged, and values per client as their mean over the cohort, as Python numbers for JSON."""
     if value.ndim and name != "label_mix":
         value = value[counted]
         known = ~np.isnan(value)
@@ -43,21 +43,22 @@ def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list
 
 
 def complaints(t: int, info: Mapping[str, Any], entry: Record, leaves: Callable[[], Sequence[str]]) -> dict[str, str]:
-    """What went wrong in round t, by kind. leaves: names of the leaves that ``bad_leaf`` counts."""
+    """Returns the warnings about round t, by kind. leaves: returns the names that belong to the indices
+    ``bad_leaf``."""
     found = {}
     if not info["finite"].all():
         found["not finite"] = nonfinite_message(t, info, leaves)
     if not entry["clients"]:
-        found["nobody"] = f"round {t}: no client answered, and there was nothing to average"
+        found["nobody"] = f"round {t}: no client reported, so there is nothing to average"
     return found
 
 
 def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequence[str]]) -> str:
-    """Names the clients of round t whose updates are not finite, and the first such leaf of each."""
+    """Returns a message with the clients of round t whose updates are not finite, and the first such leaf of each."""
     cohort, bad_leaf = np.asarray(info["cohort"]), np.asarray(info["bad_leaf"])
     names, bad = leaves(), np.flatnonzero(bad_leaf >= 0)
     some = ", ".join(f"client {cohort[k]} in {names[bad_leaf[k]]}" for k in bad[:5]) + (", ..." if len(bad) > 5 else "")
     return (
         f"round {t}: {len(bad)} of {len(bad_leaf)} client updates are not finite ({some}): lower lr, set clip_norm, or "
-        'choose on_nonfinite="drop_client"'
+        'pass on_nonfinite="drop_client"'
     )

@@ -1,4 +1,4 @@
-"""A simulation before anything is compiled: its arguments checked, and every decision taken."""
+"""Checks the arguments of a simulation and fills in all defaults, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, ServerS
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What a simulation consists of. Make one with `assemble`."""
+    """The checked arguments of a simulation, with all defaults filled in. `assemble` creates it."""
 
     data: FederatedData
     engine: Engine
     arrays: Arrays  # the data set on the devices
-    measures: tuple[str, ...]  # names of drift measures that every round takes
+    measures: tuple[str, ...]  # names of the drift measures to compute in every round
     on_nonfinite: str
     donate: bool
     eval_batch_size: int
     client_store: str  # "device", "sharded", "host" or a folder
-    state: ServerState  # shapes and dtypes; if the states are on the host, ``clients`` are those of one client [1, ...]
-    shardings: ServerState  # of each part of a state
+    state: ServerState  # shapes and dtypes; if client states are on the host, ``clients`` is one client's, [1, ...]
+    shardings: ServerState  # the sharding of each field of a state
 
     @property
     def mesh(self) -> Mesh:
@@ -56,7 +56,7 @@ class Setup:
 
     @property
     def everywhere(self) -> NamedSharding:
-        """Replicated on all devices."""
+        """The sharding of arrays that are replicated on all devices."""
         return NamedSharding(self.mesh, P())
 
     @property
@@ -66,17 +66,17 @@ class Setup:
 
     @property
     def streamed(self) -> bool:
-        """Whether the training rows are kept on the host."""
+        """Whether the training examples are kept on the host."""
         return self.arrays.rows is None
 
     @property
     def needs_host(self) -> bool:
-        """Whether a round needs rows or states that are kept on the host."""
+        """Whether a round needs examples or client states that are kept on the host."""
         return self.streamed or self.states_on_host
 
     @property
     def can_be_refused(self) -> bool:
-        """Whether a round may fail after it was computed, so that the state before it is still needed then."""
+        """Whether a round may raise an exception after it was computed. The state before it must then stay valid."""
         full_disk = self.states_on_host
         return self.on_nonfinite == "raise" or self.engine.algorithm.observe is not None or full_disk
 
@@ -89,49 +89,52 @@ class Setup:
         return replace(self, engine=self.engine._replace(lanes=lanes))
 
     def any_row(self) -> tuple[Any, Any]:
-        """The shapes of one row as it is on the devices."""
+        """The shapes and dtypes of one example on the devices."""
         x, y = self.data.x[:1], self.data.y[:1]
         return jax.eval_shape(lambda: (jnp.asarray(x), jnp.asarray(integers_as_int32(y))))
 
     def any_update(self) -> ClientResult:
-        """The shapes of one client's update."""
+        """The shapes and dtypes of one client's update."""
         return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.any_row()))
 
     def update_leaves(self) -> list[str]:
-        """The names of the leaves that ``bad_leaf`` counts."""
+        """The names that belong to the indices ``bad_leaf`` in ``info``."""
         leaves = jax.tree.leaves_with_path(uploaded(self.any_update()))
         return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
     def admit(self, state: Any) -> ServerState:
-        """The state on this simulation's devices; it may come from another simulation, or from a file.
+        """Returns the state on the devices of this simulation. The state may come from another simulation or a file.
 
-        Raises ConfigurationError for a state of another algorithm, model or federation, and for one that was donated.
+        Raises ConfigurationError for a state of another algorithm, model or federation, and for a donated state.
         """
         validate.check_state(state)
         clients, expected = state.clients, self.state
         if self.states_on_host:
             if traced(state):
                 raise ConfigurationError(
-                    f"bank={self.client_store!r} keeps client states outside JAX: not inside jax.jit, vmap or scan"
+                    f"state must not be traced with bank={self.client_store!r}, which keeps client states outside JAX: "
+                    'do not use jax.jit, vmap or scan, or pass bank="device"'
                 )
             state, expected = state._replace(clients=()), expected._replace(clients=())
         tree.check_layout(state, expected, "this state is of another algorithm, model or federation")
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not traced(leaf)]
         if any(array.is_deleted() for array in arrays):
             raise ConfigurationError(
-                "this state was donated to a round: go on from the state which that round returned"
+                "state must be valid, got one that was donated to a round: use the state that this round returned"
             )
         state = moved(state, leaf_shardings(self.shardings, state))
         if not self.states_on_host:
             return state
         if not isinstance(clients, ClientStore):
             raise ConfigurationError(
-                f"this state keeps its clients on the devices, but bank={self.client_store!r}: use the same bank="
+                f"state must come from a simulation with bank={self.client_store!r}, got one whose client states are "
+                "on the devices: use the same bank= in both simulations"
             )
         if clients.round != int(state.round):
             raise ConfigurationError(
-                f"this state is of round {int(state.round)}, but its clients have been overwritten up to round "
-                f"{clients.round}: go on from the newest state (bank={self.client_store!r} keeps one)"
+                f"state must be the newest one, got a state of round {int(state.round)} whose client states were "
+                f"overwritten in round {clients.round}: use the newest state (bank={self.client_store!r} keeps only "
+                "that)"
             )
         return state._replace(clients=clients)
 
@@ -149,7 +152,8 @@ def assemble(
     on_nonfinite: str,
     measure: str | Sequence[str],
 ) -> Setup:
-    """Checks that everything fits together, decides what is left open, and places the data on the devices."""
+    """Checks the arguments of `Simulation` and their combinations, fills in defaults, and places the data on
+    devices."""
     local = LocalTraining() if local is None else local
     validate.check_types(model, data, algorithm, local)
     N = data.num_clients
@@ -159,8 +163,8 @@ def assemble(
     on_nonfinite = checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
     if placement.donate and on_nonfinite == "raise":
         raise ConfigurationError(
-            'donate=True needs on_nonfinite="keep" or "drop_client", got "raise": '
-            "the state that went into a failed round would be lost"
+            'on_nonfinite must be "keep" or "drop_client" with donate=True, got "raise": pass donate=False, because a '
+            "failed round would have overwritten its state"
         )
     aggregation = mean() if aggregation is None else aggregation
     over_selected = clients_asked > cohort_size
@@ -174,7 +178,7 @@ def assemble(
     redeal = _redeal(data)
     max_size = int(data.sizes.max())
     if redeal is not None and redeal.alpha is not None:
-        max_size = redeal.most_rows[capacity - 1]  # one client may get all rows of a cohort
+        max_size = redeal.most_rows[capacity - 1]  # one client may get all examples of a cohort
     validate.check_local(local, shapes.params, max_size)
     validate.check_augment(local, data, decoded)
     rows_at = placement.rows_at(data, mesh)
@@ -212,8 +216,8 @@ def assemble(
         scores = jax.eval_shape(partial(evaluate, engine), shapes.params, arrays.test)
         if "accuracy" not in scores:
             raise ConfigurationError(
-                f"{algorithm.name} follows the test accuracy: use a classifier and integer labels, or a model "
-                "whose scores have an accuracy"
+                f"{algorithm.name} needs the test accuracy, got an evaluation without it: use a classifier and integer "
+                'labels, or a Model whose scores return an "accuracy"'
             )
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)
     return Setup(
@@ -239,7 +243,7 @@ def _redeal(data: FederatedData) -> Redeal | None:
 
 
 def _bernoulli_capacity(N: int, cohort_size: int) -> int:
-    """The size that a Binomial(N, K/N) cohort exceeds with probability below 1e-12."""
+    """Returns the size that a Binomial(N, K/N) cohort exceeds with probability of at most 1e-12."""
     from scipy.stats import binom
 
     return min(N, max(1, int(binom.isf(1e-12, N, cohort_size / N))))

@@ -1,4 +1,4 @@
-"""`Simulation`: a federation, a model and an algorithm, put together and checked before anything compiles."""
+"""`Simulation`: a federation, a model and an algorithm. Arguments are checked before anything is compiled."""
 
 from __future__ import annotations
 
@@ -67,21 +67,21 @@ class Simulation:
       data: the examples of N clients, and a test set for `evaluate`.
       algorithm: a value such as ``fd.algorithms.fedavg()``.
       local: how a client trains. Default ``LocalTraining()``.
-      cohort_size: K, clients a round, in 1..N; with Bernoulli sampling the expected number.
-      sampling: "uniform" (exactly K clients, without replacement) or "bernoulli" (each client with probability K/N,
-        drawn again while the cohort is empty).
+      cohort_size: K, the number of clients per round, in 1..N. With Bernoulli sampling it is the expected number.
+      sampling: "uniform" selects exactly K clients without replacement. "bernoulli" selects each client with
+        probability K / N, independently. An empty cohort is drawn again, except with ``fd.aggregation.private``.
       failures: `fd.Failures`: clients that drop out, stop early or report too late. Default: every client reports.
-      aggregation: how messages become the mean that the server sees: ``fd.aggregation.clipped(norm)``,
-        ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own. Default: their weighted mean.
-      placement: `fd.Placement`: where examples and client states live, how many clients train side by side, the
-        devices. Results do not depend on it, beyond rounding.
-      on_nonfinite: what happens to a client whose update is NaN or infinite. "keep" (default): it is averaged like any
-        other, and `run` warns. "drop_client": the client is dropped and keeps its state. "raise": `round_fn`
-        waits for the round and raises FloatingPointError; the state that went in is still valid.
+      aggregation: how the server averages the clients' messages: ``fd.aggregation.clipped(norm)``,
+        ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own rule. Default: the weighted mean.
+      placement: `fd.Placement`: the devices, where examples and client states are kept, and how many clients train side
+        by side on one device. It does not change the results, except for rounding errors.
+      on_nonfinite: what happens if the update of a client is NaN or infinite. "keep" (default): the update is averaged
+        like any other, and `run` warns. "drop_client": the client is dropped from the round and keeps its state.
+        "raise": `round_fn` waits for the round and raises FloatingPointError. The state before the round stays valid.
       measure: the drift measures to compute in every round, any of "updates", "gradients", "predictions", "forgetting",
-        "labels" (see `Simulation.measure`). Clients are trained up to two more times for it. Without it a round costs
-        nothing more.
-      **options: the fields of `fd.Failures` and `fd.Placement` may also be passed by their own names:
+        "labels" (see `Simulation.measure`). Computing them repeats the local training up to two times. Default: none,
+        at no cost.
+      **options: the fields of `fd.Failures` and `fd.Placement` can also be passed directly as keyword arguments:
         ``Simulation(..., dropout=0.1, lanes=16)``.
 
     Raises:
@@ -121,17 +121,17 @@ class Simulation:
 
     @property
     def data(self) -> FederatedData:
-        """The clients' rows and the test set."""
+        """The clients' training examples and the test set."""
         return self.setup.data
 
     @property
     def model(self) -> Model:
-        """The model trained."""
+        """The model that is trained."""
         return self.setup.engine.model
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm simulated."""
+        """The algorithm that is simulated."""
         return self.setup.engine.algorithm
 
     @property
@@ -141,27 +141,28 @@ class Simulation:
 
     @property
     def aggregation(self) -> Aggregation:
-        """How messages become the mean that the server sees."""
+        """How the server averages the clients' messages."""
         return self.setup.engine.aggregation
 
     @property
     def sampling_rate(self) -> float:
-        """The probability that a client is selected in a round; with over-selection ceil(over_selection * K) / N."""
+        """The probability that a client is selected in a round: K / N, or with over-selection
+        ceil(over_selection * K) / N."""
         return self.setup.engine.clients_asked / self.data.num_clients
 
     @property
     def on_nonfinite(self) -> str:
-        """What happens to a client whose update is not finite."""
+        """What happens if the update of a client is not finite: "keep", "drop_client" or "raise"."""
         return self.setup.on_nonfinite
 
     @property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The devices, as a mesh with the single axis "clients"."""
         return self.setup.mesh
 
     @property
     def lanes(self) -> int:
-        """L, clients trained side by side on one device."""
+        """L, the number of clients that are trained side by side (vmap) on one device."""
         return self.setup.engine.lanes
 
     @property
@@ -171,7 +172,8 @@ class Simulation:
 
     @cached_property
     def specification(self) -> Specification:
-        """A description of the simulation, with which checkpoints and client stores detect another one."""
+        """A description of the simulation. Checkpoints and ``bank=`` folders store it to detect a different
+        simulation."""
         setup = self.setup
         return Specification(
             mesh=setup.mesh,
@@ -187,8 +189,16 @@ class Simulation:
     # --- one round ----------------------------------------------------------------------------------------------------
 
     def init(self, key: jax.Array, params: Params | None = None) -> ServerState:
-        """The state before round 0. ``key`` (``jax.random.key(seed)``) decides the initial parameters, unless
-        ``params`` are given, and all cohorts, shuffles and dropout to come."""
+        """Returns the state before round 0.
+
+        Args:
+          key: ``jax.random.key(seed)``. It determines the cohorts, the shuffles, the failures and the dropout of all
+            rounds. It also determines the initial parameters, unless ``params`` is given.
+          params: the initial global model. Default: ``model.init``.
+
+        Raises:
+          ValueError: ``key`` is not a JAX key, or ``params`` have other shapes than those of ``model.init``.
+        """
         key = validate.check_key(key)
         if params is not None:
             tree.check_layout(params, self.setup.state.params, "params must be shaped like model.init's")
@@ -198,7 +208,8 @@ class Simulation:
             return state
         if traced(state):
             raise ConfigurationError(
-                f"bank={self.bank!r} keeps client states outside JAX: not inside jax.jit, vmap or scan"
+                f"key must not be traced with bank={self.bank!r}, which keeps client states outside JAX: do not use "
+                'jax.jit, vmap or scan, or pass bank="device"'
             )
         initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(state.clients))
         folder = None if self.bank == "host" else self.bank
@@ -208,21 +219,22 @@ class Simulation:
     def reopen(self, state: ServerState, round: int | None = None, strict: bool = True) -> ServerState:  # noqa: A002
         """Returns ``state`` with the client states that are stored in the folder ``bank=``.
 
-        It is for a state that was saved without its client states.
+        Use it for a state that was saved without its client states.
 
         Args:
-          state: a state of the last round that the folder contains, or of ``round``. Its ``clients`` are replaced.
+          state: a state of round ``round``. Its ``clients`` are replaced.
           round: a round that has a checkpoint. Default: the last round in the folder.
           strict: if False, a different federation, algorithm, model or key only causes a warning, see
             `Checkpoints.restore`.
 
         Raises:
-          ValueError: the folder belongs to another federation, algorithm, model, key or round; what differs is listed.
+          ValueError: the folder belongs to another federation, algorithm, model, key or round. The message lists the
+            differences.
         """
         setup = self.setup
         if self.bank in (*ON_DEVICES, "host"):
             raise ConfigurationError(
-                f"reopen needs client states that are kept in files, got bank={self.bank!r}: pass a path"
+                f"bank must be a folder for reopen, got bank={self.bank!r}: create the simulation with bank=path"
             )
         validate.check_state(state)
         what = "this state is of another algorithm, model or federation"
@@ -236,46 +248,63 @@ class Simulation:
     def round_fn(
         self, state: ServerState, cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None
     ) -> tuple[ServerState, dict[str, jax.Array]]:
-        """One round. Pure: the same state gives the same result, bit for bit, and stays valid (unless donated).
+        """Runs one round.
 
-        It may be scanned and vmapped. Inside your own `jax.jit` the data set becomes a constant of the program, and
-        compilation is slow. Call `jax.lax.scan` without an outer `jax.jit`.
+        The function is pure: the same state always gives the same result, bit for bit. The state stays valid, unless
+        it was donated or its client states are kept on the host (`Placement`). The function can be used in
+        `jax.lax.scan` and `jax.vmap`. Call `jax.lax.scan` without an outer `jax.jit`: inside your own `jax.jit` the
+        data set becomes a constant of the program, and compilation is slow.
 
         Args:
           state: from `init` or an earlier round.
-          cohort: client ids, distinct and in 0..N-1, or names; default: drawn from the state's own key.
+          cohort: client ids, all different and in 0..N-1, or client names. Default: drawn from the state's key.
 
         Returns:
-          The next state, and info, a dict. For each client of the cohort, [K]:
+          The next state, and info, a dict.
 
-          - ``cohort``: int32, the ids of the clients that are aggregated. -1 marks a client that did not report, a
-            client without examples, and an empty place of a Bernoulli cohort.
-          - ``size``, ``weight``, and ``client_steps``, the local steps done.
-          - ``loss``: the mean over those steps of what the algorithm minimises, its own terms included.
-          - ``finite``, and ``bad_leaf``: the index of the first leaf of the update that is not finite; -1: none.
-          - ``asked``: the ids of all selected clients, more than K with over-selection. Only present if clients can
-            fail.
+          Some values have one entry per client of the cohort, [K]. With Bernoulli sampling, K here is not the expected
+          number of clients but a fixed upper bound. (A cohort exceeds this bound with probability of at most 1e-12.)
+          The unused entries have ``cohort`` -1 and weight 0.
 
-          Scalars: ``lr``; ``steps``, the local steps that the cohort needs; ``executed_steps``, the steps that the
-          devices run, those of idle lanes included; ``executed_ratio``, their ratio. In addition the metrics of the
-          algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results of `measure`. If no client reports, all
-          weights are 0, and only ``round`` changes in the state.
+          - ``cohort``: int32, the ids of the aggregated clients. -1 marks a client that did not report, a client
+            without examples, and an unused entry.
+          - ``size``: the number of examples of the client.
+          - ``weight``: the weight of the client in the mean.
+          - ``client_steps``: the number of local steps that the client has done.
+          - ``loss``: the client's objective (loss plus the terms of the algorithm), averaged over these steps.
+          - ``finite``: whether the update of the client is finite.
+          - ``bad_leaf``: the index of the first leaf of the update that is not finite, or -1.
+          - ``asked``: the ids of all selected clients. Only present if clients can fail. With over-selection this array
+            is longer than the others.
+
+          Scalars:
+
+          - ``lr``: the learning rate of the round.
+          - ``steps``: the sum of ``client_steps``.
+          - ``executed_steps``: the number of local steps that the devices run. If L > 1 clients are trained side by
+            side on a device, it includes the idle steps of clients that wait for a client with more steps.
+          - ``executed_ratio``: ``executed_steps / steps``.
+
+          In addition, info has the metrics of the algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results
+          of `measure`. If no client reports, all weights are 0, and the state does not change, except for ``round``.
+          (With ``fd.aggregation.private`` the server is also updated in such a round.)
 
         Raises:
           ValueError: the cohort is empty, or an id is out of range or repeated; or the algorithm uses the test accuracy
             (FedGVR, FedGVRGM) and the evaluation is not finite.
-          FloatingPointError: with ``on_nonfinite="raise"``, an update that is not finite.
-          OSError: a data file that has changed, or no room for client states; the state that went in is still valid.
-          MemoryError: not even one lane fits in a device's memory. (If L > 1 lanes do not fit, L is halved, with
-            a warning, until they fit.) The state is still valid, unless it was donated.
+          FloatingPointError: with ``on_nonfinite="raise"``, an update is not finite.
+          OSError: a data file has changed, or the disk has no room for client states. The given state is still valid.
+          MemoryError: the round does not fit in a device's memory, even with L = 1. (If L > 1 clients side by side do
+            not fit, L is halved, with a warning, until they fit.) The given state is still valid, unless it was
+            donated.
         """
         setup = self.setup
         state, cohort = setup.admit(state), self._checked_cohort(cohort)
         if setup.needs_host:
             if traced((state.key, cohort)):
                 raise ConfigurationError(
-                    "streamed rows and client states on the host need it in every round: call round_fn "
-                    "outside jax.jit, vmap and scan"
+                    "state and cohort must not be traced if examples or client states are kept on the host: call "
+                    'round_fn outside jax.jit, vmap and scan, or pass stream=False and bank="device"'
                 )
             fetched = self.executor.fetch(on_host(state.key), int(state.round), cohort)
         else:
@@ -292,8 +321,8 @@ class Simulation:
         ids, engine = validate.check_cohort(cohort, self.data.num_clients), self.setup.engine
         if engine.redeal is not None and engine.redeal.alpha is not None and len(ids) > engine.capacity:
             raise ConfigurationError(
-                f"cohort must hold at most {engine.capacity} clients where rows are dealt anew by Dirichlet, got "
-                f"{len(ids)}: raise cohort_size"
+                f"cohort must have at most {engine.capacity} clients with data.redealt(alpha), got {len(ids)}: "
+                "pass a larger cohort_size to Simulation"
             )
         return put(ids, self.setup.everywhere) if spans_processes(self.mesh) else ids
 
@@ -312,34 +341,38 @@ class Simulation:
     ) -> tuple[ServerState, list[Record]]:
         """Runs ``rounds`` rounds from ``state``.
 
-        If rounds are short, several are dispatched together, about 0.1 s of work at a time. Their records arrive at the
-        same time, and ``seconds`` in each is the mean duration of these rounds. Ctrl-C ends the run after the rounds in
-        progress and returns what is done; a second Ctrl-C ends it at once. An exception of a round, or of ``on_round``,
-        has the newest state and the history as ``error.state`` and ``error.history``, and with ``checkpoints`` these
-        are saved.
+        If rounds are short, several rounds are dispatched together, about 0.1 s of work at a time. Their records are
+        made at the same time, and ``seconds`` in each record is the mean duration of these rounds.
+
+        - Ctrl-C ends the run after the rounds in progress, and `run` returns normally. A second Ctrl-C ends the run
+          immediately.
+        - If a round or ``on_round`` raises an exception, the exception has the newest state and the history as
+          ``error.state`` and ``error.history``. With ``checkpoints``, both are also saved.
 
         Args:
           state: from `init` or an earlier round.
-          rounds: >= 0.
-          eval_every: >= 0, rounds between evaluations; the last round is evaluated, too. 0, or no test set: never.
-          progress: whether to show a bar with rounds per second, the time left, loss and accuracy. Default: in a
-            terminal and in a notebook, and not in CI.
+          rounds: the number of rounds, >= 0.
+          eval_every: number of rounds between evaluations, >= 0. The last round is always evaluated. 0 means never.
+            Without a test set nothing is evaluated. Default: 10.
+          progress: whether to show a bar with rounds per second, the remaining time, loss and accuracy. Default: in a
+            terminal or a notebook, but not in CI.
           on_round: ``on_round(record)`` is called for each record.
-          measure_every: >= 1, rounds between measurements, with ``measure=``.
-          checkpoints: `fd.Checkpoints`, or just a folder. The run is saved while it continues and at its end, and
+          measure_every: number of rounds between measurements, >= 1, for simulations with ``measure=``. Default: 1.
+          checkpoints: `fd.Checkpoints`, or a folder. The run is saved during the run and at its end, and
             ``checkpoints.restore(sim)`` restores it. With checkpoints, SIGTERM stops the run like Ctrl-C and then
             raises SystemExit(143). A stopped run does not evaluate its last round, so the resumed run has the same
             records as a run that was never stopped.
 
         Returns:
-          The last state, and the history: one record, a dict, for each round, with
+          The last state, and the history: a list with one record per round. A record is a dict with
 
           - ``round``: the number of completed rounds.
           - ``clients``: the number of aggregated clients.
           - ``seconds``: the duration of the round.
-          - ``train_loss``: the mean over the cohort, weighted by the clients' numbers of examples.
-          - ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``, as in `round_fn`.
-          - after an evaluation, what `evaluate` returns.
+          - ``train_loss``: the mean of ``loss`` (see `round_fn`) over the aggregated clients, weighted by their numbers
+            of examples.
+          - ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``: as in `round_fn`.
+          - the results of `evaluate`, if the model was evaluated after this round.
           - the metrics of the algorithm and the drift measures. A scalar is stored as it is. For a value per client,
             the mean over the cohort is stored. A measure with one value per local epoch is a list of length E.
 
@@ -348,9 +381,11 @@ class Simulation:
           round.
 
         Raises:
-          ValueError: before anything compiles, arguments out of range; a folder that cannot be written, is in use or
-            belongs to another run. And what `round_fn` raises.
-          OSError: the end of the run could not be saved. (Earlier saves that fail are warnings.)
+          ValueError: an argument is out of range; or the folder cannot be written, is in use or belongs to another run.
+            These errors are raised before anything is compiled.
+          OSError: the end of the run could not be saved. (If an earlier save fails, there is only a warning.)
+
+        The errors of `round_fn` can be raised, too.
         """
         rounds, eval_every, measure_every, progress = validate.check_run(rounds, eval_every, measure_every, progress)
         if on_round is not None:
@@ -369,7 +404,7 @@ class Simulation:
         )
         fetching: Any = nullcontext(lambda t: Fetched(setup.arrays))
         if setup.needs_host:
-            key = on_host(state.key)  # the state's own is donated
+            key = on_host(state.key)  # a copy, because the key in the state is donated
             fetching = prefetching(lambda t: self.executor.fetch(key, t), last)
         with (
             stop_on_interrupt(terminate=checkpoints is not None) as stop,
@@ -405,13 +440,16 @@ class Simulation:
         measure_every: int = 1,
         checkpoints: Checkpoints | str | os.PathLike | None = None,
     ) -> list[Run]:
-        """Many seeds in one program: ``runs[i].state``, ``.history`` are those of ``seeds[i]``. See `fd.sweep`."""
+        """Runs this simulation with many seeds in one program. See `fd.sweep` for the arguments.
+
+        Returns one `Run` per seed, in the order of ``seeds``.
+        """
         return sweep(
             lambda: self, rounds, seeds, eval_every=eval_every, params=params, start=start, together=together,
             progress=progress, on_round=on_round, measure_every=measure_every, checkpoints=checkpoints,
         )  # fmt: skip
 
-    # --- what a state is worth ----------------------------------------------------------------------------------------
+    # --- measurements and evaluation ----------------------------------------------------------------------------------
 
     def measure(
         self,
@@ -419,34 +457,36 @@ class Simulation:
         names: str | Sequence[str] = tuple(drift.MEASURES),
         cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """The drift of the round that follows from this state, ``round_fn(state, cohort)``. Changes nothing.
+        """Measures the drift of the round ``round_fn(state, cohort)``. The state does not change.
 
-        Below, K counts the clients of the cohort S and E the local epochs. w is the global model, theta_i a local
-        model, D_i = theta_i minus the model that the client was sent, and w_S the mean of the local models. F_i is the
-        mean loss over the examples of client i, p_i = n_i / n, and f = sum_i p_i F_i.
+        Notation: K is the number of clients in the cohort S (with Bernoulli sampling the upper bound, see `round_fn`),
+        and E the number of local epochs. w is the global model, theta_i a local model, D_i is theta_i minus the model
+        that was sent to client i, and w_S is the mean of the local models. F_i is the mean loss over the examples of
+        client i, n_i their number, p_i = n_i / sum n_j, and f = sum_i p_i F_i. C is the number of classes.
 
         Args:
           state: from `init` or an earlier round.
-          names: which measures. Default: all, which needs a classifier and a test set.
+          names: the measures to compute. Default: all of them. This requires a classifier and a test set.
           cohort: as in `round_fn`.
 
         Returns:
-          A dict. Values are NaN for an absent client, and for one whose update is not finite.
+          A dict. The values of a client are NaN if the client does not report or if its update is not finite.
 
           - "updates": ``update_norm`` [K, E], ||D_i||; ``update_cosine`` [K, E], with the cohort's mean update.
           - "gradients": ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2 (FedEve, eq. 4);
             ``period_drift`` [], ||mean_S grad F_i(w) - grad f(w)||^2 (FedEve, eq. 3, for this cohort);
-            ``dissimilarity`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. This
-            computes the gradients of all N clients.
+            ``dissimilarity`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. These
+            measures need the gradients of all N clients.
           - "predictions": ``cka`` [K, E], linear CKA of local and global logits on the test set; ``kl`` [K, E], mean
             KL(global || local) in nats.
-          - "forgetting": ``lp_present``, ``lp_absent`` [K]: LP, the local model's accuracy on a class divided by the
-            global model's (LfD, eq. 11), as the mean over the classes that the client has, and over those that it does
-            not have. NaN if there is no such class. LP exceeds 1 where the local model is better, as in early rounds.
-          - "labels": ``label_mix`` [C], share of each class in the cohort's rows.
+          - "forgetting": ``lp_present``, ``lp_absent`` [K], the means of LP over the classes that the client has
+            (present) and does not have (absent). LP of a class is the accuracy of the local model on this class divided
+            by that of the global model (LfD, eq. 11). NaN if there is no such class. LP > 1 means that the local model
+            is better, as it often is in early rounds.
+          - "labels": ``label_mix`` [C], the share of each class in the examples of the cohort.
 
         Raises:
-          ValueError: unknown names, or no test set or labels where a measure needs them.
+          ValueError: a name is unknown, or a measure needs a test set or labels that the data do not have.
         """
         setup = self.setup
         names = drift.check_measures(names, setup.engine, self.data.x_test is not None, setup.streamed)
@@ -460,18 +500,20 @@ class Simulation:
         return self.executor.launch("measure", names, state, fetched.arrays, fetched.cohort)
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
-        """Scores of the global model on the test set: "loss", for classifiers "accuracy", and the `Model.scores`.
+        """Evaluates the global model on the test set.
 
-        Rows with a NaN logit count as misclassified. Warns of a loss that is not finite. FedDyn and FedDC also keep the
-        mean of the cohort's models, whose scores are called ``client_mean_loss`` and so on. Values are floats; under
-        `jax.jit` or `jax.vmap` (many seeds at once) they are arrays. Raises ValueError without a test set.
+        Returns a dict with "loss", for classifiers "accuracy", and the metrics of `Model.scores`. An example with a NaN
+        logit counts as misclassified. FedDyn and FedDC also keep the mean of the cohort's models. The scores of this
+        mean have the prefix ``client_mean_``. The values are floats, or arrays under `jax.jit` and `jax.vmap`.
+
+        Warns if the loss is not finite. Raises ValueError if there is no test set.
         """
         state = self.setup.admit(state)
         scores = jax.tree.map(lambda v: v if traced(v) else float(v), self.executor.scores(state.server))
         if isinstance(scores["loss"], float) and not math.isfinite(scores["loss"]):
             checks.warn(
-                f"the model of round {int(state.round)} is not finite on the test set, its loss is {scores['loss']}: "
-                "lower lr, or set clip_norm, and start from an earlier state",
+                f"the test loss must be finite, got {scores['loss']} after {int(state.round)} rounds: "
+                "lower lr or set clip_norm, and start from an earlier state",
                 RuntimeWarning,
             )
         return scores
@@ -479,33 +521,36 @@ class Simulation:
     def evaluate_clients(
         self, state: ServerState, fine_tune: LocalTraining | int | None = None
     ) -> dict[str, np.ndarray]:
-        """Loss and accuracy of the global model on each client's own test examples. The state does not change.
+        """Evaluates the global model on the test examples of each client. The state does not change.
 
         `fd.personal.summary` and `fd.plots.fairness` summarise the result.
 
         Args:
           state: from `init` or an earlier round.
-          fine_tune: if given, each client also trains a copy of the global model on its own examples, with the learning
-            rate of this round, and the copy is evaluated too. An integer is the number of epochs of this simulation's
-            local training; a `LocalTraining` is used instead of it. This is plain training on the model's loss, without
-            the algorithm's terms (so without LfD's temperature).
+          fine_tune: if given, each client also trains a copy of the global model on its own training examples, with the
+            learning rate of this round, and the copy is evaluated too. It is plain training on the model's loss,
+            without the terms of the algorithm. Allowed values:
+
+            - an integer E >= 1: the local training of this simulation with E epochs.
+            - a `LocalTraining`: this local training.
+            - None (default): no fine-tuning.
 
         Returns:
-          ``loss``, ``accuracy`` and, fine-tuned, ``personal_loss``, ``personal_accuracy``: float [N] each, NaN for a
-          client without test examples.
+          A dict with ``loss`` and ``accuracy``, and with ``fine_tune`` also ``personal_loss`` and
+          ``personal_accuracy``. Each value is float [N], with NaN for a client without test examples.
 
         Raises:
-          ValueError: a test set that is not split by client (natural partitions, ``test_clients=`` and
-            `FederatedData.with_client_tests` split it).
+          ValueError: the test set is not split by client. (Natural partitions, ``test_clients=`` and
+            `FederatedData.with_client_tests` split it.)
         """
         sizes = self.data.test_sizes
         if sizes is None:
             raise ConfigurationError(
-                "the test set is not cut into clients: build the data with test_clients= or test_parts=, or deal it in "
-                "each client's label mix by data.with_client_tests()"
+                "the test set is not split by client: build the data with test_clients= or test_parts=, or use "
+                "data.with_client_tests(), which gives each client test examples with its label mix"
             )
         if fine_tune is not None and not isinstance(fine_tune, LocalTraining):
-            fix = "epochs, or a fd.LocalTraining; None does not fine-tune"
+            fix = "pass a number of epochs, or a fd.LocalTraining; None means no fine-tuning"
             fine_tune = replace(self.local, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
         state = self.setup.admit(state)
         client = np.repeat(np.arange(len(sizes)), sizes)
@@ -518,7 +563,8 @@ class Simulation:
             return {name: total / sizes for name, total in sums.items()}
 
     def _fine_tuned(self, state: ServerState, local: LocalTraining) -> dict[str, np.ndarray]:
-        """Sums over each client's test rows, [N], of the scores of its fine-tuned copy of the global model."""
+        """Returns the scores of each client's fine-tuned copy of the global model, summed over its test examples,
+        [N]."""
         setup, executor = self.setup, self.executor
         validate.check_local(local, state.params, setup.engine.max_size)
         validate.check_augment(local, self.data, setup.engine.decode)
@@ -536,16 +582,18 @@ class Simulation:
         return {name: np.concatenate([sums[name] for sums in chunks])[: self.data.num_clients] for name in chunks[0]}
 
     def communication(self) -> dict[str, int]:
-        """Bytes that the D devices of the mesh exchange in a round, computed from shapes.
+        """Returns the number of bytes that the D devices of the mesh exchange in a round, computed from shapes.
 
-        Scalars and ids are left out, empty lanes are included.
+        The numbers do not include scalars and client ids. They include the padding that is sent if the number of
+        clients is not a multiple of D * L, the number of clients that train at the same time.
 
-        - "message sum": size of the sum of messages (and weights), which the devices add up in one all-reduce. On a
-          ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort's size.
-        - "client states": what each device sends: the new states of its clients to all other devices (an all-gather)
-          and, with ``bank="sharded"``, the old ones to where their clients train (a reduce-scatter, as much again).
-        - "rows": what each device sends with ``shard_data=True``, else 0: D - 1 buffers, each large enough for the most
-          rows that one device can be dealt.
+        - "message sum": the size of the sum of the messages and weights. The devices compute it in one all-reduce. On a
+          ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort size.
+        - "client states": the bytes that each device sends. Each device sends the new states of its clients to all
+          other devices (an all-gather). With ``bank="sharded"``, it also sends old states to the devices that train
+          these clients (a reduce-scatter of the same size).
+        - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. These are D - 1 buffers, each
+          large enough for the largest number of examples that one device can receive.
         """
         e, D = self.setup.engine, self.mesh.size
         most = min(e.capacity, e.cohort_size) if e.clients_asked > e.cohort_size else e.capacity
@@ -571,13 +619,16 @@ class Simulation:
 
 
 def _grouped(name: str, kind: Any, value: Any, options: Any) -> Any:
-    """The group of options, from itself or from its flat options, which are taken out of ``options``."""
+    """Returns the group of options ``value``. If it is None, the group is made from the ``options`` of its fields.
+
+    The fields are removed from ``options``.
+    """
     flat = {field: options.pop(field) for field in kind.__dataclass_fields__ if field in options}
     if value is None:
         return kind(**flat)
     checks.instance(name, value, kind, f"fd.{kind.__name__}(...)")
     if flat:
         raise ConfigurationError(
-            f"{name}= has the option {next(iter(flat))}, got both: pass it in fd.{kind.__name__}(...) alone"
+            f"{name}= has the option {next(iter(flat))}, got both: pass it only in fd.{kind.__name__}(...)"
         )
     return value

@@ -1,8 +1,8 @@
 """Sweeps: many seeds, and settings that differ in continuous hyper-parameters, in one compiled program.
 
 The values of a setting are arguments of the program, not constants. If there are at least as many runs as devices, each
-device trains different runs. On an accelerator, the runs of a device are trained side by side (vmap). On a CPU that is
-slower, so each device trains its runs one after another, and the devices do not wait for each other during a round.
+device trains different runs. On an accelerator, the runs of a device are trained side by side (vmap). On a CPU, vmap is
+slower, so each device trains its runs one after another. The devices do not wait for each other during a round.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedjax_drift.types import Params, Record, ServerState
 
 
 class Simulated(Protocol):
-    """What a sweep needs of a `Simulation`."""
+    """The attributes of a `Simulation` that a sweep uses."""
 
     @property
     def setup(self) -> Setup: ...
@@ -57,11 +57,13 @@ class Run(NamedTuple):
     algorithm: str = ""  # the name of the algorithm
 
     def __repr__(self) -> str:
-        """A short text without the arrays of the state, because a notebook shows the result of a cell's last line."""
+        """Returns a short text without the arrays of the state, for notebooks, which show the value of the last
+        line."""
         last = self.history[-1] if self.history else {}
         scores = [f"{name} {last[name]:.3g}" for name in ("loss", "accuracy") if name in last]
         end = ", ".join([f"round {last.get('round', 0)}", *scores])
-        return f"Run({self.algorithm}, seed {self.seed}, {self.setting}: {end})"
+        setting = f", {self.setting}" if self.setting else ""
+        return f"Run({self.algorithm}, seed {self.seed}{setting}: {end})"
 
 
 def grid(**values: Iterable[Any]) -> list[Setting]:
@@ -76,11 +78,18 @@ def grid(**values: Iterable[Any]) -> list[Setting]:
     return [dict(zip(lists, combination, strict=True)) for combination in itertools.product(*lists.values())]
 
 
+def _shown(setting: Mapping[str, Any]) -> str:
+    """The text of a setting in a message after a comma, for example ``, lr=0.1``. An empty setting has no text."""
+    return "".join(f", {name}={checks.shown(value)}" for name, value in setting.items())
+
+
 def _value_list(name: str, values: Any) -> list[Any]:
-    """The values of one name as a list. Raises ConfigurationError for a single value, and if there are none."""
+    """Returns the values of one name as a list. Raises ConfigurationError for a single value and for no values."""
     one = isinstance(values, str | bytes | Mapping) or isinstance(values, np.ndarray | jax.Array) and values.ndim == 0
     if one or not isinstance(values, Iterable) or not (listed := list(values)):
-        raise ConfigurationError(f"{name} must be one or more values, got {checks.shown(values)}: grid({name}=[...])")
+        raise ConfigurationError(
+            f"{name} must be a list of one or more values, got {checks.shown(values)}: pass grid({name}=[...])"
+        )
     return listed
 
 
@@ -101,9 +110,9 @@ def sweep(
 ) -> list[Run]:
     """Runs every setting with every seed, for ``rounds`` rounds each.
 
-    Up to rounding, every run equals ``sim = build(**setting)`` and ``sim.run(sim.init(jax.random.key(seed)), rounds)``,
-    but all runs together take a fraction of the time. Each run has its own client states in memory if the algorithm is
-    stateful.
+    Except for rounding errors, a run gives the same results as ``sim = build(**setting)`` followed by
+    ``sim.run(sim.init(jax.random.key(seed)), rounds)``. All runs together take less time than such separate runs. If
+    the algorithm is stateful, the memory must have room for the client states of all runs.
 
     >>> import fedjax_drift as fd
     >>> data = fd.FederatedData.from_clients([(np.eye(2, dtype="f4"), np.array([0, 1])) for _ in range(4)])
@@ -115,23 +124,23 @@ def sweep(
     [(0.1, 0, 3), (0.1, 1, 3), (0.5, 0, 3), (0.5, 1, 3)]
 
     Args:
-      build: a function that returns the `Simulation` for the values of a setting. It is called with the values of each
-        setting. For each program that is traced, it is also called once with tracers in place of the values that differ
-        between settings. Create the data set outside ``build``, so that all simulations share it.
-      rounds: number of rounds of every run, >= 0.
+      build: a function that returns the `Simulation` for the values of a setting. It is called once for each setting.
+        It is also called for each program that is traced. In these calls, the values that differ between settings are
+        tracers. Create the data set outside ``build``, so that all simulations share it.
+      rounds: number of rounds of each run, >= 0.
       seeds: different integers >= 0. Seed s stands for ``jax.random.key(s)``. Default: (0,).
       settings: dicts of keyword arguments of ``build``, all with the same names (`grid` makes them). Values that differ
         between settings must be numbers that vary continuously (lr, mu, alpha, ...). Values that are equal in all
         settings may be anything. Default: one setting without arguments.
       eval_every: rounds between evaluations, as in `Simulation.run`; 0 means never. Default: 10.
       params: initial parameters of all runs. Default: the model initialises those of each seed.
-      start: runs of an earlier sweep to continue, one for every setting and seed, all at the same round. The histories
-        of the returned runs then contain only the new rounds.
+      start: runs of an earlier sweep to continue. They must have the same settings and seeds, and all be at the same
+        round. The histories of the returned runs then contain only the new rounds.
       together: number of runs that a device trains side by side (vmap), >= 1, or "auto" (default). "auto" is 1 on a CPU
-        and all runs on an accelerator. If the runs do not fit in the device's memory, the number is halved, with a
-        warning, until they fit.
+        and the number of all runs of the device on an accelerator. If they do not fit in the device's memory, the
+        number is halved, with a warning, until they fit.
       progress: whether to show a progress bar. Default: in a terminal or a notebook, but not in CI.
-      on_round: ``on_round(seed, setting, record)`` is called with the record of each round of each run.
+      on_round: ``on_round(seed, setting, record)`` is called for each round of each run.
       measure_every: as in `Simulation.run`, for simulations with ``measure=``.
       checkpoints: `fd.Checkpoints`, or a folder. Each run is saved to its own subfolder during the sweep: ``seed-0``,
         or ``lr=0.1-seed-0`` if lr differs between settings. To resume a sweep that was stopped or killed, call `sweep`
@@ -139,17 +148,24 @@ def sweep(
         the earlier rounds. With checkpoints, SIGTERM stops the sweep like Ctrl-C and then raises SystemExit(143).
 
     Returns:
-      A list of runs, ordered by setting and then by seed. A ``history`` is that of `Simulation.run`, except that
-      ``seconds`` is the time of a round of all runs together. The first Ctrl-C stops the sweep after the rounds in
-      progress, and the runs so far are returned. A second Ctrl-C stops it immediately; some runs may then have fewer
-      rounds than others. A run whose updates or evaluations are not finite continues, with a warning, and does not
-      affect the other runs.
+      A list with one `Run` per setting and seed, ordered by setting and then by seed. A ``history`` is that of
+      `Simulation.run`, except that ``seconds`` is the time of a round of all runs together.
+
+      - The first Ctrl-C stops the sweep after the rounds in progress, and the runs so far are returned. A second Ctrl-C
+        stops the sweep immediately. Some runs may then have fewer rounds than others.
+      - If the updates or evaluations of a run are not finite, there is a warning. The run continues, and the other runs
+        are not affected.
 
     Raises:
-      ValueError: an argument is out of range; the settings can't share a program, because they differ in something
-        static (epochs, batch_size, cohort_size, the model, ...); the simulations need the host in every round (streamed
-        data, ``bank=`` other than "device", ``on_nonfinite="raise"``); the client states do not fit in the devices'
-        memory; or the checkpoints belong to another sweep or have more rounds.
+      ValueError: one of these is the case:
+
+        - An argument is out of range.
+        - The settings cannot share a program, because they differ in something other than continuous hyper-parameters
+          (epochs, batch_size, cohort_size, the model, ...).
+        - The simulations need the host in every round (``stream=True``, ``bank=`` other than "device",
+          ``on_nonfinite="raise"``), or use ``shard_data=True`` or several processes.
+        - The client states do not fit in the devices' memory.
+        - The checkpoints belong to another sweep or have more rounds.
       MemoryError: a single run does not fit in a device's memory.
     """
     rounds, eval_every, measure_every, progress = validate.check_run(rounds, eval_every, measure_every, progress)
@@ -170,7 +186,9 @@ def sweep(
     ]
     _check_memory(setup, len(planned))
     if start is not None and checkpoints is not None:
-        raise ConfigurationError("checkpoints have the runs to go on from: leave start out")
+        raise ConfigurationError(
+            "start must be None with checkpoints, got both: leave start out, the sweep resumes from its checkpoints"
+        )
     states = None if start is None else _check_start(setup, start, planned, params)
     before: list[list[Record]] = [[] for _ in planned]  # the records of earlier sweeps
     run_checkpoints: list[Checkpoints] = []
@@ -204,7 +222,8 @@ def sweep(
                 validate.check_scores(setup.engine.algorithm, t, scores)
             except ConfigurationError as error:
                 messages["not finite"] = str(error)
-        return {kind: f"seed {planned[run].seed}, {planned[run].setting}, {text}" for kind, text in messages.items()}
+        of_run = f"seed {planned[run].seed}{_shown(planned[run].setting)}"
+        return {kind: f"{of_run}, {text}" for kind, text in messages.items()}
 
     on_cpu = setup.mesh.devices.flat[0].platform == "cpu"
     layout = _layout(setup, len(planned), together if isinstance(together, int) else 1 if on_cpu else len(planned))
@@ -235,19 +254,19 @@ def sweep(
                 except UNTRACEABLE:
                     if varied or constant:
                         raise
-                    constant = True  # a number is used where a tracer is not possible
+                    constant = True  # the algorithm uses a number in a way that JAX cannot trace
                     continue
                 except jax.errors.JaxRuntimeError as error:
                     if not out_of_memory(error) or any(loop.histories):
                         raise
                     if layout.per_device == 1:
                         raise MemoryError(
-                            f"a run of {simulations[0]!r} must fit in a device's memory: lower lanes, or sweep fewer "
-                            "runs"
+                            f"a run of {simulations[0]!r} does not fit in a device's memory: pass a smaller lanes=, or "
+                            "sweep fewer runs"
                         ) from error
             fewer = _layout(setup, len(planned), layout.per_device // 2)
             checks.warn(
-                f"{layout.per_device} runs side by side do not fit in a device's memory, going on with "
+                f"{layout.per_device} runs side by side do not fit in a device's memory, continuing with "
                 f"{fewer.per_device}"
             )
             layout = fewer
@@ -257,7 +276,7 @@ def sweep(
 
 
 def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:
-    """The name of the run's checkpoint folder."""
+    """Returns the name of the run's checkpoint folder."""
     return "-".join([*(f"{name}={plan.setting[name]}" for name in varied), f"seed-{plan.seed}"])
 
 
@@ -267,33 +286,34 @@ def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:
 def _check_seeds(seeds: Any) -> list[int]:
     if isinstance(seeds, (str, bytes, type)) or not isinstance(seeds, Iterable):
         raise ConfigurationError(
-            f"seeds must be several integers, got {checks.shown(seeds)}: pass range(8) for 8 of them"
+            f"seeds must be a list of integers, got {checks.shown(seeds)}: pass range(8) for 8 seeds"
         )
     integers = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in seeds]
     if not integers or len(set(integers)) < len(integers):
-        raise ConfigurationError(f"seeds must be at least one, each once, got {integers}")
+        raise ConfigurationError(f"seeds must be at least one integer, all different, got {integers}")
     return integers
 
 
 def _check_settings(build: Any, settings: Any) -> list[Setting]:
     if not callable(build):
         raise ConfigurationError(
-            f"build must be a function that makes a Simulation, got {type(build).__name__}: "
-            "lambda lr: fd.Simulation(...), or Simulation.sweep for seeds alone"
+            f"build must be a function that returns a Simulation, got {type(build).__name__}: "
+            "pass lambda lr: fd.Simulation(...), or use Simulation.sweep if only the seeds differ"
         )
     if isinstance(settings, Mapping | np.ndarray | jax.Array) or not isinstance(settings, Iterable):
         raise ConfigurationError(
-            f"settings must be several dicts, got {checks.shown(settings)}: [{{'lr': 0.1}}, {{'lr': 0.3}}]"
+            f"settings must be a list of dicts, got {checks.shown(settings)}: pass [{{'lr': 0.1}}, {{'lr': 0.3}}], for "
+            "example"
         )
     settings = list(settings)
     if not settings or not all(isinstance(setting, Mapping) for setting in settings):
-        raise ConfigurationError(f"settings must be at least one dict, got {checks.shown(settings)}")
+        raise ConfigurationError(f"settings must be a list of at least one dict, got {checks.shown(settings)}")
     names = set(settings[0])
     for i, setting in enumerate(settings):
         if set(setting) != names:
             raise ConfigurationError(
                 f"settings must all have the same names, got {sorted(names)} in setting 0 and {sorted(setting)} in "
-                f"setting {i}: give build's default where it is meant"
+                f"setting {i}: add the missing names, with the default values of build"
             )
         try:
             inspect.signature(build).bind(**setting)
@@ -301,19 +321,19 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
             pass
         except TypeError as error:
             raise ConfigurationError(
-                f"settings must have the names of build's arguments, got {sorted(setting)}: {error}"
+                f"settings must have the names of the arguments of build, got {sorted(setting)}: {error}"
             ) from error
     return [{name: checks.one_in(value) for name, value in setting.items()} for setting in settings]
 
 
 def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> list[Simulated]:
-    """The simulation of each setting. Raises ConfigurationError if they differ in something static."""
+    """Returns the simulation of each setting. Raises ConfigurationError if they cannot share a program."""
     simulations: list[Simulated] = []
     for i, setting in enumerate(settings):
         try:
             sim = build(**setting)
         except ValueError as error:
-            raise ConfigurationError(f"setting {i}, {setting}: {error}") from error
+            raise ConfigurationError(f"setting {i}{_shown(setting)}: {error}") from error
         if not isinstance(getattr(sim, "setup", None), Setup):
             raise ConfigurationError(f"build must return a Simulation, got {type(sim).__name__}")
         if not simulations:
@@ -321,8 +341,8 @@ def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> 
         simulations.append(sim)
         for name, one, other in _static_differences(simulations[0].setup, sim.setup):
             raise ConfigurationError(
-                f"settings must be alike in all but continuous hyper-parameters, got {name} {one} in setting 0 and "
-                f"{other} in setting {i}, {setting}: sweep each by itself"
+                f"settings may differ only in continuous hyper-parameters, got {name} {one} in setting 0 and "
+                f"{other} in setting {i}{_shown(setting)}: use one sweep for each value"
             )
     return simulations
 
@@ -331,25 +351,23 @@ def check_sweepable(setup: Setup) -> None:
     """Raises ConfigurationError for a simulation that needs the host, or other processes, in every round."""
     if spans_processes(setup.mesh):
         raise ConfigurationError(
-            "a sweep runs on one process's devices, got a mesh of several processes: "
-            "mesh=fd.clients_mesh(jax.local_devices()), and settings or seeds of its own for each process"
+            "mesh must have only devices of this process in a sweep, got a mesh of several processes: pass "
+            "mesh=fd.clients_mesh(jax.local_devices()), and give each process different settings or seeds"
         )
     if setup.engine.rows_by_rank is not None:
         raise ConfigurationError(
-            "a sweep needs all rows on every device, got a simulation that cuts them: shard_data=False"
+            "shard_data must be False in a sweep, got a simulation with sharded examples: pass shard_data=False"
         )
     if setup.streamed:
         raise ConfigurationError(
-            "a sweep needs its rows on the devices, got a simulation that streams them: stream=False"
+            "stream must be False in a sweep, got a simulation that streams its examples: pass stream=False"
         )
     if setup.client_store != "device":
-        raise ConfigurationError(
-            f'a sweep keeps client states on the devices, got bank={setup.client_store!r}: bank="device"'
-        )
+        raise ConfigurationError(f'bank must be "device" in a sweep, got {setup.client_store!r}: pass bank="device"')
     if setup.on_nonfinite == "raise":
         raise ConfigurationError(
-            'on_nonfinite must be "keep" or "drop_client" in a sweep, got "raise": one run that diverges must not end '
-            "the others"
+            'on_nonfinite must be "keep" or "drop_client" in a sweep, got "raise": a run that diverges must not stop '
+            "the other runs"
         )
 
 
@@ -358,44 +376,47 @@ def _check_memory(setup: Setup, runs: int) -> None:
     needed = -(-runs // devices) * tree.nbytes(setup.state.clients)
     if needed > memory_of(setup.mesh):
         raise ConfigurationError(
-            f"the client states of {runs} runs must fit in the devices' memory, got {needed / 1e9:.1f} GB on each: "
-            "sweep fewer at a time"
+            f"the client states of {runs} runs must fit in the devices' memory, got {needed / 1e9:.1f} GB on each "
+            "device: sweep fewer runs at a time"
         )
 
 
 def _check_start(
     setup: Setup, start: Sequence[Run], planned: Sequence[Planned], params: Params | None
 ) -> list[ServerState]:
-    """The states to start from, in the order of the planned runs."""
+    """Returns the states to start from, in the order of the planned runs."""
     if params is not None:
-        raise ConfigurationError("start goes on from states, which have their parameters: leave params out")
+        raise ConfigurationError(
+            "params must be None with start, got both: leave params out, because the runs in start have parameters"
+        )
     if not isinstance(start, Sequence) or not all(isinstance(run, Run) for run in start):
-        raise ConfigurationError(f"start must be what fd.sweep returned, got {checks.shown(start)}")
+        raise ConfigurationError(f"start must be a list of runs that fd.sweep returned, got {checks.shown(start)}")
     states = []
     for seed, setting, _ in planned:
         runs = [run for run in start if run.seed == seed and dict(run.setting) == setting]
         if len(runs) != 1:
             raise ConfigurationError(
-                f"start must hold one run of every seed and setting, got {len(runs)} of {seed}, {setting}"
+                f"start must have one run of every seed and setting, got {len(runs)} runs of seed "
+                f"{seed}{_shown(setting)}"
             )
         states.append(setup.admit(runs[0].state))
     rounds = sorted({int(state.round) for state in states})
     if len(rounds) > 1:
         raise ConfigurationError(
-            f"start must hold runs at the same round, got rounds {rounds}: go on from each by itself"
+            f"start must have runs at the same round, got rounds {rounds}: use one sweep for the runs of each round"
         )
     return states
 
 
 def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
-    """Yields (name, value of a, value of b) for every difference for which two simulations can't share a program."""
+    """Yields (name, value of a, value of b) for every difference because of which a and b cannot share a program."""
     if a.data is not b.data:
-        yield "the data set", a.data, f"another one, {b.data} (make it once, outside build)"
+        yield "the data set", a.data, f"another one, {b.data} (create it once, outside build)"
     engines = a.engine, b.engine
     locals_ = a.engine.local, b.engine.local
     for name in ("epochs", "batch_size", "augment"):
         yield from _differs(name, *[getattr(local, name) for local in locals_])
-    for name in ("clip_norm", "optimizer"):  # their values may be traced; whether they are given must be static
+    for name in ("clip_norm", "optimizer"):  # the values may be traced, but whether there is a value must be static
         yield from _differs(name, *[_presence(getattr(local, name)) for local in locals_])
     for name in ("cohort_size", "bernoulli", "lanes", "drop_nonfinite", "max_size", "redeal", "mesh"):
         yield from _differs(name, *[getattr(engine, name) for engine in engines])
@@ -423,14 +444,14 @@ def _presence(value: Any) -> str:
 
 
 def _varied(settings: Sequence[Setting]) -> list[str]:
-    """The names whose values differ between settings. Raises ConfigurationError unless the values are numbers."""
+    """Returns the names whose values differ between settings. Raises ConfigurationError unless they are numbers."""
     varied = [name for name, one in settings[0].items() if not all(_alike(one, other[name]) for other in settings)]
     for name in varied:
         for value in (setting[name] for setting in settings):
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigurationError(
-                    f"{name} must be a number where settings differ in it, got {checks.shown(value)}: sweep each "
-                    "value that is no continuous hyper-parameter by itself"
+                    f"{name} must be a number, because it differs between settings, got {checks.shown(value)}: use one "
+                    "sweep for each value of an argument that is not a continuous hyper-parameter"
                 )
     return varied
 
@@ -446,7 +467,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _layout(setup: Setup, runs: int, most: int) -> Layout:
-    """The layout of the runs: at most ``most`` runs per device in a turn, and similar numbers in all turns."""
+    """Returns the layout of the runs: at most ``most`` runs per device in a turn, and similar numbers in all turns."""
     apart = 1 < setup.mesh.size <= runs
     on_device = -(-runs // setup.mesh.size) if apart else runs
     num_turns = -(-on_device // min(most, on_device))
@@ -461,7 +482,10 @@ def _compiled(
     layout: Layout,
     constant: bool,
 ) -> tuple[TurnPrograms, tuple[float, ...]]:
-    """The programs of a turn, and the numbers of the engine, which the programs take if the settings do not vary."""
+    """Returns the programs of a turn, and the numbers of the engine.
+
+    If no value differs between settings, these numbers are arguments of the programs.
+    """
     static = layout.inside(setup.engine)
     if varied:
         fixed = {name: value for name, value in setting.items() if name not in varied}
@@ -473,14 +497,14 @@ def _compiled(
 def _traced_engine(
     build: Callable[..., Simulated], fixed: Setting, setup: Setup, static: Engine, values: Setting
 ) -> Engine:
-    """The engine for traced values. Its static fields are those of the first setting's engine."""
+    """Returns the engine for traced values. Its static fields are those of the engine of the first setting."""
     try:
         traced = build(**fixed, **values).setup
     except (ValueError, TypeError) as error:
         raise ConfigurationError(
-            f"settings must be alike in all but continuous hyper-parameters, but of {', '.join(values)} at least one "
-            f"is used as something else: {str(error).splitlines()[0]}"
+            f"settings may differ only in continuous hyper-parameters, but build uses at least one of "
+            f"{', '.join(values)} in another way: {str(error).splitlines()[0]}"
         ) from error
     if traced.data is not setup.data:
-        raise ConfigurationError("build must use one data set in all calls: make it once, outside build")
+        raise ConfigurationError("build must use the same data set in all calls: create it once, outside build")
     return static._replace(**{name: getattr(traced.engine, name) for name in ("model", *programs.CONTINUOUS)})

@@ -138,18 +138,18 @@ class Planned(NamedTuple):
 
     seed: int
     setting: Setting
-    values: PyTree  # the floats of its setting that the programs take as arguments
+    values: PyTree  # the numbers of the setting that are arguments of the programs
 
 
 class Turn(NamedTuple):
-    """Runs that are trained together in one program."""
+    """A group of runs that are trained together in one program."""
 
     runs: tuple[int, ...]  # positions in the list of runs; the last turn may repeat its last run
     values: PyTree  # leaves [runs]
     key: jax.Array  # [runs]
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Yields (place in the turn, run), without the places that repeat a run."""
+        """Yields (index in the turn, run), without the indices that repeat a run."""
         for place, run in enumerate(self.runs):
             if run not in self.runs[:place]:
                 yield place, run
@@ -160,7 +160,7 @@ def turns(planned: Sequence[Planned], layout: Layout) -> list[Turn]:
 
     def starting_at(first: int) -> Turn:
         runs = tuple(min(first + j, len(planned) - 1) for j in range(layout.size))
-        # Weakly typed, like the Python numbers of a single run, so that results have the dtype of the parameters.
+        # The values are weakly typed, like the Python numbers of a single run. So results have the parameters' dtype.
         values = jax.tree.map(
             lambda *each: jnp.stack([jnp.asarray(v) for v in each]), *[planned[i].values for i in runs]
         )
@@ -171,16 +171,16 @@ def turns(planned: Sequence[Planned], layout: Layout) -> list[Turn]:
 
 
 class TurnTrack:
-    """A turn as a track of the loop in `loop.py`: it holds the states of the runs and advances them."""
+    """A turn as a `Track` of the loop in `loop.py`. It holds the states of the runs and advances them."""
 
     def __init__(self, setup: Setup, compiled: TurnPrograms, layout: Layout, turn: Turn) -> None:
         self.setup, self.compiled, self.layout, self.turn = setup, compiled, layout, turn
-        # Rows are replicated in a sweep. If the runs are apart, each device evaluates on the whole test set.
+        # The examples are replicated in a sweep. If the runs are apart, each device evaluates on the whole test set.
         self.arrays = rows.place(setup.data, setup.mesh, "devices", setup.eval_batch_size, whole_test=layout.apart)
         self.state: ServerState
 
     def start(self, params: Params | None, states: Sequence[ServerState] | None) -> None:
-        """Starts from the state of each run, or at round 0. States are copied because rounds donate their arguments."""
+        """Starts from ``states``, or at round 0 if it is None. States are copied because rounds donate their input."""
         if states is None:
             params = None if params is None else jax.device_put(params, NamedSharding(self.layout.mesh, P()))
             self.state = self._launch("init", self.turn.key, params)
@@ -214,7 +214,10 @@ class TurnTrack:
 
 
 def _of_place(tree: PyTree, place: int, layout: Layout) -> PyTree:
-    """The part of one run, of a tree whose leaves have a first axis of runs. It stays on the device that trained it."""
+    """Returns the arrays of one run from a tree whose leaves have a first axis of runs.
+
+    The arrays stay on the device that trained the run.
+    """
     device, lane = divmod(place, layout.per_device)
 
     def leaf(a: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""Checks whether the model, the data, the local training, the cohort and the state fit together.
+"""Checks of the model, the data, the local training, the cohort and the state, and whether they fit together.
 
-Every check raises ConfigurationError if it fails. The checks run before a round is compiled.
+A check that fails raises ConfigurationError. The checks run before a round is compiled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
     ):
         if not isinstance(value, kind):
             if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
-                hint = "an Equinox module's arrays and function, see the page on models: fd.Model(init, apply)"
+                hint = "fd.Model(init, apply), made from the arrays and the function of the Equinox module"
             raise ConfigurationError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
     for kind_name, value, needed, optional in (
         ("Model", model, ("init", "apply", "loss"), ("train_apply", "features", "head", "extractor", "scores")),
@@ -55,11 +55,11 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
 
 
 MISSING = {
-    "features": "pass Model(features=...), the representation before the classifier; the zoo's models have it",
-    "head": "pass Model(head=...), the classifier alone; the zoo's models have it",
-    "extractor": "pass Model(extractor=...), what the projection head is given; fd.models.simple_cnn() has it",
-    "cosine": "use a model of the zoo with cosine=True; in one of your own, end apply with fd.models.cosine_logits and "
-    "pass Model(cosine=True)",
+    "features": "pass Model(features=...), the representation before the classifier; the models of fd.models have it",
+    "head": "pass Model(head=...), the classifier without the other layers; the models of fd.models have it",
+    "extractor": "pass Model(extractor=...), the input of the projection head; fd.models.simple_cnn() has it",
+    "cosine": "use a model of fd.models with cosine=True; in your own model, end apply with fd.models.cosine_logits "
+    "and pass Model(cosine=True)",
 }
 
 
@@ -72,8 +72,8 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
             raise ConfigurationError(f"{algorithm.name} needs a model {needed}, got one without: {MISSING[name]}")
         if name == "classifier" and model.loss is not cross_entropy:
             raise ConfigurationError(
-                f"{algorithm.name} is for classifiers with the default loss (softmax cross-entropy), got a loss of the "
-                "model's own: leave Model(loss=...) out"
+                f"{algorithm.name} needs a classifier with the default loss (softmax cross-entropy), got a model with "
+                "another loss: leave Model(loss=...) out"
             )
         if name == "sgd" and local.has_memory:
             raise ConfigurationError(
@@ -82,47 +82,49 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
             )
     if algorithm.observe is not None and not has_test:
         raise ConfigurationError(
-            f"{algorithm.name} evaluates the model every round and needs test data: pass test=(x, y)"
+            f"{algorithm.name} evaluates the model in every round and needs a test set, got none: pass test=(x, y)"
         )
 
 
 def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
-    """Checks that the scores, which the algorithm uses in its updates, are finite. t: the round."""
+    """Checks that the scores that the algorithm uses in its updates are finite. t: the round."""
     for name, value in scores.items():
         if not np.isfinite(value):
             raise ConfigurationError(
-                f"round {t}: the evaluation that {algorithm.name} steers by must be finite, got a {name} of {value}: "
-                "the model has diverged; lower lr, or set clip_norm, and start from an earlier state"
+                f"round {t}: the evaluation that {algorithm.name} uses must be finite, got a {name} of {value}: "
+                "the model has diverged; lower lr or set clip_norm, and start from an earlier state"
             )
 
 
 def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data: FederatedData) -> None:
-    """Checks the aggregation rule. If it is private, the privacy accounting must hold for the sampling and the data."""
+    """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the sampling and the
+    data."""
     if not isinstance(aggregation, Aggregation):
         raise ConfigurationError(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
-            "fd.aggregation.clipped(1.0), for example; None is the weighted mean"
+            "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
         )
     if aggregation.noise_multiplier is not None and sampling != "bernoulli":
         raise ConfigurationError(
-            f"{aggregation.name} is accounted for cohorts drawn by independent coins, got sampling={sampling!r}: "
+            f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}, got {sampling!r}: '
             'pass sampling="bernoulli"'
         )
     if aggregation.noise_multiplier is not None and (over_selected or data.redeal is not None):
         source = "over_selection" if over_selected else "data.redealt()"
         raise ConfigurationError(
-            f"{aggregation.name} is accounted for clients that don't depend on each other, got {source}, in which one "
-            "changes what others send or whether they count: leave it out"
+            f"the privacy accounting of {aggregation.name} needs clients that do not influence each other, got "
+            f"{source}, with which one client changes the messages of others or whether they are aggregated: leave it "
+            "out"
         )
 
 
 def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -> tuple[int, int, int, bool | None]:
-    """Checks the arguments of a run, and returns them as Python values."""
+    """Checks these arguments of a run, and returns them as Python values."""
     return (
         checks.integer("rounds", rounds, 0, ROUNDS),
         checks.integer("eval_every", eval_every, 0, fix="0 means never"),
         checks.integer("measure_every", measure_every, 1),
-        None if progress is None else checks.flag("progress", progress, "None: where somebody looks"),
+        None if progress is None else checks.flag("progress", progress, "None: in a terminal or a notebook"),
     )
 
 
@@ -134,12 +136,13 @@ def check_key(key: Any) -> jax.Array:
         raise ConfigurationError(f"key must be a JAX key such as jax.random.key(0), got {checks.shown(key)}")
     if key.shape != ():
         raise ConfigurationError(
-            f"key must be one key, got {list(key.shape)} of them: jax.vmap(sim.init)(keys) makes many states"
+            f"key must be a single key, got an array of keys {list(key.shape)}: jax.vmap(sim.init)(keys) makes many "
+            "states"
         )
     if str(jax.random.key_impl(key)) != THREEFRY:
         raise ConfigurationError(
-            f"key must be of the {THREEFRY} generator, on which shuffles rely, got {jax.random.key_impl(key)}: "
-            f'jax.random.key(0, impl="{THREEFRY}")'
+            f"key must be a key of JAX's generator {THREEFRY}, got {jax.random.key_impl(key)}: "
+            f'pass jax.random.key(0, impl="{THREEFRY}")'
         )
     return key
 
@@ -148,8 +151,8 @@ def check_state(state: Any) -> None:
     """Checks that the state is a `ServerState`."""
     if not isinstance(state, ServerState):
         raise ConfigurationError(
-            f"state must be a ServerState, got {type(state).__name__}: sim.init(key) makes one; round_fn and run "
-            "return a pair whose first it is"
+            f"state must be a ServerState, got {type(state).__name__}: sim.init(key) returns one; round_fn and run "
+            "return a pair whose first element is the state"
         )
 
 
@@ -158,16 +161,20 @@ def check_cohort(cohort: Any, N: int) -> jax.Array:
     try:
         ids = np.asarray(cohort)
     except Exception as error:  # ragged lists, or an object of an unknown type
-        raise ConfigurationError(f"cohort must be one axis of client ids, got {checks.shown(cohort)}") from error
+        raise ConfigurationError(
+            f"cohort must be a one-dimensional list of client ids, got {checks.shown(cohort)}"
+        ) from error
     if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise ConfigurationError(f"cohort must be one axis of at least 1 client id, got {ids.dtype}{list(ids.shape)}")
+        raise ConfigurationError(
+            f"cohort must be a one-dimensional list of at least 1 integer client id, got {ids.dtype}{list(ids.shape)}"
+        )
     if ids.min() < 0 or ids.max() >= N:
         bad = ids[(ids < 0) | (ids >= N)][0]
-        raise ConfigurationError(f"cohort must hold client ids in 0..{N - 1}, got {bad}")
+        raise ConfigurationError(f"cohort must contain client ids in 0..{N - 1}, got {bad}")
     values, counts = np.unique(ids, return_counts=True)
     if counts.max() > 1:
         raise ConfigurationError(
-            f"cohort must hold every client once, got client {values[counts.argmax()]} {counts.max()} times"
+            f"cohort must contain each client at most once, got client {values[counts.argmax()]} {counts.max()} times"
         )
     return jnp.asarray(ids, jnp.int32)
 
@@ -175,7 +182,9 @@ def check_cohort(cohort: Any, N: int) -> jax.Array:
 def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
     """Checks that the optimizer maps a gradient to an ascent direction, and that the local steps fit in int32."""
     if local.steps(max_size) >= 2**31:
-        raise ConfigurationError(f"epochs must keep a client's local steps below 2**31, got {local.epochs}: lower it")
+        raise ConfigurationError(
+            f"epochs must give each client fewer than 2**31 local steps, got {local.epochs}: use fewer epochs"
+        )
     optimizer = local.optimizer
     if optimizer is None:
         return
@@ -188,8 +197,8 @@ def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
     lowest = jax.jit(first_direction)()
     if not isinstance(lowest, jax.core.Tracer) and float(lowest) < 0:  # a tracer: inside jax.jit, as in a sweep
         raise ConfigurationError(
-            "optimizer must map a gradient to a direction uphill, got one that already steps downhill: pass "
-            "optax.scale_by_adam(), not optax.adam(lr); the rate is LocalTraining's lr"
+            "optimizer must map a gradient to an ascent direction, got one that maps it to a descent direction: pass "
+            "optax.scale_by_adam(), not optax.adam(lr); the learning rate is lr of LocalTraining"
         )
 
 
@@ -239,27 +248,27 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
 
     try:
         params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    except Exception as error:  # most often, a leaf that is not an array
+    except Exception as error:  # usually because of a leaf that is not an array
         raise ConfigurationError(
-            f"Model.init must take a key and return a pytree of arrays alone ({first_line(error)}): keep functions and "
-            "settings outside; of an Equinox module eqx.partition(module, eqx.is_inexact_array)[0] are the arrays, and "
-            "apply puts both together with eqx.combine"
+            f"Model.init must take a key and return a pytree of arrays only ({first_line(error)}): keep functions and "
+            "settings outside; for an Equinox module, return eqx.partition(module, eqx.is_inexact_array)[0], and use "
+            "eqx.combine in apply"
         ) from error
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path)
             fix = "keep constants outside params"
             if "rngs" in name:
-                fix = "of an nnx module take the parameters alone: fd.Model.from_nnx(lambda rngs: Net(rngs))"
-            raise ConfigurationError(f"parameters must be floating, got {leaf.dtype} at {name}: {fix}")
+                fix = "use fd.Model.from_nnx(lambda rngs: Net(rngs)), which takes only the parameters of an nnx module"
+            raise ConfigurationError(f"parameters must have a floating dtype, got {leaf.dtype} at {name}: {fix}")
     try:
         logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows(data.x))
     except Exception as error:
-        fix = "make it for rows of this shape (input_shape=), or reshape them"
+        fix = "create the model with the input_shape of the data, or reshape the examples"
         if type(error).__name__ == "TraceContextError":
-            fix = "it changes a state of its own, as nnx.Dropout counts its keys: use fd.Model.from_nnx, which keeps it"
+            fix = "the model changes its own state, as nnx.Dropout does: use fd.Model.from_nnx, which handles this"
         raise ConfigurationError(
-            f"the model does not accept the data's rows, {data.x.dtype}{list(data.x.shape[1:])} each "
+            f"the model does not accept the examples of the data, {data.x.dtype}{list(data.x.shape[1:])} each "
             f"({first_line(error)}): {fix}"
         ) from error
     default_loss = model.loss is cross_entropy
@@ -271,13 +280,14 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             raise ConfigurationError(f"{kind} labels must be integers for the default loss, got {y.dtype}: pass {fix}")
         if logits.shape[:-1] != (B, *y.shape[1:]):
             raise ConfigurationError(
-                f"{kind} labels must be one integer for each row of logits, which are {[*logits.shape[1:]]} a row, got "
-                f"{[*y.shape[1:]]} a row: relabel (one-hot labels: y.argmax(-1)), or pass Model(loss=...)"
+                f"{kind} labels must have the shape of the logits without the class axis, that is "
+                f"{[*logits.shape[1:-1]]} per example, got {[*y.shape[1:]]}: convert the labels (one-hot labels: "
+                "y.argmax(-1)), or pass Model(loss=...)"
             )
         C = logits.shape[-1]
         low, high = data.range_of("y" if kind == "training" else "y_test")
         if low < 0 or high >= C:
-            fix = "use a model with more classes, or relabel"
+            fix = "use a model with more classes, or renumber the labels"
             if low < 0:
                 fix = "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
             raise ConfigurationError(
@@ -292,8 +302,9 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         ) from error
     if loss != (B,):
         raise ConfigurationError(
-            f"the loss must return one number a row, [{B}] for {B} rows, got {[*loss]} for logits {[*logits.shape]} "
-            f"and labels {[B, *data.y.shape[1:]]}: don't average over rows, and give both the same shape"
+            f"the loss must return one number per example, [{B}] for {B} examples, got {[*loss]} for logits "
+            f"{[*logits.shape]} and labels {[B, *data.y.shape[1:]]}: do not average over the examples, and check that "
+            "logits and labels have matching shapes"
         )
     scored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if model.scores is not None and data.y_test is not None:
@@ -316,19 +327,19 @@ def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str,
     by_row = tuple(name for name, value in outputs.items() if value.shape == whole[0].shape[:1])
     if wrong := [name for name, value in outputs.items() if value.shape and name not in by_row]:
         raise ConfigurationError(
-            f"Model.scores must return numbers, or one a row, [{whole[0].shape[0]}] for the test set, got "
+            f"Model.scores must return a number or one number per example, [{whole[0].shape[0]}] for the test set, got "
             f"{[*outputs[wrong[0]].shape]} for {wrong[0]!r}"
         )
     if "loss" in outputs:
         raise ConfigurationError(
-            "Model.scores needs names of its own, got loss, which is the mean of Model.loss: choose another"
+            'Model.scores must not return "loss", which is the name of the mean of Model.loss: choose another name'
         )
     if by_row:  # they are also computed for a batch, and for the examples of one client
         few = _scores_of(scores, *some)
         if any(few[name].shape != some[0].shape[:1] for name in by_row if name in few) or few.keys() != outputs.keys():
             raise ConfigurationError(
-                f"Model.scores must give one number a row for any number of rows, got something else for "
-                f"{some[0].shape[0]} rows: {', '.join(f'{name} {[*value.shape]}' for name, value in few.items())}"
+                f"Model.scores must return one number per example for any number of examples, got for "
+                f"{some[0].shape[0]} examples: {', '.join(f'{name} {[*value.shape]}' for name, value in few.items())}"
             )
     return by_row, tuple(name for name in outputs if name not in by_row)
 
@@ -339,8 +350,7 @@ def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtype
         outputs = jax.eval_shape(scores, logits, y)
     except Exception as error:
         raise ConfigurationError(
-            f"Model.scores does not accept {logits.shape[0]} rows of logits {[*logits.shape[1:]]} with labels "
-            f"{[*y.shape[1:]]}: {first_line(error)}"
+            f"Model.scores does not accept logits {[*logits.shape]} with labels {[*y.shape]}: {first_line(error)}"
         ) from error
     if not isinstance(outputs, dict) or not all(hasattr(value, "shape") for value in outputs.values()):
         kind = type(outputs).__name__

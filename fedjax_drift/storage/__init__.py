@@ -1,4 +1,5 @@
 """Storage: client states outside the devices, checkpoints, and the identity of a run.
 
-The modules import `round` and what is below it. They see a simulation only as a `storage.specification.Specification`.
+These modules may import `round` and the packages that it imports. They do not use a `Simulation` itself but its
+description, `storage.specification.Specification`.
 """

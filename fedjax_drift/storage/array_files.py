@@ -1,10 +1,11 @@
-"""The arrays of a checkpoint in files: process i writes the parts that it holds to ``arrays.i``.
+"""The arrays of a checkpoint in files. Process i writes the shards on its devices to the file ``arrays.i``.
 
-A file is one line of JSON, with an entry [array, its bounds on every axis, bytes] per part, followed by the bytes of
-the parts in that order. Blocks of zeros, as in the states of clients that were never seen, are holes of the file.
+The first line of a file is JSON with one entry [array, bounds on every axis, number of bytes] per shard. After it
+follow the bytes of the shards, in the same order. Blocks of zeros are holes of the file, for example the states of
+clients that have never taken part.
 
-Any number of processes and devices can read what any other number has written: a region of an array is read from the
-parts that overlap with it. The bytes are checked by `contents.checksums`.
+A checkpoint can be read with another number of processes and devices. A region of an array is then read from all shards
+that overlap with it. `contents.checksums` checks the bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ Bounds = list[tuple[int, int]]  # start and stop on every axis
 
 
 class Part(NamedTuple):
-    """A region of an array, in host memory."""
+    """A shard of an array, in host memory."""
 
-    array: int  # the array's position, from 0
+    array: int  # index of the array, from 0
     bounds: Bounds
     data: np.ndarray  # its bytes, uint8 [n]
 
 
 def parts_here(arrays: Sequence[jax.Array | np.ndarray]) -> list[Part]:
-    """Copies of the parts that this process writes: every region once, from the first of the devices that hold it."""
+    """Returns copies of the shards that this process writes. A replicated shard is copied from one device only."""
     arrays_and_shards = [
         (i, array.addressable_shards) for i, array in enumerate(arrays) if isinstance(array, jax.Array)
     ]
@@ -60,7 +61,7 @@ def write(folder: Path, parts: Sequence[Part]) -> None:
 
 
 class ArrayFiles:
-    """The arrays of a folder, read on demand. Damaged files raise whatever their reading raises."""
+    """The arrays of a folder, read on demand. A damaged file can raise any exception."""
 
     def __init__(self, folder: Path) -> None:
         self._parts: dict[int, list[tuple[Path, int, int, Bounds]]] = {}  # array -> file, first byte, bytes, bounds
@@ -73,7 +74,7 @@ class ArrayFiles:
                 at += size
 
     def read(self, array: int, dtype: Any, bounds: Bounds) -> np.ndarray:
-        """The region of the array, with zeros where nothing is stored."""
+        """Returns this region of the array, with zeros where nothing is stored."""
         region = np.zeros(list(starmap(_length, bounds)), dtype)
         for path, at, size, stored in self._parts.get(array, []):
             overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, stored, strict=True)]
@@ -83,7 +84,7 @@ class ArrayFiles:
         return region
 
     def array(self, array: int, dtype: Any, shape: Sequence[int], sharding: Any = None) -> jax.Array | np.ndarray:
-        """The array in this shape, on the devices of a sharding or in host memory."""
+        """Returns the array in this shape, on the devices of ``sharding``, or in host memory if it is None."""
         if sharding is None:
             return self.read(array, dtype, [(0, n) for n in shape])
 
@@ -94,7 +95,7 @@ class ArrayFiles:
 
 
 def _bytes(array: jax.Array | np.ndarray) -> np.ndarray:
-    """A copy: the array may be overwritten before it is on the disk."""
+    """Returns a copy of the bytes, because the array may be overwritten before it has been written to disk."""
     return np.array(array, order="C").reshape(-1).view(np.uint8)
 
 
@@ -107,5 +108,5 @@ def _length(start: int, stop: int) -> int:
 
 
 def _inside(region: Bounds, around: Bounds) -> Iterator[slice]:
-    """The slices of the region within the one around it."""
+    """Returns the slices of ``region`` relative to the region ``around``, which contains it."""
     return (slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, around, strict=True))

@@ -10,9 +10,11 @@
     folder/00000050.damaged/  a checkpoint that could not be read when a run resumed from an older one
     folder/lock               locked by the process whose run is saved here
 
-saver.py writes them: orbax writes to a temporary folder in a background thread and then renames it. The checksum of
-every array is stored too, so that a damaged file is detected when it is read. With ``bank=folder``, client states are
-already in files. They are not copied; a checkpoint only marks the version to keep (a pin, see client_store.py).
+saver.py writes the checkpoints. orbax writes a checkpoint to a temporary folder in a background thread and then renames
+the folder. The checksum of every array is stored too, so that a damaged file is detected when it is read.
+
+With ``bank=folder``, client states are already in files. A checkpoint does not copy them. It stores a pin, which tells
+the client store to keep the states of this round (see client_store.py).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from fedjax_drift.version import __version__
 
 
 class Specified(Protocol):
-    """What `Checkpoints.restore` needs of a `Simulation`."""
+    """The attributes of a `Simulation` that `Checkpoints.restore` uses."""
 
     @property
     def specification(self) -> Specification: ...
@@ -49,11 +51,11 @@ class Specified(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The folder where a run is saved, and how often; ``sim.run(..., checkpoints=)`` saves, `restore` restores.
+    """The folder where a run is saved, and how often. ``sim.run(..., checkpoints=)`` saves, and `restore` restores.
 
-    A checkpoint holds the state, the history and a description of the simulation (data, model, algorithm). Checkpoints
-    are written in the background. Writes are atomic: after a crash a checkpoint is either complete or not there. Only
-    one process at a time can use a folder.
+    A checkpoint contains the state, the history and a description of the simulation (data, model, algorithm).
+    Checkpoints are written in the background. Writes are atomic: after a crash a checkpoint is either complete or does
+    not exist. Only one run at a time can use a folder.
 
     Raises:
       ValueError: an argument is out of range.
@@ -62,16 +64,17 @@ class Checkpoints:
     folder: str | os.PathLike
     """Created when the first checkpoint is written."""
     every: int | None = None
-    """Save every ``every`` rounds (>= 1). After a crash, at most ``every`` of the rounds that were
-    reported to ``on_round`` are lost. None (default): use only ``seconds``."""
+    """Number of rounds between saves, >= 1. After a crash, at most ``every`` of the rounds already reported to
+    ``on_round`` are lost. None (default): use only ``seconds``."""
     seconds: float | None = 60.0
-    """Seconds (> 0) after which the next round is saved, unless a save is still running. None: use only ``every``."""
+    """Number of seconds (> 0) between saves. No save starts while the previous one is running. None: use only
+    ``every``."""
     keep: int = 3
     """Number of most recent checkpoints to keep, >= 1. The best checkpoint is kept too."""
     best: str | None = "accuracy"
-    """Name of the metric that selects the best checkpoint, an entry of an evaluated round's record. The largest value
-    is best, or the smallest if the name ends in "loss". The best state is copied to host memory after its evaluation
-    and written with the next save. None: do not keep a best checkpoint."""
+    """Name of the metric that selects the best checkpoint, such as "accuracy". It must be an entry of the records of
+    evaluated rounds. The largest value is best, or the smallest if the name ends in "loss". The best state is copied to
+    host memory after its evaluation and written with the next save. None: do not keep a best checkpoint."""
     config: Mapping[str, Any] | None = None
     """Extra configuration (JSON-serializable) that must match when a run is resumed. If it is None, `restore` skips
     this check."""
@@ -79,51 +82,51 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if not isinstance(self.config, Mapping | None):
             raise ConfigurationError(
-                f"config must be a dict of what JSON has, or None, got {checks.shown(self.config)}"
+                f"config must be a dict of values that JSON can store, or None, got {checks.shown(self.config)}"
             )
         try:
             json.dumps(dict(self.config or {}))
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"config must be a dict of what JSON has, got {checks.shown(self.config)}: {error}"
+                f"config must be a dict of values that JSON can store, got {checks.shown(self.config)}: {error}"
             ) from error
         set_to = functools.partial(object.__setattr__, self)  # this is frozen
         set_to("folder", checks.path("folder", self.folder, "Checkpoints(folder, ...)").absolute())
         if self.every is not None:
-            set_to("every", checks.integer("every", self.every, 1, fix="None: by the clock alone"))
+            set_to("every", checks.integer("every", self.every, 1, fix="None means: save only by seconds="))
         if self.seconds is not None:
-            set_to("seconds", checks.positive("seconds", self.seconds, "None: by rounds alone", computed=False))
+            set_to(
+                "seconds", checks.positive("seconds", self.seconds, "None means: save only by every=", computed=False)
+            )
         set_to("keep", checks.integer("keep", self.keep, 1))
         if self.best is not None:
             checks.text("best", self.best, 'an entry of the records such as "accuracy", or None')
 
     @property
     def path(self) -> Path:
-        """The folder, absolute."""
+        """The absolute path of the folder."""
         return Path(self.folder)
 
     @property
     def rounds(self) -> list[int]:
-        """The rounds that have a checkpoint, ascending."""
+        """The rounds that have a checkpoint, in ascending order."""
         if not self.path.is_dir():
             return []
         try:
             numbers = [int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal()]
         except OSError as error:
-            raise ConfigurationError(
-                f"folder must be one that can be read, got {self.path} ({error.strerror})"
-            ) from error
+            raise ConfigurationError(f"folder must be readable, got {self.path} ({error.strerror})") from error
         return sorted(number for number in set(numbers) if os.path.lexists(self.place(number)))
 
     def place(self, round: int) -> Path:  # noqa: A002
-        """The folder of the checkpoint of this round, which need not exist."""
+        """Returns the path of the checkpoint of this round. It may not exist yet."""
         return self.path / f"{round:08d}"
 
     def about(self, round: int) -> About:  # noqa: A002
         """Returns the metadata of the checkpoint of this round, without reading the arrays.
 
         Raises:
-          ValueError: the metadata are damaged, or have another format.
+          ValueError: the metadata are damaged or have another format.
         """
         return read_about(self.place(round), round)
 
@@ -133,30 +136,32 @@ class Checkpoints:
         round: int | str | None = None,  # noqa: A002
         strict: bool = True,
     ) -> tuple[ServerState, list[Record]]:
-        """Returns the state and the history of a run, to resume it by ``sim.run(state, ..., checkpoints=...)``.
+        """Returns the state and the history of a run. ``sim.run(state, ..., checkpoints=...)`` then resumes the run.
 
         With the same number of devices, the resumed run is bitwise identical to an uninterrupted one. With another
-        number of devices, or after a change between ``bank="device"`` and "sharded", it is identical up to rounding.
-        With ``bank=folder`` the client states in the folder are set back to that round.
+        number of devices, or after a change between ``bank="device"`` and "sharded", it is identical except for
+        rounding errors. With ``bank=folder``, the client states in the folder are set back to the restored round.
 
         Args:
           sim: the simulation of the run, constructed with the same arguments.
           round: one of `rounds`, or "best". Default: the newest intact checkpoint, with a warning for each damaged one.
           strict: whether the algorithm, its hyper-parameters, the model, the data and ``config`` must be those of the
-            checkpoint. If False, a warning lists the differences; arrays of other shapes or dtypes still raise an
+            checkpoint. If False, a warning lists the differences. Arrays of other shapes or dtypes still raise an
             error. Use another checkpoint folder for the continued run. With ``bank=folder``, the client states in that
             folder belong to the continued run from then on.
 
         Raises:
           OtherRunError: the checkpoint belongs to another simulation. The message lists the differences.
           InUseError: another run uses the folder.
-          ValueError: there is no intact checkpoint, or it has another format. (The two errors above are ValueErrors
-            too.) Nothing has been changed.
+          ValueError: there is no intact checkpoint, or it has another format. (The two errors above are also
+            ValueErrors.) No files have been changed.
         """
         checks.flag("strict", strict)
         spec = getattr(sim, "specification", None)
         if not isinstance(spec, Specification):
-            raise ConfigurationError(f"sim must be a Simulation, got {type(sim).__name__}: make it as for the run")
+            raise ConfigurationError(
+                f"sim must be a Simulation, got {type(sim).__name__}: create it with the arguments of the run"
+            )
         check_mesh(spec)
         candidates = self._candidates(round)
         with self.locked(create=False):
@@ -167,19 +172,19 @@ class Checkpoints:
                     damaged = f"the checkpoint of round {number} in {self.path} is damaged ({error})"
                     if round is not None:
                         raise ConfigurationError(f"{damaged}: choose another of the rounds {self.rounds}") from error
-                    before = "going back to the one before" if number > candidates[-1] else "and there is none before"
+                    before = "trying the one before" if number > candidates[-1] else "there is no earlier one"
                     checks.warn(f"{damaged}: {before}")
         raise ConfigurationError(
-            f"a checkpoint must be intact to go on from, got {len(candidates)} damaged ones in {self.path}: nothing "
-            "was changed; restore the folder from a copy, or start anew in another folder"
+            f"folder must have an intact checkpoint, got {len(candidates)} damaged ones in {self.path}: restore the "
+            "folder from a copy, or start a new run in another folder (no files were changed)"
         )
 
     def _candidates(self, wanted: int | str | None) -> list[int]:
-        """The rounds to try, in this order."""
+        """Returns the rounds to try, in this order."""
         rounds = self.rounds
         if not rounds:
             raise ConfigurationError(
-                f"folder must hold a checkpoint, got {self.path}, which has none: start with sim.init"
+                f"folder must have a checkpoint, got {self.path}, which has none: start the run with sim.init"
             )
         if wanted is None:
             return rounds[::-1]
@@ -192,39 +197,39 @@ class Checkpoints:
             return [max(scores)[1]]
         if isinstance(wanted, bool) or not isinstance(wanted, Integral) or wanted not in rounds:
             raise ConfigurationError(
-                f'round must be one of those kept, {rounds}, or "best", got {checks.shown(wanted)}'
+                f'round must be one of the saved rounds {rounds}, or "best", got {checks.shown(wanted)}'
             )
         return [int(wanted)]
 
     def score_of(self, t: int) -> float | None:
-        """The score of the checkpoint of round t, larger is better; None if it is unknown."""
+        """Returns the score of the checkpoint of round t. Larger is better. None: the score is unknown."""
         with contextlib.suppress(ValueError):
             return score(self.about(t).history, self.best)
         return None
 
     def restored(self, spec: Specification, t: int, strict: bool = True) -> tuple[ServerState, list[Record]]:
-        """The state and the history of round t. Raises DamagedError, OtherRunError and ConfigurationError."""
+        """Returns the state and the history of round t. Raises DamagedError, OtherRunError or ConfigurationError."""
         about = self.about(t)
         stored = about.identity
-        if self.config is None:  # to look at a run, one need not know what it was configured with
+        if self.config is None:  # so that a run can be restored without its config
             stored = {name: value for name, value in stored.items() if not name.startswith("config.")}
         check_same(self.path, stored, self.identity_of(spec), strict)
         current = versions()
         if changed := [f"{name} {version}, now {current.get(name)}" for name, version in about.versions.items()
                        if current.get(name) != version]:  # fmt: skip
             checks.warn(
-                f"the checkpoint of round {t} was written with {', '.join(changed)}: the run goes on, but "
-                "maybe not to the last bit as it would have"
+                f"the checkpoint of round {t} was written with {', '.join(changed)}: the run continues, but its "
+                "results may differ in the last bits"
             )
         leaves = read_arrays(self.place(t), spec, about)
         return restored_state(spec, about, leaves, strict), about.history
 
     def identity_of(self, spec: Specification) -> dict[str, Any]:
-        """What a run with this configuration must have in common with its checkpoints."""
+        """Returns the identity with which a run and its checkpoints are compared."""
         return spec.identity | {f"config.{name}": value for name, value in (self.config or {}).items()}
 
     def locked(self, create: bool) -> contextlib.AbstractContextManager[None]:
-        """Locks the folder, in process 0 on behalf of all. Without ``create`` nothing is written."""
+        """Locks the folder. Only process 0 holds the lock. If ``create`` is False, no files are written."""
         unlocked = not create and not (self.path / "lock").exists()
         if jax.process_index() or unlocked:
             return contextlib.nullcontext()
@@ -232,11 +237,13 @@ class Checkpoints:
 
 
 def split_by_run(checkpoints: Checkpoints | str | os.PathLike, names: Sequence[str]) -> list[Checkpoints]:
-    """One `Checkpoints` per run, each in a subfolder with the name of the run."""
+    """Returns one `Checkpoints` per run, each for a subfolder with the name of the run."""
     whole = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigurationError(f"checkpoints need runs that differ in a number, got {twice} twice: leave one out")
+        raise ConfigurationError(
+            f"checkpoints need a different folder for each run, got {twice} twice: leave out the repeated setting"
+        )
     return [replace(whole, folder=whole.path / name) for name in names]
 
 
@@ -245,15 +252,15 @@ def restore_together(
 ) -> tuple[list[ServerState] | None, list[list[Record]]]:
     """Returns the state and history of every run, at the newest round for which all runs have an intact checkpoint.
 
-    The states are None if there is no such round: the runs start from round 0. Raises OtherRunError for checkpoints of
-    other simulations, and ConfigurationError for checkpoints of more than ``rounds`` rounds.
+    If there is no such round, the states are None, and the runs start from round 0. Raises OtherRunError for
+    checkpoints of other simulations, and ConfigurationError for checkpoints of more than ``rounds`` rounds.
     """
     parent = each[0].path.parent
     common = set.intersection(*(set(one.rounds) for one in each))
     if max(common, default=0) > rounds:
         raise ConfigurationError(
-            f"rounds must be at least the {max(common)} that are done in {parent}, got {rounds}: ask for as "
-            "many, or choose another folder"
+            f"rounds must be at least {max(common)}, the number of completed rounds in {parent}, got {rounds}: pass a "
+            "larger number, or choose another folder"
         )
     for number in sorted(common, reverse=True):
         try:
@@ -266,25 +273,26 @@ def restore_together(
 
 
 def score(history: list[Record], best: str | None) -> float | None:
-    """The score of the last round, larger is better; None if its record has no such entry."""
+    """Returns the score of the last round. Larger is better. None: the record of this round has no such entry."""
     value = history[-1].get(best) if history and best else None
     if not isinstance(value, int | float) or value != value:
         return None
     return -value if best and best.endswith("loss") else value
 
 
-# --- what a checkpoint belongs to -------------------------------------------------------------------------------------
+# --- the identity of a checkpoint -------------------------------------------------------------------------------------
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that affect the results."""
+    """Returns the versions of the packages that affect the results."""
     return {"fedjax_drift": __version__, "jax": jax.__version__}
 
 
 def check_same(path: Path, stored: Mapping[str, Any], current: Mapping[str, Any], strict: bool = True) -> None:
-    """Raises OtherRunError with the differences of two identities; a warning if not ``strict``.
+    """Raises OtherRunError with the differences of two identities, or warns if ``strict`` is False.
 
-    If only the code of a function has changed, there is a warning, because the change may have no effect.
+    If only the code of a function has changed, there is always a warning and no error, because the change may have no
+    effect.
     """
     changed, edited = differences(stored, current)
     if changed:
@@ -292,14 +300,14 @@ def check_same(path: Path, stored: Mapping[str, Any], current: Mapping[str, Any]
         message = f"the checkpoints in {path} belong to another simulation: {few(listed, 12)}"
         if strict:
             raise OtherRunError(
-                f"{message}: restore them with what they were made with, or choose another folder (strict=False "
+                f"{message}: restore them with the arguments of their run, or choose another folder (strict=False "
                 "restores them with a warning)"
             )
-        checks.warn(f"{message}: restored all the same, as strict=False; save what follows in another folder")
+        checks.warn(f"{message}: restored nevertheless, because strict=False; save the continued run in another folder")
     if edited:
         checks.warn(
-            f"since the checkpoints in {path} were written the code of {few(edited)} has changed: the run goes on, "
-            "with the code as it is now"
+            f"since the checkpoints in {path} were written, the code of {few(edited)} has changed: the run continues "
+            "with the new code"
         )
 
 
@@ -307,6 +315,6 @@ def check_mesh(spec: Specification) -> None:
     """Raises ConfigurationError unless the mesh spans all processes."""
     if jax.process_count() > 1 and not spans_processes(spec.mesh):
         raise ConfigurationError(
-            "checkpoints must be of a simulation on the devices of all processes, got one on this process's alone: "
-            "leave out mesh=, or save elsewhere"
+            "mesh must have the devices of all processes for checkpoints, got a mesh with devices of this process "
+            "only: leave out mesh=, or save the state yourself"
         )

@@ -1,15 +1,18 @@
-"""The files of a client store: a folder of two files and the pins, locked for one process.
+"""The files of a client store: a folder with the files ``states`` and ``index`` and the pins, locked for one process.
 
-    states   records in native byte order: the initial state, then slot 0, slot 1, ...; after each a checksum, the
-             CRC-32 that begins with the client's id (the initial state's with N) and goes on over the record
+    states   records in native byte order: the initial state, then slot 0, slot 1, ...; each is followed by a checksum,
+             which is the CRC-32 of the client's id (N for the initial state) and the record
     index    one line of JSON (format number, round, N, leaves, identity, ...), then the table, int32 [N], then the
              CRC-32 of both, uint32, all little-endian; written as ``index.new`` and renamed
-    index.7  a pin: the index as it was at round 7
+    index.7  a pin: a copy of the index of round 7
 
-The lock is on ``states`` and ends with the process. Records go through the operating system's page cache, as those of
-a memory map would, but by read and write calls: a full disk or a truncated file is then an error, where touching a map
-would end the process. Nothing is forced to the disk (no fsync): the files survive the death of their process, not a
-power failure. A record that was not written as it is read, or for another client, is detected when it is read.
+The lock is on ``states`` and ends with the process.
+
+Records are read and written with system calls, not through a memory map. Therefore a full disk or a truncated file
+raises an exception. With a memory map it would kill the process.
+
+The files are not forced to the disk (no fsync). They survive the death of the process, but maybe not a power failure.
+The checksum detects a damaged record and a record of another client when the record is read.
 """
 
 from __future__ import annotations
@@ -33,19 +36,19 @@ from fedjax_drift.storage.files import lock
 from fedjax_drift.storage.identity import differences, few
 
 FORMAT = 3
-INITIAL = -1  # the slot in a file of the state that clients never seen have
+INITIAL = -1  # the slot of the initial state in the file
 INDEX, STATES, NEW_INDEX = "index", "states", "index.new"  # files of the folder
-MOST_BUFFERS = 1024  # in one read or write call
+MOST_BUFFERS = 1024  # the largest number of buffers in one read or write call
 CHECK = 4  # bytes of a record's checksum
 
 
 def pin_file(t: int | str) -> str:
-    """The name of the file of the pin of round t."""
+    """Returns the file name of the pin of round t."""
     return f"{INDEX}.{t}"
 
 
 def header(num_clients: int, leaves: list[list], identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What an index says of the records, but for the round. leaves: see `tree.layout`."""
+    """Returns the header of an index without the round. leaves: see `tree.layout`."""
     return {
         "format": FORMAT,
         "byteorder": sys.byteorder,
@@ -65,8 +68,8 @@ class ClientFiles:
         try:
             lock(
                 self.states,
-                f"path must be a bank that nobody else uses, got {path}, which is open already, in another process or "
-                "in this one: close it there, or choose another folder",
+                f"path must be a client store that is not in use, got {path}, which is open already, in another "
+                "process or in this one: close it there, or choose another folder",
             )
         except BaseException:
             self.states.close()
@@ -77,11 +80,11 @@ class ClientFiles:
         return self._start(self.end)
 
     def _start(self, slot: int) -> int:
-        """The slot's first byte in the file."""
+        """Returns the position of the slot's first byte in the file."""
         return (slot + 1) * self.record
 
     def reserve(self, end: int) -> None:
-        """Makes room on the disk for slots below ``end``. OSError, with the file as it was, if there is none."""
+        """Allocates disk space for the slots below ``end``. Raises OSError if there is none, with an unchanged file."""
         start, stop = os.fstat(self.states.fileno()).st_size, self._start(end)
         if start < stop and hasattr(os, "posix_fallocate"):  # elsewhere a write fails
             try:
@@ -94,16 +97,16 @@ class ClientFiles:
     def read(self, slot: int, client: int, into: list[np.ndarray]) -> None:
         check = np.empty(CHECK, np.uint8)
         if not _transfer(os.preadv, self.states.fileno(), [*into, check], self._start(slot)):
-            raise damaged(self.path, f"its file {STATES} has been cut short")
+            raise damaged(self.path, f"its file {STATES} has been truncated")
         if not np.array_equal(check, _checksum(client, into)):
             whose = "the initial state" if slot == INITIAL else f"the state of client {client}"
-            raise damaged(self.path, f"{whose} is not what was written")
+            raise damaged(self.path, f"{whose} does not contain what was written")
 
     def write(self, slot: int, client: int, parts: list[np.ndarray]) -> None:
         _write(self.states.fileno(), [*parts, _checksum(client, parts)], self._start(slot))
 
     def prepare(self, header: dict[str, Any], t: int, slots: np.ndarray) -> int:
-        """Writes the index of round t with the slots, int32 [N], as ``index.new``; returns the number of that file."""
+        """Writes the index of round t with the slots, int32 [N], as ``index.new``. Returns the inode of this file."""
         line = json.dumps(header | {"round": t}).encode() + b"\n"
         slots = np.ascontiguousarray(slots, "<i4").view(np.uint8)
         check = zlib.crc32(slots.data, zlib.crc32(line)).to_bytes(4, "little")
@@ -118,15 +121,15 @@ class ClientFiles:
             raise
 
     def publish(self) -> None:
-        """Replaces the index by the one that `prepare` has written, atomically."""
+        """Replaces the index atomically by the one that `prepare` has written."""
         os.replace(self.path / NEW_INDEX, self.path / INDEX)
 
     def published(self, number: int) -> bool:
-        """Whether the index is the file of this number."""
+        """Whether the index is the file with this inode."""
         return os.stat(self.path / INDEX).st_ino == number
 
     def pin(self, t: int) -> None:
-        """Copies the index to the pin of round t, atomically."""
+        """Copies the index atomically to the pin of round t."""
         new = self.path / NEW_INDEX
         try:
             new.write_bytes((self.path / INDEX).read_bytes())
@@ -140,15 +143,17 @@ class ClientFiles:
         (self.path / pin_file(t)).unlink(missing_ok=True)
 
     def read_pins(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Round and slots of every pin, but for damaged ones."""
+        """Yields round and slots of every pin that is not damaged."""
         for file in self.path.glob(pin_file("[0-9]*")):
             with contextlib.suppress(DamagedError):
                 header, slots = self.read_index(file.name)
                 yield header["round"], slots
 
     def read_index(self, name: str) -> tuple[dict[str, Any], np.ndarray]:
-        """The header and the slots, int32 [N], of an index or a pin. Raises DamagedError, and ConfigurationError for
-        another format."""
+        """Returns the header and the slots, int32 [N], of an index or a pin.
+
+        Raises DamagedError for a damaged file, and ConfigurationError for another format.
+        """
         try:
             content = (self.path / name).read_bytes()
             line = content[: content.find(b"\n") + 1]
@@ -158,14 +163,15 @@ class ClientFiles:
             raise damaged(self.path, f"its file {name} can't be read") from None
         if number != FORMAT:
             raise ConfigurationError(
-                f"the bank in {self.path} must be of format {FORMAT}, got {number}: use the version that wrote it"
+                f"the client store in {self.path} must be of format {FORMAT}, got {number}: use the version of "
+                "fedjax_drift that wrote it"
             )
         if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
-            raise damaged(self.path, f"its file {name} is not what was written")
+            raise damaged(self.path, f"its file {name} does not contain what was written")
         return header, np.frombuffer(content[len(line) : -4], "<i4").astype(np.int32)
 
     def check_size(self, end: int) -> None:
-        """Raises DamagedError unless the file holds the records of all slots below ``end``."""
+        """Raises DamagedError unless the file has the records of all slots below ``end``."""
         size = os.fstat(self.states.fileno()).st_size
         if size < self._start(end):
             raise damaged(self.path, f"its file {STATES} must have {self._start(end)} bytes, got {size}")
@@ -175,7 +181,7 @@ class ClientFiles:
 
 
 def _checksum(client: int, parts: list[np.ndarray]) -> np.ndarray:
-    """The checksum of a client's record, uint8 [CHECK]."""
+    """Returns the checksum of a client's record, uint8 [CHECK]."""
     value = client
     for part in parts:
         value = zlib.crc32(part.data, value)
@@ -183,14 +189,15 @@ def _checksum(client: int, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _transfer(call: Callable[..., int], file: int, parts: list[np.ndarray], offset: int) -> bool:
-    """Reads or writes all bytes of the parts (uint8, contiguous) from offset on. False if the file ends before that."""
+    """Reads or writes all bytes of ``parts`` (uint8, contiguous), starting at ``offset``. False if the file ends
+    early."""
     left = sum(map(len, parts))
     while left:
         done = call(file, parts[:MOST_BUFFERS], offset)
         if done == 0:
             return False
         offset, left = offset + done, left - done
-        if left:  # too much for one call
+        if left:  # one call did not transfer all bytes
             parts = list(parts)
             while done >= len(parts[0]):
                 done -= len(parts.pop(0))
@@ -205,52 +212,57 @@ def _write(file: int, parts: list[np.ndarray], offset: int) -> None:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Raises a ConfigurationError about the path for every OSError."""
+    """Turns an OSError in the block into a ConfigurationError that names the path."""
     try:
         yield
     except OSError as error:
         raise ConfigurationError(
             f"path must be a folder where files can be written and locked, got {path} ({error.strerror}): choose "
-            "another, or see to that"
+            "another folder"
         ) from error
 
 
 def check_empty(path: Path) -> None:
-    """Raises ConfigurationError if the folder holds files, but for those of a `ClientStore.create` that was killed."""
+    """Raises ConfigurationError if the folder has files. Files of a `ClientStore.create` that was killed are
+    allowed."""
     files = {file.name for file in path.iterdir()}
     unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size
     if others := sorted(files - ({STATES, NEW_INDEX} if unfinished else set())):
         raise ConfigurationError(
-            f"path must be a new or empty folder, got {path}, which holds {few(others)}: choose another"
+            f"path must be a new or empty folder, got {path}, which has {few(others)}: choose another folder"
         )
 
 
 def check_same(path: Path, stored: dict[str, Any], current: dict[str, Any], strict: bool = True) -> None:
-    """Raises OtherRunError with the differences unless two headers agree; a warning if the identities alone differ and
-    not ``strict``."""
+    """Raises OtherRunError with the differences of two headers.
+
+    If ``strict`` is False and only the identities differ, there is a warning instead.
+    """
 
     def described(header: dict[str, Any]) -> dict[str, str]:
         plain = {name: str(header[name]) for name in ("num_clients", "byteorder")}
         return plain | leaves_by_name(header["leaves"])
 
-    wrong = tree.differences(described(stored), described(current), "in the bank, not")
+    wrong = tree.differences(described(stored), described(current), "in the client store, not")
     changed, _ = differences(stored["identity"], current["identity"])
-    listed = wrong + [f"identity {name!r}: {old} in the bank, not {new}" for name, (old, new) in changed.items()]
-    message = f"the bank in {path} belongs to another simulation: {few(listed)}"
+    listed = wrong + [
+        f"identity {name!r}: {old} in the client store, not {new}" for name, (old, new) in changed.items()
+    ]
+    message = f"the client store in {path} belongs to another simulation: {few(listed)}"
     if wrong or changed and strict:
-        raise OtherRunError(f"{message}: open it with what it was made with, or choose another folder")
+        raise OtherRunError(f"{message}: open it with the arguments of its run, or choose another folder")
     if changed:
-        checks.warn(f"{message}: opened all the same, as strict=False")
+        checks.warn(f"{message}: opened nevertheless, because strict=False")
 
 
 def leaves_by_name(layout: list[list]) -> dict[str, str]:
-    """Name -> dtype and shape."""
+    """Returns a dict from the name of a leaf to its dtype and shape."""
     return {f"leaf {path}": value for path, value in tree.described(layout).items()}
 
 
 def damaged(path: Path, why: str) -> DamagedError:
-    """The error for a damaged folder."""
+    """Returns the error for a damaged folder."""
     return DamagedError(
-        f"the bank in {path} is damaged, {why}: go back to an earlier round with Checkpoints.restore(sim, round), "
-        "restore the folder from a copy, or start a new one in another folder"
+        f"the client store in {path} is damaged, {why}: go back to an earlier round with "
+        "Checkpoints.restore(sim, round), restore the folder from a copy, or start a new run in another folder"
     )

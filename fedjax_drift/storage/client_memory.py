@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-CHUNK_BYTES = 16 * 2**20  # of host memory taken at a time
+CHUNK_BYTES = 16 * 2**20  # host memory is allocated in chunks of this size
 
 
 class ClientMemory:
-    """Records in host memory, in chunks that never move."""
+    """Records in host memory, in chunks that are never moved."""
 
     def __init__(self, record: int) -> None:
         self.record, self.end = record, 0
         self.chunk_slots = max(1, CHUNK_BYTES // max(record, 1))
-        self.chunks: list[np.ndarray] = []  # uint8 [chunk_slots, record]; takes space once written to
+        self.chunks: list[np.ndarray] = []  # uint8 [chunk_slots, record]; memory is used when a slot is first written
 
     @property
     def nbytes(self) -> int:

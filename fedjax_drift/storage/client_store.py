@@ -1,16 +1,18 @@
-"""Client states outside the devices: in host memory, or in files. Plain NumPy; only clients ever seen take space.
+"""Client states outside the devices: in host memory, or in files. Only clients that have taken part need space.
 
     store = ClientStore.create(initial, num_clients=100_000)    # path=... for files; ClientStore.open opens old ones
     states = store.gather(ids)                                  # leaves [K, ...]
     store.commit(ids, new_states, round=1)
 
-The state of a client is one record, with all its leaves packed, in a numbered slot. A table [N] holds the slot of each
-client (-1: never seen, its state is ``initial``). A commit never overwrites a slot that is in the table: it writes the
-new records to free slots and then replaces the table as a whole, after which the old slots are free. A store therefore
-always has the state of its last complete commit, even if a kill, Ctrl-C or a full disk interrupts the next one. It
-holds up to K more records than clients seen.
+The state of a client is stored as one record in a numbered slot. The record has the bytes of all leaves. A table [N]
+has the slot of each client. If a client has never taken part, its slot is -1, and its state is ``initial``.
 
-A pin keeps the table of a round in addition. Its slots are not free either. client_files.py describes the files.
+A commit never overwrites a slot that is in the table. It writes the new records to free slots and then replaces the
+whole table. After that the old slots are free. Therefore a store always has the state of its last complete commit, even
+if a kill, Ctrl-C or a full disk interrupts the next commit. It needs space for up to K more records than clients that
+have taken part.
+
+A pin keeps the table of a round. The slots in this table are not free either. client_files.py describes the files.
 """
 
 from __future__ import annotations
@@ -32,23 +34,26 @@ from fedjax_drift.storage.client_memory import ClientMemory
 from fedjax_drift.storage.identity import few
 from fedjax_drift.types import PyTree
 
-MOST_CLIENTS = 2**30  # so that the numbers of up to N + K slots fit in int32
-ALIGNMENT = 64  # bytes; JAX's CPU backend takes arrays aligned so as they are, and copies others
+MOST_CLIENTS = 2**30  # so that the indices of N + K slots fit in int32
+ALIGNMENT = 64  # bytes; JAX's CPU backend uses arrays with this alignment without copying them
 
 
 class _Table(NamedTuple):
-    """Where the records are. It is immutable: a commit replaces it as a whole."""
+    """The slots of the records. A table is immutable. A commit replaces it as a whole."""
 
-    round: int  # rounds committed
-    slots: np.ndarray  # int32 [N], -1: never seen
+    round: int  # number of committed rounds
+    slots: np.ndarray  # int32 [N], -1: the client has never taken part
     seen: int
-    free: np.ndarray  # int32 [F], slots below `end` that neither a client nor a pin has
-    end: int  # slots from here on have never been used
-    pinned: np.ndarray  # bool [end], slots that a pin has
+    free: np.ndarray  # int32 [F], slots below `end` that neither a client nor a pin uses
+    end: int  # all slots >= end have never been used
+    pinned: np.ndarray  # bool [end], whether a pin uses the slot
 
 
 def _table(t: int, slots: np.ndarray, pins: Mapping[int, np.ndarray], end: int = 0) -> _Table:
-    """The table of round t with these slots. pins: round -> its slots; at least ``end`` slots have been used."""
+    """Returns the table of round t with these slots.
+
+    pins: the slots of each pinned round. end: the slots below it have been used.
+    """
     end = max(end, *(int(held.max(initial=-1)) + 1 for held in (slots, *pins.values())), 0)
     pinned, taken = np.zeros(end, bool), np.zeros(end, bool)
     for held in pins.values():
@@ -58,9 +63,9 @@ def _table(t: int, slots: np.ndarray, pins: Mapping[int, np.ndarray], end: int =
 
 
 class ClientStore:
-    """The states of N clients, outside the devices. `create` and `open` make one; ``with`` closes it.
+    """The states of N clients, outside the devices. `create` and `open` return a store, and ``with`` closes it.
 
-    It must not be used by several threads at the same time.
+    A store must not be used by several threads at the same time.
     """
 
     def __init__(self, initial: PyTree, num_clients: int, identity: Mapping[str, Any]) -> None:
@@ -88,19 +93,19 @@ class ClientStore:
         path: str | os.PathLike[str] | None = None,
         identity: Mapping[str, Any] | None = None,
     ) -> ClientStore:
-        """Returns a new client store, at round 0, in which no client has been seen.
+        """Returns a new client store at round 0, in which all clients have the initial state.
 
         Args:
-          initial: ONE client's state before its first round, arrays without a client axis.
+          initial: the state of ONE client before its first round, as arrays without a client axis.
           num_clients: N, in 1..2**30.
-          path: a folder for it, new or empty. Default: host memory. A store that was made there with the same
-            arguments, and in which no client has been seen, is used as it is: it was left by a run that ended before
-            its first save.
-          identity: what the states belong to (federation, algorithm, ...); `open` compares it.
+          path: a new or empty folder for the states. Default: host memory. The folder may also have a store that was
+            created with the same arguments and has no commits. (A run that ended before its first save leaves such a
+            store.)
+          identity: a description of the run (federation, algorithm, ...) that `open` compares.
 
         Raises:
           InUseError: the folder is in use.
-          ValueError: an argument is out of range, or the folder holds files or cannot be written.
+          ValueError: an argument is out of range, or the folder has other files or cannot be written.
         """
         store = cls(initial, num_clients, identity or {})
         if path is None:
@@ -108,7 +113,7 @@ class ClientStore:
             return store
         path = Path(path).absolute()
         if path.exists() and not path.is_dir():
-            raise ConfigurationError(f"path must be a folder, got the file {path}: choose another name")
+            raise ConfigurationError(f"path must be a folder, got the file {path}: choose another path")
         if (path / INDEX).exists():
             return store._as_made_before(path, identity)
         with explained(path):
@@ -116,7 +121,7 @@ class ClientStore:
             client_files.check_empty(path)
             files = ClientFiles(path, store._record_bytes, create=True)
         try:
-            client_files.check_empty(path)  # again, now that it is locked
+            client_files.check_empty(path)  # again, because the folder is locked now
             with explained(path):
                 files.prepare(store._header, 0, store._table.slots)
                 files.reserve(0)
@@ -129,7 +134,7 @@ class ClientStore:
         return store
 
     def _as_made_before(self, path: Path, identity: Mapping[str, Any] | None) -> ClientStore:
-        """The store in the folder, if it equals this new one. Raises ConfigurationError if it does not."""
+        """Returns the store in the folder if it equals this new one. Raises ConfigurationError if it does not."""
         existing = None
         with contextlib.suppress(DamagedError, OtherRunError):
             initial = jax.tree.unflatten(self._structure, self._initial)
@@ -140,8 +145,8 @@ class ClientStore:
         if existing is not None:
             existing.close()
         raise ConfigurationError(
-            f"path must be a new or empty folder, got {path}, which holds a bank: choose another, or go on from that "
-            "one with ClientStore.open (Simulation.reopen)"
+            f"path must be a new or empty folder, got {path}, which has a client store: choose another folder, or open "
+            "this store with Simulation.reopen (ClientStore.open)"
         )
 
     @classmethod
@@ -158,25 +163,26 @@ class ClientStore:
 
         Args:
           path: the folder.
-          initial: as in `create`. Only its structure, shapes and dtypes are used: a client never seen has the state
-            that was given to `create`.
+          initial: as in `create`. Only its structure, shapes and dtypes are used. The initial state itself is read from
+            the folder.
           num_clients: as in `create`.
           identity: as in `create`.
-          round: a pinned round to which the folder is set back. Default: the last commit.
-          strict: whether ``identity`` must be that of the folder. If False, a warning lists the differences.
+          round: a pinned round. The folder is set back to this round. Default: the last commit.
+          strict: whether ``identity`` must equal that of the folder. If False, a warning lists the differences.
 
         Raises:
-          OtherRunError: the store was made with other arguments. The message lists the differences.
+          OtherRunError: the store was created with other arguments. The message lists the differences.
           InUseError: the folder is in use.
-          ValueError: the folder holds no client store, is damaged, or has another format. In all cases nothing has been
-            changed.
+          ValueError: the folder has no client store, is damaged, or has another format.
+
+        After each of these errors the files are unchanged.
         """
         store = cls(initial, num_clients, identity or {})
         path = Path(path).absolute()
         name = INDEX if round is None else client_files.pin_file(round)
         if not (path / name).is_file():
             raise DamagedError(
-                f"path must be the folder of a bank, got {path}, which has no {name}: use ClientStore.create"
+                f"path must be the folder of a client store, got {path}, which has no {name}: use ClientStore.create"
             )
         if not (path / STATES).is_file():
             raise damaged(path, f"its file {STATES} is missing")
@@ -204,7 +210,7 @@ class ClientStore:
 
     @property
     def round(self) -> int:
-        """Rounds committed: 0 at creation, then what the last `commit` was given."""
+        """The number of committed rounds: 0 at first, then the ``round`` of the last `commit`."""
         return self._now()[0].round
 
     @property
@@ -214,29 +220,33 @@ class ClientStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes used, in memory or on disk: (clients seen + at most about K) records, and 4 N for the table."""
+        """The number of bytes used in memory or on disk.
+
+        These are 4 N bytes for the table, one record per client that has taken part, and up to about K more records.
+        """
         table, records = self._now()
         return records.nbytes + table.slots.nbytes
 
     @property
     def in_files(self) -> bool:
-        """Whether the states are in a folder, and not in host memory."""
+        """Whether the states are in a folder. If False, they are in host memory."""
         return isinstance(self._records, ClientFiles)
 
     @property
     def ids(self) -> np.ndarray:
-        """[seen] the clients whose state has been committed, ascending."""
+        """The ids of the clients whose state has been committed, [seen], in ascending order."""
         return np.flatnonzero(self._now()[0].slots >= 0)
 
     @property
     def pins(self) -> list[int]:
-        """The rounds pinned, ascending."""
+        """The pinned rounds, in ascending order."""
         return sorted(self._pins)
 
     def pin(self) -> None:
-        """Keeps the states of the current round, for `open` with this round. Later commits do not overwrite them.
+        """Keeps the states of the current round, so that `open` can return to it.
 
-        The records are not copied: the space grows by what later rounds change.
+        The records are not copied. Later commits do not overwrite them, so the store grows by the records that later
+        rounds change.
 
         Raises:
           ValueError: the states are in host memory.
@@ -245,14 +255,14 @@ class ClientStore:
         table, records = self._now()
         if not isinstance(records, ClientFiles):
             raise ConfigurationError(
-                "only a bank in files can be pinned, got one in host memory: gather its states instead"
+                "only a client store in files can be pinned, got one in host memory: copy its states with gather"
             )
         records.pin(table.round)
         self._pins[table.round] = table.slots
         self._table = _table(table.round, table.slots, self._pins, table.end)
 
     def unpin(self, round: int) -> None:  # noqa: A002
-        """Deletes the pin of this round, if there is one, and frees the records that nothing else needs."""
+        """Deletes the pin of this round, if there is one. Records that are not needed any more become free."""
         table, records = self._now()
         if isinstance(records, ClientFiles) and self._pins.pop(round, None) is not None:
             records.unpin(round)
@@ -261,12 +271,13 @@ class ClientStore:
     def gather(self, ids: np.ndarray | Sequence[int]) -> PyTree:
         """Returns the states of the clients ``ids`` [K] after the last commit, leaves [K, ...].
 
-        The state of a client never seen is ``initial``, and so is that of id N, a client that is absent. The arrays are
-        new copies, aligned such that `jax.device_put` need not copy them on CPU: do not write to them after it.
+        A client that has never taken part has the state ``initial``. The id N, which stands for no client, also gives
+        ``initial``. The arrays are new copies. On a CPU, `jax.device_put` may use their memory without copying them, so
+        do not write to the arrays after it.
 
         Raises:
-          ValueError: ids out of 0..N.
-          DamagedError: a state in a file is not what was written.
+          ValueError: an id is not in 0..N.
+          DamagedError: a state in a file does not contain what was written.
         """
         table, records = self._now()
         ids = self._check_ids(ids)
@@ -286,30 +297,30 @@ class ClientStore:
         round: int,  # noqa: A002
         keep: np.ndarray | None = None,
     ) -> None:
-        """Stores the new states of a round's clients. After an error nothing has been stored.
+        """Stores the new states of the clients of a round. After an error, no state has been stored.
 
         Args:
-          ids: [K] client ids, distinct; N, an absent client, any number of times.
+          ids: [K] client ids, all different. The id N, which stands for no client, may be repeated.
           states: leaves [K, ...], with the structure, shapes and dtypes of ``initial``.
-          round: number of rounds including this one, larger than the property `round`, which becomes this number.
-          keep: bool [K]; where False, the new state is not stored, and the client keeps its old one. Default: all True.
+          round: the number of completed rounds, including this one. It must be larger than the property `round`.
+          keep: bool [K]. If an entry is False, the new state is not stored, and the client keeps its old state.
+            Default: all True.
 
         Raises:
           ValueError: an argument is out of range.
-          OSError: the disk is full, or the folder is gone. Repeat the round once there is room.
-          MemoryError: there is no host memory left.
+          OSError: the disk is full, or the folder does not exist any more. The round can be repeated when there is
+            space again.
+          MemoryError: there is not enough host memory.
         """
         table, records = self._now()
         ids = self._check_ids(ids)
-        t = checks.integer(
-            "round", round, table.round + 1, fix=f"the bank has been committed up to round {table.round}"
-        )
+        t = checks.integer("round", round, table.round + 1, fix=f"round {table.round} was the last one committed")
         rows = self._check_states(states, len(ids))
         present = ids < self.num_clients
         if len(np.unique(ids[present])) < present.sum():
             values, counts = np.unique(ids[present], return_counts=True)
             raise ConfigurationError(
-                f"ids must hold every client once, got {values[counts.argmax()]} {counts.max()} times"
+                f"ids must contain each client at most once, got {values[counts.argmax()]} {counts.max()} times"
             )
         if keep is not None:
             present &= _check_keep(keep, len(ids))
@@ -336,7 +347,7 @@ class ClientStore:
             self._now()
 
     def close(self) -> None:
-        """Frees the memory, or unlocks the folder. All commits are stored already."""
+        """Frees the memory, or unlocks the folder. All commits have been stored before."""
         if self._records is not None:
             self._records.close()
         self._records = None
@@ -356,15 +367,15 @@ class ClientStore:
 
     @property
     def _record_bytes(self) -> int:
-        """Bytes of a client's state."""
+        """The number of bytes of a client's state."""
         return sum(len(row) for row in self._rows)
 
     def _now(self) -> tuple[_Table, ClientMemory | ClientFiles]:
-        """The table and the records. Raises ConfigurationError if the store is closed."""
+        """Returns the table and the records. Raises ConfigurationError if the store is closed."""
         if self._records is None:
-            raise ConfigurationError("the bank is closed: open it again, or use it before closing")
+            raise ConfigurationError("the client store is closed: open it again, or use it before closing it")
         if self._pending is not None:
-            # Set before the rename and cleared here: after Ctrl-C the index says whether the rename was done.
+            # It is set before the rename and cleared here. After Ctrl-C the index shows whether the rename was done.
             following, written = self._pending
             if isinstance(self._records, ClientFiles) and self._records.published(written):
                 self._table = following
@@ -372,17 +383,19 @@ class ClientStore:
         return self._table, self._records
 
     def _check_ids(self, ids: np.ndarray | Sequence[int]) -> np.ndarray:
-        """[K], int64."""
+        """Returns the checked ids, int64 [K]."""
         array = np.asarray(ids)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise ConfigurationError(f"ids must be one axis of client ids, got {array.dtype}{list(array.shape)}")
+            raise ConfigurationError(f"ids must be a list of client ids, got {array.dtype}{list(array.shape)}")
         bad = array[(array < 0) | (array > self.num_clients)]
         if len(bad):
-            raise ConfigurationError(f"ids must be in 0..{self.num_clients} (the last: an absent client), got {bad[0]}")
+            raise ConfigurationError(
+                f"ids must be in 0..{self.num_clients} ({self.num_clients} stands for no client), got {bad[0]}"
+            )
         return array.astype(np.int64)
 
     def _check_states(self, states: PyTree, K: int) -> list[np.ndarray]:
-        """The leaves' bytes, uint8 [K, bytes] each."""
+        """Returns the bytes of the leaves, each uint8 [K, bytes]."""
         leaves, structure = jax.tree.flatten(states)
         arrays = [np.asarray(leaf) for leaf in leaves]
         if structure != self._structure or any(
@@ -394,13 +407,13 @@ class ClientStore:
             by_name = client_files.leaves_by_name
             wrong = tree.differences(by_name(got), by_name(want), "instead of") or [f"a {type(states).__name__}"]
             raise ConfigurationError(
-                f"states must be like the initial state, with an axis of {K} in front, got {few(wrong)}"
+                f"states must have the leaves of the initial state with a first axis of length {K}, got {few(wrong)}"
             )
         rows = zip(arrays, self._rows, strict=True)
         return [np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(K, len(row)) for a, row in rows]
 
     def _empty(self, K: int) -> tuple[PyTree, list[np.ndarray]]:
-        """Uninitialized states with leaves [K, ...], and the same memory as uint8 [K, bytes] each."""
+        """Returns uninitialized states with leaves [K, ...], and the same memory as uint8 arrays [K, bytes]."""
         sizes = [K * len(row) for row in self._rows]
         starts = np.cumsum([0] + [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes])
         memory = np.empty(starts[-1] + ALIGNMENT, np.uint8)
@@ -413,19 +426,19 @@ class ClientStore:
 
 @contextlib.contextmanager
 def _kept(before: int, t: int) -> Iterator[None]:
-    """Raises an OSError that names the round whose states remain, for every OSError."""
+    """Replaces an OSError in the block by an OSError that names the round whose states remain."""
     try:
         yield
     except OSError as error:
         raise OSError(
             error.errno,
-            f"the client states of round {t} could not be stored ({error.strerror}): the bank stays at round "
-            f"{before}, with nothing lost; make room or mend the folder, and do the round again",
+            f"the client states of round {t} could not be stored ({error.strerror}): the client store stays at round "
+            f"{before}, and no states are lost; free some disk space or repair the folder, and repeat the round",
         ) from error
 
 
 def _check_keep(keep: Any, K: int) -> np.ndarray:
     keep = np.asarray(keep)
     if keep.dtype != bool or keep.shape != (K,):
-        raise ConfigurationError(f"keep must be bool[{K}], one for each id, got {keep.dtype}{list(keep.shape)}")
+        raise ConfigurationError(f"keep must be bool[{K}], one per id, got {keep.dtype}{list(keep.shape)}")
     return keep

@@ -1,6 +1,6 @@
 """The contents of a checkpoint: the arrays of a state, their checksums and their description.
 
-about.json    `About` as a text, and its CRC-32
+about.json    `About` as text, and its CRC-32
 arrays.0      the arrays, see array_files.py
 """
 
@@ -43,8 +43,8 @@ class About(NamedTuple):
     versions: dict[str, str]
     identity: dict[str, Any]
     round: int
-    key: list[int]  # of the run: another seed is another run
-    history: list[Record]  # of all rounds so far
+    key: list[int]  # the key of the run, which identifies its seed
+    history: list[Record]  # the records of all rounds so far
     leaves: list[list]  # [name, dtype, shape, checksum] of every array
 
 
@@ -57,16 +57,19 @@ def write_about(folder: Path, text: str) -> None:
 
 
 def read_about(folder: Path, t: int) -> About:
-    """The metadata of the checkpoint of round t. Raises DamagedError, and ConfigurationError for another format."""
+    """Returns the metadata of the checkpoint of round t.
+
+    Raises DamagedError for a damaged file, and ConfigurationError for another format.
+    """
     with as_damage(f"its {ABOUT} can't be read"):
         written = json.loads((folder / ABOUT).read_bytes())
         about = json.loads(written["about"])
         if zlib.crc32(written["about"].encode()) != written["crc32"] or about["round"] != t:
-            raise DamagedError(f"its {ABOUT} is not what was written")
+            raise DamagedError(f"its {ABOUT} does not contain what was written")
     if about["format"] != FORMAT:
         raise ConfigurationError(
             f"checkpoints must be of format {FORMAT}, got {about['format']} in {folder}: use the "
-            "version of fedjax_drift that wrote it"
+            "version of fedjax_drift that wrote the checkpoint"
         )
     return About(**about)
 
@@ -75,10 +78,10 @@ def read_about(folder: Path, t: int) -> About:
 
 
 def arrays_of(state: ServerState) -> PyTree:
-    """The arrays that are written for a state.
+    """Returns the arrays that are written for a state.
 
-    The key is written as its words. Client states in files are not written. Of client states in host memory those of
-    the clients seen are written, and the initial state as the last one, with the id N.
+    The key is written as its words. Client states in files are not written. If client states are in host memory, the
+    states of the clients that have taken part are written, and after them the initial state, with the id N.
     """
     clients = state.clients
     if isinstance(clients, ClientStore) and clients.in_files:
@@ -90,7 +93,8 @@ def arrays_of(state: ServerState) -> PyTree:
 
 
 def layout(spec: Specification, arrays: PyTree) -> list[list]:
-    """[name, dtype, shape] of every array, whatever devices hold it: client states have N rows, without padding."""
+    """Returns [name, dtype, shape] of every array. It does not depend on the devices: client states have N rows,
+    without padding."""
     leaves = tree.layout(arrays)
     if spec.states_on_host:
         return leaves
@@ -99,7 +103,7 @@ def layout(spec: Specification, arrays: PyTree) -> list[list]:
 
 
 def restored_state(spec: Specification, about: About, leaves: list[Leaf], strict: bool) -> ServerState:
-    """The state with these arrays: the inverse of `arrays_of`. strict: see `Checkpoints.restore`."""
+    """Returns the state with these arrays. It is the inverse of `arrays_of`. strict: see `Checkpoints.restore`."""
     expected = spec.state
     on_devices: Any = jax.tree.structure(expected._replace(clients=()) if spec.states_on_host else expected)
     n = on_devices.num_leaves
@@ -112,8 +116,8 @@ def restored_state(spec: Specification, about: About, leaves: list[Leaf], strict
     ids, *rows = [np.asarray(leaf) for leaf in leaves[n:]]
     if ids[-1] != spec.num_clients:
         raise OtherRunError(
-            f"client states must be of {spec.num_clients} clients, got those of {ids[-1]}: restore them with the data "
-            "that they were made with"
+            f"the checkpoint must have the states of {spec.num_clients} clients, got {ids[-1]} clients: restore it "
+            "with the data of its run"
         )
     states = jax.tree.unflatten(jax.tree.structure(expected.clients), rows)
     initial = jax.tree.map(lambda leaf: leaf[-1], states)
@@ -124,22 +128,22 @@ def restored_state(spec: Specification, about: About, leaves: list[Leaf], strict
 
 
 def read_arrays(folder: Path, spec: Specification, about: About) -> list[Leaf]:
-    """Reads every array, to where this simulation has it, and compares the checksums.
+    """Reads every array to the devices or the memory where this simulation keeps it, and compares the checksums.
 
-    Raises OtherRunError where the arrays do not fit the simulation, and DamagedError.
+    Raises OtherRunError if the arrays do not fit the simulation, and DamagedError if a file is damaged.
     """
     _check_arrays(folder.parent, spec, about)
     with as_damage("its arrays can't be read"):
         leaves = _read_all(folder, spec, about)
     for (name, *_, written), read in zip(about.leaves, checksums(spec, leaves), strict=True):
         if read != written:
-            raise DamagedError(f"its array {name} is not what was written")
+            raise DamagedError(f"its array {name} does not contain what was written")
     return leaves
 
 
 def _check_arrays(path: Path, spec: Specification, about: About) -> None:
     def described(leaves: list[list]) -> dict[str, str]:
-        """Without the number of client states in host memory, which is that of the clients seen."""
+        """Omits the number of client states in host memory, because it is the number of clients that took part."""
         return {
             name: f"{dtype}{shape[spec.states_on_host and _is_of_clients(name) :]}" for name, dtype, shape, *_ in leaves
         }
@@ -152,7 +156,7 @@ def _check_arrays(path: Path, spec: Specification, about: About) -> None:
     if wrong := tree.differences(described(about.leaves), described(layout(spec, expected)), between):
         raise OtherRunError(
             f"the checkpoints in {path} have other arrays than this simulation: {few(wrong)}: restore them with the "
-            "model and the algorithm that they were made with, or choose another folder"
+            "model and the algorithm of their run, or choose another folder"
         )
 
 
@@ -173,7 +177,7 @@ def _is_of_clients(name: str) -> bool:
 
 
 def _with_key_words(shapes: Any) -> ServerState:
-    """The shapes of a state whose key is stored as its words."""
+    """Returns the shapes of a state, with the words of the key in place of the key."""
     return shapes._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
 
 
@@ -181,9 +185,9 @@ def _with_key_words(shapes: Any) -> ServerState:
 
 
 def checksums(spec: Specification, leaves: list[Leaf]) -> list[int]:
-    """Returns one checksum per array of a state, computed by the devices that hold the array, whichever these are.
+    """Returns one checksum per array of a state, computed on the devices that hold the array.
 
-    Rows of client states beyond the N clients do not count: how many there are depends on the devices.
+    The padding of client states after the N clients is left out, because its length depends on the devices.
     """
     first_client = len(jax.tree.leaves(spec.state._replace(clients=())))
     on_devices = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
@@ -199,10 +203,12 @@ def _sums(rows: tuple[int | None, ...], leaves: list[jax.Array]) -> jax.Array:
 
 
 def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
-    """uint32 []: the sum of word i times 2 i + 1 over the array's first ``rows`` rows (default: all), modulo 2^32.
+    """Returns the sum over i of (2 i + 1) times word i, modulo 2^32, as uint32 [].
 
-    Because the factors are odd, every change of a single bit changes the sum. A sum of integers does not depend on the
-    order of its terms, and so not on the devices.
+    The factors are odd, so every change of a single bit changes the sum. A sum of integers does not depend on the order
+    of its terms. Therefore it does not depend on the devices.
+
+    rows: only the first ``rows`` rows of the array are summed. Default: all.
     """
     words = array.astype(jnp.uint8) if array.dtype == bool else array
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[words.dtype.itemsize]
@@ -218,7 +224,7 @@ def checksum(array: jax.Array, rows: int | None = None) -> jax.Array:
 
 @contextlib.contextmanager
 def as_damage(what: str) -> Iterator[None]:
-    """Raises DamagedError for whatever a reader raises when a file does not hold what was written."""
+    """Raises DamagedError for every exception in the block, except for MemoryError and errors of device memory."""
     try:
         yield
     except (DamagedError, MemoryError):
@@ -230,5 +236,5 @@ def as_damage(what: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's message, shortened."""
+    """Returns the first line of an error's message, shortened."""
     return first_line(error)[:150]

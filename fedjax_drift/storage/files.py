@@ -13,7 +13,7 @@ from fedjax_drift.errors import ConfigurationError, InUseError
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replaces the file atomically: a process that is killed leaves the old content or the new one."""
+    """Replaces the file atomically. If the process is killed, the file has either the old content or the new one."""
     new = path.with_name(path.name + ".new")
     try:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -30,8 +30,8 @@ def unused(path: Path) -> Path:
 
 
 def lock(file: FileIO, refusal: str) -> None:
-    """Locks the file for as long as it is open. Raises InUseError(refusal) if it is locked already."""
-    import fcntl  # on Unix only, as positioned reads and writes are
+    """Locks the file until it is closed. Raises InUseError(refusal) if it is locked already."""
+    import fcntl  # exists only on Unix, like os.pread and os.pwrite
 
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,11 +41,11 @@ def lock(file: FileIO, refusal: str) -> None:
 
 @contextlib.contextmanager
 def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
-    """Locks the folder for this process by its file "lock".
+    """Locks the folder for this process, through a file "lock" in it.
 
     Args:
       path: the folder.
-      what: the name of the argument that gave it, for messages.
+      what: the name of the argument with this folder, for messages.
       create: whether to create the folder and the file. If False, nothing is written.
 
     Raises:
@@ -60,9 +60,9 @@ def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
         file = FileIO(str(path / "lock"), "rb", opener=lambda name, _: os.open(name, flags, 0o666))
     except OSError as error:
         raise ConfigurationError(
-            f"{what} must be where files can be written, got {path} ({error.strerror}): choose another, or see to that"
+            f"{what} must be a folder where files can be written, got {path} ({error.strerror}): choose another folder"
         ) from error
     with file:
-        lock(file, f"{what} must be used by one run at a time, got {path}, which is in use, by another process or this "
-             "one: wait until that has ended, or choose another")  # fmt: skip
+        lock(file, f"{what} must be used by one run at a time, got {path}, which is in use by another process or by "
+             "this one: wait until that run has ended, or choose another folder")  # fmt: skip
         yield

@@ -1,9 +1,12 @@
-"""The identity of a run: all that its results depend on, as plain values by name.
+"""The identity of a run: a dict with everything that its results depend on.
 
-Two runs are the same if their identities are; else the names that differ tell a person why. Hyper-parameters live in
-closures, so that is where `settings` looks for them. A function is known by its name and the values that it captures.
-Not part of the identity are docstrings, comments, names of local and captured variables, and bytecode. The code of a
-user's function is an entry of its own, which only warns; the code of libraries is known by their versions.
+Two runs are the same if their identities are equal. Otherwise the entries that differ show why.
+
+- Hyper-parameters are captured in closures, so `settings` collects them from there. A function is identified by its
+  name and the values that it captures.
+- The code of a user's function has a separate entry. A difference in such an entry only causes a warning.
+- The code of libraries is identified by their versions.
+- Docstrings, comments, names of local and captured variables, and bytecode are not part of the identity.
 """
 
 from __future__ import annotations
@@ -33,14 +36,16 @@ from fedjax_drift.tree import described, layout
 from fedjax_drift.types import ServerState
 
 CODE = "<code>"  # the last part of the name of an entry for the code of a function
-MOST_BYTES = 10**9  # the size up to which `fingerprint` reads the whole of an array
+MOST_BYTES = 10**9  # of a larger array, `fingerprint` reads only some rows
 LIBRARIES = ("fedjax_drift", "jax", "jaxlib", "flax", "optax", "chex", "numpy", "ml_dtypes", "builtins")
 
 
 def identity(
     engine: Engine, data: FederatedData, on_nonfinite: str, client_store: str, state: ServerState
 ) -> dict[str, Any]:
-    """Returns all that a run's results depend on, by name, as JSON stores it: not lanes, devices or streaming.
+    """Returns everything that the results of a run depend on, as a dict that JSON can store.
+
+    The number of lanes, the devices and streaming are not part of it, because results do not depend on them.
 
     Args:
       engine: the round, with its algorithm, model and options.
@@ -49,7 +54,7 @@ def identity(
       client_store: "device", "sharded", "host" or a folder.
       state: shapes and dtypes of the whole state.
     """
-    options = {  # of Simulation: all that change results
+    options = {  # the options of Simulation that change results
         "cohort_size": engine.cohort_size,
         "sampling": "bernoulli" if engine.bernoulli else "uniform",
         "on_nonfinite": on_nonfinite,
@@ -71,10 +76,10 @@ def identity(
 
 
 def settings(value: Any, name: str) -> dict[str, Any]:
-    """The plain values in a tree of NamedTuples, dataclasses, containers and the closures of functions, by dotted name.
+    """Returns the plain values in NamedTuples, dataclasses, containers and closures of functions, by dotted name.
 
-    Arrays count by their contents. The code of functions is an entry that ends in "<code>", but for those of libraries.
-    What a function looks up in its module is not seen.
+    Arrays are compared by their contents. For the code of a function there is an entry that ends in "<code>", except
+    for functions of libraries. Global variables that a function uses are not included.
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
@@ -89,7 +94,7 @@ def settings(value: Any, name: str) -> dict[str, Any]:
         if isinstance(value, (np.generic, np.ndarray, jax.Array)):
             value = _of_array(value)
         if isinstance(value, float) and value.is_integer():
-            value = int(value)  # 1 and 1.0 are one setting
+            value = int(value)  # 1 and 1.0 are the same setting
         if value is None or isinstance(value, bool | int | float | str):
             entries[name] = value
             return
@@ -108,7 +113,7 @@ def settings(value: Any, name: str) -> dict[str, Any]:
 
 
 def _of_array(array: Any) -> Any:
-    """The number of a scalar; dtype, shape and checksum of any other array."""
+    """Returns the number for a scalar, and dtype, shape and checksum for any other array."""
     if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)
@@ -116,7 +121,7 @@ def _of_array(array: Any) -> Any:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """The name and value of each part of a value; none for a value of an unknown kind."""
+    """Returns the name and value of each element, field or captured variable. Empty for an unknown type."""
     if isinstance(value, functools.partial):
         return [("", value.func), *((str(i), arg) for i, arg in enumerate(value.args)), *value.keywords.items()]
     if inspect.ismethod(value):
@@ -150,11 +155,11 @@ def _of_library(value: Any) -> bool:
 
 
 def _name(value: Any) -> str:
-    """The name of a function or class: the last part of its module's name, and its qualified name.
+    """Returns the name of a function or class: the last part of its module's name, and its qualified name.
 
-    A script that is run and the same script imported, from whatever folder, give one name: "__main__" is replaced by
-    the script's file name. A notebook has none; and no module is given for libraries, which move functions between
-    modules from one version to the next.
+    "__main__" is replaced by the file name of the script, so that a script has the same names when it is run and when
+    it is imported. Functions of a notebook have no module name. Functions of libraries have no module name either,
+    because new versions of a library may move them to another module.
     """
     module = "" if _of_library(value) else getattr(value, "__module__", None) or ""
     if module in ("__main__", "__mp_main__"):  # the latter in processes that multiprocessing has started
@@ -163,9 +168,10 @@ def _name(value: Any) -> str:
 
 
 def _fingerprint_of_code(code: CodeType) -> str | None:
-    """The checksum of a function's source without comments, docstrings, annotations and layout; None without a source.
+    """Returns the checksum of a function's source without comments, docstrings, annotations and layout.
 
-    It is the same in all versions of Python. Lambdas on one line have one fingerprint.
+    It does not depend on the version of Python. Several lambdas on one line have the same checksum. None: there is no
+    source.
     """
     source = "".join(linecache.getlines(code.co_filename))
     text = _codes(source).get((code.co_name, code.co_firstlineno))
@@ -174,7 +180,7 @@ def _fingerprint_of_code(code: CodeType) -> str | None:
 
 @functools.lru_cache(64)
 def _codes(source: str) -> dict[tuple[str, int], str]:
-    """The code of every function of a source file, by name and first line."""
+    """Returns the code of every function of a source file, by name and first line."""
     codes: defaultdict[tuple[str, int], str] = defaultdict(str)
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -197,9 +203,10 @@ def _codes(source: str) -> dict[tuple[str, int], str]:
 
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """The entries in which two identities differ, with both values as JSON; and the functions whose code has changed.
+    """Returns the entries in which two identities differ, with both values as JSON, and the functions with changed
+    code.
 
-    A variable that a user's function captures may have another name with the same value.
+    A captured variable of a user's function may be renamed. If its value is the same, it is not a difference.
     """
     old, new = ({name: json.dumps(value) for name, value in side.items()} for side in (stored, current))
     for one, other in ((old, new), (new, old)):  # an option that one version lacks has its default, None, in the other
@@ -208,7 +215,7 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[
     functions = {name.removesuffix("." + CODE) for name in {**old, **new} if name.endswith("." + CODE)}
 
     def anonymous(name: str) -> str:
-        """The name without those of captured variables, which follow that of a function."""
+        """Removes the names of captured variables, which follow the name of a function."""
         parts = name.split(".")
         return ".".join("*" if ".".join(parts[:i]) in functions else part for i, part in enumerate(parts))
 
@@ -224,7 +231,7 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[
 
 
 def few(items: list[str], most: int = 6) -> str:
-    """The items as a text, with the number of those beyond the first ``most``."""
+    """Returns the first ``most`` items as text, with the number of the remaining items."""
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
 
 
@@ -232,7 +239,8 @@ _fingerprints: WeakKeyDictionary[FederatedData, dict[str, Any]] = WeakKeyDiction
 
 
 def fingerprint(data: FederatedData) -> dict[str, Any]:
-    """Checksums of the arrays of a federation; for arrays of more than 1 GB, those of evenly spaced rows."""
+    """Returns checksums of the arrays of a federation. For arrays of more than 1 GB only evenly spaced rows are
+    read."""
     if data not in _fingerprints:
         arrays = {name: getattr(data, name) for name in ("sizes", "x", "y", "x_test", "y_test", "mean", "std")}
         plain = {"name": data.name, "redeal": data.redeal}
@@ -250,5 +258,5 @@ def _crc(array: np.ndarray) -> str:
 
 
 def crc32(array: np.ndarray) -> int:
-    """The CRC-32 of an array's bytes."""
+    """Returns the CRC-32 of the bytes of an array."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,12 +1,12 @@
-"""All that checkpoints use of orbax: writing in the background, unfinished folders, and which checkpoints to keep.
+"""The interface to orbax: writing in the background, deleting unfinished folders, and choosing checkpoints to keep.
 
-orbax is imported when it is first used. Two things are not left to orbax (0.12):
+orbax is imported when it is first used. Two tasks are done without orbax (version 0.12):
 
-- Its handler of arrays closes its event loop while other writes are under way when one of them fails, as on a full
-  disk, and each of those then prints a traceback. `Handler` writes plain files instead.
-- Its deletion (`path.deleter`) removes the files of a checkpoint one by one, under the checkpoint's name, so that a
-  process that is killed meanwhile leaves half a checkpoint; with ``todelete_subdir`` it moves the checkpoint to a
-  folder that nothing empties. `Saver` renames a checkpoint before it deletes the files.
+- Writing arrays. If one write of orbax's array handler fails, as on a full disk, the handler closes its event loop, and
+  each of the other writes in progress prints a traceback. `Handler` writes plain files instead.
+- Deleting checkpoints. orbax's `path.deleter` deletes the files of a checkpoint one by one, so that a killed process
+  leaves an incomplete checkpoint under a valid name. With ``todelete_subdir`` it moves the checkpoint to a folder that
+  is never emptied. `Saver` renames a checkpoint before it deletes the files.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from fedjax_drift.storage.contents import write_about
 
 
 def checkpointer() -> Any:
-    """An orbax checkpointer that writes in the background: ``save(folder, args=save_arguments(...))``.
+    """Returns an orbax checkpointer that writes in the background: ``save(folder, args=save_arguments(...))``.
 
-    It writes to a temporary folder, which it renames to ``folder`` once every process has written its part.
+    It writes to a temporary folder. When every process has written its file, it renames this folder to ``folder``.
     """
     import orbax.checkpoint as ocp
 
-    # Creates the folder before it calls the handler: only orbax's handlers can wait for its creation.
+    # The folder is created before the handler is called, because only orbax's own handlers can wait for its creation.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     return ocp.AsyncCheckpointer(_handler_and_arguments()[0](), async_options=options)
 
 
 def save_arguments(about: str, parts: list[array_files.Part]) -> Any:
-    """What a checkpoint consists of: `contents.About` as a text, and this process's parts of the arrays."""
+    """Returns the contents of a checkpoint: `contents.About` as text, and the array shards of this process."""
     return _handler_and_arguments()[1](about, parts)
 
 
@@ -52,7 +52,7 @@ def _handler_and_arguments() -> tuple[Any, Any]:
         async def async_save(self, directory: Path, args: Any) -> list[Any]:
             thread = ThreadPoolExecutor(1)
             written = thread.submit(_write, Path(directory), args.about, args.parts)
-            thread.shutdown(wait=False)  # once that is done
+            thread.shutdown(wait=False)  # the thread ends after the write
             return [written]
 
         def save(self, directory: Path, args: Any) -> None:
@@ -82,7 +82,7 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def delete_unfinished(folder: Path) -> None:
-    """Deletes what saves that failed, or were interrupted by a kill, have left in the folder."""
+    """Deletes the files of failed and killed saves in the folder."""
     import orbax.checkpoint as ocp
 
     for temporary in ocp.path.step.all_temporary_paths(folder):
@@ -90,16 +90,16 @@ def delete_unfinished(folder: Path) -> None:
 
 
 class Saved(NamedTuple):
-    """A checkpoint as orbax's policies see it."""
+    """A checkpoint with the attributes that orbax's policies use."""
 
     step: int
     metrics: dict[str, float] | None
 
 
 def rounds_to_keep(scores: Mapping[int, float | None], keep: int) -> set[int]:
-    """The last ``keep`` rounds and the best one, by the scores of all rounds saved (larger is better; None: unknown).
+    """Returns the last ``keep`` rounds and the best round. If several rounds are equally good, the last one is kept.
 
-    Of several rounds that are equally good, the last is the best.
+    scores: the score of each saved round. Larger is better. None: unknown.
     """
     import orbax.checkpoint as ocp
 

@@ -1,4 +1,4 @@
-"""Saving: writes the checkpoints of a run while it trains, and deletes those that need not be kept."""
+"""Writes the checkpoints of a run during training, and deletes the checkpoints that are not kept."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def saving(
     hold: Hold,
     back: bool = False,
 ) -> Iterator[Savers]:
-    """A context manager that saves runs. Every process of the runs enters it.
+    """Returns a context manager that saves runs. Every process of the runs enters it.
 
     Args:
-      each: where each run is saved.
-      specs: the simulation of each run.
+      each: the `Checkpoints` of each run.
+      specs: the description of the simulation of each run.
       states: the state from which each run starts.
-      hold: a context manager that defers signals while orbax is called, so that no process leaves orbax's barriers
+      hold: a context manager that delays signals while orbax is called, so that no process leaves orbax's barriers
         early.
-      back: whether to delete checkpoints of these runs of rounds after the states'.
+      back: whether to delete checkpoints of these runs that are later than their start states.
 
     Raises:
-      OtherRunError: a folder holds the checkpoints of another run.
+      OtherRunError: a folder has the checkpoints of another run.
       InUseError: a folder is in use.
-      ConfigurationError: a folder cannot be written, or holds checkpoints of later rounds.
+      ConfigurationError: a folder cannot be written, or has checkpoints of later rounds.
     """
     with contextlib.ExitStack() as stack:
         runs = zip(each, specs, states, strict=True)
@@ -90,7 +90,7 @@ def _run_identity(checkpoints: Checkpoints, spec: Specification, state: ServerSt
 
 
 def _history(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> tuple[list[Record], list[int]]:
-    """The history up to the state, and the rounds from the state's on whose checkpoints are damaged."""
+    """Returns the history up to the state, and the rounds >= that of the state whose checkpoints are damaged."""
     t, rounds, damaged = int(state.round), checkpoints.rounds, []
     for number in [number for number in rounds if number >= t]:
         try:
@@ -106,13 +106,13 @@ def _history(checkpoints: Checkpoints, spec: Specification, state: ServerState) 
         check_same(checkpoints.path, newest.identity | {"key": newest.key}, _run_identity(checkpoints, spec, state))
     if intact and intact[-1] > t:
         raise ConfigurationError(
-            f"checkpoints must be of rounds up to the state's, {t}, got round {intact[-1]} in {checkpoints.path}: go "
-            "on from there with checkpoints.restore(sim), or choose another folder, whose history starts with this run"
+            f"the folder must have no checkpoints of rounds after {t}, the round of the state, got round {intact[-1]} "
+            f"in {checkpoints.path}: resume with checkpoints.restore(sim), or choose another folder"
         )
     if newest is not None and newest.round < t:
         checks.warn(
-            f"rounds {newest.round + 1} to {t} were done without checkpoints: the history in {checkpoints.path} leaves "
-            "them out"
+            f"rounds {newest.round + 1} to {t} were run without checkpoints: the history in {checkpoints.path} does "
+            "not contain them"
         )
     return newest.history if newest is not None else [], damaged
 
@@ -130,7 +130,7 @@ def _check_pinned(state: ServerState, t: int) -> None:
 
 
 def _delete_later(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> None:
-    """Deletes the checkpoints of rounds after the state's. Raises OtherRunError if they are another run's."""
+    """Deletes the checkpoints of rounds after that of the state. Raises OtherRunError if they belong to another run."""
     for number in [number for number in checkpoints.rounds if number > int(state.round)]:
         if (about := _about_or_none(checkpoints, number)) is not None:
             identity = _run_identity(checkpoints, spec, state)
@@ -139,7 +139,7 @@ def _delete_later(checkpoints: Checkpoints, spec: Specification, state: ServerSt
 
 
 def _delete(checkpoints: Checkpoints, t: int) -> None:
-    """Deletes a checkpoint. It is renamed first, so that an interruption does not leave half a checkpoint."""
+    """Deletes a checkpoint. It is renamed first, so that an interruption does not leave an incomplete checkpoint."""
     folder = checkpoints.place(t)
     renamed = folder.rename(folder.with_name(folder.name + DELETED))
     shutil.rmtree(renamed, ignore_errors=True)
@@ -152,7 +152,7 @@ def _move_aside(checkpoints: Checkpoints, damaged: list[int]) -> None:
 
 
 class Contents(NamedTuple):
-    """A state as it is written."""
+    """The contents of the checkpoint of a state."""
 
     round: int
     leaves: list[Leaf]
@@ -174,14 +174,16 @@ class Saver:
         self.scores = {t: checkpoints.score_of(t) for t in checkpoints.rounds}
         self.started: int | None = None  # the round that is being saved
         self.started_score: float | None = None
-        self.best: Contents | None = None  # better than all states saved, and not written yet
+        self.best: Contents | None = None  # a state that is better than all saved states and is not written yet
         self.clock = time.monotonic()
         self._delete_leftovers()
         self.orbax = orbax_backend.checkpointer()
 
     def save_start(self, state: ServerState) -> None:
-        """Saves the first state of a run whose client states are in files: a kill before the first save would leave
-        them without a state."""
+        """Saves the first state of a run whose client states are in files.
+
+        Otherwise a kill before the first save would leave client states without a state.
+        """
         if self.client_files is not None and int(state.round) not in self.scores:
             self.save(state, [])
             self.settle()
@@ -192,7 +194,7 @@ class Saver:
         return due(every, seconds, t, time.monotonic() - self.clock, self._is_busy())
 
     def save(self, state: ServerState, history: list[Record]) -> None:
-        """Starts to save the state, with the history of this run. A failure is a warning, and training continues."""
+        """Starts to save the state, with the history of this run. If this fails, it warns, and training continues."""
         self.settle()
         self._write_best(int(state.round), history)
         if int(state.round) in self.scores:
@@ -201,20 +203,20 @@ class Saver:
         self._try(lambda: self._write(self._contents(state, history), history))
 
     def confirm(self) -> None:
-        """If ``every`` is set, waits until the current save is complete.
+        """If ``every`` is set, waits until the current save is complete. The devices train meanwhile.
 
-        Records of later rounds are only reported after that, so that a crash never loses more than ``every`` reported
-        rounds. The devices train meanwhile.
+        Records of later rounds are reported only after that. So a crash never loses more than ``every`` reported
+        rounds.
         """
         if self.checkpoints.every is not None:
             self.settle()
 
     def settle(self) -> None:
-        """Waits until the current save is complete. A failure is a warning."""
+        """Waits until the current save is complete. If the save has failed, it warns."""
         self._try(self._settle)
 
     def consider(self, state: ServerState, history: list[Record]) -> None:
-        """Keeps the state if its round, the last of the history, is the best evaluated so far.
+        """Keeps the state if its round, which is the last of the history, is the best evaluated round so far.
 
         The state stays in host memory and is written with the next save, because writing every best state would slow
         down short rounds. If the process is killed before that, the lost rounds are repeated after a restart. With
@@ -235,14 +237,15 @@ class Saver:
                 self.best = contents._replace(leaves=[np.array(leaf) for leaf in contents.leaves])
             except Exception as error:
                 checks.warn(
-                    f"round {int(state.round)}, the best so far, could not be kept ({reason(error)}): the run goes on"
+                    f"round {int(state.round)}, the best so far, could not be saved ({reason(error)}): the run "
+                    "continues"
                 )
 
     def finish(self, state: ServerState, history: list[Record]) -> None:
         """Saves the final state if it is not saved yet, and waits until the save is complete.
 
         Raises:
-          OSError: the state could not be saved. It is ``error.state``, and the history ``error.history``.
+          OSError: the state could not be saved. The exception has ``error.state`` and ``error.history``.
         """
         t = int(state.round)
         self.settle()
@@ -260,13 +263,13 @@ class Saver:
             lost = OSError(
                 getattr(error, "errno", None) or errno.EIO,
                 f"the end of the run, round {t}, could not be saved in {self.checkpoints.path} ({reason(error)}), "
-                f"{where}: all rounds are in error.state and error.history; make room or mend the folder",
+                f"{where}: all rounds are in error.state and error.history; free some disk space or repair the folder",
             )
             vars(lost).update(state=state, history=history)
             raise lost from error
 
     def close(self) -> None:
-        """Waits for the save in progress, and ends orbax's threads."""
+        """Waits for the save in progress, and stops the threads of orbax."""
         self.settle()
         self.orbax.close()
 
@@ -274,7 +277,7 @@ class Saver:
         with self.hold():
             try:
                 step()
-            except Exception as error:  # orbax and what it calls raise whatever they like
+            except Exception as error:  # orbax can raise any exception
                 self._failed(error)
 
     def _is_busy(self) -> bool:
@@ -283,7 +286,7 @@ class Saver:
         return self.started is not None and not self.checkpoints.place(self.started).exists()
 
     def _contents(self, state: ServerState, history: list[Record]) -> Contents:
-        """The arrays of a state, with their checksums; client states in files are pinned."""
+        """Returns the arrays of a state with their checksums. Client states in files are pinned."""
         if self.client_files is not None:
             self.client_files.pin()
         arrays = arrays_of(state)
@@ -296,7 +299,7 @@ class Saver:
         return score(history or self.history_before, self.checkpoints.best)
 
     def _write_best(self, t: int, history: list[Record]) -> None:
-        """Saves the best state, unless it is that of round t, which is saved anyway."""
+        """Saves the best state, unless it is the state of round t, which is saved anyway."""
         if self.best is None:
             return
         best = self.best
@@ -311,12 +314,12 @@ class Saver:
         self.started, self.clock, self.started_score = t, time.monotonic(), contents.score
         records = self.history_before + history[: contents.records]
         about = About(FORMAT, versions(), self.identity, t, self.key, records, contents.described)
-        text = json.dumps(about._asdict())  # now: the records are the caller's, too, who may change them
+        text = json.dumps(about._asdict())  # encoded now, because the caller may change the records
         arguments = orbax_backend.save_arguments(text, array_files.parts_here(contents.leaves))
         self.orbax.save(self.checkpoints.place(t), args=arguments)
 
     def _settle(self) -> None:
-        """Waits until the current save is complete, and deletes what need not be kept any more."""
+        """Waits until the current save is complete, and deletes checkpoints that are not kept any more."""
         self.orbax.wait_until_finished()
         if self.started is None:
             return
@@ -333,7 +336,7 @@ class Saver:
                 self.client_files.unpin(t)
 
     def _delete_leftovers(self) -> None:
-        """Deletes what is left of saves that failed and of deletions that were interrupted."""
+        """Deletes the remaining files of failed saves and of interrupted deletions."""
         if jax.process_index() == 0:
             orbax_backend.delete_unfinished(self.checkpoints.path)
             for folder in self.checkpoints.path.glob("*" + DELETED):
@@ -345,13 +348,13 @@ class Saver:
         self._delete_leftovers()
         if jax.process_index() == 0 and not quietly:
             checks.warn(
-                f"round {t} could not be saved in {self.checkpoints.path} ({reason(error)}): the run goes on, "
+                f"round {t} could not be saved in {self.checkpoints.path} ({reason(error)}): the run continues, "
                 "and the next save tries again"
             )
 
 
 class Savers:
-    """Saves runs that advance together: the one run of `Simulation.run`, or the runs of a sweep."""
+    """Saves runs that advance together: the single run of `Simulation.run`, or the runs of a sweep."""
 
     def __init__(self, savers: Sequence[Saver]) -> None:
         self.savers = savers
@@ -362,7 +365,7 @@ class Savers:
         return self.savers[0].due(t)
 
     def save(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
-        """Starts to save every run, with its records since the saver was opened."""
+        """Starts to save every run, with its records since `saving` was entered."""
         for saver, state, history in zip(self.savers, states, histories, strict=True):
             saver.save(state, history)
 
@@ -372,12 +375,12 @@ class Savers:
             saver.confirm()
 
     def consider(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
-        """Keeps the states that are the best of their run so far, see `Saver.consider`."""
+        """Keeps each state that is the best of its run so far. See `Saver.consider`."""
         for saver, state, history in zip(self.savers, states, histories, strict=True):
             saver.consider(state, history)
 
     def finish(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
-        """Saves the end of every run. Raises OSError, after all have been tried, if one could not be saved."""
+        """Saves the final state of every run. Then raises OSError if one of them could not be saved."""
         failed: list[OSError] = []
         for saver, state, history in zip(self.savers, states, histories, strict=True):
             try:
@@ -392,9 +395,9 @@ def due(every: int | None, seconds: float | None, t: int, waited: float, busy: b
     """Whether to save after round t.
 
     Args:
-      every: save every so many rounds; None: not by rounds.
-      seconds: save after so many seconds; None: not by time.
-      waited: seconds since the last save started.
+      every: number of rounds between saves. None: the rounds do not matter.
+      seconds: number of seconds between saves. None: the time does not matter.
+      waited: number of seconds since the last save started.
       busy: whether that save is still running.
     """
     return every is not None and t % every == 0 or seconds is not None and waited >= seconds and not busy

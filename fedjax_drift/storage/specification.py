@@ -15,7 +15,7 @@ ON_DEVICES = ("device", "sharded")  # values of ``bank`` that keep client states
 
 
 class Specification(NamedTuple):
-    """The run that a checkpoint or a client store belongs to."""
+    """A description of the simulation that a checkpoint or a client store belongs to."""
 
     mesh: Mesh
     num_clients: int  # N
@@ -32,10 +32,10 @@ class Specification(NamedTuple):
         return self.client_store not in ON_DEVICES
 
     def store_identity(self, state: ServerState) -> dict[str, Any]:
-        """What a client store must have in common with a run: the identity of its checkpoints, and the key."""
+        """Returns the identity of a client store: the identity of the simulation, and the key."""
         return {"key": str(key_words(state))} | self.identity
 
 
 def key_words(state: ServerState) -> list[int]:
-    """The words of the state's key: another seed is another run."""
+    """Returns the words of the state's key. They identify the seed of a run."""
     return np.asarray(key_data(state.key)).tolist()
