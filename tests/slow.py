@@ -642,15 +642,22 @@ def moon(fed: Federation, w: Vector, mu: float = 1.0, temperature: float = 0.5) 
 
 
 def fedreg(
-    fed: Federation, w: Vector, gamma: float = 0.4, eta_s: float = 0.2, eta_p: float = 0.002, pseudo_steps: int = 10
+    fed: Federation,
+    w: Vector,
+    gamma: float = 0.4,
+    eta_s: float = 0.2,
+    eta_p: float = 0.002,
+    pseudo_steps: int = 10,
+    pseudo_data: str = "ascent",
 ) -> Iterator[Vector]:
-    """Xu et al. 2022, by its authors' code."""
+    """Xu et al. 2022, by its authors' code: the newer one (ascent) or the first one (descent)."""
 
-    def ascend(x: np.ndarray, y: np.ndarray, eta: float) -> np.ndarray:
-        """Sign-gradient ascent on CE(w; x, y) in x."""
+    def move(x: np.ndarray, y: np.ndarray, eta: float) -> np.ndarray:
+        """Sign-gradient steps on CE(w; x, y) in x. Those of the descent stay in the range of the batch."""
         matrix = w.reshape(x.shape[1] + 1, -1)[1:]
         for _ in range(pseudo_steps):
-            x = x + eta * np.sign((softmax(logits(w, x)) - one_hot(y, matrix.shape[1])) @ matrix.T)
+            sign = np.sign((softmax(logits(w, x)) - one_hot(y, matrix.shape[1])) @ matrix.T)
+            x = x + eta * sign if pseudo_data == "ascent" else (x - eta * sign).clip(x.min(), x.max())
         return x
 
     def projection(d: Vector, g: Vector) -> Vector:
@@ -662,8 +669,8 @@ def fedreg(
         for i in S:
             pseudo = []
             for x, y in fed.batches(t, i, epoch=fed.local.epochs):
-                x_s = ascend(x, y, eta_s)
-                pseudo.append((x_s, softmax(logits(w, x_s)), ascend(x, y, eta_p), y))
+                x_s = move(x, y, eta_s)
+                pseudo.append((x_s, softmax(logits(w, x_s)), move(x, y, eta_p), y))
             step, theta = fed.fresh_step(t), w
             for epoch in range(fed.local.epochs):
                 for (x, y), (x_s, y_s, x_p, y_p) in zip(fed.batches(t, i, epoch), pseudo, strict=True):

@@ -67,6 +67,7 @@ CASES: list[Case] = [
     # Few pseudo steps first: sure pseudo labels leave differences of float32 softmaxes that are mostly rounding.
     ("fedreg", {"gamma": 0.6, "eta_s": 0.1, "eta_p": 0.01, "pseudo_steps": 3}, MOMENTUM),
     ("fedreg", {}, BITES),
+    ("fedreg", {"eta_s": 0.3, "pseudo_steps": 4, "pseudo_data": "descent"}, BITES),
     ("constrained", {"mu": 0.3}, BITES),
     ("constrained", {"mu": 0.3, "kind": "feature", "part": "classifier"}, {}),
 ]

@@ -12,7 +12,9 @@ then in step k, with batch k of the epoch and the pseudo and perturbed data of b
            theta <- theta - a g2 - b g3                                                              (4)
 Server:    w <- mean_S theta_i
 
-Deviations:  none from the authors' code, but its privacy variant (add_mask) is not implemented.
+Deviations:  none from the authors' code of July 2022, but its privacy variant (add_mask) is not implemented. Their first
+code (February 2022) descends instead: x_s and x_p are x after steps of -sign(gradient), and each step is clipped to the
+range of the inputs before it. This is `pseudo_data="descent"`.
 
 Each epoch reshuffles the examples, but the pseudo data keep the order of the first pass. So batch k of the epoch and
 batch k of the pseudo data contain different examples.
@@ -35,7 +37,12 @@ from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, ba
 
 
 def fedreg(
-    gamma: float = 0.4, eta_s: float = 0.2, eta_p: float = 0.002, pseudo_steps: int = 10, beta: float = 0.5
+    gamma: float = 0.4,
+    eta_s: float = 0.2,
+    eta_p: float = 0.002,
+    pseudo_steps: int = 10,
+    beta: float = 0.5,
+    pseudo_data: str = "ascent",
 ) -> Algorithm:
     """Local training that forgets less. It removes the components of an update that increase the loss on pseudo data.
 
@@ -49,8 +56,9 @@ def fedreg(
       gamma: in (0, 1]. The gradient in (1) is evaluated at gamma theta + (1 - gamma) w. The authors use 0.25 to 0.5.
       eta_s: step size of the pseudo data, > 0, in the units of the model inputs.
       eta_p: step size of the perturbed data, > 0. The authors use eta_s / 100.
-      pseudo_steps: number of ascent steps, >= 1.
+      pseudo_steps: number of sign-gradient steps, >= 1.
       beta: in [0, 1). The gradients in (2) and (3) are evaluated at (1 - beta) theta + beta w. Default 0.5.
+      pseudo_data: "ascent" (default), or "descent" as in the authors' first code.
 
     Raises:
       ValueError: a value is out of range, the model does not use the default loss, or the inputs are not
@@ -61,6 +69,7 @@ def fedreg(
     eta_p = checks.positive("eta_p", eta_p)
     pseudo_steps = checks.integer("pseudo_steps", pseudo_steps, 1)
     beta = checks.fraction("beta", beta)
+    checks.choice("pseudo_data", pseudo_data, ("ascent", "descent"))
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w, apply = server.params, work.model.apply
@@ -69,9 +78,18 @@ def fedreg(
         def soft_cross_entropy(params: Params, x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
             return batch_mean(optax.softmax_cross_entropy(apply(params, x), y), mask)
 
-        def ascend(x: jax.Array, y: jax.Array, mask: jax.Array, eta: float) -> jax.Array:
-            uphill = jax.grad(soft_cross_entropy, argnums=1)
-            return lax.fori_loop(0, pseudo_steps, lambda _, x: x + eta * jnp.sign(uphill(w, x, y, mask)), x)
+        def move(x: jax.Array, y: jax.Array, mask: jax.Array, eta: float) -> jax.Array:
+            examples = mask.reshape(-1, *[1] * (x.ndim - 1))  # without the padding, whose values must not set the range
+
+            def step(_: int, x: jax.Array) -> jax.Array:
+                uphill = jnp.sign(jax.grad(soft_cross_entropy, argnums=1)(w, x, y, mask))
+                if pseudo_data == "ascent":
+                    return x + eta * uphill
+                low = jnp.min(x, where=examples, initial=jnp.inf)
+                high = jnp.max(x, where=examples, initial=-jnp.inf)
+                return jnp.clip(x - eta * uphill, low, high)
+
+            return lax.fori_loop(0, pseudo_steps, step, x)
 
         def pseudo_batch(k: jax.Array) -> tuple:
             x, y, mask = first_pass(k)
@@ -82,8 +100,8 @@ def fedreg(
                 )
             C = jax.eval_shape(apply, w, x).shape[-1]
             y = jax.nn.one_hot(y, C, dtype=x.dtype)
-            x_s = ascend(x, y, mask, eta_s)
-            return x_s, jax.nn.softmax(apply(w, x_s)), ascend(x, y, mask, eta_p), y, mask
+            x_s = move(x, y, mask, eta_s)
+            return x_s, jax.nn.softmax(apply(w, x_s)), move(x, y, mask, eta_p), y, mask
 
         # One slot per batch of the largest client, so that all clients have the same shapes. Unused slots stay zero.
         slots = jax.tree.map(
