@@ -12,9 +12,9 @@ then in step k, with batch k of the epoch and the pseudo and perturbed data of b
            theta <- theta - a g2 - b g3                                                              (4)
 Server:    w <- mean_S theta_i
 
-Deviations:  none from the authors' code of July 2022, but its privacy variant (add_mask) is not implemented. Their first
-code (February 2022) descends instead: x_s and x_p are x after steps of -sign(gradient), and each step is clipped to the
-range of the inputs before it. This is `pseudo_data="descent"`.
+Deviations:  none from the authors' code of July 2022, but its privacy variant (add_mask) is not implemented. Their
+first code, of February 2022, descends: x_s and x_p are x after steps of -sign(gradient). Each step is clipped to the
+range that the inputs of the batch have before it. This is `pseudo_data="descent"`.
 
 Each epoch reshuffles the examples, but the pseudo data keep the order of the first pass. So batch k of the epoch and
 batch k of the pseudo data contain different examples.
