@@ -23,7 +23,7 @@ import numpy as np
 from fedjax_drift.errors import ConfigurationError
 
 MOST = 2**63 - 1  # the default upper bound of an integer: the largest int64
-LARGE = 2**31 - 1  # messages mention an upper bound only if it is smaller than this, or if the value exceeds it
+LARGE = 2**31 - 1  # messages mention an upper bound if the bound is below LARGE, or if the value exceeds the bound
 WITHIN = ("fedjax_drift", "contextlib", "jax")  # packages that a warning is not attributed to
 
 

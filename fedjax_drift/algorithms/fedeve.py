@@ -19,8 +19,8 @@ Period drift: the data of a cohort as a whole differ from the data of the federa
 clients in one cohort differ from each other.
 
 Deviations:
-- Two equations of the paper have typos, which are corrected above. The mean in (11) must be divided by shat2 + sR2.
-  (32) must add the variance s2, not the standard deviation.
+- Two other equations of the paper, (11) and (32), have typos. The mean in (11) must be divided by shat2 + sR2. (32)
+  must add the variance s2, not the standard deviation. The algorithm above follows the corrected equations.
 - The authors' code does not subtract M in sQ2 (`period_variance="code"`). This increases the gain if the updates have a
   common direction.
 - The authors' code computes sR2 around the unweighted mean (`centre="uniform"`).

@@ -47,7 +47,8 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
 def measurements(path: Path) -> dict[tuple[str, str], bool]:
     """A dict (SMILES, protein sequence) -> whether Kd < 30 nM. The first conclusive measurement of a pair is used.
 
-    Lines without one of the three values are skipped, and so are inconclusive bounds such as "<100".
+    Lines without a SMILES string, a sequence or a Kd value are skipped. Lines with an inconclusive bound such as "<100"
+    are skipped, too.
     """
     binds_of: dict[tuple[str, str], bool] = {}
     with lines.opened(path, "latin-1") as file:

@@ -278,8 +278,8 @@ class FederatedData:
         """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits
         them.
 
-        It separates two kinds of drift (FedEve). Client drift: the clients of a cohort differ from each other. Period
-        drift: the examples of a cohort as a whole differ from those of the federation.
+        Redistribution separates two kinds of drift (FedEve). Client drift: the clients of a cohort differ from each
+        other. Period drift: the examples of a cohort as a whole differ from those of the federation.
 
         Args:
           alpha: None (default) splits the examples evenly, so that the clients of a cohort are similar. If the
@@ -296,9 +296,10 @@ class FederatedData:
     def with_client_tests(self, seed: int = 0) -> FederatedData:
         """Returns the same data with the test set split by client, for `Simulation.evaluate_clients`.
 
-        Of each class, a client gets test examples in proportion to its training examples of this class. So the test
-        examples of a client have its label distribution. Small clients may get no test example. `Simulation.evaluate`
-        still uses the whole test set. The random seed ``seed``, >= 0, decides which client gets which example.
+        The test examples of each class are split in proportion to the clients' training examples of this class. So a
+        client's test examples have nearly the label distribution of its training examples. Small clients may get no
+        test example. `Simulation.evaluate` still uses the whole test set. The random seed ``seed``, >= 0, decides which
+        client gets which example.
 
         Raises ValueError if there is no test set, if the labels are not non-negative integers with one label per
         example, or if a class of the test set has no training examples.

@@ -81,9 +81,9 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
 def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
     """Creates a federation from TensorFlow Federated's HDF5 files. Needs h5py.
 
-    ``train`` and ``test`` have groups examples/<client> with HDF5 data sets named ``x`` and ``y``. These must be
-    numeric, and are not converted. The clients are sorted by name. The test set and the errors are as in `from_fedjax`,
-    with h5py instead of msgpack.
+    ``train`` and ``test`` have one group examples/<client> per client. ``x`` and ``y`` are the names of the HDF5 data
+    sets in a group that have the inputs and the labels. They must be numeric, and are not converted. The clients are
+    sorted by name. The test set and the errors are as in `from_fedjax`, with h5py instead of msgpack.
     """
     return _from_files(read_tff, train, test, x, y)
 
@@ -149,7 +149,10 @@ def read_femnist(path: Path) -> files.Arrays:
 
 
 def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.Spec:
-    """Returns the required arrays of characters with writers: x, y and writer, with each of the suffixes ``parts``."""
+    """Returns the requirements for the arrays of a data set of handwritten characters.
+
+    The arrays are x, y and writer, once with each suffix in ``parts``: x_test, y_test and writer_test for "_test".
+    """
     spec: dict[str, Column] = {}
     for part in parts:
         spec |= {
@@ -176,7 +179,10 @@ def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> fil
 
 
 def _ink(x: np.ndarray, name: str) -> np.ndarray:
-    """Converts numbers with 1 = background to uint8 [n, 28, 28, 1], 255 = ink. Exact, as the input is bytes / 255."""
+    """Converts pixels in [0, 1], where 1 is background, to uint8 [n, 28, 28, 1], where 255 is ink.
+
+    The conversion is exact, because the published pixels are bytes / 255.
+    """
     if x[0].size != 28 * 28 or not (0 <= x.min() and x.max() <= 1):
         raise ConfigurationError(f"{name} must have images of 28 x 28 numbers in 0..1, got {list(x.shape[1:])}, "
                          f"{x.min()}..{x.max()}: is it FEMNIST?")  # fmt: skip

@@ -155,8 +155,8 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 def must_fit(what: str, size: int, available: int | None) -> None:
     """Raises `Wrong` if arrays of `size` bytes do not fit.
 
-    Uncompressed arrays must not exceed the `available` bytes of the file. Compressed arrays (None) must not exceed
-    `UNPACKED`.
+    Uncompressed arrays must not exceed the `available` bytes of the file. Compressed arrays (`available` is None)
+    must not exceed `UNPACKED`.
     """
     if available is None and size > UNPACKED:
         fix = "copy the file again, or write it uncompressed with numpy.savez"

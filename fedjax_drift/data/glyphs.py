@@ -55,7 +55,7 @@ class Glyphs(NamedTuple):
 
 
 class _Atlas(NamedTuple):
-    distance: np.ndarray  # uint8 [faces * 62 * cells * cells], 1/32 pixel to the nearest stroke
+    distance: np.ndarray  # uint8 [faces * 62 * cells * cells], to the nearest stroke; unit: 1/32 pixel, at most 255
     extent: np.ndarray  # float32 [faces, 62, 2], half width and half height in pixels
 
 
@@ -124,7 +124,7 @@ def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) 
 def _write(rng: np.random.Generator, n: int, atlas: _Atlas) -> tuple[np.ndarray, np.ndarray]:
     """Generates n images of one writer, uint8 [n, 28, 28], and their labels, uint8 [n]."""
     classes = len(CHARACTERS)
-    # A Dirichlet sample as normalised gamma samples. The constant keeps the sum of very small samples above zero.
+    # Normalised gamma samples are a Dirichlet sample. The constant keeps the sum of very small samples above zero.
     mix = rng.standard_gamma(_LABEL_CONCENTRATION * _prior()) + 1e-12
     y = rng.choice(classes, n, p=mix / mix.sum())
 
@@ -191,7 +191,7 @@ def _basis() -> tuple[np.ndarray, np.ndarray]:
     """Basis functions over the image, float32 [20, 784], and the standard deviations of their random weights, [20]."""
     centred = np.arange(_SIDE) - (_SIDE - 1) / 2
     row, column = (a.ravel() for a in np.meshgrid(centred, centred, indexing="ij"))
-    # The last two are only large near the border.
+    # The last two of these functions are only large near the border.
     functions = [np.ones_like(row), column, row, column * (column / 14) ** 6, row * (row / 14) ** 6]
     spread = [0.35, 0.03, 0.03, 0.0, 0.0]
     for i in range(4):

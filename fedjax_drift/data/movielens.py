@@ -114,9 +114,9 @@ def sizes(data: FederatedData) -> tuple[int, ...]:
 
 
 def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> Pair:
-    """Returns x int16 [P n, 6 + H] and y int32 [P n].
+    """Returns x int16 [P n, 6 + H] and y int32 [P n] for P positive examples with n candidates each.
 
-    They are made from profiles [P, 5], candidates [P, n] (the first one is positive) and histories [P, H].
+    profile: [P, 5]. candidates: [P, n], the positive one first. history: [P, H].
     """
     x = np.empty((*candidates.shape, 6 + history.shape[1]), np.int16)
     x[..., :5] = profile[:, None]
@@ -128,8 +128,11 @@ def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> P
 
 
 def _histories(item: np.ndarray, before: np.ndarray, length: int) -> np.ndarray:
-    """Returns the films of the ``before[r]`` ratings before rating r, int16 [R, length]. item: sorted by user and
-    time."""
+    """Returns the history of each rating, int16 [R, length], padded with 0 in front.
+
+    The history of rating r has the films of the last ``before[r]`` ratings that precede it, at most ``length``. item:
+    the film of each rating, sorted by user and time.
+    """
     padded = np.concatenate([np.zeros(length, np.int16), item.astype(np.int16)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, length)[: len(item)]
     return np.where(np.arange(length)[None] >= length - before[:, None], windows, 0).astype(np.int16)

@@ -237,12 +237,12 @@ def _assign_by_turns(
     sizes: np.ndarray,
     mixes: np.ndarray,
 ) -> np.ndarray:
-    """Assigns the examples one at a time: a random client that is not full gets an example of a class drawn from its
-    mix.
+    """Assigns the examples in turns. Returns the client of each example.
 
-    The mixes are log weights [N, C]. The classes of all turns are drawn in one vectorised pass. The draws are valid up
-    to the first turn whose class is empty. The later turns with this class are drawn again, and so on, for at most C
-    passes. The result has the same distribution as drawing one turn after another.
+    In a turn, a random client that is not full gets one example, whose class is drawn from the label distribution of
+    the client (its mix). The mixes are log weights [N, C]. The classes of all turns are drawn in one vectorised pass.
+    The draws are valid up to the first turn whose class is empty. The later turns with this class are drawn again, and
+    so on, for at most C passes. The result has the same distribution as drawing one turn after another.
     """
     # Each client has a Poisson clock of rate 1, which stops when the client is full. So the next client is uniformly
     # distributed among the clients that are not full.
@@ -358,7 +358,7 @@ def _log_gamma(rng: np.random.Generator, shape: float | np.ndarray, size: int | 
     """Returns logarithms of Gamma(shape) samples, which are a Dirichlet sample before normalisation.
 
     Logarithms do not underflow. So the ratios of unlikely classes are correct for any alpha, even when no examples of
-    the likely classes remain. The samples use that Gamma(a) has the distribution of Gamma(a + 1) U^(1/a).
+    the likely classes remain. A Gamma(a) sample is drawn as Gamma(a + 1) U^(1/a), which has the same distribution.
     """
     shape = np.maximum(shape, 1e-300)  # 1/shape must stay finite
     return np.log(rng.standard_gamma(shape + 1, size)) - rng.standard_exponential(size) / shape

@@ -31,8 +31,8 @@ def cut(rows: np.ndarray | _Mapped, begins: np.ndarray, sizes: np.ndarray, place
 class _Mapped:
     """The rows of a memory-mapped file, read with system calls.
 
-    The first access to a page of a memory map would take several times longer. It would also kill the process if the
-    file has been truncated.
+    Reading through the memory map would be several times slower when a page is accessed for the first time. It would
+    also kill the process if the file has been truncated.
     """
 
     def __init__(self, root: np.memmap, array: np.ndarray) -> None:

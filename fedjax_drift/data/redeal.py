@@ -134,7 +134,7 @@ def _dirichlet(key: jax.Array, ids: jax.Array, present: jax.Array, alpha: float,
     """Returns how many examples of each class the clients 0..k together get in a Dirichlet split, int32 [K, C].
 
     Rounding all split points down would give the last client up to one example too many per class. One random offset
-    per class makes the expected counts exactly n_c p_k.
+    per class makes the expected counts exact.
     """
     share_key, offset_key = jax.random.split(key)
     alpha = min(max(alpha, 1e-30), 1e30)  # float32 can represent alpha and 1 / alpha

@@ -24,6 +24,7 @@ def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pa
 
     The ids 2, 3, ... are the ``vocabulary`` - 2 most frequent words of the training texts, the most frequent word
     first.
+
     Raises FileNotFoundError for missing files, and ValueError for damaged files.
     """
     path = lines.find(FILENAME, places, HOW)

@@ -33,7 +33,8 @@ def agree(mesh: Mesh, numbers: Sequence[int] = (), flags: Sequence[bool] = ()) -
     """Makes all processes of the mesh use the same values for decisions that depend on clocks or signals.
 
     With several processes, all of them must call this function at the same point of the script. They exchange a few
-    bytes, after the programs that were started before. With one process, the arguments are returned unchanged.
+    bytes. The exchange runs after all programs that were launched before. With one process, the arguments are returned
+    unchanged.
 
     Args:
       numbers: integers in the range of int32.

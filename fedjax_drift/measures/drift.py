@@ -202,7 +202,8 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     With grad f = sum_i p_i grad F_i and p_i = n_i / n:
 
     - ``period_drift``: ||mean_S grad F_i - grad f||^2, FedEve's equation 3 for the cohort S of this round.
-    - ``dissimilarity``: Gamma = sum_i p_i ||grad F_i - grad f||^2, FedGVRGM's equation 4.
+    - ``dissimilarity``: sum_i p_i ||grad F_i - grad f||^2. FedGVRGM's equation 4 is another measure, the square root of
+      mean_k ||grad F_k||^2 / ||grad f||^2.
     - ``gradient_norm``: ||grad f||.
     """
     N = engine.num_clients

@@ -35,9 +35,9 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arr
 def _four_windows(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Convolution and pooling by 2 for few filters. A patch of (h + 1) x (w + 1) has the four windows that are pooled.
 
-    With a 5x5 kernel, a patch has 36 numbers per channel. These are 9 numbers per position of the convolution, instead
-    of 25. The matrix product has 4 F columns instead of F, because F columns are too few for vector instructions. It
-    needs 1.44 times as many operations.
+    With a 5x5 kernel, a patch has 36 numbers per channel and serves four positions of the convolution. So there are 9
+    numbers per position, instead of 25. The four shifted kernels give the matrix product 4 F columns, because F columns
+    would be too few for vector instructions. The product needs 36 / 25 = 1.44 times as many operations.
     """
     F = kernel.shape[-1]
     shifted = [jnp.pad(kernel, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in (0, 1) for j in (0, 1)]
@@ -88,7 +88,11 @@ def _convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
-    """x, g -> [h, w, C, F]: a convolution of C images with B channels."""
+    """x, g -> [h, w, C, F], the gradient of the kernel.
+
+    It is computed as a convolution of x with the kernel g. In this convolution, the C channels of x take the role of
+    the images, and the B images take the role of the channels.
+    """
     _, H, W, F = g.shape
     h, w, C = x.shape[1] - H + 1, x.shape[2] - W + 1, x.shape[3]
 

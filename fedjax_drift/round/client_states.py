@@ -34,7 +34,7 @@ def gather(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
         return ()
 
     def one_device(states: PyTree, places: jax.Array) -> PyTree:
-        """states: the shard of this device; places: those of all devices."""
+        """states: the states stored on this device. places: the places of the clients of all devices."""
 
         def leaf(s: jax.Array) -> jax.Array:
             is_here, index = local_slice(s, places)
@@ -73,7 +73,10 @@ def scatter(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> P
 
 
 def finish(function: Callable[[Any, PyTree], PyTree], server: Any, answered: jax.Array, states: PyTree) -> PyTree:
-    """The states [D, G, L, ...]. Those of the aggregated clients are replaced by ``function(server, state)``."""
+    """Replaces the states of the aggregated clients by ``function(server, state)``.
+
+    Returns all states [D, G, L, ...].
+    """
 
     def one(answered: jax.Array, state: PyTree) -> PyTree:
         finished = tree.cast_like(function(server, state), state, "a client's finished state")

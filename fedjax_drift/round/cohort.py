@@ -1,7 +1,7 @@
 """Selects the clients of a round, and assigns them to devices.
 
 sample    selects K ids, uniformly without replacement or by Bernoulli sampling, unless the caller gives them
-fail      makes clients absent that drop out or report too late, and gives stragglers fewer steps
+fail      replaces clients that drop out or report too late by absent clients; stragglers get fewer steps
 deal      sorts the cohort by local steps, and assigns the clients to devices and groups
 
 A device has G groups of L lanes. It trains the groups one after another, and the L clients of a group side by side. The
@@ -34,16 +34,21 @@ from fedjax_drift.round.exchange import back_and_forth
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.types import ServerState
 
-DEVICE_SPEEDS = 2**32 - 1  # fold_in(state.key, DEVICE_SPEEDS) draws the speed of each client's device; round t uses t
+# fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices. Round t uses
+# fold_in(state.key, t), and no round has the number DEVICE_SPEEDS.
+DEVICE_SPEEDS = 2**32 - 1
 
 
 class Plan(NamedTuple):
-    """The clients of a round, and the place at which each client trains."""
+    """The clients of a round, and the place at which each client trains.
+
+    K' clients are selected, and K of them remain after failures. K' > K only with over-selection.
+    """
 
     shared: Shared
     drawn: jax.Array  # int32 [K'], the selected ids; N marks an absent client
-    held: Client  # [K'], the selected clients, after redistribution of their examples; absent without examples
-    cohort: Client  # [K], the clients that report; absent if they failed
+    held: Client  # [K'], the selected clients after redistribution; a client without examples is absent
+    cohort: Client  # [K], the clients after failures; a client that does not report is absent
     order: jax.Array  # int32 [D, G, L], the position in the cohort of the client at each place
     empty: jax.Array  # bool [D, G, L], True for places without a client
     dealt: Client  # [D, G, L], the client at each place
@@ -77,8 +82,8 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the key for sampling the cohort of round t, and the key of the clients.
 
-    Client i uses fold_in(clients_key, i). The number N is used to redistribute examples, N + 1 for failures, N + 2 for
-    the noise of a private aggregation, and N + 3 for fine-tuning.
+    fold_in(clients_key, i) is the key of client i. The numbers after the last client give the keys for redistribution
+    (N), failures (N + 1), the noise of a private aggregation (N + 2) and fine-tuning (N + 3).
     """
     cohort_key, clients_key = jax.random.split(jax.random.fold_in(key, t))
     return cohort_key, clients_key

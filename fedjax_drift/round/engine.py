@@ -35,7 +35,9 @@ class Rows(NamedTuple):
     offsets: jax.Array | None = None  # int32 [N], the index of client i's first example; None if streamed
     sizes: jax.Array | None = None  # int32 [N], n_i; None if streamed
     places: jax.Array | None = None
-    """int32 [M + P], only with redistributed examples: example j of a client is x[places[offset + j]]."""
+    """int32 [M + P], only if examples are redistributed. Example j of a client is then x[places[offset + j]].
+
+    The first M entries are 0..M-1. The other P entries are the indices of the cohort's examples in their new order."""
 
 
 class Client(NamedTuple):

@@ -47,7 +47,7 @@ class Failures:
             "1.3 selects 30 % more clients than are aggregated",
         )  # fmt: skip
         if not traced(checked["over_selection"]) and checked["over_selection"].is_integer():
-            checked["over_selection"] = int(checked["over_selection"])  # 1: no over-selection, not a hyper-parameter
+            checked["over_selection"] = int(checked["over_selection"])  # 1 (int) is not a hyper-parameter
         checked["speed_spread"] = checks.nonnegative("speed_spread", self.speed_spread)
         if self.deadline is not None:
             why = "1.5 is 1.5 times the time of a mean client, None means no deadline"

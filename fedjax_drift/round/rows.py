@@ -1,7 +1,7 @@
 """The data set on the devices.
 
-Simulations with the same `FederatedData` share the arrays on the devices. They are freed together with the
-`FederatedData`.
+Simulations with the same `FederatedData` share the arrays on the devices. These arrays are freed
+together with the `FederatedData`.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[
     """Returns whether the client is aggregated, bool []; and the index of the first leaf of `uploaded` that is not
     finite, or -1.
 
-    An absent client has done no steps. Its weight must not be added to a sum, and neither must a 0/0 in its message.
+    An absent client is not aggregated, because it has done no steps. Its message may contain NaN from 0/0.
     """
     bad_leaf = tree.first_nonfinite(uploaded(result))
     present = client.id < engine.num_clients

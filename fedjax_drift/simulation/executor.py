@@ -31,7 +31,7 @@ from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.types import ServerState
 
-UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)  # what a number raises where it must be a constant
+UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)  # JAX raises these for a tracer instead of a constant
 
 
 def out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
@@ -46,7 +46,7 @@ class Executor:
         self.programs = Programs(setup.engine, setup.states_on_host)
         self.host = Host(setup)
         self._description = description
-        self._fits = False  # whether a round has run with these lanes
+        self._fits = False  # whether a round has run with the current number of lanes
 
     def use_lanes(self, lanes: int) -> None:
         self.setup = self.setup.with_lanes(lanes)
@@ -63,7 +63,7 @@ class Executor:
         except UNTRACEABLE:
             if self.programs.constant:
                 raise
-        self.use_constants()  # an algorithm uses a number in an ``if``, for example
+        self.use_constants()  # the algorithm uses a hyper-parameter in an ``if``, for example
         return self.launch(name, *arguments)
 
     def test(self) -> TestRows:
@@ -80,11 +80,11 @@ class Executor:
         return server_scores(lambda params: self.programs.launch_scoring("evaluate", params, test), server)
 
     def fetch(self, key: jax.Array, t: int, cohort: jax.Array | None = None) -> Fetched:
-        """Returns what round t needs if examples or client states are kept on the host."""
+        """Returns the arguments of round t. Only needed if examples or client states are kept on the host."""
         return self.host.fetch(np.asarray(self.programs.compiled.draw(key, t) if cohort is None else cohort))
 
     def with_states(self, state: ServerState, fetched: Fetched) -> ServerState:
-        """Returns the state with the client states of the cohort on the devices, if a client store keeps them."""
+        """Returns the state. States of the cohort that are in a client store are sent to the devices."""
         if not isinstance(state.clients, ClientStore) or fetched.ids is None:
             return state
         return state._replace(clients=put(state.clients.gather(fetched.ids), self.setup.everywhere))
@@ -133,14 +133,14 @@ class Executor:
     def fitting(self, call: Callable[[], Any], state: ServerState) -> Any:
         """Returns ``call()``, which runs programs on ``state``.
 
-        If they do not fit in a device's memory, the number of lanes is halved, and ``call`` is called again. Raises
-        MemoryError if that is impossible, for example because the failed program has overwritten the state.
+        If the programs do not fit in a device's memory, the number of lanes is halved, and ``call`` is called again.
+        Raises MemoryError if that is impossible, for example because the failed program has overwritten the state.
         """
         while True:
             try:
                 result = call()
                 if not (self._fits or traced(result)):
-                    jax.block_until_ready(result)  # or else an error would show later, elsewhere
+                    jax.block_until_ready(result)  # so that errors of the programs are raised here
                     self._fits = True
                 return result
             except jax.errors.JaxRuntimeError as error:
@@ -160,7 +160,7 @@ class Executor:
                         f"{lanes} lanes do not fit in a device's memory, and the state was donated to the round that "
                         f"failed: resume from an earlier state with lanes={lanes // 2}"
                     ) from error
-                if spans_processes(self.setup.mesh):  # the others may have had enough memory, and wait for this one
+                if spans_processes(self.setup.mesh):  # the other processes may have enough memory
                     raise MemoryError(
                         f"{lanes} lanes do not fit in a device's memory: lower lanes= (with several processes it is "
                         "not halved automatically); the state is still valid"
@@ -185,7 +185,7 @@ class RunTrack:
     def __init__(self, executor: Executor, state: ServerState, fetch: Callable[[int], Fetched]) -> None:
         self.executor, self.state = executor, state
         self._fetch = fetch
-        self._may_overwrite = executor.setup.donate  # the first state is the caller's, the following ones are not
+        self._may_overwrite = executor.setup.donate  # applies only to the first state
 
     def prepare(self, t: int) -> None:
         self._fetched = self._fetch(t)

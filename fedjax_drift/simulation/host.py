@@ -1,4 +1,4 @@
-"""Sends examples and client states from the host to the devices, while the round before is trained."""
+"""Sends examples and client states from the host to the devices, while the previous round is trained."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Stream:
     """Reads the examples of a cohort from the data set and sends them to the devices in a buffer of length R.
 
     R usually depends only on the number of clients, so that all rounds share one compiled program. R is then the mean
-    number of examples of such a cohort plus six standard deviations. A cohort with more examples gets a buffer that is
-    long enough for the largest clients.
+    number of examples of such a cohort plus six standard deviations. A cohort with more examples gets a buffer
+    that is long enough for every cohort, that is, for the K largest clients together.
     """
 
     def __init__(self, data: FederatedData, sharding: Sharding) -> None:

@@ -10,12 +10,12 @@ compared:
 
 Programs are compiled for a form and take the numbers as arguments. Simulations with equal forms share their programs.
 
-- A number is a finite Python float other than 0. A 0 is a part of the form. It often switches something off (momentum,
-  weight decay), and the program is then a different one.
-- Functions are equal if they have the same code, capture equal values, and the global variables that they name have
-  equal values. The numbers inside functions of JAX and other libraries are a part of the form.
-- Lists, sets and dicts are compared by their contents, and NumPy arrays up to 16 MiB by a checksum. Other objects are
-  compared with their own ``==``, or by identity if they have none.
+- A number is a finite Python float other than 0. A 0 is a part of the form, because it often switches something off
+  (momentum, weight decay), which needs a different program.
+- Two functions are equal if they have the same code and capture equal values, and if the global variables that they
+  use have equal values. The numbers inside functions of JAX and other libraries are a part of the form.
+- Lists, sets and dicts are compared by their contents, and NumPy arrays up to 16 MiB by a checksum. Other hashable
+  objects that define ``==`` are compared with it. All remaining objects are compared by identity.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "numpy", "scipy", "builtins", "functools", "math", "operator")
 LARGE = 2**24  # bytes; the contents of larger arrays are not compared
-LONG = 20_000  # entries of a key; longer keys are not compared (functions that capture very many objects)
+LONG = 20_000  # entries of a key; the programs of a value with a longer key are not cached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def split(value: Any, fixed: Sequence[str] = ()) -> tuple[Form, tuple[float, ...
     """
     walk = _Walk()
     walk.fields(value, fixed)
-    if walk.recursive:  # with a function that calls itself, all numbers stay in the form
+    if walk.recursive:  # if a function calls itself, all numbers stay in the form
         walk = _Walk(frozen=1)
         walk.fields(value, fixed)
     form = Form(tuple(walk.key), value, tuple(fixed), walk.traced or len(walk.key) > LONG)
@@ -81,7 +81,10 @@ class _Same:
 
 
 class _Walk:
-    """Visits all parts of a value once. Collects the key and the numbers, or replaces the numbers with new ones."""
+    """Visits all parts of a value once. Collects the numbers, or replaces them with new ones.
+
+    The key describes everything but the numbers. Forms are equal if their keys are equal.
+    """
 
     def __init__(self, new_numbers: Iterator[Any] | None = None, frozen: int = 0) -> None:
         self.new_numbers = new_numbers  # None: the numbers stay
@@ -89,7 +92,7 @@ class _Walk:
         self.key: list[Any] = []  # hashable entries
         self.numbers: list[float] = []
         self.traced = self.recursive = False
-        self.seen: dict[int, int] = {}  # id of a visited object -> how many were visited before it
+        self.seen: dict[int, int] = {}  # id of a visited object -> number of objects visited before it
         self.replaced: dict[int, Any] = {}  # id of a cell or a function -> the cell or function in its place
 
     def fields(self, value: Any, fixed: Sequence[str]) -> Any:
@@ -101,7 +104,7 @@ class _Walk:
         return value._replace(**parts)
 
     def visit(self, value: Any, frozen: bool = False) -> Any:
-        """Visits a value and returns it with the new numbers. frozen: its numbers are a part of the key and stay."""
+        """Visits a value and returns it with the new numbers. frozen: its numbers stay, as a part of the key."""
         self.frozen += frozen
         try:
             return self._visit(value)
@@ -178,7 +181,7 @@ class _Walk:
             return self.replaced.get(id(cell), cell)
         try:
             value = cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # the variable has no value yet
             self.key.append("empty")
             return cell
         new = self.visit(value, frozen)
@@ -198,7 +201,11 @@ class _Walk:
                     self.key += [pair for pair in plain.items() if isinstance(pair[1], PLAIN)]
 
     def contents(self, value: Any) -> None:
-        """Adds an object of another type to the key, so that it differs from other objects in its place."""
+        """Adds an object to the key that is not of a type that `_visit` handles.
+
+        Equal containers, NumPy arrays of up to `LARGE` bytes and hashable objects with ``==`` get equal keys. Any other
+        object only has the same key as itself.
+        """
         self.traced |= isinstance(value, jax.core.Tracer)
         if len(self.key) > LONG:
             return

@@ -30,7 +30,7 @@ from fedjax_drift.simulation.records import record
 from fedjax_drift.storage.saver import Savers
 from fedjax_drift.types import Record, ServerState
 
-CHUNK_SECONDS = 0.1  # the intended duration of a program of several rounds; Ctrl-C takes effect after this time
+CHUNK_SECONDS = 0.1  # the intended duration of a program of several rounds; Ctrl-C takes effect after about this time
 
 
 class Track(Protocol):
@@ -40,7 +40,7 @@ class Track(Protocol):
         """Waits for the data and client states that round t needs from the host."""
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
-        """Dispatches n rounds from round t and returns their infos. measured: measure the drift of the last round."""
+        """Dispatches n rounds from round t and returns their infos. measured: measure drift in the last round."""
 
     def score(self) -> dict[str, jax.Array]:
         """Dispatches the evaluation of the newest state."""
@@ -53,7 +53,7 @@ class Track(Protocol):
 
 
 class Flight(NamedTuple):
-    """n rounds of a track that have been dispatched. ``done`` rounds are completed after them."""
+    """n rounds of a track that have been dispatched. ``done`` is the number of the run's rounds up to their end."""
 
     track: int
     done: int
@@ -149,12 +149,12 @@ class Loop:
                 if self.schedule.eval_every and (self.savers is None or t == self.schedule.last):
                     self._score()
                 self._catch_up(0)
-            except KeyboardInterrupt:  # records the completed rounds, without this evaluation
+            except KeyboardInterrupt:  # the completed rounds are recorded without this evaluation
                 self._flying = deque(flight._replace(scores={}) for flight in self._flying)
                 with suppress(KeyboardInterrupt), self.stop.held():
                     self._catch_up(0)
         if self.savers is not None:
-            with suppress(KeyboardInterrupt), self.stop.held():  # after Ctrl-C, too, everything is saved and returned
+            with suppress(KeyboardInterrupt), self.stop.held():  # everything is saved even after Ctrl-C
                 self.savers.finish(self.states(), self.histories)
 
     def _advance(self, t: int) -> int:
@@ -188,7 +188,10 @@ class Loop:
         return t
 
     def _score(self) -> None:
-        """Dispatches the evaluation of each track's newest state, unless this was done or its record exists already."""
+        """Dispatches the evaluation of the newest state of each track.
+
+        Skips a track whose newest state is already being evaluated or whose newest rounds have been recorded.
+        """
         newest = {flight.track: position for position, flight in enumerate(self._flying)}
         for track, position in newest.items():
             if not self._flying[position].scores:

@@ -35,13 +35,14 @@ class Placement:
     """L, the number of lanes: L clients train side by side (vmap) on one device. None means 1.
 
     "auto" is 1 on a CPU, where clients train fastest one after another. On an accelerator it is a quarter of the
-    clients that one device trains in a round, but at most 128, and at least 16 if there are that many."""
+    clients that one device trains in a round, but at least 16 and at most 128. L is never larger than the number of
+    clients that one device trains in a round."""
     mesh: Mesh | None = None
     """The devices: a mesh with the single axis "clients" (`clients_mesh`). None: all devices of all processes."""
     stream: bool | str = "auto"
     """Whether the training examples are kept on the host, in memory or in a memory-mapped file. The examples of each
-    cohort are then prefetched while the round before is trained. "auto": True if the examples take more than half of a
-    device's memory and cannot be sharded, or if they take more than half of the memory of all devices together."""
+    cohort are then prefetched while the previous round is trained. "auto": True if the examples take more than half of
+    a device's memory and cannot be sharded, or if they take more than half of the memory of all devices together."""
     shard_data: bool | str = "auto"
     """Whether the training examples are sharded over the devices. False: they are replicated.
 
@@ -56,11 +57,11 @@ class Placement:
     - "sharded": sharded over the devices.
     - "host": in the host memory of every process.
     - A path: in files in this folder.
-    - "auto": "device" or else "sharded", if the client states then take at most half of a device's memory, and
-      otherwise "host".
+    - "auto": "device" if all client states together take at most half of a device's memory. Otherwise "sharded" if one
+      device's share of them does. Otherwise "host".
 
     With "host" or a path, only clients that have taken part need space. Every round overwrites the client states in
-    place, so the `ServerState` of the round before becomes invalid."""
+    place, so the `ServerState` of the previous round becomes invalid."""
     donate: bool = False
     """Whether `Simulation.round_fn` may overwrite the state that is passed to it. This saves the memory of one state.
     The old state is then invalid."""
@@ -101,7 +102,7 @@ class Placement:
         if checks.is_auto(self.lanes):
             if mesh.devices.flat[0].platform == "cpu":
                 return 1
-            # Measured on an H200: more lanes than a quarter of the cohort waste more on uneven clients than they gain.
+            # With more lanes, rounds were slower on an H200, because lanes wait for the client with the most steps.
             return min(per_device, max(16, min(128, per_device // 4)))
         return 1 if self.lanes is None else min(int(self.lanes), per_device)
 
@@ -191,7 +192,7 @@ def moved(tree: PyTree, shardings: PyTree) -> PyTree:
 def on_host(key: jax.Array) -> jax.Array:
     """Returns a copy of the key on a CPU device, or on the first device if JAX has no CPU device (JAX_PLATFORMS=cuda).
 
-    With this copy, the next cohort is drawn on the CPU while an accelerator is busy with the round before.
+    With this copy, the next cohort is drawn on the CPU while an accelerator is busy with the previous round.
     """
     words = np.array(jax.random.key_data(key))
     try:

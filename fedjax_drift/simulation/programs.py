@@ -3,8 +3,9 @@
 The first argument of a program is the hyper-parameters, that is, the numbers that `hyper.split` separates from the
 engine. So another learning rate, mu or alpha does not trigger recompilation.
 
-The programs of the last `KEPT` forms (`hyper.Form`) of an engine are cached, even if their simulations no longer exist.
-So a function that creates a simulation, runs it and returns can be called again without recompilation.
+An engine describes a round. The programs of the `KEPT` engine forms (`hyper.Form`) that were used last are cached, even
+if their simulations no longer exist. So a function that creates a simulation, runs it and returns can be called again
+without recompilation.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fedjax_drift.round.round import init, round_fn, rounds
 from fedjax_drift.simulation import hyper
 from fedjax_drift.simulation.placement import shardings_of
 
-KEPT = 64  # number of forms of an engine whose programs are cached
+KEPT = 64  # number of engine forms whose programs are cached
 MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
 CONTINUOUS = ("algorithm", "local", "failures", "aggregation")  # the fields of an engine that contain numbers
 SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # the fields that an evaluation uses
@@ -100,13 +101,13 @@ class Programs:
 
 
 def split(engine: Engine, constant: bool = False) -> tuple[hyper.Form, tuple[float, ...]]:
-    """Returns the form of an engine, for which programs are compiled, and its numbers.
+    """Returns the form and the numbers of an engine. Programs are compiled for the form.
 
     constant: if True, all numbers stay in the form, and no numbers are returned.
     """
     if constant:
         return hyper.split(engine, Engine._fields)
-    # The name of an aggregation contains its numbers.
+    # The name of an aggregation contains its numbers in parentheses, so this part must not be in the form.
     rule = engine.aggregation._replace(name=engine.aggregation.name.partition("(")[0])
     return hyper.split(engine._replace(aggregation=rule), [name for name in Engine._fields if name not in CONTINUOUS])
 

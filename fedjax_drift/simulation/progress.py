@@ -18,8 +18,9 @@ from fedjax_drift.types import Record
 class Stop:
     """A signal handler that lets a loop stop between rounds.
 
-    The first signal requests the stop, and the loop ends after the rounds in progress. A SIGINT after that raises
-    KeyboardInterrupt, immediately or at the end of the `held` block. A further SIGTERM has no effect.
+    The first signal requests the stop, and the loop ends after the rounds in progress. A later SIGINT raises
+    KeyboardInterrupt immediately. Inside a `held` block, it does so at the end of the block. A later SIGTERM has no
+    effect.
     """
 
     requested = False  # by SIGINT or SIGTERM
@@ -41,7 +42,7 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Delays a KeyboardInterrupt to the end of the block, or to the end of the outermost such block."""
+        """Delays a KeyboardInterrupt to the end of the block. If such blocks are nested, the outermost one counts."""
         nested, self.holding = self.holding, True
         try:
             yield
@@ -72,7 +73,7 @@ def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
         yield stop
     finally:
         for number, handler in old.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: was not installed by Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed by Python
 
 
 def watched() -> bool:

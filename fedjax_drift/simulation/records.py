@@ -1,4 +1,4 @@
-"""Makes the record of a round, which `Simulation.run` keeps, from the ``info`` of the round, and the warnings."""
+"""Makes the record and the warnings of a round from its ``info``. `Simulation.run` returns the records as history."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list
 
 
 def complaints(t: int, info: Mapping[str, Any], entry: Record, leaves: Callable[[], Sequence[str]]) -> dict[str, str]:
-    """Returns the warnings about round t, by kind. leaves: returns the names that belong to the indices
-    ``bad_leaf``."""
+    """Returns the warnings about round t, as a dict from the kind of a warning to its text.
+
+    leaves: returns the names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list.
+    """
     found = {}
     if not info["finite"].all():
         found["not finite"] = nonfinite_message(t, info, leaves)
@@ -54,7 +56,7 @@ def complaints(t: int, info: Mapping[str, Any], entry: Record, leaves: Callable[
 
 
 def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequence[str]]) -> str:
-    """Returns a message with the clients of round t whose updates are not finite, and the first such leaf of each."""
+    """Returns a message with the clients of round t whose updates are not finite, each with its first bad leaf."""
     cohort, bad_leaf = np.asarray(info["cohort"]), np.asarray(info["bad_leaf"])
     names, bad = leaves(), np.flatnonzero(bad_leaf >= 0)
     some = ", ".join(f"client {cohort[k]} in {names[bad_leaf[k]]}" for k in bad[:5]) + (", ..." if len(bad) > 5 else "")

@@ -47,7 +47,7 @@ class Setup:
     donate: bool
     eval_batch_size: int
     client_store: str  # "device", "sharded", "host" or a folder
-    state: ServerState  # shapes and dtypes; if client states are on the host, ``clients`` is one client's, [1, ...]
+    state: ServerState  # shapes and dtypes; with states on the host, ``clients`` has one client, [1, ...]
     shardings: ServerState  # the sharding of each field of a state
 
     @property
@@ -82,7 +82,7 @@ class Setup:
 
     @property
     def one_round_a_program(self) -> bool:
-        """Whether the host has work to do in every round."""
+        """Whether a program runs only one round, because the host has work to do in every round."""
         return self.can_be_refused or self.needs_host
 
     def with_lanes(self, lanes: int) -> Setup:
@@ -98,7 +98,7 @@ class Setup:
         return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.any_row()))
 
     def update_leaves(self) -> list[str]:
-        """The names that belong to the indices ``bad_leaf`` in ``info``."""
+        """The names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list."""
         leaves = jax.tree.leaves_with_path(uploaded(self.any_update()))
         return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
@@ -243,7 +243,7 @@ def _redeal(data: FederatedData) -> Redeal | None:
 
 
 def _bernoulli_capacity(N: int, cohort_size: int) -> int:
-    """Returns the size that a Binomial(N, K/N) cohort exceeds with probability of at most 1e-12."""
+    """Returns the size that a Binomial(N, K/N) cohort exceeds with a probability of at most 1e-12."""
     from scipy.stats import binom
 
     return min(N, max(1, int(binom.isf(1e-12, N, cohort_size / N))))

@@ -223,7 +223,8 @@ class Simulation:
 
         Args:
           state: a state of round ``round``. Its ``clients`` are replaced.
-          round: a round that has a checkpoint. Default: the last round in the folder.
+          round: a round that has a checkpoint. The client states in the folder ``bank=`` are set back to this round.
+            Default: the last round in that folder.
           strict: if False, a different federation, algorithm, model or key only causes a warning, see
             `Checkpoints.restore`.
 
@@ -619,9 +620,10 @@ class Simulation:
 
 
 def _grouped(name: str, kind: Any, value: Any, options: Any) -> Any:
-    """Returns the group of options ``value``. If it is None, the group is made from the ``options`` of its fields.
+    """Returns the group of options ``value``, an instance of ``kind`` (`Failures` or `Placement`).
 
-    The fields are removed from ``options``.
+    If it is None, the group is made from those entries of ``options`` that are fields of ``kind``. These entries are
+    removed from ``options``.
     """
     flat = {field: options.pop(field) for field in kind.__dataclass_fields__ if field in options}
     if value is None:

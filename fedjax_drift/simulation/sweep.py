@@ -148,8 +148,8 @@ def sweep(
         the earlier rounds. With checkpoints, SIGTERM stops the sweep like Ctrl-C and then raises SystemExit(143).
 
     Returns:
-      A list with one `Run` per setting and seed, ordered by setting and then by seed. A ``history`` is that of
-      `Simulation.run`, except that ``seconds`` is the time of a round of all runs together.
+      A list with one `Run` per setting and seed, ordered by setting and then by seed. A ``history`` has the
+      records of `Simulation.run`, but ``seconds`` is the duration of a round of all runs together.
 
       - The first Ctrl-C stops the sweep after the rounds in progress, and the runs so far are returned. A second Ctrl-C
         stops the sweep immediately. Some runs may then have fewer rounds than others.
@@ -409,14 +409,14 @@ def _check_start(
 
 
 def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
-    """Yields (name, value of a, value of b) for every difference because of which a and b cannot share a program."""
+    """Yields (name, value of a, value of b) for every difference that prevents a and b from sharing a program."""
     if a.data is not b.data:
         yield "the data set", a.data, f"another one, {b.data} (create it once, outside build)"
     engines = a.engine, b.engine
     locals_ = a.engine.local, b.engine.local
     for name in ("epochs", "batch_size", "augment"):
         yield from _differs(name, *[getattr(local, name) for local in locals_])
-    for name in ("clip_norm", "optimizer"):  # the values may be traced, but whether there is a value must be static
+    for name in ("clip_norm", "optimizer"):  # the values may differ, but not whether there is a value
         yield from _differs(name, *[_presence(getattr(local, name)) for local in locals_])
     for name in ("cohort_size", "bernoulli", "lanes", "drop_nonfinite", "max_size", "redeal", "mesh"):
         yield from _differs(name, *[getattr(engine, name) for engine in engines])
@@ -467,7 +467,10 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _layout(setup: Setup, runs: int, most: int) -> Layout:
-    """Returns the layout of the runs: at most ``most`` runs per device in a turn, and similar numbers in all turns."""
+    """Splits the runs into turns and returns the layout of a turn. A turn is a group of runs that share a program call.
+
+    A turn has at most ``most`` runs per device. All turns have about the same number of runs.
+    """
     apart = 1 < setup.mesh.size <= runs
     on_device = -(-runs // setup.mesh.size) if apart else runs
     num_turns = -(-on_device // min(most, on_device))
@@ -484,7 +487,8 @@ def _compiled(
 ) -> tuple[TurnPrograms, tuple[float, ...]]:
     """Returns the programs of a turn, and the numbers of the engine.
 
-    If no value differs between settings, these numbers are arguments of the programs.
+    If no value differs between settings, the programs take these numbers as arguments. Otherwise they take the values
+    that differ, and no numbers are returned.
     """
     static = layout.inside(setup.engine)
     if varied:

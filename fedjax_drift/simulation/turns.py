@@ -54,7 +54,10 @@ class Layout(NamedTuple):
         return NamedSharding(self.mesh, P(AXIS) if self.apart else P())
 
     def inside(self, engine: Engine) -> Engine:
-        """The engine of one run: on one device, which can be any device of the mesh, or on all devices."""
+        """The engine of one run.
+
+        If the runs are apart, its mesh is one abstract device, which stands for any device. Otherwise it is ``engine``.
+        """
         one_device = AbstractMesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
         return engine._replace(mesh=one_device) if self.apart else engine  # type: ignore[arg-type]
 
@@ -88,7 +91,7 @@ def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], l
         return server_scores(lambda params: evaluate(engine, params, test), server)
 
     def of_turn(program: Callable, shared: int, **options: Any) -> Callable:
-        """The program for a turn. shared: how many of the last arguments are the same for all runs."""
+        """The program for a turn. shared: the last ``shared`` arguments are the same for all runs."""
         on_device = partial(_several if layout.per_device > 1 else _one, program, shared)
         if not layout.apart:
             return jax.jit(on_device, out_shardings=layout.sharding, **options)
@@ -113,7 +116,7 @@ def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], l
 
 
 def _one(program: Callable, shared: int, *arguments: Any) -> Any:
-    """Calls the program for one run, whose arguments and results have a first axis of length 1, without vmap."""
+    """Calls the program for one run, without vmap. Arguments and results have a first axis of length 1."""
     per_run = len(arguments) - shared
     of_the_run = jax.tree.map(lambda a: a[0], arguments[:per_run])
     return jax.tree.map(lambda a: a[None], program(*of_the_run, *arguments[per_run:]))

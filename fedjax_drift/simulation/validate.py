@@ -1,4 +1,4 @@
-"""Checks of the model, the data, the local training, the cohort and the state, and whether they fit together.
+"""Checks the model, the data, the local training, the cohort and the state, and that they fit together.
 
 A check that fails raises ConfigurationError. The checks run before a round is compiled.
 """

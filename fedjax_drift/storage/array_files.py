@@ -1,11 +1,11 @@
 """The arrays of a checkpoint in files. Process i writes the shards on its devices to the file ``arrays.i``.
 
-The first line of a file is JSON with one entry [array, bounds on every axis, number of bytes] per shard. After it
-follow the bytes of the shards, in the same order. Blocks of zeros are holes of the file, for example the states of
-clients that have never taken part.
+The first line of a file is JSON with one entry [array, bounds on every axis, number of bytes] per shard. The
+bytes of the shards follow, in the same order. Blocks of zeros, such as the states of clients that have never taken
+part, are holes in the file and take no disk space.
 
 A checkpoint can be read with another number of processes and devices. A region of an array is then read from all shards
-that overlap with it. `contents.checksums` checks the bytes.
+that overlap with it. `contents.read_arrays` compares checksums to detect damaged bytes.
 """
 
 from __future__ import annotations
@@ -108,5 +108,5 @@ def _length(start: int, stop: int) -> int:
 
 
 def _inside(region: Bounds, around: Bounds) -> Iterator[slice]:
-    """Returns the slices of ``region`` relative to the region ``around``, which contains it."""
+    """Returns the slices that select ``region`` from an array that has the region ``around``."""
     return (slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, around, strict=True))

@@ -90,7 +90,7 @@ class Checkpoints:
             raise ConfigurationError(
                 f"config must be a dict of values that JSON can store, got {checks.shown(self.config)}: {error}"
             ) from error
-        set_to = functools.partial(object.__setattr__, self)  # this is frozen
+        set_to = functools.partial(object.__setattr__, self)  # the dataclass is frozen
         set_to("folder", checks.path("folder", self.folder, "Checkpoints(folder, ...)").absolute())
         if self.every is not None:
             set_to("every", checks.integer("every", self.every, 1, fix="None means: save only by seconds="))
@@ -225,7 +225,7 @@ class Checkpoints:
         return restored_state(spec, about, leaves, strict), about.history
 
     def identity_of(self, spec: Specification) -> dict[str, Any]:
-        """Returns the identity with which a run and its checkpoints are compared."""
+        """Returns the identity of a run. It must equal the identity in the checkpoint that is restored."""
         return spec.identity | {f"config.{name}": value for name, value in (self.config or {}).items()}
 
     def locked(self, create: bool) -> contextlib.AbstractContextManager[None]:
@@ -273,7 +273,7 @@ def restore_together(
 
 
 def score(history: list[Record], best: str | None) -> float | None:
-    """Returns the score of the last round. Larger is better. None: the record of this round has no such entry."""
+    """Returns the score of the last round. Larger is better. None: the record of this round has no entry ``best``."""
     value = history[-1].get(best) if history and best else None
     if not isinstance(value, int | float) or value != value:
         return None

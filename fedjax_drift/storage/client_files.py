@@ -2,8 +2,9 @@
 
     states   records in native byte order: the initial state, then slot 0, slot 1, ...; each is followed by a checksum,
              which is the CRC-32 of the client's id (N for the initial state) and the record
-    index    one line of JSON (format number, round, N, leaves, identity, ...), then the table, int32 [N], then the
-             CRC-32 of both, uint32, all little-endian; written as ``index.new`` and renamed
+    index    one line of JSON (format number, round, N, leaves, identity, ...), then the slot of each client, int32 [N]
+             (-1: the initial state), then the CRC-32 of both, uint32; all are little-endian; the index is written
+             as ``index.new`` and renamed
     index.7  a pin: a copy of the index of round 7
 
 The lock is on ``states`` and ends with the process.
@@ -84,9 +85,9 @@ class ClientFiles:
         return (slot + 1) * self.record
 
     def reserve(self, end: int) -> None:
-        """Allocates disk space for the slots below ``end``. Raises OSError if there is none, with an unchanged file."""
+        """Allocates disk space for the slots below ``end``. On a full disk, raises OSError and changes no file."""
         start, stop = os.fstat(self.states.fileno()).st_size, self._start(end)
-        if start < stop and hasattr(os, "posix_fallocate"):  # elsewhere a write fails
+        if start < stop and hasattr(os, "posix_fallocate"):  # without it, a full disk is only noticed when writing
             try:
                 os.posix_fallocate(self.states.fileno(), start, stop - start)
             except OSError:
@@ -189,8 +190,8 @@ def _checksum(client: int, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _transfer(call: Callable[..., int], file: int, parts: list[np.ndarray], offset: int) -> bool:
-    """Reads or writes all bytes of ``parts`` (uint8, contiguous), starting at ``offset``. False if the file ends
-    early."""
+    """Reads or writes all bytes of ``parts`` (uint8, contiguous), starting at ``offset``. Returns False if the
+    file ends early."""
     left = sum(map(len, parts))
     while left:
         done = call(file, parts[:MOST_BUFFERS], offset)
@@ -223,8 +224,8 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def check_empty(path: Path) -> None:
-    """Raises ConfigurationError if the folder has files. Files of a `ClientStore.create` that was killed are
-    allowed."""
+    """Raises ConfigurationError if the folder has files. Files that a killed `ClientStore.create` has left
+    are allowed."""
     files = {file.name for file in path.iterdir()}
     unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size
     if others := sorted(files - ({STATES, NEW_INDEX} if unfinished else set())):

@@ -9,8 +9,8 @@ has the slot of each client. If a client has never taken part, its slot is -1, a
 
 A commit never overwrites a slot that is in the table. It writes the new records to free slots and then replaces the
 whole table. After that the old slots are free. Therefore a store always has the state of its last complete commit, even
-if a kill, Ctrl-C or a full disk interrupts the next commit. It needs space for up to K more records than clients that
-have taken part.
+if a kill, Ctrl-C or a full disk interrupts the next commit. If n clients have taken part, a store without pins needs
+space for up to n + K records.
 
 A pin keeps the table of a round. The slots in this table are not free either. client_files.py describes the files.
 """
@@ -52,7 +52,7 @@ class _Table(NamedTuple):
 def _table(t: int, slots: np.ndarray, pins: Mapping[int, np.ndarray], end: int = 0) -> _Table:
     """Returns the table of round t with these slots.
 
-    pins: the slots of each pinned round. end: the slots below it have been used.
+    pins: the slots of each pinned round. end: a lower bound of the table's ``end``.
     """
     end = max(end, *(int(held.max(initial=-1)) + 1 for held in (slots, *pins.values())), 0)
     pinned, taken = np.zeros(end, bool), np.zeros(end, bool)
@@ -222,7 +222,8 @@ class ClientStore:
     def nbytes(self) -> int:
         """The number of bytes used in memory or on disk.
 
-        These are 4 N bytes for the table, one record per client that has taken part, and up to about K more records.
+        Without pins, these are 4 N bytes for the table, one record per client that has taken part, and up to about K
+        more records.
         """
         table, records = self._now()
         return records.nbytes + table.slots.nbytes
@@ -273,11 +274,11 @@ class ClientStore:
 
         A client that has never taken part has the state ``initial``. The id N, which stands for no client, also gives
         ``initial``. The arrays are new copies. On a CPU, `jax.device_put` may use their memory without copying them, so
-        do not write to the arrays after it.
+        do not write to the arrays after that call.
 
         Raises:
           ValueError: an id is not in 0..N.
-          DamagedError: a state in a file does not contain what was written.
+          DamagedError: a record in the files is damaged.
         """
         table, records = self._now()
         ids = self._check_ids(ids)
@@ -347,7 +348,7 @@ class ClientStore:
             self._now()
 
     def close(self) -> None:
-        """Frees the memory, or unlocks the folder. All commits have been stored before."""
+        """Frees the memory, or unlocks the folder. Nothing is written, because commits are stored immediately."""
         if self._records is not None:
             self._records.close()
         self._records = None
@@ -375,7 +376,8 @@ class ClientStore:
         if self._records is None:
             raise ConfigurationError("the client store is closed: open it again, or use it before closing it")
         if self._pending is not None:
-            # It is set before the rename and cleared here. After Ctrl-C the index shows whether the rename was done.
+            # `_pending` is set before the index is renamed. If Ctrl-C interrupted the commit, the index shows whether
+            # it was renamed.
             following, written = self._pending
             if isinstance(self._records, ClientFiles) and self._records.published(written):
                 self._table = following

@@ -93,8 +93,10 @@ def arrays_of(state: ServerState) -> PyTree:
 
 
 def layout(spec: Specification, arrays: PyTree) -> list[list]:
-    """Returns [name, dtype, shape] of every array. It does not depend on the devices: client states have N rows,
-    without padding."""
+    """Returns [name, dtype, shape] of every array.
+
+    The result does not depend on the devices, because the shape of client states has N rows, without padding.
+    """
     leaves = tree.layout(arrays)
     if spec.states_on_host:
         return leaves
@@ -143,7 +145,10 @@ def read_arrays(folder: Path, spec: Specification, about: About) -> list[Leaf]:
 
 def _check_arrays(path: Path, spec: Specification, about: About) -> None:
     def described(leaves: list[list]) -> dict[str, str]:
-        """Omits the number of client states in host memory, because it is the number of clients that took part."""
+        """Returns dtype and shape of each array by name.
+
+        The shape of client states on the host lacks the first axis, whose length is the number of stored clients.
+        """
         return {
             name: f"{dtype}{shape[spec.states_on_host and _is_of_clients(name) :]}" for name, dtype, shape, *_ in leaves
         }

@@ -36,7 +36,7 @@ from fedjax_drift.tree import described, layout
 from fedjax_drift.types import ServerState
 
 CODE = "<code>"  # the last part of the name of an entry for the code of a function
-MOST_BYTES = 10**9  # of a larger array, `fingerprint` reads only some rows
+MOST_BYTES = 10**9  # `fingerprint` reads only some rows of a larger array
 LIBRARIES = ("fedjax_drift", "jax", "jaxlib", "flax", "optax", "chex", "numpy", "ml_dtypes", "builtins")
 
 
@@ -206,7 +206,7 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[
     """Returns the entries in which two identities differ, with both values as JSON, and the functions with changed
     code.
 
-    A captured variable of a user's function may be renamed. If its value is the same, it is not a difference.
+    A captured variable that has another name but the same value is not a difference.
     """
     old, new = ({name: json.dumps(value) for name, value in side.items()} for side in (stored, current))
     for one, other in ((old, new), (new, old)):  # an option that one version lacks has its default, None, in the other
@@ -226,7 +226,7 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[
     pairs = {name: (old.get(name, "nothing"), new.get(name, "nothing")) for name in {**new, **old}}
     pairs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     edited = [name for name in pairs if name.endswith("." + CODE)]
-    known = [name.removesuffix("." + CODE) for name in edited if "null" not in pairs[name]]  # null: without a source
+    known = [name.removesuffix("." + CODE) for name in edited if "null" not in pairs[name]]  # null: no source
     return {name: pair for name, pair in pairs.items() if name not in edited}, known
 
 

@@ -30,7 +30,8 @@ from fedjax_drift.storage.contents import write_about
 def checkpointer() -> Any:
     """Returns an orbax checkpointer that writes in the background: ``save(folder, args=save_arguments(...))``.
 
-    It writes to a temporary folder. When every process has written its file, it renames this folder to ``folder``.
+    The checkpointer writes to a temporary folder. When every process has written its file, this folder is renamed to
+    ``folder``.
     """
     import orbax.checkpoint as ocp
 

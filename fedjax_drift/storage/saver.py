@@ -90,7 +90,7 @@ def _run_identity(checkpoints: Checkpoints, spec: Specification, state: ServerSt
 
 
 def _history(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> tuple[list[Record], list[int]]:
-    """Returns the history up to the state, and the rounds >= that of the state whose checkpoints are damaged."""
+    """Returns the history up to the state's round, and the damaged checkpoints of this and later rounds."""
     t, rounds, damaged = int(state.round), checkpoints.rounds, []
     for number in [number for number in rounds if number >= t]:
         try:
@@ -182,7 +182,8 @@ class Saver:
     def save_start(self, state: ServerState) -> None:
         """Saves the first state of a run whose client states are in files.
 
-        Otherwise a kill before the first save would leave client states without a state.
+        Otherwise, if the process is killed before the first save, the folder ``bank=`` has client states, but there is
+        no checkpoint with the rest of the run's state.
         """
         if self.client_files is not None and int(state.round) not in self.scores:
             self.save(state, [])
@@ -194,7 +195,7 @@ class Saver:
         return due(every, seconds, t, time.monotonic() - self.clock, self._is_busy())
 
     def save(self, state: ServerState, history: list[Record]) -> None:
-        """Starts to save the state, with the history of this run. If this fails, it warns, and training continues."""
+        """Starts to save the state, with the history of this run. If saving fails, it warns, and training continues."""
         self.settle()
         self._write_best(int(state.round), history)
         if int(state.round) in self.scores:
@@ -203,9 +204,9 @@ class Saver:
         self._try(lambda: self._write(self._contents(state, history), history))
 
     def confirm(self) -> None:
-        """If ``every`` is set, waits until the current save is complete. The devices train meanwhile.
+        """If ``every`` is set, waits until the current save is complete. The devices train during this time.
 
-        Records of later rounds are reported only after that. So a crash never loses more than ``every`` reported
+        Later rounds are reported only after the save is complete. So a crash never loses more than ``every`` reported
         rounds.
         """
         if self.checkpoints.every is not None:
@@ -216,7 +217,7 @@ class Saver:
         self._try(self._settle)
 
     def consider(self, state: ServerState, history: list[Record]) -> None:
-        """Keeps the state if its round, which is the last of the history, is the best evaluated round so far.
+        """Keeps the state if it is the best evaluated state so far. Its score is in the last record of the history.
 
         The state stays in host memory and is written with the next save, because writing every best state would slow
         down short rounds. If the process is killed before that, the lost rounds are repeated after a restart. With

@@ -19,10 +19,10 @@ class Specification(NamedTuple):
 
     mesh: Mesh
     num_clients: int  # N
-    state: ServerState  # shapes and dtypes; with states on the host ``clients`` are those of one client, [1, ...]
-    shardings: ServerState  # of each part of a state
+    state: ServerState  # shapes and dtypes; with states on the host, ``clients`` has one client, [1, ...]
+    shardings: ServerState  # the sharding of each field of a state
     client_store: str  # "device", "sharded", "host" or a folder
-    identity: dict[str, Any]  # all that results depend on, see identity.py
+    identity: dict[str, Any]  # everything that the results depend on, see identity.py
     admit: Callable[[Any], ServerState]  # checks a state that was read and moves it to the devices
     reopen: Callable[[ServerState, int, bool], ServerState]  # (state, round, strict): adds the folder's client states
 
