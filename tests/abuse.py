@@ -181,7 +181,10 @@ HISTORY = [
     {
         **dict.fromkeys(("round", "clients", "steps", "executed_steps"), t),
         **dict.fromkeys(("train_loss", "loss", "accuracy", "lr", "seconds", "gain", "period_drift"), 0.5 / t),
-        **dict.fromkeys(("dissimilarity", "lp_present", "lp_absent", "period_variance", "client_variance"), 0.1 * t),
+        **dict.fromkeys(
+            ("dissimilarity", "gradient_variance", "lp_present", "lp_absent", "period_variance", "client_variance"),
+            0.1 * t,
+        ),
         **dict.fromkeys(("cka", "kl", "client_drift", "update_norm", "update_cosine"), [0.5, 0.6]),
         "label_mix": [0.5, 0.25, 0.25],
     }

@@ -154,7 +154,7 @@ def test_measured_drift_is_of_those_who_answer(data) -> None:  # noqa: F811
     assert np.isnan(np.asarray(info["update_norm"])[~there]).all()
     plain = simulate(data, measure="gradients")
     want = plain.measure(start, "gradients", cohort=info["cohort"][there])
-    for name in ("period_drift", "dissimilarity", "gradient_norm"):
+    for name in ("period_drift", "dissimilarity", "gradient_variance", "gradient_norm"):
         np.testing.assert_allclose(info[name], want[name], rtol=1e-4)
 
 

@@ -25,7 +25,8 @@ from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Watche
 
 MEASURES = {
     "updates": "norm of each client's update and its cosine with their mean, after every local epoch",
-    "gradients": "period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity",
+    "gradients": "period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity "
+    "(FedGVRGM, equation 4)",
     "predictions": "linear CKA and KL between local and global predictions on the test set, after every local epoch",
     "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that "
     "the client has and for those that it does not have",
@@ -202,8 +203,9 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     With grad f = sum_i p_i grad F_i and p_i = n_i / n:
 
     - ``period_drift``: ||mean_S grad F_i - grad f||^2, FedEve's equation 3 for the cohort S of this round.
-    - ``dissimilarity``: sum_i p_i ||grad F_i - grad f||^2. FedGVRGM's equation 4 is another measure, the square root of
-      mean_k ||grad F_k||^2 / ||grad f||^2.
+    - ``dissimilarity``: Gamma = sqrt(sum_i p_i ||grad F_i||^2 / ||grad f||^2), FedGVRGM's equation 4. It is at least 1,
+      and 1 if all gradients are equal. (The paper's mean has weights 1 / N; they are equal for clients of equal sizes.)
+    - ``gradient_variance``: sum_i p_i ||grad F_i - grad f||^2.
     - ``gradient_norm``: ||grad f||.
     """
     N = engine.num_clients
@@ -227,9 +229,11 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     extra = (chosen, chosen.sum().astype(shared.lr.dtype))
     (grad_f, gap, square), _ = over_clients(engine, one, shared._replace(extra=extra), dealt, ())
     norm2 = tree.dot(grad_f, grad_f)
+    equal = square <= norm2  # rounding may make the sum smaller; this also covers 0 / 0
     return {
         "period_drift": tree.dot(gap, gap),
-        "dissimilarity": jnp.maximum(square - norm2, 0),
+        "dissimilarity": jnp.where(equal, 1, jnp.sqrt(square / norm2)),
+        "gradient_variance": jnp.maximum(square - norm2, 0),
         "gradient_norm": jnp.sqrt(norm2),
     }
 

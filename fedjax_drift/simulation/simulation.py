@@ -476,7 +476,8 @@ class Simulation:
           - "updates": ``update_norm`` [K, E], ||D_i||; ``update_cosine`` [K, E], with the cohort's mean update.
           - "gradients": ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2 (FedEve, eq. 4);
             ``period_drift`` [], ||mean_S grad F_i(w) - grad f(w)||^2 (FedEve, eq. 3, for this cohort);
-            ``dissimilarity`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. These
+            ``dissimilarity`` [], sqrt(sum_i p_i ||grad F_i(w)||^2 / ||grad f(w)||^2) (FedGVRGM, equation 4);
+            ``gradient_variance`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. These
             measures need the gradients of all N clients.
           - "predictions": ``cka`` [K, E], linear CKA of local and global logits on the test set; ``kl`` [K, E], mean
             KL(global || local) in nats.
