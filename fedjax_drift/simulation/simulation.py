@@ -477,8 +477,8 @@ class Simulation:
           - "gradients": ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2 (FedEve, eq. 4);
             ``period_drift`` [], ||mean_S grad F_i(w) - grad f(w)||^2 (FedEve, eq. 3, for this cohort);
             ``dissimilarity`` [], sqrt(sum_i p_i ||grad F_i(w)||^2 / ||grad f(w)||^2) (FedGVRGM, equation 4);
-            ``gradient_variance`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. These
-            measures need the gradients of all N clients.
+            ``gradient_variance`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||.
+            These measures need the gradients of all N clients.
           - "predictions": ``cka`` [K, E], linear CKA of local and global logits on the test set; ``kl`` [K, E], mean
             KL(global || local) in nats.
           - "forgetting": ``lp_present``, ``lp_absent`` [K], the means of LP over the classes that the client has
