@@ -17,7 +17,7 @@ from PIL import Image
 from scipy import stats
 
 import fedjax_drift as fd
-from experiments.tables import papers, queue, report, runner
+from experiments.tables import comparison, papers, queue, report, runner
 from experiments.tables.__main__ import main
 from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.runner import Result
@@ -149,7 +149,7 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     assert row(page, "ours")[0] == f"{np.mean(last):.2f} ± {np.std(last, ddof=1):.2f}"
     gap = np.mean(last) - 50
     alike = abs(gap) <= stats.t.ppf(0.975, 1) * math.sqrt(np.var(last, ddof=1) / 2 + 1)
-    mark = "" if not np.ptp(last) else " ≈" if alike else " ▲" if gap > 0 else " ▼"
+    mark = "" if not np.ptp(last) else " ?" if alike else " ▲" if gap > 0 else " ▼"
     assert row(page, "paper") == ["50±1", "99"] and row(page, "difference")[0] == f"{gap:+.2f}{mark}"
     assert "reached ▲" in page and "- never: patience" in page
     assert f"| {runs[0]['hardware']} | {runs[0]['commit'] or '?'} | {runs[0]['date']} |" in page
@@ -160,11 +160,11 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     assert main(["report", "--all", *shown]) == 0
     index = (output / "README.md").read_text()
     score = papers.read_table(place, "tiny/table").scores["last (%)"]
-    verdict = report.compare(read(output, "FedProx"), read(output), score)
+    verdict = compared_runs(read(output, "FedProx"), read(output), score)
     orders = {"holds": "1 / 0 / 1", "does not hold": "0 / 1 / 1", "open": "0 / 0 / 2"}[verdict[0]]
     marks = "".join(line for line in page.splitlines() if line.startswith("|  | difference |"))
-    marked = ", ".join(f"{mark} {marks.count(mark)}" for mark in "▲≈▼" if mark in marks)
-    assert "2 of 4 cells have been run" in index and "▲" in marked
+    marked = ", ".join(f"{mark} {marks.count(mark)}" for mark in "▲≈?▼" if mark in marks)
+    assert "for 2 cells (a cell that several" in index and "2 have a run at full scale and 0 a reduced" in index
     assert (
         f"| [Nobody, table 1](tiny/table.md) | A tiny table | 2 of 4 cells | {marked} | {orders} | - | patience |"
         in index
@@ -175,7 +175,7 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     assert row((output / "tiny/figure.md").read_text(), "ours") == [
         f"{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.3f}"
     ]
-    claim = f"| FedProx better than FedAvg | yes | {verdict[0]} | {verdict[1]} |" if verdict[2] else verdict[1]
+    claim = f"| FedProx better than FedAvg | yes | {verdict[0]} |" if verdict[2] else verdict[1]
     assert claim in (output / "orderings.md").read_text()
     capsys.readouterr()
     assert main(["list", f"--tables={place}", f"--output={output}"]) == 0
@@ -544,11 +544,12 @@ ROUNDS = Score("rounds", take="rounds_to", target=0.5)
 @pytest.mark.parametrize(
     ("ours", "printed", "score", "shown"),
     [
-        (runs(0.50, 0.51, 0.52), "55.9", ACCURACY, "-4.90 ≈"),  # 4.303 sqrt(1/3 + 1) = 4.97
+        (runs(0.50, 0.51, 0.52), "55.9", ACCURACY, "-4.90 ?"),  # 4.303 sqrt(1/3 + 1) = 4.97
         (runs(0.50, 0.51, 0.52), "56", ACCURACY, "-5.00 ▼"),
         (runs(0.50, 0.51, 0.52), "46", ACCURACY, "+5.00 ▲"),
-        (runs(0.50, 0.51, 0.52), "54±0.4", ACCURACY, "-3.00 ≈"),  # 4.303 sqrt(1/3 + 0.4^2) = 3.02
+        (runs(0.50, 0.51, 0.52), "54±0.4", ACCURACY, "-3.00 ?"),  # 4.303 sqrt(1/3 + 0.4^2) = 3.02
         (runs(0.50, 0.51, 0.52), "54.1±0.4", ACCURACY, "-3.10 ▼"),
+        (runs(0.5001, 0.50, 0.50), "50.1", ACCURACY, "-0.10 ≈"),  # within half a point, all of the interval
         (runs(0.50), "47±1", ACCURACY, "+3.00"),  # nobody knows how much it varies
         (runs(0.50, 0.50), "49", ACCURACY, "+1.00"),  # nor here
         (runs(math.nan), "50", ACCURACY, "-"),
@@ -565,44 +566,66 @@ ROUNDS = Score("rounds", take="rounds_to", target=0.5)
 def test_the_difference_to_the_paper(ours, printed, score, shown):
     number = papers.printed_number(printed)
     assert report._difference_text(ours, number, score, True) == shown
-    assert report._difference_text(ours, number, score, False) == shown.rstrip(" ▲▼≈")
+    assert report._difference_text(ours, number, score, False) == shown.rstrip(" ▲▼≈?")
+
+
+def compared_runs(a, b, score: Score) -> tuple[str, str, bool]:
+    """The word, the text, and whether there is an interval."""
+    word, text, p = comparison.compare(a, b, score)
+    return word, text, not math.isnan(p)
 
 
 def test_a_claim_is_judged_by_a_t_interval():
     a, b = np.array([0.9, 0.8, 0.85]), np.array([0.7, 0.72, 0.74])
     low, high = (100 * x for x in stats.ttest_rel(a, b).confidence_interval(0.95))
     text = f"{100 * (a - b).mean():+.2f} [{low:+.2f}, {high:+.2f}], 3 seeds"
-    assert report.compare(runs(*a), runs(*b), ACCURACY) == ("holds" if low > 0 else "open", text, True)
-    assert report.compare(runs(*b), runs(*(b + [0.2, 0.21, 0.2])), ACCURACY)[0] == "does not hold"
+    assert compared_runs(runs(*a), runs(*b), ACCURACY) == ("holds" if low > 0 else "open", text, True)
+    assert compared_runs(runs(*b), runs(*(b + [0.2, 0.21, 0.2])), ACCURACY)[0] == "does not hold"
     early = {seed: run._replace(series={"accuracy": Series([10 + seed], [0.9])}) for seed, run in runs(1, 1, 1).items()}
-    assert report.compare(early, runs(0.9, 0.9, 0.9), ROUNDS) == ("holds", "+39.0 [+36.5, +41.5], 3 seeds", True)
+    assert compared_runs(early, runs(0.9, 0.9, 0.9), ROUNDS) == ("holds", "+39.0 [+36.5, +41.5], 3 seeds", True)
 
     # No interval: of other seeds, of one, of seeds that do not differ, of what is not scored.
-    assert report.compare(runs(*a), runs(0.5, 0.6, seeds=range(7, 9)), ACCURACY) == ("open", "+30.00", False)
-    assert report.compare(runs(0.3), runs(0.1), ACCURACY) == ("open", "+20.00", False)
-    assert report.compare(runs(0.3, 0.3), runs(0.25, 0.25), ACCURACY) == ("open", "+5.00 for every seed", False)
-    assert report.compare(runs(0.3, 0.3), runs(math.nan, math.nan), ACCURACY) == ("open", "not scored", False)
-    assert report.compare(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither reached the target", False)
+    assert compared_runs(runs(*a), runs(0.5, 0.6, seeds=range(7, 9)), ACCURACY) == ("open", "+30.00", False)
+    assert compared_runs(runs(0.3), runs(0.1), ACCURACY) == ("open", "+20.00", False)
+    assert compared_runs(runs(0.3, 0.3), runs(0.25, 0.25), ACCURACY) == ("open", "+5.00 for every seed", False)
+    assert compared_runs(runs(0.3, 0.3), runs(math.nan, math.nan), ACCURACY) == ("open", "not scored", False)
+    assert compared_runs(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither reached the target", False)
 
     # Never reached is a bound, the round after the last that counts; rounds that one has alone don't count.
     bound = "+90.0 [+87.5, +92.5], 3 seeds (a bound: not all reached the target)"
-    assert report.compare(early, runs(0.1, 0.1, 0.1), ROUNDS) == ("holds", bound, True)
-    assert report.compare(early, runs(0.1, 0.1, 0.1), ROUNDS._replace(round=60))[1].startswith("+50.0 ")
-    assert report.compare(runs(0.1, 0.1, 0.1), early, ROUNDS)[0] == "does not hold"
-    assert report.compare(runs(0.1, 0.1, 0.1, rounds=8), early, ROUNDS)[0] == "open"
+    assert compared_runs(early, runs(0.1, 0.1, 0.1), ROUNDS) == ("holds", bound, True)
+    assert compared_runs(early, runs(0.1, 0.1, 0.1), ROUNDS._replace(round=60))[1].startswith("+50.0 ")
+    assert compared_runs(runs(0.1, 0.1, 0.1), early, ROUNDS)[0] == "does not hold"
+    assert compared_runs(runs(0.1, 0.1, 0.1, rounds=8), early, ROUNDS)[0] == "open"
     short = {seed: run._replace(rounds=20) for seed, run in early.items()}
-    assert report.compare(runs(1, 1, 1), short, Score("best", scale=100)) == (
+    assert compared_runs(runs(1, 1, 1), short, Score("best", scale=100)) == (
         "open", "-90.00 for every seed, of the first 20 rounds", False
     )  # fmt: skip
-    assert report.compare(runs(0.3, 0.4, 9), runs(0.2, 0.2, math.nan), ACCURACY)[1].endswith(", 2 seeds")
+    assert compared_runs(runs(0.3, 0.4, 9), runs(0.2, 0.2, math.nan), ACCURACY)[1].endswith(", 2 seeds")
+
+
+def test_p_values_and_their_correction():
+    """Holm: the smallest of m p-values must be below 0.05 / m, the next below 0.05 / (m - 1), and so on."""
+    a, b = [0.9, 0.8, 0.85], [0.7, 0.72, 0.74]
+    assert comparison.compare(runs(*a), runs(*b), ACCURACY).p == pytest.approx(stats.ttest_rel(a, b).pvalue)
+    assert comparison.holm([0.02, 0.01, math.nan, 0.04]) == [True, True, False, True]
+    assert comparison.holm([0.03, 0.01, 0.04]) == [False, True, False]  # 0.03 > 0.05 / 2 ends it
+    assert comparison.holm([]) == []
+
+
+def test_a_smoothed_curve_reaches_its_target_later():
+    series = {"accuracy": Series([1, 2, 3, 4, 5], [0.1, 0.9, 0.1, 0.8, 0.9])}
+    assert Score("s", take="rounds_to", target=0.8)(series) == 2
+    assert Score("s", take="rounds_to", target=0.8, smooth=2)(series) == 5
+    assert Score("s", take="rounds_to", target=0.8, smooth=9)(series) == math.inf
 
 
 def test_a_claim_that_the_papers_numbers_contradict_is_counted_apart():
     printed = {"A": papers.printed_number(">300"), "B": papers.printed_number(133), "C": papers.printed_number(">300")}
     orders = [report._printed_order(printed, a, b, ROUNDS) for a, b in ("BA", "AB", "AC", "AD")]
     assert orders == ["yes", "no", "equal", "-"]
-    verdict = report.Verdict("s", "rounds", "A", "B", "no", "holds", "+1.0 [+0.5, +1.5], 3 seeds", True)
-    verdicts = [verdict, verdict._replace(printed="yes", word="open"), verdict._replace(printed="-", interval=False)]
+    verdict = report.Verdict("s", "rounds", "A", "B", "no", "holds", "+1.0 [+0.5, +1.5], 3 seeds", 0.01)
+    verdicts = [verdict, verdict._replace(printed="yes", word="open"), verdict._replace(printed="-", p=math.nan)]
     assert report._two_counts(verdicts) == [[0, 0, 1], [2, 0, 0]]
     lines = list(report._verdict_lines(verdicts))
     assert sum(line.startswith("| s |") for line in lines) == 2

@@ -59,7 +59,8 @@ TABLE_KEYS = {
     "title", "paper", "note", "common", "bases", "methods", "scores", "settings", "tune", "claims", "needs", "picture",
     "label_mix", "headline", "priority",
 }  # fmt: skip
-REFERENCE_KEYS = {"runs", "as", "printed", "marks"}  # the keys of a setting that refers to another table
+SCALES = ("full", "reduced", "stand-in")  # the paper's setting; with fewer rounds; with other data, or our own setting
+REFERENCE_KEYS = {"runs", "as", "printed", "marks", "scale"}  # the keys of a setting that refers to another table
 NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # the keys of a setting that are not options of a run
 TUNE_KEYS = {"rounds", "grid", "score"}
 LOCAL_OPTIONS = {field.name for field in fields(fd.LocalTraining)} - {"optimizer"}
@@ -81,6 +82,7 @@ class Score(NamedTuple):
     target: float = math.nan
     round: int = 0  # "at": the round of the value; "best", "rounds_to": the last round that counts (0: all)
     window: int = 1
+    smooth: int = 1  # with "rounds_to": the number of last evaluations whose mean must reach the target
     scale: float = 1.0  # 100 for percent
 
     @property
@@ -120,6 +122,9 @@ class Score(NamedTuple):
         better = -1 if self.of.endswith("loss") else 1
         if self.take == "best":
             return self.scale * better * float(np.max(better * values[counts])) if counts.any() else math.nan
+        if self.smooth > 1:
+            values = np.array([values[max(0, end - self.smooth) : end].mean() for end in range(1, len(values) + 1)])
+            counts = counts & np.isfinite(values) & (np.arange(len(values)) >= self.smooth - 1)
         reached = counts & (better * values >= better * self.target)
         return float(rounds[reached][0]) if reached.any() else math.inf
 
@@ -171,6 +176,7 @@ class Setting(NamedTuple):
     cells: dict[str, Cell]  # method -> cell
     printed: dict[str, dict[str, Printed]]  # score -> method -> the number in the paper
     needs: str  # the data or hardware that is needed to run it
+    scale: str = "full"  # one of SCALES
     marks: bool = True  # whether differences from the paper are marked; False if our data are another sample
 
 
@@ -324,7 +330,9 @@ def _setting(
         score: {method: printed_number(number) for method, number in of_methods.items()}
         for score, of_methods in numbers.items()
     }
-    return Setting(name, cells, printed, needs, entries.get("marks", True))
+    scale = entries.get("scale", "full" if printed else "stand-in")
+    check_name(f"the scale of {name}", scale, SCALES)
+    return Setting(name, cells, printed, needs, scale, entries.get("marks", True))
 
 
 def _method_options(spec: str | dict[str, Any]) -> dict[str, Any]:

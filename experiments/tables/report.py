@@ -11,18 +11,26 @@ from typing import NamedTuple
 import numpy as np
 
 import fedjax_drift as fd
-from experiments.tables.papers import Cell, Printed, Score, Series, Setting, Table, last_number, slug
+from experiments.tables.comparison import (
+    BETTER,
+    EQUAL,
+    OPEN,
+    WORDS,
+    WORSE,
+    compare,
+    difference,
+    holm,
+    values_of,
+)
+from experiments.tables.papers import SCALES, Cell, Printed, Score, Setting, Table, last_number, slug
 from experiments.tables.runner import Result, best_of, read_results, read_tuned, summary, tuning_score
 
-CONFIDENCE = 0.95
-WORDS = ("holds", "does not hold", "open")
 PRINTED_OR_NOT = (
     "claims that the paper's numbers show",
     "other claims (settings of our own, and claims of the paper's text that its numbers do not show)",
 )
 INITIALS = ("auc", "cka", "kl", "lp")  # abbreviations among the plotted quantities
 ENDED_EARLY = " A run that reached its target ended in that round, before the number of rounds in its command."
-BETTER, WORSE, ALIKE = "▲", "▼", "≈"
 COMMAND = "python -m experiments.tables"
 Results = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
 
@@ -37,7 +45,12 @@ class Verdict(NamedTuple):
     printed: str  # whether the numbers of the paper have this order: "yes", "no", "equal", or "-" if there are none
     word: str  # one of WORDS
     text: str  # the difference and its confidence interval
-    interval: bool  # whether there is a confidence interval
+    p: float  # the p-value, NaN if there is no confidence interval
+    survives: bool = False  # whether the difference is significant if all claims of the table are corrected together
+
+    @property
+    def interval(self) -> bool:
+        return not math.isnan(self.p)
 
 
 # --- which results exist ----------------------------------------------------------------------------------------------
@@ -118,7 +131,7 @@ def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -
             yield from ("", f"## {score.name}", "")
             yield from _comparison(table, score, shown, ours)
     yield from ("", *_legend(ours))
-    verdicts = list(orderings(table, ours))
+    verdicts = orderings(table, ours)
     if verdicts:
         yield from ("", "## The order of the methods", "", *_verdict_lines(verdicts))
     yield from ("", "## How each cell was run", "", *_runs(table, folder, ours))
@@ -134,7 +147,7 @@ def _has(setting: Setting, score: Score) -> bool:
 
 def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
     """Whether at least one run has this score. A run that did not reach its target counts: its score is infinity."""
-    return any(not math.isnan(value) for runs in methods.values() for value in _values(score, runs))
+    return any(not math.isnan(value) for runs in methods.values() for value in values_of(score, runs))
 
 
 def _caption(table: Table, ours: Results) -> Iterator[str]:
@@ -155,7 +168,7 @@ def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Resu
     yield "|---|---|" + "---:|" * len(methods)
     for setting in shown:
         printed = setting.printed.get(score.name, {})
-        values = {method: _values(score, runs) for method, runs in ours[setting.name].items()}
+        values = {method: values_of(score, runs) for method, runs in ours[setting.name].items()}
         rows = {}
         if printed:
             rows["paper"] = [printed[m].text if m in printed else "-" for m in methods]
@@ -171,52 +184,10 @@ def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Resu
             yield f"| {setting.name if number == 0 else ''} | {what} | " + " | ".join(cells) + " |"
 
 
-def _values(score: Score, runs: Mapping[int, Result]) -> list[float]:
-    return [score(runs[seed].series) for seed in sorted(runs)]
-
-
 def _ours(values: Sequence[float], score: Score, runs: Mapping[int, Result]) -> str:
     if score.take == "rounds_to" and all(map(math.isinf, values)):
         return f">{min(score.within(run.rounds) for run in runs.values())}"
     return summary(values, score.digits)
-
-
-def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
-    """Returns our mean minus the paper's number, as text, and a mark ("" if there is none).
-
-    The mark is ▲ if ours is significantly better, ▼ if it is significantly worse, and ≈ if the difference may be due to
-    chance. The difference may be due to chance if its 95 % t interval contains 0. The standard deviation of the paper's
-    number is the published one or, if none is published, that of our runs. The interval does not account for the
-    partition: all our runs use one partition, and the paper uses another one.
-
-    There is no mark if there is only one seed, if all seeds have the same number, or if only some seeds have a number.
-
-    The number of rounds to a target has a mark in two other cases: ▲ if all our runs reached the target and the paper
-    did not, and ▼ if none of our runs reached it in as many rounds as the paper needed.
-    """
-    values = _values(score, runs)
-    known = [value for value in values if math.isfinite(value)]
-    n, marks = len(values), marks and len(values) > 1
-    if not known:
-        rounds = min(score.within(run.rounds) for run in runs.values())
-        late = all(map(math.isinf, values)) and rounds >= printed.value
-        return ("not reached" if late else "-"), WORSE if late and marks else ""
-    if not math.isfinite(printed.value):
-        return "reached", BETTER if marks and len(known) == n else ""
-    gap = float(np.mean(known)) - printed.value
-    text, variance = f"{gap:+.{score.digits}f}", float(np.var(known, ddof=1)) if len(known) > 1 else 0.0
-    if not marks or not variance or not score.sign or len(known) < n:
-        return text, ""
-    theirs = variance if printed.std is None else printed.std**2
-    alike = abs(gap) <= _quantile(n) * math.sqrt(variance / n + theirs)
-    return text, ALIKE if alike else BETTER if gap * score.sign > 0 else WORSE
-
-
-def _quantile(n: int) -> float:
-    """Returns the quantile of Student's t with n - 1 degrees of freedom for a 95 % confidence interval."""
-    from scipy.stats import t
-
-    return float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
 
 
 def _difference_text(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool) -> str:
@@ -229,7 +200,9 @@ def _legend(ours: Results) -> Iterator[str]:
         f"Our numbers are mean ± standard deviation over seeds (number of seeds: {', '.join(map(str, seeds))}). A "
         "number with one seed has no ±. Seeds differ in cohorts and initial models; the partition is the same. The "
         f"difference is our number minus the published number. {BETTER} (better) and {WORSE} (worse) mark differences "
-        f"that are larger than the spread over seeds explains (95 %), and {ALIKE} marks the others. The spread does "
+        f"that are larger than the spread over seeds explains (95 %). {EQUAL} marks differences whose 95 % interval is "
+        "within the margin of what counts as equal: half a percentage point of accuracy, or a fifth of the published "
+        f"number of rounds or loss. {OPEN} marks all others: they need more seeds. The spread does "
         'not include the effect of another partition. ">200" means that the target was not reached within 200 rounds. '
         '"(2 of 3)" marks the mean of the two seeds that reached the target.'
     )
@@ -369,7 +342,7 @@ def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale
     marks = []
     for score in table.scores.values():
         if score.take == "rounds_to" and score.of == table.picture and score.name in table.settings[setting].printed:
-            known = [value for value in _values(score, runs) if math.isfinite(value)]
+            known = [value for value in values_of(score, runs) if math.isfinite(value)]
             if known:
                 marks.append((float(np.mean(known)), scale * score.target))
     return marks
@@ -378,8 +351,14 @@ def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale
 # --- orderings --------------------------------------------------------------------------------------------------------
 
 
-def orderings(table: Table, ours: Results) -> Iterator[Verdict]:
-    """Yields one verdict per claim "method a is better than b", setting and score, if both methods were run."""
+def orderings(table: Table, ours: Results) -> list[Verdict]:
+    """Returns one verdict per claim "method a is better than b", setting and score, if both methods were run."""
+    verdicts = list(_verdicts(table, ours))
+    significant = holm([verdict.p for verdict in verdicts])
+    return [verdict._replace(survives=survives) for verdict, survives in zip(verdicts, significant, strict=True)]
+
+
+def _verdicts(table: Table, ours: Results) -> Iterator[Verdict]:
     pairs = dict.fromkeys(pair for chain in table.claims for pair in itertools.pairwise(chain))
     for score in table.scores.values():
         for name, methods in ours.items():
@@ -398,61 +377,6 @@ def _printed_order(printed: Mapping[str, Printed], a: str, b: str, score: Score)
     return "yes" if x > y else "no" if x < y else "equal"
 
 
-def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> tuple[str, str, bool]:
-    """Compares method a with method b.
-
-    Returns "holds" (a is better), "does not hold" (b is better) or "open"; the difference as text, with its 95 %
-    confidence interval; and whether there is an interval.
-
-    The interval is a t interval of the differences between runs with the same seed. The verdict is "open" if fewer than
-    two seeds have both methods, or if the difference is the same for all seeds. Runs without the score are left out.
-    The scores "best" and "last" only use the rounds that all runs have.
-
-    A run that did not reach the target counts as if it reached the target one round after its last round, which is too
-    early. So a method with such a run is never found to be better. The verdict is then "open".
-    """
-    rounds = [run.rounds for run in (*a.values(), *b.values())]
-    most = min(rounds) if score.take in ("best", "last") and min(rounds) < max(map(score.within, rounds)) else 0
-    x, y = (
-        {seed: value for seed, run in runs.items() if not math.isnan(value := score(_up_to(run, most).series))}
-        for runs in (a, b)
-    )
-    if not x or not y:
-        return "open", "not scored", False
-    late = [any(map(math.isinf, values.values())) for values in (x, y)]
-    if all(map(math.isinf, (*x.values(), *y.values()))):
-        return "open", "neither reached the target", False
-    one, other = (
-        {seed: score.within(runs[seed].rounds) + 1.0 if math.isinf(value) else value for seed, value in values.items()}
-        for runs, values in ((a, x), (b, y))
-    )
-    digits, within = max(score.digits, 1), f", of the first {most} rounds" if most else ""
-    gaps = np.array([score.sign * (one[seed] - other[seed]) for seed in sorted(set(one) & set(other))])
-    if len(gaps) < 2:
-        mean = score.sign * (np.mean(list(one.values())) - np.mean(list(other.values())))
-        return "open", f"{mean:+.{digits}f}{within}", False
-    if not np.ptp(gaps):
-        return "open", f"{gaps[0]:+.{digits}f} for every seed{within}", False
-    half = _quantile(len(gaps)) * gaps.std(ddof=1) / math.sqrt(len(gaps))
-    low, high = gaps.mean() - half, gaps.mean() + half
-    better, worse = low > 0 and not late[0], high < 0 and not late[1]
-    bound = " (a bound: not all reached the target)" if any(late) else ""
-    text = f"{gaps.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {len(gaps)} seeds{within}{bound}"
-    return "holds" if better else "does not hold" if worse else "open", text, True
-
-
-def _up_to(run: Result, most: int) -> Result:
-    """Returns the first ``most`` rounds of the run. 0 means all rounds."""
-    if not most or run.rounds == most:
-        return run
-    kept = {name: sum(t <= most for t in rounds) for name, (rounds, _) in run.series.items()}
-    return run._replace(
-        series={
-            name: Series(rounds[: kept[name]], values[: kept[name]]) for name, (rounds, values) in run.series.items()
-        }
-    )
-
-
 def _counts(verdicts: Iterable[Verdict]) -> list[int]:
     """Returns the numbers of claims that hold, that do not hold, and that are open."""
     words = [verdict.word for verdict in verdicts]
@@ -469,16 +393,25 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
         if sum(counts):
             counted = ", ".join(f"{word}: {number}" for word, number in zip(WORDS, counts, strict=True))
             yield f"- {what}: {counted}."
+    tests, significant = sum(v.interval for v in verdicts), [v.word for v in verdicts if v.survives]
+    if tests > 1:
+        counted = " and ".join(f"{significant.count(word)} that {word}" for word in ("hold", "do not hold"))
+        counted = (
+            f"{significant.count(WORDS[0])} of those that hold and {significant.count(WORDS[1])} of those that do not"
+        )
+        yield f"- after Holm's correction for {tests} comparisons: {counted}."
     tested = [verdict for verdict in verdicts if verdict.interval]
     if tested:
         yield from (
             "",
-            "| setting | score | claim | holds in the published numbers | holds in ours | better by, 95 % interval |",
-            "|---|---|---|---|---|---|",
+            "| setting | score | claim | holds in the published numbers | holds in ours | after Holm | better by, 95 % "
+            "interval |",
+            "|---|---|---|---|---|---|---|",
         )
     for verdict in tested:
         claim = f"{verdict.a} better than {verdict.b}"
-        yield f"| {verdict.setting} | {verdict.score} | {claim} | {verdict.printed} | {verdict.word} | {verdict.text} |"
+        ours = f"{verdict.word} | {'yes' if verdict.survives else 'no'}"
+        yield f"| {verdict.setting} | {verdict.score} | {claim} | {verdict.printed} | {ours} | {verdict.text} |"
     untested: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         if not verdict.interval:
@@ -501,7 +434,7 @@ def write_index(tables: Sequence[Table], folder: Path) -> list[Path]:
     """Writes README.md, a page about all tables, and orderings.md. Returns their paths."""
     index, orders = folder / "README.md", folder / "orderings.md"
     results = [(table, results_of(table, folder)) for table in tables]
-    everything = [(table, ours, list(orderings(table, ours))) for table, ours in results]
+    everything = [(table, ours, orderings(table, ours)) for table, ours in results]
     index.write_text("\n".join(_index(everything)) + "\n")
     orders.write_text("\n".join(_orderings(everything)) + "\n")
     return [index, orders]
@@ -521,8 +454,8 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
     )
     yield (
         f'\nThe column "difference" compares our numbers with the published ones. It counts the numbers that are '
-        f"{BETTER} better, {ALIKE} equal within the spread over seeds, and {WORSE} worse. Numbers with one "
-        "seed are not counted."
+        f"{BETTER} better, {WORSE} worse, {EQUAL} equal within a margin, and {OPEN} undecided with these seeds. "
+        "Numbers with one seed are not counted."
     )
     yield (
         '\nThe columns "orders" are about claims of the form "method a is better than method b". Each has three '
@@ -544,13 +477,22 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
 
 
 def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str:
-    """Returns sentences with the number of cells that have been run. A cell that several tables share counts once."""
-    done: dict[Path, bool] = {}
+    """Returns sentences with the numbers of cells that have been run. A cell that several tables share counts once."""
+    published, run = set[Path](), dict[Path, str]()
     for table, ours, _ in everything:
         for setting in table.settings.values():
-            for method, cell in setting.cells.items():
-                done[cell.file] = complete(cell, ours.get(setting.name, {}).get(method, {}))
-    return f"{sum(done.values())} of {len(done)} cells have been run. A cell that several tables share counts once."
+            methods = {method for printed in setting.printed.values() for method in printed}
+            published |= {cell.file for method, cell in setting.cells.items() if method in methods}
+            for method in ours.get(setting.name, {}):
+                file = setting.cells[method].file
+                run[file] = min(run.get(file, SCALES[-1]), setting.scale, key=SCALES.index)
+    counts = [sum(run.get(file) == scale for file in published) for scale in SCALES[:2]]
+    return (
+        f"The papers print a number for {len(published)} cells (a cell that several tables share counts once). Of "
+        f"these, {counts[0]} have a run at full scale and {counts[1]} a reduced one, with fewer rounds. "
+        f"{len(set(run) - published)} other cells have been run: figures without printed numbers, other data sets that "
+        "stand in for those that are not available here, and settings of our own."
+    )
 
 
 def _marks_of(table: Table, ours: Results) -> str:
@@ -562,7 +504,7 @@ def _marks_of(table: Table, ours: Results) -> str:
         for method, number in printed.items()
         if method in ours[name]
     ]
-    counts = [f"{mark} {marked.count(mark)}" for mark in (BETTER, ALIKE, WORSE) if mark in marked]
+    counts = [f"{mark} {marked.count(mark)}" for mark in (BETTER, EQUAL, OPEN, WORSE) if mark in marked]
     return ", ".join(counts) or "-"
 
 
@@ -572,7 +514,9 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
         'A claim is "method a is better than b". Each claim of a paper is tested in every setting that was run, with '
         "the differences between runs of the same seed. It holds if the 95 % confidence interval of their mean (a t "
         "interval over seeds) is above zero. It does not hold if the interval is below zero. Otherwise it is open, for "
-        "example if fewer than two seeds are shared. There is no correction for multiple comparisons. Each interval is "
+        "example if fewer than two seeds are shared. "
+        'The column "after Holm" says whether the difference is still significant if all comparisons of a table are '
+        "corrected together. Each interval is "
         "for one partition; with another partition, the order may be different."
     )
     by_table, seen = [], set()
