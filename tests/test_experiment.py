@@ -17,7 +17,7 @@ from PIL import Image
 from scipy import stats
 
 import fedjax_drift as fd
-from experiments.tables import comparison, papers, queue, report, runner
+from experiments.tables import claims, comparison, papers, queue, report, runner
 from experiments.tables.__main__ import main
 from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.runner import Result
@@ -624,7 +624,7 @@ def test_a_claim_that_the_papers_numbers_contradict_is_counted_apart():
     printed = {"A": papers.printed_number(">300"), "B": papers.printed_number(133), "C": papers.printed_number(">300")}
     orders = [report._printed_order(printed, a, b, ROUNDS) for a, b in ("BA", "AB", "AC", "AD")]
     assert orders == ["yes", "no", "equal", "-"]
-    verdict = report.Verdict("s", "rounds", "A", "B", "no", "holds", "+1.0 [+0.5, +1.5], 3 seeds", 0.01)
+    verdict = comparison.Verdict("s", "rounds", "A", "B", "no", "holds", "+1.0 [+0.5, +1.5], 3 seeds", 0.01)
     verdicts = [verdict, verdict._replace(printed="yes", word="open"), verdict._replace(printed="-", p=math.nan)]
     assert report._two_counts(verdicts) == [[0, 0, 1], [2, 0, 0]]
     lines = list(report._verdict_lines(verdicts))
@@ -743,3 +743,42 @@ def test_a_budget_is_a_duration(text: str, seconds: float) -> None:
 def test_another_budget_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="--budget must be a number of seconds, minutes or hours such as 150m"):
         queue.seconds_of(text)
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def verdict_of(setting: str, word: str, survives: bool = True) -> comparison.Verdict:
+    return comparison.Verdict(setting, "score", "A", "B", "yes", word, "+1.0 [+0.5, +1.5], 3 seeds", 0.01, survives)
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["holds", "open"], "supported"),
+        (["holds", "does not hold"], "open"),
+        (["does not hold", "open"], "contradicted"),
+        (["open", "open"], "open"),
+        ([], "open"),
+    ],
+)
+def test_a_claim_is_supported_or_contradicted_by_most_of_its_settings(words: list[str], expected: str) -> None:
+    claim = claims.Claim("Nobody", "A beats B.", "tiny/table", "score", "A", "B", ("s", "t"), "Why not.")
+    verdicts = [verdict_of(setting, word) for setting, word in zip("st", words, strict=False)]
+    verdicts += [verdict_of("u", "holds"), verdict_of("s", "holds")._replace(a="C")]  # of another claim
+    assert claims.verdict(claim, claims.evidence(claim, verdicts)) == expected
+    page = "\n".join(claims.section([claim], {"tiny/table": verdicts}))
+    assert f"| {expected} |" in page and ("Why not." in page) == (expected == "contradicted")
+    weak = [verdict._replace(survives=False) for verdict in verdicts]
+    assert claims.verdict(claim, claims.evidence(claim, weak)) == "open"
+
+
+def test_claims_name_what_the_tables_have(tmp_path):
+    """The committed claims are read without an error; a wrong name is one."""
+    tables = papers.read_tables(papers.EXPERIMENTS, papers.table_names(papers.EXPERIMENTS))
+    known = claims.read(papers.EXPERIMENTS, tables)
+    assert {claim.paper.partition(",")[0] for claim in known} == {"FedDC", "LfD", "FedEve", "FedADC", "FedGVRGM"}
+    text = (papers.EXPERIMENTS / claims.FILE).read_text()
+    (tmp_path / claims.FILE).write_text(text.replace('better = "LfD"', 'better = "LfDD"'))
+    with pytest.raises(ValueError, match=r"claims.toml: method must be one of .*, got 'LfDD': did you mean 'LfD'"):
+        claims.read(tmp_path, tables)

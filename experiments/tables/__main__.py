@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 import fedjax_drift as fd
-from experiments.tables import papers, queue, report, runner
+from experiments.tables import claims, papers, queue, report, runner
 from experiments.tables.papers import Cell, Table
 
 OUTPUT = Path("runs/experiments")
@@ -108,7 +108,8 @@ def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
             print(f"{table.name} has no results in {folder}: {report.COMMAND} run {table.name}", file=sys.stderr)
             return 1
     if args.all:
-        print(", ".join(map(str, report.write_index(tables, args.results or committed))))
+        claimed = claims.read(args.tables, tables)
+        print(", ".join(map(str, report.write_index(tables, args.results or committed, claimed))))
     return 0
 
 

@@ -24,6 +24,24 @@ class Comparison(NamedTuple):
     p: float  # of the two-sided t test, NaN without an interval
 
 
+class Verdict(NamedTuple):
+    """The answer to the question whether method a is better than b in a setting, as the paper claims."""
+
+    setting: str
+    score: str
+    a: str
+    b: str
+    printed: str  # whether the numbers of the paper have this order: "yes", "no", "equal", or "-" if there are none
+    word: str  # one of `WORDS`
+    text: str  # the difference and its confidence interval
+    p: float  # the p-value, NaN if there is no confidence interval
+    survives: bool = False  # whether the difference is significant if all claims of the table are corrected together
+
+    @property
+    def interval(self) -> bool:
+        return not math.isnan(self.p)
+
+
 def values_of(score: Score, runs: Mapping[int, Result]) -> list[float]:
     """The score of each run, in the order of the seeds."""
     return [score(runs[seed].series) for seed in sorted(runs)]

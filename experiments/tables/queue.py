@@ -146,8 +146,10 @@ def _hours(jobs: Iterable[Job]) -> str:
 
 
 def _cost_key(cell: Cell) -> tuple:
-    """Cells with the same key have the same examples and network."""
-    return tuple(str(cell.options.get(name)) for name in ("dataset", "data_dir", "data_seed", "model", "cosine"))
+    """Cells with the same key have the same number of examples, number of clients and network."""
+    names = ("dataset", "data_dir", "data_seed", "model", "cosine", "clients")
+    natural = cell.options.get("partition", "by_writer") == "by_writer"
+    return (*(str(cell.options.get(name)) for name in names), natural)
 
 
 def _cost(cell: Cell) -> Cost | str:
@@ -170,9 +172,7 @@ def _cost(cell: Cell) -> Cost | str:
 
 def _round_flops(cell: Cell, cost: Cost) -> float:
     """FLOPs of the local training of one round."""
-    options = cell.options
-    clients = options.get("clients") or cost.clients
-    return options["cohort"] * options.get("epochs", 1) * cost.flops * cost.examples / clients
+    return cell.options["cohort"] * cell.options.get("epochs", 1) * cost.flops * cost.examples / cost.clients
 
 
 def _expected_rounds(table: Table, cell: Cell, runs: Iterable[Result]) -> float:

@@ -6,17 +6,19 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 import fedjax_drift as fd
+from experiments.tables import claims
+from experiments.tables.claims import Claim
 from experiments.tables.comparison import (
     BETTER,
     EQUAL,
     OPEN,
     WORDS,
     WORSE,
+    Verdict,
     compare,
     difference,
     holm,
@@ -33,24 +35,6 @@ INITIALS = ("auc", "cka", "kl", "lp")  # abbreviations among the plotted quantit
 ENDED_EARLY = " A run that reached its target ended in that round, before the number of rounds in its command."
 COMMAND = "python -m experiments.tables"
 Results = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
-
-
-class Verdict(NamedTuple):
-    """The answer to the question whether method a is better than b in a setting, as the paper claims."""
-
-    setting: str
-    score: str
-    a: str
-    b: str
-    printed: str  # whether the numbers of the paper have this order: "yes", "no", "equal", or "-" if there are none
-    word: str  # one of WORDS
-    text: str  # the difference and its confidence interval
-    p: float  # the p-value, NaN if there is no confidence interval
-    survives: bool = False  # whether the difference is significant if all claims of the table are corrected together
-
-    @property
-    def interval(self) -> bool:
-        return not math.isnan(self.p)
 
 
 # --- which results exist ----------------------------------------------------------------------------------------------
@@ -430,18 +414,19 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
 # --- all tables -------------------------------------------------------------------------------------------------------
 
 
-def write_index(tables: Sequence[Table], folder: Path) -> list[Path]:
-    """Writes README.md, a page about all tables, and orderings.md. Returns their paths."""
+def write_index(tables: Sequence[Table], folder: Path, claimed: Sequence[Claim] = ()) -> list[Path]:
+    """Writes README.md, a page about all claims and tables, and orderings.md. Returns their paths."""
     index, orders = folder / "README.md", folder / "orderings.md"
     results = [(table, results_of(table, folder)) for table in tables]
     everything = [(table, ours, orderings(table, ours)) for table, ours in results]
-    index.write_text("\n".join(_index(everything)) + "\n")
+    verdicts = {table.name: verdicts for table, _, verdicts in everything}
+    index.write_text("\n".join([*claims.section(claimed, verdicts), *_index(everything)]) + "\n")
     orders.write_text("\n".join(_orderings(everything)) + "\n")
     return [index, orders]
 
 
 def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterator[str]:
-    yield from ("# All tables of the five papers", "")
+    yield from ("## All tables", "")
     yield (
         f"`{COMMAND} report --all` makes this page from the JSONL files in these folders. There is one file for each "
         "method in each setting, with one line for each seed. The page of a table has the commands, times, hardware "
