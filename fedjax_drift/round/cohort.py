@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     drawn: jax.Array  # int32 [K'], the selected ids; N marks an absent client
     held: Client  # [K'], the selected clients after redistribution; a client without examples is absent
     cohort: Client  # [K], the clients after failures; a client that does not report is absent
-    order: jax.Array  # int32 [D, G, L], the position in the cohort of the client at each place
+    order: jax.Array  # int32 [D, G, L], for each place the index in ``cohort`` of the client that trains there
     empty: jax.Array  # bool [D, G, L], True for places without a client
     dealt: Client  # [D, G, L], the client at each place
 

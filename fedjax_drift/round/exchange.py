@@ -93,7 +93,7 @@ def rows_by_rank(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
     The rank of a client is its position when the clients are sorted by steps, in descending order. The client at rank p
     of a cohort has at most as many steps as the client at rank p of the whole federation. So it has at most as many
-    rows as the largest client with that number of steps.
+    rows as the largest client of the federation with as many steps as the client at rank p of the federation.
     """
     _, of_steps = np.unique(steps, return_inverse=True)
     most = np.zeros(of_steps.max() + 1, np.int64)
