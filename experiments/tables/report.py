@@ -267,7 +267,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
 
 
 def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
-    """Returns a dict from the reason why something was not run to the names of the settings.
+    """Returns the reasons why runs are missing, each with the names of the settings that it applies to.
 
     If a setting was run in part, its name is followed by the missing methods and seeds.
     """
@@ -409,7 +409,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> t
     The scores "best" and "last" only use the rounds that all runs have.
 
     A run that did not reach the target counts as if it reached the target one round after its last round, which is too
-    early. So a method with such a run is never found to be better. The verdict is then "open".
+    early. So a method with such a run is never found to be better: the verdict is "open" instead.
     """
     rounds = [run.rounds for run in (*a.values(), *b.values())]
     most = min(rounds) if score.take in ("best", "last") and min(rounds) < max(map(score.within, rounds)) else 0

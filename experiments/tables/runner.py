@@ -121,7 +121,7 @@ def _five_digits(value: Any) -> Any:
 
 
 def summary(values: Sequence[float], digits: int) -> str:
-    """Returns "mean ± standard deviation" of the finite values. If some are not finite, adds the number that are."""
+    """Returns "mean ± standard deviation" of the finite values, and how many are finite if not all are: "(2 of 3)"."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "not reached" if any(map(math.isinf, values)) else "-"

@@ -130,7 +130,10 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
 
 
 def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
-    """Returns the words of the command and None, or with `run --resume OUTPUT` the words of that run and OUTPUT.
+    """Returns (argv, None) without --resume.
+
+    With `run --resume OUTPUT`, returns the words of the command that created OUTPUT, followed by the options of this
+    command, and OUTPUT.
 
     Raises ValueError if the run cannot be resumed.
     """
