@@ -282,7 +282,7 @@ def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
         ]
         if missing:
             what = f"{setting.name} ({', '.join(missing)})" if runs else setting.name
-            reasons.setdefault(setting.needs or "not run yet", []).append(what)
+            reasons.setdefault(setting.needs or "only time", []).append(what)
     return reasons
 
 

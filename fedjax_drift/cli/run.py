@@ -132,8 +132,8 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
 def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     """Returns (argv, None) without --resume.
 
-    With `run --resume OUTPUT`, returns the words of the command that created OUTPUT, followed by the options of this
-    command, and OUTPUT.
+    With `run --resume OUTPUT`, returns (words, OUTPUT). The words are those of the command that created OUTPUT,
+    followed by the options of this command.
 
     Raises ValueError if the run cannot be resumed.
     """

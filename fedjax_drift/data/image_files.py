@@ -62,8 +62,8 @@ def read_idx_pairs(train_images: Path) -> Arrays:
 class _PlainUnpickler(pickle._Unpickler):
     """Unpickles NumPy arrays and Python's containers, numbers and strings. Any other function raises an error.
 
-    It extends the unpickler that is written in Python. If a damaged header declares a huge size, this one does not
-    allocate the memory, as the unpickler written in C does.
+    It extends the unpickler that is written in Python. If a damaged header declares a huge size, the
+    unpickler written in C allocates that much memory. This one does not.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -145,7 +145,7 @@ def trainings(
     w = shared.server.params
 
     def model_of(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        """A client's local model and update, both times the client's weight, and the weight.
+        """Returns the client's weight, and its local model and update, each multiplied by the weight.
 
         The sums over the cohort, divided by the sum of the weights, are the means.
         """

@@ -33,8 +33,9 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arr
 
 
 def _four_windows(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Convolution and pooling by 2 for few filters. A patch of (h + 1) x (w + 1) has the four windows that are pooled.
+    """Convolution and pooling by 2 for few filters.
 
+    A patch of (h + 1) x (w + 1) pixels contains four h x w windows. The outputs at these windows are pooled into one.
     With a 5x5 kernel, a patch has 36 numbers per channel and serves four positions of the convolution. So there are 9
     numbers per position, instead of 25. The kernel is shifted to each of the four windows. These four kernels form
     a matrix with 4 F columns, because F columns are too few for vector instructions. The matrix product needs

@@ -157,7 +157,7 @@ class Contents(NamedTuple):
     round: int
     leaves: list[Leaf]
     described: list[list]  # [name, dtype, shape, checksum] of each leaf
-    records: int  # number of records up to the state, without those of an earlier history
+    records: int  # number of records that were added up to the state, since saving started
     score: float | None
 
 
