@@ -142,8 +142,9 @@ def compare(names: list[str]) -> dict[str, dict[str, dict]]:
 
 
 def table(found: dict[str, dict[str, dict]]) -> str:
-    """Returns a Markdown table with the larger difference of the server variables and the client states.
+    """Returns a Markdown table of the differences from the layout 1 x 1.
 
+    A cell has the difference of the server variables or that of the client states, whichever is larger.
     Cells whose second run gave other bits are marked.
     """
     layouts = [f"{P} x {D}" for P, D in LAYOUTS]

@@ -27,6 +27,7 @@ from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.run_folder import load_run
 from fedjax_drift.simulation.placement import Placement
+from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.simulation.sweep import Run, grid, sweep
 from fedjax_drift.storage.checkpoint import Checkpoints
@@ -68,6 +69,7 @@ __all__ = [
     "plots",
     "ranking",
     "rounds_to_target",
+    "stop_on_interrupt",
     "sweep",
     "use_compilation_cache",
     "use_cpu_devices",

@@ -1,7 +1,7 @@
 """Modules of version 0.3 that have moved. They can still be imported under the old path, with a DeprecationWarning.
 
 The names in `fedjax_drift` itself (``fd.Simulation``, ``fd.drift``, ...) are the public interface and have not changed.
-The module ``fedjax_drift.sweep`` is missing from the list, because importing it would replace the function
+The old path ``fedjax_drift.sweep`` is not supported, because importing a module of this name would replace the function
 ``fd.sweep``.
 """
 
@@ -42,7 +42,11 @@ RENAMED = {"Bank": "ClientStore", "Damaged": "DamagedError", "check_like": "chec
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Imports a moved module under its old path, as a module that has the names of the new modules."""
+    """Imports a module under its old path.
+
+    If it is one module today, the result is that module. If it was split, the result looks up each attribute in the new
+    modules.
+    """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")

@@ -168,7 +168,7 @@ def _kind(value: Any) -> str:
 
 
 def _instead(module: Any, wanted: str) -> str:
-    """Returns the fix for a module of another kind or for a class, or "" if no fix is known."""
+    """Returns the advice for a module of the wrong kind, or for a class instead of an instance. "" if there is none."""
     from flax import linen, nnx
 
     kinds = module.__mro__ if isinstance(module, type) else type(module).__mro__

@@ -182,7 +182,7 @@ def path(name: str, value: Any, fix: str = "") -> Path:
 
 
 def is_auto(value: Any) -> bool:
-    """Whether the value is the string "auto". Arrays are not compared."""
+    """Whether the value is the string "auto". Returns False for an array."""
     return isinstance(value, str) and value == "auto"
 
 

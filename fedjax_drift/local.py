@@ -125,8 +125,9 @@ def shuffle(key: jax.Array, size: jax.Array, longest: jax.Array, length: int) ->
 
     The permutation depends only on ``key`` and ``size``, not on the padding. With JAX's default generator (threefry),
     random number i depends only on the key and on i. Padded positions get the largest sort keys, so they come last.
-    ``longest`` is the size of the largest client in the group, that is, of the clients that train side by side. Only
-    about ``longest`` numbers are sorted, so a very large client slows down only its own group.
+    A group is the set of clients that train side by side on one device. ``longest`` is the number of examples of the
+    largest client in the group. Only about ``longest`` numbers are sorted, so a very large client slows down only its
+    own group.
     """
 
     def sort(count: int) -> Callable[[], jax.Array]:

@@ -112,7 +112,9 @@ def measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarra
 
 
 def numbers(name: str, values: Any, lists: bool = False) -> np.ndarray:
-    """The values as float [n] or, if they may be ``lists`` of E numbers each, [n, E]. None becomes NaN.
+    """The values as an array of floats, [n]. None becomes NaN.
+
+    With ``lists``, the values may be lists of E numbers, which give an array [n, E].
 
     Raises ConfigurationError for other values.
     """
@@ -173,7 +175,7 @@ def _kind(items: Sequence[Any]) -> str:
 
 
 def _one_run(name: Any, value: Any) -> dict[str, list[History]]:
-    """A dict from a setting to one history per seed, for one value of a dict of runs.
+    """Converts one value of a dict of runs to a dict from settings to lists, which have one history per seed.
 
     A setting is a combination of hyper-parameters. Only a sweep has several settings.
     """

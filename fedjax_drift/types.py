@@ -70,8 +70,8 @@ class Model(NamedTuple):
     """``head(params, features) -> logits``, the classifier alone."""
     extractor: Callable[[Params, jax.Array], jax.Array] | None = None
     """``extractor(params, x) -> [B, ...]``, the output of the encoder, which is the input of the projection head.
-    Required by `constrained` for the part "extractor", for "header" with kind "parameter", and for "all" with kind
-    "feature"."""
+    Required by `fd.algorithms.constrained` with ``part="extractor"``, with ``part="header", kind="parameter"``, and
+    with ``part="all", kind="feature"``."""
     cosine: bool = False
     """True if `apply` returns cosines in [-1, 1]. LfD requires True."""
     scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None

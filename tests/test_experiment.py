@@ -220,7 +220,7 @@ def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
             page = report.page(table, results, ours, [picture for picture in pictures if picture.exists()])
             assert page == file.read_text(), table.name
     shutil.copytree(results, tmp_path / "results")
-    for path in report.write_index(tables, tmp_path / "results"):
+    for path in report.write_index(tables, tmp_path / "results", claims.read(papers.EXPERIMENTS, tables)):
         assert path.read_text() == (results / path.name).read_text()
 
 
@@ -351,6 +351,25 @@ def test_a_cell_with_a_target_goes_on_in_parts_to_the_same_end(whole, tmp_path, 
     monkeypatch.setattr(runner, "TARGET_SECONDS", 0.0)  # looks after every evaluation
     assert do(place, tmp_path / "o", "--methods=FedAvg") == 0 and totals == [4, 8]
     assert series(read(tmp_path / "o")) == series(read(whole)) and not read(tmp_path / "o")[0].reached
+
+
+@pytest.mark.parametrize("call", [0, 1], ids=["between two sections", "at the end of a cell"])
+def test_ctrl_c_in_the_last_rounds_of_a_sweep_counts(tmp_path, monkeypatch, call):
+    """The sweep has all of its rounds then, and returns as usual."""
+    never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
+    place, totals, sweep = with_tables(tmp_path / "tables", table=never), [], fd.Simulation.sweep
+
+    def late(sim, n, *arguments, **options):
+        runs = sweep(sim, n, *arguments, **options)
+        totals.append(n)
+        if len(totals) == call + 1:
+            signal.raise_signal(signal.SIGINT)
+        return runs
+
+    monkeypatch.setattr(fd.Simulation, "sweep", late)
+    monkeypatch.setattr(runner, "TARGET_SECONDS", 0.0)
+    assert do(place, tmp_path / "o") == 130 and totals == [4, 8][: call + 1]
+    assert do(place, tmp_path / "o") == 0 and sorted(read(tmp_path / "o", "FedProx")) == [0, 1]
 
 
 def test_seeds_in_any_order_are_the_same_runs(place, whole, tmp_path):

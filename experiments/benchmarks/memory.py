@@ -1,4 +1,6 @@
-"""Measures the peak memory with K = 10, 100, 1,000 and all 3,400 clients per round, and the same number of lanes.
+"""Measures the peak memory with K = 10, 100, 1,000 and 3,400 (all) clients per round.
+
+The number of lanes is the same for every K.
 
     python experiments/benchmarks/memory.py [--lanes 10] [--model lenet5]
 

@@ -29,8 +29,8 @@ of the table corresponds to a command.
 An option may be set in several places. Later places of this list override earlier ones: [common], the base of the
 setting, the setting, the method, the method in the table ``methods`` of the setting.
 
-A setting with ``runs = "paper/table"`` refers to the setting of the same name (or of the name ``as``) in another table.
-The setting is run once and shown in both tables.
+A setting with ``runs = "paper/table"`` refers to the setting of the same name in another table. If it has another name
+there, the key ``as`` gives that name. The setting is run once and shown in both tables.
 
 All methods of a setting have the same data and, for each seed, the same cohorts and the same initial model. Options of
 `fedjax-drift run` are checked by `fd.parse_run` when a cell is run. Everything else is checked when the file is read.

@@ -224,7 +224,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
 
 
 def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
-    """Returns a dict from the reason why something was not run to the names of the settings.
+    """Returns the reasons why runs are missing, each with the names of the settings that it applies to.
 
     If a setting was run in part, its name is followed by the missing methods and seeds.
     """
@@ -239,7 +239,7 @@ def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
         ]
         if missing:
             what = f"{setting.name} ({', '.join(missing)})" if runs else setting.name
-            reasons.setdefault(setting.needs or "not run yet", []).append(what)
+            reasons.setdefault(setting.needs or "only time", []).append(what)
     return reasons
 
 

@@ -121,7 +121,7 @@ def _five_digits(value: Any) -> Any:
 
 
 def summary(values: Sequence[float], digits: int) -> str:
-    """Returns "mean ± standard deviation" of the finite values. If some are not finite, adds the number that are."""
+    """Returns "mean ± standard deviation" of the finite values, and how many are finite if not all are: "(2 of 3)"."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "not reached" if any(map(math.isinf, values)) else "-"
@@ -168,7 +168,7 @@ def run_cells(
     without_data = 0
     for number, cell in enumerate(cells, 1):
         title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
-        with _locked(_partial(cell, output)) as is_ours:
+        with _locked(_partial(cell, output)) as is_ours, fd.stop_on_interrupt() as stop:
             if not is_ours:
                 say(f"{title}: another process is running it")
                 continue
@@ -189,6 +189,8 @@ def run_cells(
             except FileNotFoundError as error:
                 say(f"{title}: not run: {error}")
                 without_data += 1
+            if stop.requested:  # while the last rounds of this cell ran
+                raise KeyboardInterrupt
     return not cells or without_data < len(cells)
 
 
@@ -251,16 +253,19 @@ def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun,
     every = max(parsed.eval_every, 1)
     saved = [0, *fd.Checkpoints(folder / f"seed-{seeds[0]}").rounds]
     total = parsed.rounds if cell.until is None else min(parsed.rounds, every * max(1, math.ceil(saved[-1] / every)))
-    while True:
-        runs = sim.sweep(
-            total, seeds, parsed.eval_every, params=parsed.params, measure_every=parsed.measure_every,
-            progress=progress, checkpoints=_checkpoints(folder),
-        )  # fmt: skip
-        _raise_if_interrupted(runs, total)
-        if total == parsed.rounds or all(_has_reached(cell, run, parsed) for run in runs):
-            return runs
-        seconds = every * runs[0].history[-1]["seconds"]  # the time between two evaluations
-        total = min(parsed.rounds, total + every * max(1, int(TARGET_SECONDS / seconds)))
+    with fd.stop_on_interrupt() as stop:
+        while True:
+            runs = sim.sweep(
+                total, seeds, parsed.eval_every, params=parsed.params, measure_every=parsed.measure_every,
+                progress=progress, checkpoints=_checkpoints(folder),
+            )  # fmt: skip
+            _raise_if_interrupted(runs, total)
+            if total == parsed.rounds or all(_has_reached(cell, run, parsed) for run in runs):
+                return runs
+            if stop.requested:  # in the last rounds of this section
+                raise KeyboardInterrupt
+            seconds = every * runs[0].history[-1]["seconds"]  # the time between two evaluations
+            total = min(parsed.rounds, total + every * max(1, int(TARGET_SECONDS / seconds)))
 
 
 def _checkpoints(folder: Path) -> fd.Checkpoints:

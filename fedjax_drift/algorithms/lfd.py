@@ -1,7 +1,8 @@
 """LfD. Kim, Shin, "Learning From Drift: Federated Learning on Non-IID Data via Drift Regularization", 2023,
 arXiv 2309.07189, algorithm 1.
 
-Client i:  logits are cosines of normalised features and class weights; p = softmax((cos - m at y) / tau)   (5)
+Client i:  logits are cosines of normalised features and class weights
+           p = softmax((cos - m onehot(y)) / tau), with margin m and temperature tau                 (5)
            f_G: the received global model;  f_P: the local model of client i after its last participation
            drift f_D = log softmax(f_P) - log softmax(f_G)                                           (6)
            yhat = softmax(-f_D) = softmax((cos_G - cos_P) / tau)                                     (7)

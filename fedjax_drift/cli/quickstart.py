@@ -25,9 +25,10 @@ ALGORITHMS = ("fedavg", "scaffold", "feddc:alpha=0.1")
 TARGET = 0.75
 LAST = 10  # the table shows means over this number of rounds, because FedAvg's accuracy varies with the cohort
 DESCRIPTION = f"""\
-Shows what client drift is, and that it can be corrected. Clients with about two
-of ten digits each train logistic regression with {", ".join(ALGORITHMS[:-1])} and
-{ALGORITHMS[-1]}. The digits are generated, nothing is downloaded. The command
+Shows what client drift is, and that it can be corrected. Each client has images
+of about two of the ten digits. The clients train logistic regression with
+{", ".join(ALGORITHMS[:-1])} and {ALGORITHMS[-1]}. The digits are generated,
+nothing is downloaded. The command
 prints a table. It writes the files of fedjax-drift run and drift_story.png, a
 plot of the results.
 """

@@ -111,8 +111,8 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     group.add_argument(
         "--per-client", action="store_true", help="at the end, evaluate the model on each client's own test data, "
-        "before and after one epoch of fine-tuning. A common test set is split such that each client gets its label "
-        "mix. With several seeds the mean is reported",
+        "before and after one epoch of fine-tuning. If the data have one common test set, it is split: each "
+        "client gets test data with the label mix of its training data. With several seeds the mean is reported",
     )  # fmt: skip
     group = parser.add_argument_group("checkpoints")
     add(group, "--resume", "OUTPUT", "resume the run in this folder; see below")
@@ -130,7 +130,10 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
 
 
 def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
-    """Returns the words of the command and None, or with `run --resume OUTPUT` the words of that run and OUTPUT.
+    """Returns (argv, None) without --resume.
+
+    With `run --resume OUTPUT`, returns (words, OUTPUT). The words are those of the command that created OUTPUT,
+    followed by the options of this command.
 
     Raises ValueError if the run cannot be resumed.
     """

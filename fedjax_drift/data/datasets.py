@@ -6,7 +6,7 @@ then the cache). These are npz files or the files that the authors of the data s
 tensorflow-datasets.
 
 `DATASETS` has one loader per data set: (data_dir, seed, natural, *, options of the data set) -> `Samples`. natural:
-keep the clients that the data set defines (its writers or users), because no partition was given.
+whether the caller asked for ``by_writer()``. `mnist` then also reads the writers of its examples.
 
 `from_leaf`, `from_fedjax` and `from_tff` read federations from your own files.
 """
@@ -204,8 +204,9 @@ def synthetic(
     j = 1..d, float32.
 
     - variant="feddyn": d = 30, 5 classes, N = 20, 200 examples per client, all for training. The test set is the union
-      of the training data. By default `iid_sol` is True if alpha = 0, and `iid_data` is True if beta = 0. The authors'
-      example sets both for Synthetic(0, 0); the rule for other values is our interpretation. (Code of the authors of
+      of the training data. By default all clients share one W and b (`iid_sol`) if alpha = 0, and v_k = 0 for
+      all clients (`iid_data`) if beta = 0. The authors' example sets both for Synthetic(0, 0). The rule for other
+      values is our interpretation. (Code of the authors of
       Acar et al., ICLR 2021, and Gao et al., CVPR 2022.)
     - variant="fedprox": d = 60, 10 classes, N = 30, sizes 50 + floor(LogNormal(4, 2)). 90 % of a client's examples are
       for training, and 10 % are the client's test examples. `iid_sol` and `iid_data` are False by default, also for

@@ -273,7 +273,10 @@ def read_tff(path: Path, x: str, y: str) -> Iterator[Rows]:
     import h5py
 
     def values(column: Any) -> np.ndarray:
-        """Returns the values of a column. The size is checked, because HDF5 fills in values that are not stored."""
+        """Returns the values of a column, after a check of its size.
+
+        HDF5 returns a fill value for values that are not stored. So a small file can declare a huge array.
+        """
         packed = column.id.get_create_plist().get_nfilters() > 0
         files.must_fit(column.name, column.nbytes, None if packed else min(column.id.get_storage_size(), size))
         return column[()]

@@ -60,9 +60,10 @@ def read_idx_pairs(train_images: Path) -> Arrays:
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Unpickles NumPy arrays and Python's containers, numbers and strings. It calls no other function.
+    """Unpickles NumPy arrays and Python's containers, numbers and strings. Any other function raises an error.
 
-    It is based on the unpickler written in Python, which does not allocate memory for a size in a damaged header.
+    It extends the unpickler that is written in Python. If a damaged header declares a huge size, the
+    unpickler written in C allocates that much memory. This one does not.
     """
 
     def find_class(self, module: str, name: str) -> Any:

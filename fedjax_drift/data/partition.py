@@ -241,8 +241,9 @@ def _assign_by_turns(
 
     In a turn, a random client that is not full gets one example, whose class is drawn from the label distribution of
     the client (its mix). The mixes are log weights [N, C]. The classes of all turns are drawn in one vectorised pass.
-    The draws are valid up to the first turn whose class is empty. The later turns with this class are drawn again, and
-    so on, for at most C passes. The result has the same distribution as drawing one turn after another.
+    The draws are valid up to the first turn whose class has no example left. From this turn on, draws of classes
+    without examples are repeated, and the next pass checks the draws again. There are at most C passes. The result has
+    the same distribution as drawing one turn after another.
     """
     # Each client has a Poisson clock of rate 1, which stops when the client is full. So the next client is uniformly
     # distributed among the clients that are not full.

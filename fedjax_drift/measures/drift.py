@@ -146,7 +146,10 @@ def trainings(
     w = shared.server.params
 
     def model_of(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        """The weighted local model and the weighted update of a client. Their sums over the cohort give their means."""
+        """Returns the client's weight, and its local model and update, each multiplied by the weight.
+
+        The sums over the cohort, divided by the sum of the weights, are the means.
+        """
         work = client_work(engine, shared, client, longest)
         training = watched(engine, shared, client, gathered, work, lambda start, theta: ())
         aggregated, _ = check_finite(engine, client, training.result)

@@ -22,8 +22,8 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "V
       x: [C, H, W, B].
       kernel: [h, w, C, F].
       stride: same in both directions.
-      padding: "VALID", "SAME" (XLA's and TensorFlow's convention), or (p, p'), the numbers of rows and columns that are
-        added before and after.
+      padding: "VALID", "SAME" (XLA's and TensorFlow's convention), or (p, p'): p rows
+        and p columns are added before the image, p' rows and p' columns after it.
       pool: window and stride of the pooling. 1 means no pooling.
 
     Returns:

@@ -33,11 +33,13 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Arr
 
 
 def _four_windows(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Convolution and pooling by 2 for few filters. A patch of (h + 1) x (w + 1) has the four windows that are pooled.
+    """Convolution and pooling by 2 for few filters.
 
+    A patch of (h + 1) x (w + 1) pixels contains four h x w windows. The outputs at these windows are pooled into one.
     With a 5x5 kernel, a patch has 36 numbers per channel and serves four positions of the convolution. So there are 9
-    numbers per position, instead of 25. The four shifted kernels give the matrix product 4 F columns, because F columns
-    would be too few for vector instructions. The product needs 36 / 25 = 1.44 times as many operations.
+    numbers per position, instead of 25. The kernel is shifted to each of the four windows. These four kernels form
+    a matrix with 4 F columns, because F columns are too few for vector instructions. The matrix product needs
+    36 / 25 = 1.44 times as many operations as a convolution.
     """
     F = kernel.shape[-1]
     shifted = [jnp.pad(kernel, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in (0, 1) for j in (0, 1)]
@@ -146,7 +148,10 @@ def _correlate(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _primitive(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Primitive:
-    """The function as a primitive. `jax.vmap` turns it into a loop, not into a grouped convolution like `lax.conv`."""
+    """The function as a primitive.
+
+    `jax.vmap` turns the primitive into a loop. (It would turn `lax.conv` into a grouped convolution.)
+    """
     primitive = Primitive(f"cpu{function.__name__}")
 
     def batch(inputs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[jax.Array, int]:

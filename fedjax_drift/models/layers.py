@@ -56,7 +56,7 @@ class Conv(nn.Module):
     """Convolution and max-pooling with a kernel [h, w, C, F] and a bias [F], initialised as in PyTorch."""
 
     features: int
-    kernel_size: int | tuple[int, int]  # k means k x k; or (h, w). A sequence is an image with one column.
+    kernel_size: int | tuple[int, int]  # k means k x k; or (h, w), which is (h, 1) for texts
     stride: int = 1
     padding: Padding = "VALID"
     use_bias: bool = True

@@ -25,7 +25,8 @@ figure is created.
   is clipped to the range of the quantity.
 - With one seed and more than 100 rounds, the rounds are grouped into about 50 windows. The line is the median of each
   window, and the band shows its quartiles.
-- With several seeds and more than 50 rounds, the line and the band are means over 50 windows.
+- With several seeds and more than 50 rounds, the rounds are grouped into 50 windows. The mean and the interval are
+  computed for every round, and then averaged within each window.
 """
 
 # training.py, clients.py, story.py and tables.py have the plot functions. They use canvas.py and lines.py.

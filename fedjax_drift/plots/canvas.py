@@ -112,7 +112,10 @@ def use_log_scale(axes: Axes) -> None:
 
 
 def add_legend(figure: Figure, lines: Mapping[str, Any], width: float, height: float = 4.2) -> None:
-    """Adds a legend below the axes, whose height is ``height`` inches. Runs without a name are left out."""
+    """Adds a legend below the axes, and makes the figure higher by the height of the legend.
+
+    Runs without a name are left out. height: the height of the figure without the legend, in inches.
+    """
     lines = {name: line for name, line in lines.items() if name}
     if not lines:
         return

@@ -26,7 +26,7 @@ class Line(NamedTuple):
     y: np.ndarray  # [n]
     low: np.ndarray | None = None  # [n], lower edge of a band around y
     high: np.ndarray | None = None  # [n], upper edge
-    band: str = ""  # description of the line and the band, for the x axis
+    band: str = ""  # what the line and the band show; added to the label of the x axis
 
 
 def by_round(runs: Runs, key: str, factor: float = 1, log: bool = False) -> dict[str, Line]:

@@ -25,7 +25,9 @@ class Compared(NamedTuple):
     title: str
     runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
     printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> published (round, value); None: last round
-    reached: Mapping[str, Sequence[tuple[float | None, float]]] = {}  # our (round, value), if the paper reports a round
+    reached: Mapping[
+        str, Sequence[tuple[float | None, float]]
+    ] = {}  # method -> our (mean round, target), if the paper prints the round
 
 
 def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -> Figure:

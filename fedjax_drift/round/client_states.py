@@ -3,8 +3,8 @@
 Replicated states are read in place. If the states are sharded over the devices, each state is sent to the device that
 trains its client, and the new state is sent back.
 
-The shape [D, G, L] is D devices, G groups per device, and L clients per group that train side by side. A place is an
-index of a client's state in `ServerState.clients`.
+The shape [D, G, L] is D devices, G groups per device, and L clients per group that train side by side. In this file,
+``place`` is the index of a client's state in `ServerState.clients` (`Client.place`).
 """
 
 from __future__ import annotations

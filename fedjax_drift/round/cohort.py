@@ -47,9 +47,9 @@ class Plan(NamedTuple):
 
     shared: Shared
     drawn: jax.Array  # int32 [K'], the selected ids; N marks an absent client
-    held: Client  # [K'], the selected clients after redistribution; a client without examples is absent
+    held: Client  # [K'], the selected clients, after `deal_anew` if examples are redistributed; absent if without any
     cohort: Client  # [K], the clients after failures; a client that does not report is absent
-    order: jax.Array  # int32 [D, G, L], the position in the cohort of the client at each place
+    order: jax.Array  # int32 [D, G, L], for each place the index in ``cohort`` of the client that trains there
     empty: jax.Array  # bool [D, G, L], True for places without a client
     dealt: Client  # [D, G, L], the client at each place
 

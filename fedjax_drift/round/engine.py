@@ -116,7 +116,7 @@ class Shared(NamedTuple):
     t: jax.Array  # int32 [], the round
     lr: jax.Array  # float [], eta_t
     states: PyTree  # client states, leaves [state_rows, ...]; () if sharded
-    extra: Any = ()  # additional values of the caller for every client
+    extra: Any = ()  # additional values for the function that `train.over_clients` calls, the same for all
 
 
 def absent(engine: Engine) -> Client:

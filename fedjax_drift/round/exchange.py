@@ -91,9 +91,9 @@ def place_parts(data: FederatedData, mesh: Mesh) -> tuple[jax.Array, jax.Array, 
 def rows_by_rank(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """int64 [N]: for each rank p, an upper bound on the rows of the client at rank p of any cohort.
 
-    The rank of a client is its position when the clients are sorted by steps, in descending order. The client at rank p
-    of a cohort has at most as many steps as the client at rank p of the whole federation. So it has at most as many
-    rows as the largest client with that number of steps.
+    The rank of a client is its position when the clients are sorted by steps, in descending order. If the client at
+    rank p of the whole federation has s steps, the client at rank p of a cohort has at most s steps. So it has at most
+    as many rows as the largest client of the federation that has s steps.
     """
     _, of_steps = np.unique(steps, return_inverse=True)
     most = np.zeros(of_steps.max() + 1, np.int64)

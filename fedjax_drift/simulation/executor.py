@@ -84,7 +84,7 @@ class Executor:
         return self.host.fetch(np.asarray(self.programs.compiled.draw(key, t) if cohort is None else cohort))
 
     def with_states(self, state: ServerState, fetched: Fetched) -> ServerState:
-        """Returns the state. States of the cohort that are in a client store are sent to the devices."""
+        """Returns the state, with the cohort's states on the devices if a client store has the client states."""
         if not isinstance(state.clients, ClientStore) or fetched.ids is None:
             return state
         return state._replace(clients=put(state.clients.gather(fetched.ids), self.setup.everywhere))

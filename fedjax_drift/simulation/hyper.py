@@ -189,7 +189,10 @@ class _Walk:
         return self.replaced[id(cell)]
 
     def global_variables(self, function: FunctionType) -> None:
-        """Visits the global variables that a user's function names. Their values may change between two calls."""
+        """Visits the global variables whose names occur in the code of a user's function.
+
+        Their values may change between two calls.
+        """
         names = sorted(_names(function.__code__))
         for name in names:
             if name in function.__globals__:
@@ -201,7 +204,7 @@ class _Walk:
                     self.key += [pair for pair in plain.items() if isinstance(pair[1], PLAIN)]
 
     def contents(self, value: Any) -> None:
-        """Adds an object to the key that is not of a type that `_visit` handles.
+        """Adds an object of a type that `_visit` does not handle to the key.
 
         Equal containers, NumPy arrays of up to `LARGE` bytes and hashable objects with ``==`` get equal keys. Any other
         object only has the same key as itself.

@@ -53,10 +53,10 @@ class Track(Protocol):
 
 
 class Flight(NamedTuple):
-    """n rounds of a track that have been dispatched. ``done`` is the number of the run's rounds up to their end."""
+    """n rounds of a track that have been dispatched."""
 
     track: int
-    done: int
+    done: int  # number of completed rounds of each run when these n rounds have finished
     n: int
     infos: dict[str, Any]
     scores: dict[str, Any]  # the evaluation of the state after the last round

@@ -3,7 +3,7 @@
 The first argument of a program is the hyper-parameters, that is, the numbers that `hyper.split` separates from the
 engine. So another learning rate, mu or alpha does not trigger recompilation.
 
-An engine describes a round. The programs of the `KEPT` engine forms (`hyper.Form`) that were used last are cached, even
+An engine describes a round. The programs of the 64 most recently used forms of engines (`hyper.Form`) are cached, even
 if their simulations no longer exist. So a function that creates a simulation, runs it and returns can be called again
 without recompilation.
 """

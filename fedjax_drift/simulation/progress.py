@@ -55,10 +55,18 @@ class Stop:
 
 @contextmanager
 def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
-    """Installs a `Stop` as the handler of SIGINT inside the block, and yields it.
+    """Delays Ctrl-C inside the block, so that a loop can stop between two rounds. Yields a `Stop`.
 
-    A nested block uses the `Stop` of the outer block, so that the outer loop stops as well. In threads other than the
-    main thread no handler is installed, because Python does not allow it.
+    `Simulation.run` and `fd.sweep` use it. Use it yourself around a loop that calls them several times. The first
+    Ctrl-C makes the current call return early, or as usual if it is in its last rounds, and sets ``requested``. Then
+    end your loop:
+
+        with fd.stop_on_interrupt() as stop:
+            while not stop.requested and int(state.round) < 1000:
+                state, history = sim.run(state, 10)
+
+    A second Ctrl-C raises KeyboardInterrupt immediately. A nested block uses the `Stop` of the outer block. In threads
+    other than the main thread nothing is delayed, because Python does not allow it.
 
     terminate: also handle SIGTERM.
     """

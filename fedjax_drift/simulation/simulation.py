@@ -594,8 +594,8 @@ class Simulation:
         - "client states": the bytes that each device sends. Each device sends the new states of its clients to all
           other devices (an all-gather). With ``bank="sharded"``, it also sends old states to the devices that train
           these clients (a reduce-scatter of the same size).
-        - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. These are D - 1 buffers, each
-          large enough for the largest number of examples that one device can receive.
+        - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. Each device sends
+          D - 1 buffers. A buffer has room for as many examples as the clients of one device can have in a round.
         """
         e, D = self.setup.engine, self.mesh.size
         most = min(e.capacity, e.cohort_size) if e.clients_asked > e.cohort_size else e.capacity

@@ -108,5 +108,8 @@ def _length(start: int, stop: int) -> int:
 
 
 def _inside(region: Bounds, around: Bounds) -> Iterator[slice]:
-    """Returns the slices that select ``region`` from an array that has the region ``around``."""
+    """Returns the slices that select ``region`` from an array that holds only the region ``around``.
+
+    Both are bounds in the complete array.
+    """
     return (slice(start - first, stop - first) for (start, stop), (first, _) in zip(region, around, strict=True))

@@ -157,7 +157,7 @@ class Contents(NamedTuple):
     round: int
     leaves: list[Leaf]
     described: list[list]  # [name, dtype, shape, checksum] of each leaf
-    records: int  # number of records of this run, up to the state
+    records: int  # number of records that were added up to the state, since saving started
     score: float | None
 
 
