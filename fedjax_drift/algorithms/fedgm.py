@@ -49,9 +49,9 @@ def fedgm(
       server_lr: learning rate of the server, > 0.
       scale: factor of the mean update: "participation" (|S| / N, default), "one" (undamped: a constant update is
         multiplied by 1 / (1 - beta)) or "one_minus_beta" (damped).
-      literal: "momentum" uses (10) as printed in the paper. The model then does not train: it converges to
-        -g / (1 - g) w*. Here w* is the model to which training without momentum converges, and g is the fraction of the
-        distance to w* that one round covers. If g is small, this limit is close to zero. Default: (10) as in the
+      literal: "momentum" uses (10) as printed in the paper. The model then does not train. Let w* be the
+        model to which training without momentum converges, and g the fraction of the distance to w* that one round
+        covers. The model converges to -(g / (1 - g)) w*, which is close to zero if g is small. Default: (10) as in the
         docstring of this file.
 
     Raises:

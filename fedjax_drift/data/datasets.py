@@ -214,8 +214,10 @@ def synthetic(
       appendix C.1. alpha and beta are standard deviations, as in the authors' code; the paper writes N(0, alpha).)
 
     Args:
-      alpha: standard deviation of u_k ~ N(0, alpha), the mean of the entries of W_k and b_k (their variance is 1).
-      beta: standard deviation of B_k ~ N(0, beta), the mean of the entries of v_k (their variance is 1).
+      alpha: standard deviation of u_k, which is normal with mean 0 for each client. The entries of W_k and b_k are
+        normal with mean u_k and variance 1.
+      beta: standard deviation of B_k, which is normal with mean 0 for each client. The entries of v_k are normal with
+        mean B_k and variance 1.
       num_clients: N >= 1.
       num_rows: number of examples of each client, training and test together, >= 2.
       variant: "feddyn" (default) or "fedprox".
@@ -264,7 +266,8 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
 
       - ``name``: the name of the data set.
       - ``classes``: the number of classes with the default options.
-      - ``found``: the result of `found` with the default options.
+      - ``found``: where `load` would read the data set with its default options: a path, "made on the spot" (generated
+        data), "tensorflow-datasets", or "no".
       - ``available``: whether the data can be loaded, a bool.
       - ``how``: how to get the data, in one line.
 

@@ -2,8 +2,8 @@
 
 The metrics are computed from the logits of the whole test set, because they are not averages over examples. A larger
 logit means that the example is more likely to be positive. All functions are pure and work under `jax.jit`. If a logit
-is NaN, `auc` is NaN. The other metrics rank a positive example after a negative example if one of their two logits is
-NaN.
+is NaN, `auc` is NaN. If the logit of a positive or of a negative example is NaN, the other metrics rank the positive
+example after that negative example.
 """
 
 from __future__ import annotations
