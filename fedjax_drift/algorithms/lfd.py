@@ -9,7 +9,7 @@ Client i:  logits are cosines of normalised features and class weights
            minimises CE(y, p) + CE(yhat, p)                                                          (8)-(10)
 Server:    as FedAvg.
 
-The margin and the normalisation constants of (6) cancel in (7).
+The normalisation constants of (6) cancel in (7).
 
 Deviations:
 - In the paper, (9) has a second minus sign in front of (8). This is a typo: (10) and algorithm 1 have the sign that is

@@ -205,8 +205,8 @@ def synthetic(
 
     - variant="feddyn": d = 30, 5 classes, N = 20, 200 examples per client, all for training. The test set is the union
       of the training data. By default all clients share one W and b (`iid_sol`) if alpha = 0, and v_k = 0 for
-      all clients (`iid_data`) if beta = 0. The authors' example sets both for Synthetic(0, 0). The rule for other
-      values is our interpretation. (Code of the authors of
+      all clients (`iid_data`) if beta = 0. In the authors' example for Synthetic(0, 0), both options are
+      True. For other values of alpha and beta, these defaults are our interpretation. (Code of the authors of
       Acar et al., ICLR 2021, and Gao et al., CVPR 2022.)
     - variant="fedprox": d = 60, 10 classes, N = 30, sizes 50 + floor(LogNormal(4, 2)). 90 % of a client's examples are
       for training, and 10 % are the client's test examples. `iid_sol` and `iid_data` are False by default, also for

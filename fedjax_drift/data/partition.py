@@ -115,10 +115,10 @@ def dirichlet(
       this class is left, the class is drawn again. (Code of FedDyn's and FedDC's authors.)
     - prior="global": the same with Dir(alpha p), where p are the label frequencies of the data. With C equally frequent
       labels, alpha here has the same effect as alpha / C with prior="client". (Hsu et al., arXiv 1909.06335; FedGVRGM.)
-    - prior="class": each class is split over the clients by Dir(alpha 1_N), without the clients that already have M/N
-      examples or more. This is repeated until every client has min_size examples. After 100 attempts the last one is
-      corrected: one random example at a time moves from the largest client to a client below min_size. (MOON's authors'
-      code; LfD.)
+    - prior="class": each class is split over the clients by Dir(alpha 1_N). Clients that already have M/N examples or
+      more get no example of the class. This is repeated until every client has min_size examples. After 100 attempts
+      the last one is corrected: one random example at a time moves from the largest client to a client below min_size.
+      (MOON's authors' code; LfD.)
 
     Args:
       num_clients: N >= 1.

@@ -2,8 +2,8 @@
 
 The metrics are computed from the logits of the whole test set, because they are not averages over examples. A larger
 logit means that the example is more likely to be positive. All functions are pure and work under `jax.jit`. If a logit
-is NaN, `auc` is NaN. If the logit of a positive or of a negative example is NaN, the other metrics rank the positive
-example after that negative example.
+is NaN, `auc` is NaN. If the logit of a positive example is NaN, the other metrics rank it last. If the logit of a
+negative example is NaN, they rank the positive example after it.
 """
 
 from __future__ import annotations

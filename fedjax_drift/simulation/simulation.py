@@ -268,7 +268,7 @@ class Simulation:
           The unused entries have ``cohort`` -1 and weight 0.
 
           - ``cohort``: int32, the ids of the aggregated clients. -1 marks a client that did not report, a client
-            without examples, and an unused entry.
+            that got no example from `FederatedData.redealt`, and an unused entry.
           - ``size``: the number of examples of the client.
           - ``weight``: the weight of the client in the mean.
           - ``client_steps``: the number of local steps that the client has done.
@@ -595,7 +595,7 @@ class Simulation:
           other devices (an all-gather). With ``bank="sharded"``, it also sends old states to the devices that train
           these clients (a reduce-scatter of the same size).
         - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. Each device sends
-          D - 1 buffers. A buffer has room for as many examples as the clients of one device can have in a round.
+          D - 1 buffers. The size of a buffer is an upper bound on the examples of the clients that one device trains.
         """
         e, D = self.setup.engine, self.mesh.size
         most = min(e.capacity, e.cohort_size) if e.clients_asked > e.cohort_size else e.capacity
