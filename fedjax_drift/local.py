@@ -170,14 +170,14 @@ def train(
         return jax.tree.map(lambda a, like: a.astype(like.dtype), tree, start)
 
     def epoch(carry: tuple, e: jax.Array) -> tuple:
-        shuffle_key, noise_key, augment_key = jax.random.split(jax.random.fold_in(work.key, e), 3)
+        epoch_key = jax.random.fold_in(work.key, e)
+        shuffle_key, noise_key = jax.random.split(epoch_key)
         batch = work.epoch(shuffle_key)
 
         def step(k: jax.Array, carry: tuple) -> tuple:
             theta, memory, total = carry
             point = at(theta) if at else theta
-            examples = augmented(work, jax.random.fold_in(augment_key, k), batch(k))
-            value, g = value_and_grad(point, examples, jax.random.fold_in(noise_key, k))
+            value, g = value_and_grad(point, augmented(work, batch(k), epoch_key, k), jax.random.fold_in(noise_key, k))
             if correct:
                 g = as_params(correct(g, theta))
             u, memory = work.optimizer.update(g, memory, point)
@@ -198,11 +198,13 @@ def train(
     return theta, {"loss": total / jnp.maximum(work.num_steps, 1)}
 
 
-def augmented(work: Work, key: jax.Array, batch: Batch) -> Batch:
-    """The batch with a random variant of each example; the batch itself if training does not augment."""
+def augmented(work: Work, batch: Batch, epoch_key: jax.Array, k: jax.Array) -> Batch:
+    """Batch k of an epoch with a random variant of each example, or the batch itself without augmentation."""
     if work.augment is None:
         return batch
-    return batch._replace(x=jax.vmap(work.augment)(jax.random.split(key, len(batch.x)), batch.x))
+    *_, key = jax.random.split(epoch_key, 3)  # the first two are those for the shuffle and the model
+    keys = jax.random.split(jax.random.fold_in(key, k), len(batch.x))
+    return batch._replace(x=jax.vmap(work.augment)(keys, batch.x))
 
 
 def full_gradient(work: Work, params: Params) -> Params:
