@@ -1,4 +1,5 @@
-"""FedGM, the global phase of FedGVRGM (Wang et al.; we do not know the year and the venue of the paper).
+"""FedGM, the global phase of FedGVRGM. Wang, Mao, He, Zhou, Wu, Wu, "Accelerating Federated Learning with Two-phase
+Gradient Adjustment", IEEE (our copy does not state the year).
 
 Client k:  as FedProx;  D_k = w_k - w
 Server:    mw <- beta mw + (|S| / N) mean_S D_k                                                      (10)

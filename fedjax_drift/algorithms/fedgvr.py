@@ -1,4 +1,5 @@
-"""FedGVR, the local phase of FedGVRGM (Wang et al.; we do not know the year and the venue of the paper).
+"""FedGVR, the local phase of FedGVRGM. Wang, Mao, He, Zhou, Wu, Wu, "Accelerating Federated Learning with Two-phase
+Gradient Adjustment", IEEE (our copy does not state the year).
 
 Client k:  w_k <- w_k - eta_l (grad F_k(w_k) + mu (w_k - w) + eps (c - c_k))                         (6)
            c_k+ = c_k - c + (w - w_k) / (K eta_l)                                                    (7), line 12

@@ -1,5 +1,5 @@
-"""FedGVRGM: the client update of FedGVR and the server update of FedGM (Wang et al.; we do not know the year and the
-venue of the paper).
+"""FedGVRGM: the client update of FedGVR and the server update of FedGM. Wang, Mao, He, Zhou, Wu, Wu, "Accelerating
+Federated Learning with Two-phase Gradient Adjustment", IEEE (our copy does not state the year).
 
 Client k:  as FedGVR;  D_k = w_k - w,  dc_k = c_k+ - c_k
 Server:    mw <- beta mw + (|S| / N) mean_S D_k;  w <- w + server_lr mw                              (10)
