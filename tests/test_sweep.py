@@ -115,6 +115,7 @@ def test_on_one_device_bit_for_bit(data) -> None:
     settings, params = [{"decay": 0.01, "mu": 0.1}, {"decay": 0, "mu": 0.2}], MLP.init(jax.random.key(3))
     runs = quietly(build, 3, settings=settings, params=params, measure_every=2)
     assert ["update_norm" in record for record in runs[0].history] == [False, True, False]
+    assert all(0 < record["seconds"] < np.inf for run in runs for record in run.history)
     assert_as_alone(build, runs[1:], 3, 0, params=params, measure_every=2)
 
 

@@ -92,7 +92,7 @@ def _write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     """Writes one line of JSON per entry. The file is replaced atomically: a kill leaves the old or the new file."""
     new = file.with_name(file.name + ".new")
     file.parent.mkdir(parents=True, exist_ok=True)
-    new.write_text("".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in entries))
+    new.write_text("".join(json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n" for entry in entries))
     os.replace(new, file)
 
 

@@ -10,6 +10,7 @@ the host.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -204,11 +205,16 @@ class Loop:
             infos, scores = jax.device_get((flight.infos, flight.scores))  # here Ctrl-C may interrupt
             with self.stop.held():
                 self._flying.popleft()
-                if flight.track == len(self.tracks) - 1:
-                    self.seconds = (time.perf_counter() - self._clock) / flight.n
+                elapsed, landed = time.perf_counter() - self._clock, flight.track + 1
+                # Until all tracks have landed once, the duration for all of them is extrapolated.
+                seconds = (
+                    self.seconds if math.isfinite(self.seconds) else elapsed * len(self.tracks) / landed / flight.n
+                )
+                if landed == len(self.tracks):
+                    seconds = self.seconds = elapsed / flight.n
                     self._clock = time.perf_counter()
                 for run, j, info, last in self.tracks[flight.track].rounds(flight.n, infos, scores):
-                    self._landed.append((run, flight.done - flight.n + j, info, last, self.seconds))
+                    self._landed.append((run, flight.done - flight.n + j, info, last, seconds))
             self._record_landed()
         self._record_landed()  # the rounds that were not recorded because on_record raised an exception
 
