@@ -21,6 +21,7 @@ from test_trajectories import (
     case_id,
     label_skewed_clients,
     library_order,
+    rounds_of,
 )
 
 import fedjax_drift as fd
@@ -138,12 +139,7 @@ def test_the_global_model_follows_the_oracle(
             cohort_size=len(cohorts[0]),
             mesh=fd.clients_mesh(jax.devices()[:1]),
         )
-        state = sim.init(jax.random.key(0))
-        key, models, infos = state.key, [], []
-        for cohort in cohorts:
-            state, info = sim.round_fn(state, cohort=cohort)
-            models.append(jax.device_get(state.params))
-            infos.append(info)
+        key, models, infos = rounds_of(sim, cohorts)
         assert models[-1]["w" if "w" in params else "w1"].dtype == dtype
 
         local = slow.Local(**options | ({"optimizer": slow.adam} if "optimizer" in options else {}))
@@ -183,19 +179,10 @@ def test_synthetic_clients_of_the_papers_table_follow_the_oracle(
             cohort_size=3,
             mesh=fd.clients_mesh(jax.devices()[:1]),
         )
-        state = sim.init(jax.random.key(0))
-        key, models = state.key, []
-        for cohort in cohorts:
-            state, _ = sim.round_fn(state, cohort=cohort)
-            models.append(jax.device_get(state.params))
-
-        def order_of(t: int, i: int, epoch: int) -> np.ndarray:
-            _, round_key = jax.random.split(jax.random.fold_in(key, t))
-            shuffle_key, _ = jax.random.split(jax.random.fold_in(jax.random.fold_in(round_key, i), epoch))
-            return np.asarray(shuffle(shuffle_key, jnp.int32(35), jnp.int32(35), 40))[:35]
-
+        key, models, _ = rounds_of(sim, cohorts)
         params = {"w": np.zeros((30, 5)), "b": np.zeros(5)}
-        federation = slow.Federation(clients, cohorts, order_of, slow.Local(**options))
+        order_of_rows = partial(library_order, key, sizes=data.sizes)
+        federation = slow.Federation(clients, cohorts, order_of_rows, slow.Local(**options))
         wanted = slow.simulate(getattr(slow, algorithm), params, federation, **hyperparameters)
     for model, want in zip(models, wanted, strict=True):
         assert np.linalg.norm(slow.pack(model) - slow.pack(want)) < 1e-9 * np.linalg.norm(slow.pack(want))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,12 +49,23 @@ def label_skewed_clients(dtype: type) -> list[tuple[np.ndarray, np.ndarray]]:
     return [((centres[y] + rng.normal(size=(len(y), FEATURES))).astype(dtype), y) for y in labels]
 
 
-def library_order(key: jax.Array, t: int, i: int, epoch: int) -> np.ndarray:
+def library_order(key: jax.Array, t: int, i: int, epoch: int, sizes: Sequence[int] = SIZES) -> np.ndarray:
     """The order in which client i reads its rows: the one thing that the oracle takes from the library."""
     _, round_key = jax.random.split(jax.random.fold_in(key, t))
     client_key = jax.random.fold_in(round_key, i)
     shuffle_key, _ = jax.random.split(jax.random.fold_in(client_key, epoch))
-    return np.asarray(shuffle(shuffle_key, jnp.int32(SIZES[i]), jnp.int32(max(SIZES)), max(SIZES)))[: SIZES[i]]
+    return np.asarray(shuffle(shuffle_key, jnp.int32(sizes[i]), jnp.int32(max(sizes)), max(sizes)))[: sizes[i]]
+
+
+def rounds_of(sim: fd.Simulation, cohorts: Sequence[Sequence[int]]) -> tuple[jax.Array, list[Any], list[Any]]:
+    """The key of a run with these cohorts, and the global model and `info` after every round."""
+    state = sim.init(jax.random.key(0))
+    key, models, infos = state.key, [], []
+    for cohort in cohorts:
+        state, info = sim.round_fn(state, cohort=cohort)
+        models.append(jax.device_get(state.params))
+        infos.append(info)
+    return key, models, infos
 
 
 @pytest.mark.parametrize(
@@ -80,11 +92,7 @@ def test_the_global_model_follows_the_oracle(
             cohort_size=len(COHORTS[0]),
             mesh=fd.clients_mesh(jax.devices()[:1]),
         )
-        state = sim.init(jax.random.key(0))
-        key, models = state.key, []
-        for cohort in COHORTS:
-            state, _ = sim.round_fn(state, cohort=cohort)
-            models.append(jax.device_get(state.params))
+        key, models, _ = rounds_of(sim, COHORTS)
         assert models[-1]["w"].dtype == dtype
 
         local = slow.Local(**options | ({"optimizer": slow.adam} if "optimizer" in options else {}))
