@@ -721,6 +721,14 @@ def test_the_bytecode_of_a_function_does_not_count(tmp_path) -> None:
     assert differences(unknown, stored) == differences(stored, unknown) == ({}, [])
 
 
+def test_an_option_that_a_version_lacks_has_its_default() -> None:
+    """A run that was saved before `LocalTraining(augment=)` existed is one without augmentation."""
+    saved, without = {"local.lr": 0.1}, {"local.lr": 0.1, "local.augment": None}
+    with_it = {"local.lr": 0.1, "local.augment": "crop_and_flip.<locals>.augment"}
+    assert differences(saved, without) == differences(without, saved) == ({}, [])
+    assert list(differences(saved, with_it)[0]) == list(differences(without, with_it)[0]) == ["local.augment"]
+
+
 @pytest.mark.parametrize("bank", ["device", "files"])
 def test_other_code_of_a_function_is_a_warning(bank, tmp_path) -> None:
     def simulate(loss) -> fd.Simulation:
