@@ -64,6 +64,11 @@ def fraction(name: str, value: Any, fix: str = "") -> float:
     return number(name, value, "in [0, 1)", lambda v: 0 <= v < 1, fix)
 
 
+def probability(name: str, value: Any) -> float:
+    """The value as a float; ValueError unless it is in 0..1."""
+    return number(name, value, "a probability in 0..1", lambda v: 0 <= v <= 1)
+
+
 def number(
     name: str, value: Any, allowed: str, ok: Callable[[Any], bool], fix: str = "", computed: bool = True
 ) -> float:

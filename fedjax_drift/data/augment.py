@@ -33,7 +33,7 @@ def crop_and_flip(padding: int = 4, crop: float = 1.0, flip: float = 0.5) -> Aug
       ValueError: a value is out of range; or, when a `Simulation` is created, the examples are not images [H, W, C].
     """
     padding = checks.integer("padding", padding, 0)
-    crop, flip = _probability("crop", crop), _probability("flip", flip)
+    crop, flip = checks.probability("crop", crop), checks.probability("flip", flip)
 
     def augment(key: jax.Array, image: jax.Array) -> jax.Array:
         if image.ndim != 3:
@@ -49,7 +49,3 @@ def crop_and_flip(padding: int = 4, crop: float = 1.0, flip: float = 0.5) -> Aug
         return jnp.where(jax.random.bernoulli(flip_key, flip), image[:, ::-1], image)
 
     return augment
-
-
-def _probability(name: str, value: float) -> float:
-    return checks.number(name, value, "a probability in 0..1", lambda v: 0 <= v <= 1)

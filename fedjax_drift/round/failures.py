@@ -38,10 +38,7 @@ class Failures:
     ``deadline`` or ``over_selection``."""
 
     def __post_init__(self) -> None:
-        checked = {
-            name: checks.number(name, getattr(self, name), "a probability in 0..1", lambda v: 0 <= v <= 1)
-            for name in ("dropout", "stragglers")
-        }
+        checked = {name: checks.probability(name, getattr(self, name)) for name in ("dropout", "stragglers")}
         checked["over_selection"] = checks.number(
             "over_selection", self.over_selection, "a number >= 1", lambda v: 1 <= v < math.inf,
             "1.3 selects 30 % more clients than are aggregated",
