@@ -286,7 +286,7 @@ def test_another_process_at_a_cell_is_left_alone(place, whole, tmp_path, capsys)
     output = Path(shutil.copytree(whole, tmp_path / "o"))
     table = papers.read_table(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedAvg"]
-    with runner._locked(runner._partial(cell, output)) as is_ours:
+    with runner.locked(runner._partial(cell, output)) as is_ours:
         assert is_ours and do(place, output) == 0
     assert (
         "FedAvg: another process is running it" in (said := capsys.readouterr().out) and "FedProx: already done" in said

@@ -1,20 +1,19 @@
 """What has not been run yet, how long it would take here, and the runs themselves, the most valuable first.
 
-A job is one cell and the seeds that it lacks. Jobs are ordered by
+A job is one cell with seeds that have not been run. Jobs are ordered by
 
   1. whether their setting is a headline of its table
   2. the ``priority`` of the table, 1 before 2
   3. their seeds: the first seed of all cells, then the others up to `SEEDS`
   4. their estimated minutes
 
-The estimate divides the FLOPs of the local training by the rate at which this machine has trained this model before,
-which the committed results tell. A job of more than `MOST_HOURS` is left for a faster machine.
+The estimate is the FLOPs of the local training divided by a rate. The rate is that of earlier results with this model
+on the same hardware. A job of more than `MOST_HOURS` is left for a faster machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import signal
@@ -33,20 +32,24 @@ from experiments.tables import runner
 from experiments.tables.papers import Cell, Table
 from experiments.tables.runner import Result, read_results
 
-SEEDS = 3  # of every cell, in the end
+SEEDS = 3  # the number of seeds that every cell should have
 MOST_HOURS = 8.0
-DEFAULT_RATES = {"cpu": 5e10, "gpu": 5e12, "tpu": 5e12}  # FLOP/s, where no result tells; compilation included
+DEFAULT_RATES = {
+    "cpu": 5e10,
+    "gpu": 5e12,
+    "tpu": 5e12,
+}  # FLOP/s, including compilation, if there are no results of this hardware
 STAGES = ("headline settings", "headline settings, more seeds", "other settings", "other settings, more seeds")
 
 
 class Job(NamedTuple):
-    """The seeds that a cell lacks."""
+    """A cell, and seeds that have not been run."""
 
     table: Table
     cell: Cell
     seeds: list[int]
     stage: int  # an index of `STAGES`
-    minutes: float  # the estimate for this machine, all seeds together; NaN where the data are not on it
+    minutes: float  # the estimate for this machine, all seeds together; NaN if the data are not on it
     obstacle: str = ""  # why it cannot run here; empty: it can
 
 
@@ -71,13 +74,13 @@ def missing(tables: Sequence[Table], output: Path, say: Callable[[str], None] = 
     results = {file: read_results(output / file) for file in cells}
     for _, cell in cells.values():
         key = _cost_key(cell)
-        if key not in costs and not _not_at_hand(*cells[cell.file]):
+        if key not in costs and not _not_available(*cells[cell.file]):
             say(f"reading {key[0]}")
             costs[key] = _cost(cell)
     rates = _rates([(cells[file][1], runs) for file, runs in results.items()], costs)
     jobs = []
     for file, (table, cell) in cells.items():
-        cost, obstacle, wanted = costs.get(_cost_key(cell), ""), _not_at_hand(table, cell), list(range(SEEDS))
+        cost, obstacle, wanted = costs.get(_cost_key(cell), ""), _not_available(table, cell), list(range(SEEDS))
         try:
             wanted = runner.unfinished(runner.with_tuned(cell, table, output), output, wanted)
         except ValueError:
@@ -117,8 +120,8 @@ def _cells(table: Table) -> Iterator[Cell]:
         yield from (cell for cell in setting.cells.values() if cell.table == table.name)
 
 
-def _not_at_hand(table: Table, cell: Cell) -> str:
-    """What the setting needs, if the table says that it is not available: a stand-in may have the same name."""
+def _not_available(table: Table, cell: Cell) -> str:
+    """What the setting needs, if the table says that it is not available: a smaller data set may have its name."""
     needs = table.settings[cell.setting].needs
     return needs if "not available here" in needs else ""
 
@@ -176,7 +179,7 @@ def _round_flops(cell: Cell, cost: Cost) -> float:
 
 
 def _expected_rounds(table: Table, cell: Cell, runs: Iterable[Result]) -> float:
-    """The rounds of one run: fewer than asked for where it ends at a target that others or the paper have reached."""
+    """The rounds of one run. Fewer than in its options if it ends at a target that other seeds or the paper reached."""
     rounds = cell.options["rounds"]
     if cell.until is None:
         return rounds
@@ -208,7 +211,7 @@ def _rates(done: Iterable[tuple[Cell, dict[int, Result]]], costs: dict[tuple, Co
 
 
 def _rate_keys(cell: Cell) -> list[tuple]:
-    """From the most to the least special."""
+    """The keys of a cell in the rates, from the most to the least specific."""
     model = _cost_key(cell)
     return [(*model, cell.options["algorithm"].partition(":")[0]), model, ()]
 
@@ -239,7 +242,9 @@ def run_missing(
       ValueError: another process runs the queue.
     """
     start = time.monotonic()
-    with _only_one(output), _stopping_after(budget) as stopped:
+    with runner.locked(output / "queue.partial") as is_ours, _stopping_after(budget) as stopped:
+        if not is_ours:
+            raise ValueError(f"one process at a time can run the queue, got a second one for {output}")
         os.nice(19 - os.nice(0))
         try:
             jobs = [job for job in missing(tables, output, say) if not job.obstacle]
@@ -255,18 +260,6 @@ def run_missing(
             if not stopped:
                 raise
     return bool(stopped)
-
-
-@contextlib.contextmanager
-def _only_one(output: Path) -> Iterator[None]:
-    """Holds the lock of the queue. Raises ValueError if another process has it."""
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".queue.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"one process at a time can run the queue, got a second one for {output}") from error
-        yield
 
 
 @contextlib.contextmanager

@@ -377,14 +377,10 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
         if sum(counts):
             counted = ", ".join(f"{word}: {number}" for word, number in zip(WORDS, counts, strict=True))
             yield f"- {what}: {counted}."
-    tests, significant = sum(v.interval for v in verdicts), [v.word for v in verdicts if v.survives]
-    if tests > 1:
-        counted = " and ".join(f"{significant.count(word)} that {word}" for word in ("hold", "do not hold"))
-        counted = (
-            f"{significant.count(WORDS[0])} of those that hold and {significant.count(WORDS[1])} of those that do not"
-        )
-        yield f"- after Holm's correction for {tests} comparisons: {counted}."
     tested = [verdict for verdict in verdicts if verdict.interval]
+    if len(tested) > 1:
+        holds, fails = _counts(verdict for verdict in tested if verdict.survives)[:2]
+        yield f"- after Holm's correction for all comparisons of the table: {WORDS[0]}: {holds}, {WORDS[1]}: {fails}."
     if tested:
         yield from (
             "",

@@ -168,7 +168,7 @@ def run_cells(
     without_data = 0
     for number, cell in enumerate(cells, 1):
         title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
-        with _locked(_partial(cell, output)) as is_ours, fd.stop_on_interrupt() as stop:
+        with locked(_partial(cell, output)) as is_ours, fd.stop_on_interrupt() as stop:
             if not is_ours:
                 say(f"{title}: another process is running it")
                 continue
@@ -346,10 +346,10 @@ def _partial(cell: Cell, output: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Locks the folder of an unfinished cell. Yields False if another process has locked it.
+def locked(folder: Path) -> Iterator[bool]:
+    """Locks a folder, for example that of an unfinished cell. Yields False if another process has locked it.
 
-    At the end, removes the folder if it has no checkpoints.
+    At the end, removes the folder if it has nothing else.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
