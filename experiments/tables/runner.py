@@ -253,6 +253,7 @@ def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun,
     every = max(parsed.eval_every, 1)
     saved = [0, *fd.Checkpoints(folder / f"seed-{seeds[0]}").rounds]
     total = parsed.rounds if cell.until is None else min(parsed.rounds, every * max(1, math.ceil(saved[-1] / every)))
+    done = saved[-1]  # the rounds before this section
     with fd.stop_on_interrupt() as stop:
         while True:
             runs = sim.sweep(
@@ -264,7 +265,9 @@ def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun,
                 return runs
             if stop.requested:  # in the last rounds of this section
                 raise KeyboardInterrupt
-            seconds = every * runs[0].history[-1]["seconds"]  # the time between two evaluations
+            # The mean over the section: rounds overlap, so the seconds of a single round are not its duration.
+            section = [record["seconds"] for record in runs[0].history[done:]] or [TARGET_SECONDS]
+            done, seconds = total, every * sum(section) / len(section)  # the time between two evaluations
             total = min(parsed.rounds, total + every * max(1, int(TARGET_SECONDS / seconds)))
 
 
