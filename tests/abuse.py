@@ -417,6 +417,8 @@ def federated_data() -> Iterator[Call]:
     yield Call("data.id_of", DATA.id_of, {}, {"name": Kind(ANYTHING)})
     yield Call("data.redealt", DATA.redealt, {}, {"alpha": optional(dealing())})
     yield Call("data.with_client_tests", DATA.with_client_tests, {}, {"seed": seed()})
+    share = Kind([*NO_NUMBER, 0, 1, 1.0, -0.1, 2, 1e-50], [0.9, np.float32(0.5), Fraction(1, 2)])
+    yield Call("data.with_validation", DATA.with_validation, {"share": 0.5}, {"share": share, "seed": seed()})
     yield Call("data.decode", DATA.decode, {}, {"x": Kind(TEXTS, [X, X.tolist(), jnp.asarray(X)], NO_ARRAY)})
     regimes = {
         "x": ROWS,
@@ -452,7 +454,13 @@ def partitions() -> Iterator[Call]:
     y = Kind([*(value for value in LABELS.nonsense if value is not FEWER), Y / 2, Y[None]], LABELS.odd)
     any_writer = Kind(either=ANYTHING)
     writers = Kind([*ANYTHING, [0.5] * 8, [None] * 8, Y[:3]], [Y, Y.tolist(), list("abcdabcd")])
-    for make in (fd.partition.iid, fd.partition.dirichlet, fd.partition.shards, fd.partition.by_writer):
+    for make in (
+        fd.partition.iid,
+        fd.partition.dirichlet,
+        fd.partition.shards,
+        fd.partition.classes,
+        fd.partition.by_writer,
+    ):
         takes = inspect.signature(make).parameters
         given = {
             name: value for name, value in (("num_clients", 2), ("alpha", 0.5), ("per_client", 2)) if name in takes
@@ -576,6 +584,8 @@ def models() -> Iterator[Call]:
         "stem": Kind(ANYTHING, [3, 7, np.int64(3)]),
         "sizes": Kind([*ANYTHING, (1, 2, 3), (0,) * 6, ("a",) * 6], [(2,) * 6, [2] * 6, np.full(6, 2)]),
         "convolutions": Kind([*ANYTHING, (0,) * 4, (1,) * 3], [(2,) * 4, [2] * 4]),
+        "filters": Kind([*ANYTHING, (0,) * 2, (1,) * 3], [(2,) * 2, [2] * 2]),
+        "units": integer(1),
         "dense": Kind([*ANYTHING, (0,) * 3, (1,) * 2], [(2,) * 3, [2] * 3]),
     }
     for name, make in fd.models.MODELS.items():

@@ -93,6 +93,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedavg", "--dataset", "mnits"], "did you mean 'mnist'?"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "nowhere/mnist.npz"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, truncated"),
+        (["--algorithm", "fedavg", "--validation", "1"], "share must be in (0, 1), got 1.0"),
         ([], "required: --algorithm"),
     ],
 )

@@ -353,6 +353,24 @@ def test_a_cell_with_a_target_goes_on_in_parts_to_the_same_end(whole, tmp_path, 
     assert series(read(tmp_path / "o")) == series(read(whole)) and not read(tmp_path / "o")[0].reached
 
 
+def test_the_rounds_of_a_section_fill_its_time(tmp_path, monkeypatch):
+    """Rounds overlap, so the records of a section may differ: here the first one has all its seconds."""
+    never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
+    never = never.replace("eval_every = 4", "eval_every = 1")
+    place, totals, sweep = with_tables(tmp_path / "tables", table=never), [0], fd.Simulation.sweep
+
+    def timed(sim, n, *arguments, **options):
+        runs = sweep(sim, n, *arguments, **options)
+        for record in runs[0].history[totals[-1] :]:
+            record["seconds"] = n - totals[-1] if record["round"] == totals[-1] + 1 else 0.0
+        totals.append(n)
+        return runs
+
+    monkeypatch.setattr(fd.Simulation, "sweep", timed)
+    monkeypatch.setattr(runner, "TARGET_SECONDS", 3.0)
+    assert do(place, tmp_path / "o", "--methods=FedAvg") == 0 and totals == [0, 1, 4, 7, 8]
+
+
 @pytest.mark.parametrize("call", [0, 1], ids=["between two sections", "at the end of a cell"])
 def test_ctrl_c_in_the_last_rounds_of_a_sweep_counts(tmp_path, monkeypatch, call):
     """The sweep has all of its rounds then, and returns as usual."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_drift.data import partition
-from fedjax_drift.data.partition import by_writer, dirichlet, iid, shards
+from fedjax_drift.data.partition import by_writer, classes, dirichlet, iid, shards
 
 ALPHAS = (5e-324, 1e-6, 0.01, 0.3, 100.0, 1e6, 1e300)
 # Gaps, a negative label, a class of one row, sizes that no tested N divides.
@@ -20,6 +20,7 @@ def recipes(seed: int) -> list[partition.Partition]:
     return [
         *(iid(n, seed, sigma) for n in numbers for sigma in (0.0, 0.3, 50.0)),
         *(shards(n, k, seed) for n, k in ((1, 1), (2, 3), (37, 4), (99, 10), (999, 1))),
+        *(classes(n, k, seed) for n, k in ((1, 6), (2, 3), (6, 1))),
         *(dirichlet(n, a, seed, prior=prior, size_sigma=sigma) for n, a, prior, sigma in dealt),
         *(dirichlet(99, a, seed, size_sigma=2.0, min_size=5) for a in ALPHAS),
         *(
@@ -168,9 +169,20 @@ def test_shards_hold_few_labels(per_client):
     assert max(cut_across) <= 3 + 2 * (per_client - 1)  # one block may meet three classes
 
 
+@pytest.mark.parametrize(("clients", "per_client"), [(10, 5), (100, 2), (7, 3), (4, 10)])
+def test_classes_gives_exactly_that_many_labels(clients, per_client):
+    y = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 600))
+    parts = classes(clients, per_client, seed=5)(y)
+    has = np.array([np.isin(np.arange(10), y[rows]) for rows in parts])
+    assert (has.sum(1) == per_client).all() and np.ptp(has.sum(0)) <= 1
+    for label in range(10):
+        sizes = [int((y[rows] == label).sum()) for rows in parts if label in y[rows]]
+        assert max(sizes) - min(sizes) <= 1
+
+
 def test_rows_of_one_label_are_shuffled():
     one_label = np.zeros(1000, int)
-    for recipe in (iid(2), shards(2, 1), *(dirichlet(2, 100, prior=p) for p in partition.PRIORS)):
+    for recipe in (iid(2), shards(2, 1), classes(2, 1), *(dirichlet(2, 100, prior=p) for p in partition.PRIORS)):
         rows = recipe(one_label)[0]
         assert np.corrcoef(np.isin(np.arange(1000), rows), np.arange(1000))[0, 1] ** 2 < 0.02, recipe
 
@@ -220,6 +232,10 @@ def test_ten_thousand_clients(prior, alpha):
             lambda: iid(1000)(LABELS),
             "num_clients=1000 needs at least 1000 examples, got a data set with 999: use num_clients <= 999",
         ),
+        (lambda: classes(2, 0), "per_client must be an integer >= 1, got 0"),
+        (lambda: classes(2, 2)(LABELS), "per_client must be in 3..6 for 6 labels and 2 clients, got 2"),
+        (lambda: classes(9, 7)(LABELS), "per_client must be in 1..6 for 6 labels and 9 clients, got 7"),
+        (lambda: classes(9, 2)(LABELS), "label -3 must have at least 3 examples"),
         (lambda: shards(100, 10)(LABELS), "use per_client <= 9 or num_clients <= 99"),
         (
             lambda: dirichlet(100, 1, prior="class")(LABELS),

@@ -124,6 +124,20 @@ def test_test_rows_in_a_clients_label_mix() -> None:
         other.with_client_tests()
 
 
+def test_validation_rows_come_from_every_client() -> None:
+    sizes = np.array([1, 4, 10, 25])
+    rows, y = np.arange(40, dtype=np.float32)[:, None], np.arange(40) % 3
+    data = fd.FederatedData(rows, y, sizes, rows[:3], y[:3])
+    cut = data.with_validation(0.3, seed=1)
+    assert cut.test_sizes.tolist() == [0, 1, 3, 8] and (cut.sizes + cut.test_sizes == sizes).all()
+    for i, (start, n) in enumerate(zip(data.offsets, sizes, strict=True)):
+        held = cut.x_test[cut.test_sizes[:i].sum() :][: cut.test_sizes[i], 0]
+        assert sorted([*cut.client(i)[0][:, 0], *held]) == list(range(start, start + n))
+    assert (cut.y == y[cut.x[:, 0].astype(int)]).all() and (cut.y_test == y[cut.x_test[:, 0].astype(int)]).all()
+    assert (cut.x == data.with_validation(0.3, seed=1).x).all() and (cut.x != data.with_validation(0.3, 2).x).any()
+    assert data.with_validation(0.99).sizes.tolist() == [1, 1, 1, 1]
+
+
 def test_bad_input(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))

@@ -266,7 +266,7 @@ def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun,
             if stop.requested:  # in the last rounds of this section
                 raise KeyboardInterrupt
             # The mean over the section: rounds overlap, so the seconds of a single round are not its duration.
-            section = [record["seconds"] for record in runs[0].history[done:]] or [TARGET_SECONDS]
+            section = [record["seconds"] for record in runs[0].history[done:]] or [math.inf]
             done, seconds = total, every * sum(section) / len(section)  # the time between two evaluations
             total = min(parsed.rounds, total + every * max(1, int(TARGET_SECONDS / seconds)))
 

@@ -52,6 +52,7 @@ PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "iid": partition.iid,
     "dirichlet": partition.dirichlet,
     "shards": partition.shards,
+    "classes": partition.classes,
     "by_writer": partition.by_writer,
 }
 
@@ -185,8 +186,8 @@ def add_data(group: Any, required: bool) -> None:
     add(
         group, "--partition", "PARTITIONER", "how the data are partitioned into clients: iid, dirichlet:ALPHA (smaller "
         "ALPHA is more heterogeneous), dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the "
-        "examples sorted by label) or by_writer (default: the natural clients of glyphs, femnist, synthetic and "
-        "movielens, otherwise iid)",
+        "examples sorted by label), classes:K (each client has exactly K labels) or by_writer (default: the natural "
+        "clients of glyphs, femnist, synthetic and movielens, otherwise iid)",
     )  # fmt: skip
     add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
     add(
@@ -202,6 +203,10 @@ def add_data(group: Any, required: bool) -> None:
         "DIR",
         "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)",
     )
+    add(
+        group, "--validation", "SHARE", "hold out this share of each client's training examples, and score the model "
+        "on them instead of on the test set (default: 0)", float,
+    )  # fmt: skip
     add(group, "--seed", "N", "random seed of the data, the partition, the cohorts and the initial model", seed, 0)
     add(group, "--data-seed", "N", "random seed of the data and the partition (default: --seed)", seed)
 

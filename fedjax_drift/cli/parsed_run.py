@@ -204,6 +204,7 @@ def assemble(
         "cohort_size": args.cohort,
         "sampling": args.sampling,
         "redeal": data.redeal,
+        "validation": args.validation,
         "on_nonfinite": args.on_nonfinite,
         "failures": {name: getattr(args, name) for name in FAILURES},
         "aggregation": first.aggregation.name,
@@ -231,6 +232,8 @@ def load_data(args: argparse.Namespace) -> FederatedData:
     dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
     recipe = _partitioner(args, dataset)
     data = datasets.load(dataset.name, recipe, args.data_dir, seed=data_seed(args), **dataset.options)
+    if getattr(args, "validation", None) is not None:
+        data = data.with_validation(args.validation, data_seed(args))
     if getattr(args, "per_client", False) and data.test_sizes is None:
         data = data.with_client_tests(data_seed(args))
     if getattr(args, "redeal", None) is None:

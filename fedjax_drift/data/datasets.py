@@ -27,7 +27,7 @@ from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
 from fedjax_drift.data.federated_files import from_leaf as from_leaf
 from fedjax_drift.data.federated_files import from_tff as from_tff
 from fedjax_drift.data.femnist import femnist
-from fedjax_drift.data.partition import by_writer, dirichlet, iid, shards
+from fedjax_drift.data.partition import by_writer, classes, dirichlet, iid, shards
 from fedjax_drift.data.sources import EMNIST, FEMNIST, FILES, GET, DataDir, Samples, filenames, flat, prepare, tfds_name
 from fedjax_drift.errors import ConfigurationError
 
@@ -127,7 +127,7 @@ def load(
       ImportError: the source needs a package that is not installed.
     """
     options = _checked(name, options)
-    if partition is not None and (not callable(partition) or partition in (iid, dirichlet, shards, by_writer)):
+    if partition is not None and (not callable(partition) or partition in (iid, dirichlet, shards, classes, by_writer)):
         raise ConfigurationError(
             f"partition must be a partitioner such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
         )

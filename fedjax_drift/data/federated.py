@@ -321,6 +321,38 @@ class FederatedData:
         sizes = np.bincount(owner, minlength=self.num_clients)
         return replace(self, x_test=self.x_test[order], y_test=self.y_test[order], test_sizes=sizes)
 
+    def with_validation(self, share: float = 0.1, seed: int = 0) -> FederatedData:
+        """Returns the same clients with a part of their training examples held out, which replaces the test set.
+
+        Choose hyper-parameters with these data, so that the choice does not use the test set. Of a client with n
+        examples, share * n random examples are held out (rounded, at most n - 1). So the result has fewer training
+        examples. The held-out examples are split by client, as `Simulation.evaluate_clients` needs it.
+
+        Args:
+          share: in (0, 1). Default: 0.1.
+          seed: random seed, >= 0.
+
+        Raises:
+          ValueError: a value is out of range, or no client has enough examples to hold one out.
+        """
+        fix = "0.1 holds out a tenth of the examples of each client"
+        share = checks.number("share", share, "in (0, 1)", lambda v: 0 < v < 1, fix, computed=False)
+        rng = np.random.default_rng(checks.integer("seed", seed, 0, math.inf))
+        held = np.minimum(np.round(share * self.sizes).astype(np.int64), self.sizes - 1)
+        if not held.any():
+            raise ConfigurationError(
+                f"with_validation must hold out at least one example, got share={share} of at most {self.sizes.max()} "
+                "examples per client: use a larger share"
+            )
+        client = np.repeat(np.arange(self.num_clients), self.sizes)
+        rows = np.lexsort((rng.random(len(client)), client))  # grouped by client, in random order within a client
+        is_held = np.arange(len(rows)) < np.repeat(self.offsets + held, self.sizes)
+        train, test = np.sort(rows[~is_held]), np.sort(rows[is_held])
+        return replace(
+            self, x=self.x[train], y=self.y[train], sizes=self.sizes - held,
+            x_test=self.x[test], y_test=self.y[test], test_sizes=held,
+        )  # fmt: skip
+
     def label_counts(self) -> np.ndarray:
         """Returns the number of training examples of each class at each client, int64 [N, C]. Needs integer labels."""
         _check_classes(self.y, "label counts need")

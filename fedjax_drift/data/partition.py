@@ -205,6 +205,53 @@ def shards(num_clients: int, per_client: int, seed: int = 0) -> Partition:
     return Partition("shards", {"num_clients": num_clients, "per_client": per_client, "seed": seed}, owners)
 
 
+def classes(num_clients: int, per_client: int, seed: int = 0) -> Partition:
+    """Gives every client examples of exactly per_client labels, chosen at random.
+
+    The numbers of clients that have a label differ by at most one between the labels. The examples of a label are
+    shuffled and split evenly over these clients. So if the labels are equally frequent, the clients have nearly equal
+    sizes.
+
+    Args:
+      num_clients: N >= 1.
+      per_client: number of labels per client, in 1..C.
+      seed: random seed, >= 0.
+
+    Raises:
+      ValueError: a value is out of range. Calling the partitioner raises it if there are fewer than per_client labels,
+        if N * per_client < C (some labels would have no client), or if a label has fewer examples than clients.
+    """
+    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
+    per_client = checks.integer("per_client", per_client, 1)
+
+    def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
+        labels, label, counts = np.unique(y, return_inverse=True, return_counts=True)
+        low = -(-len(labels) // num_clients)
+        if not low <= per_client <= len(labels):
+            raise ConfigurationError(
+                f"per_client must be in {low}..{len(labels)} for {len(labels)} labels and {num_clients} clients, "
+                f"got {per_client}"
+            )
+        rng = np.random.default_rng(seed)
+        has = np.zeros((len(labels), num_clients), bool)
+        number = np.zeros(len(labels), np.int64)  # of clients that have the label
+        for client in rng.permutation(num_clients):
+            chosen = np.lexsort((rng.random(len(labels)), number))[:per_client]  # those that the fewest clients have
+            has[chosen, client], number[chosen] = True, number[chosen] + 1
+        owner = np.empty(y.size, np.int64)
+        for i, clients in enumerate(map(np.flatnonzero, has)):
+            if counts[i] < len(clients):
+                raise ConfigurationError(
+                    f"label {labels[i]} must have at least {len(clients)} examples, one per client that has it, got "
+                    f"{counts[i]}: use fewer clients or a smaller per_client"
+                )
+            rows = rng.permutation(np.flatnonzero(label == i))
+            owner[rows] = np.repeat(rng.permutation(clients), _apportion(len(rows), np.ones(len(clients))))
+        return owner
+
+    return Partition("classes", {"num_clients": num_clients, "per_client": per_client, "seed": seed}, owners)
+
+
 def by_writer() -> Partition:
     """Assigns one client to each writer, in increasing order of the writers' ids: a natural partition.
 

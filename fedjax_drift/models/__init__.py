@@ -71,13 +71,15 @@ def cifar_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
     return _model(network, (32, 32, 3))
 
 
-def mnist_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
+def mnist_cnn(
+    num_classes: int = 10, cosine: bool = False, filters: tuple[int, int] = (32, 64), units: int = 512
+) -> Model:
     """McMahan et al.'s MNIST CNN: two 5x5 convolutions with 32 and 64 filters, a dense layer with 512 units.
 
-    It has 1,663,370 parameters.
+    It has 1,663,370 parameters. ``filters`` and ``units`` change the widths.
     """
-    network = CNN(((32, 5, "SAME", 2), (64, 5, "SAME", 2)), (512,), num_classes, cosine=cosine)
-    return _model(network, (28, 28, 1))
+    layers = tuple((width, 5, "SAME", 2) for width in checks.shape("filters", filters, 2))
+    return _model(CNN(layers, (checks.integer("units", units, 1),), num_classes, cosine=cosine), (28, 28, 1))
 
 
 def lenet5(num_classes: int = 62, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
