@@ -478,7 +478,7 @@ def datasets() -> Iterator[Call]:
         "name": choice("synthetic"),
         "partition": without_none(Kind(nonsense, [None, fd.partition.iid(2)], recipes)),
         "data_dir": optional(path()),
-        "standardize": flag(),
+        "standardize": optional(flag()),
         "seed": seed(),
         **dict.fromkeys(("alpha", "beta"), spread),
         "num_clients": optional(integer()),

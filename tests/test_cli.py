@@ -94,6 +94,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "nowhere/mnist.npz"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, truncated"),
         (["--algorithm", "fedavg", "--validation", "1"], "share must be in (0, 1), got 1.0"),
+        (["--algorithm", "fedavg", "--standardize", "yes"], "needs images with a mean and a standard deviation"),
         ([], "required: --algorithm"),
     ],
 )

@@ -390,6 +390,7 @@ def test_femnist_of_others_is_inverted_and_keeps_its_writers(tmp_path: Path, sou
         patch.setattr(federated_files, "_by_writer", None)  # not called again
         np.testing.assert_array_equal(load("femnist", source=source).x, data.x)
     assert load("femnist", iid(2)).test_sizes is None
+    assert load("femnist", standardize=True).mean == pytest.approx(0.0365, abs=1e-4)
     assert {row["name"]: row for row in datasets.describe()}["femnist"]["found"].endswith(datasets.FEMNIST[source])
 
 

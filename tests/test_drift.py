@@ -118,6 +118,13 @@ def by_hand(data, w, cohort) -> dict[str, np.ndarray]:
             counted = [c for c in range(C) if (c in clients[i][1]) == here and whole[c] > 0]
             ratios.append(np.mean([local[c] / whole[c] for c in counted]) if counted else np.nan)
         want[name] = np.array(ratios)
+    for name, here in (("accuracy_present", True), ("accuracy_absent", False)):
+        classes = {i: [c for c in set(y_test) if (c in clients[i][1]) == here] for i in cohort}
+        want[name] = epochs(
+            lambda theta, i, classes=classes: (
+                np.mean([class_accuracies(theta, x_test, y_test)[c] for c in classes[i]]) if classes[i] else np.nan
+            )
+        )
     return want
 
 

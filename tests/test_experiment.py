@@ -322,7 +322,7 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
     place = with_tables(tmp_path / "tables", table=text)
     table = papers.read_table(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedProx"]
-    assert runner.tuning_grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
+    assert papers.tuning_grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
         {"lr": 1e-4},
         {"lr": 0.5},
     ]
@@ -337,6 +337,19 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
     assert do(place, output, "--tune", "--methods=FedProx") == 0 and "already done" in capsys.readouterr().out
     page = report.page(table, output, report.results_of(table, output), [])
     assert "FedProx: lr" in page and "(best of 4 combinations after 2 rounds, another seed than those reported)" in page
+
+    held_out = text.replace("[tune]", "[tune]\nvalidation = 0.25\nmethods.FedProx = {mu = [0.3]}")
+    place, before = with_tables(tmp_path / "held_out", table=held_out), [each.score for each in tried]
+    assert do(place, tmp_path / "p", "--tune", "--methods=FedProx") == 0
+    assert "FedProx: tuning 2 combinations" in capsys.readouterr().out
+    tried = runner.read_tuned(cell, tmp_path / "p")
+    assert [each.values for each in tried] == [{"lr": 1e-4, "mu": 0.3}, {"lr": 0.5, "mu": 0.3}]
+    # a quarter of 32 examples: the scores are eighths, and the run itself has all its data again
+    assert all(each.score / 12.5 == round(each.score / 12.5) for each in tried) and before != tried
+    assert "validation" not in read(tmp_path / "p", "FedProx")[0].options
+    only_one = held_out.replace("grid = {lr = [1e-4, 0.5], mu = [0.1, 1.0]}", "")
+    table = papers.read_table(with_tables(tmp_path / "one", table=only_one), "tiny/table")
+    assert papers.tuning_grid(table, cell._replace(method="FedAvg")) == []
 
     untuned = with_tables(tmp_path / "untuned", table=text[: text.index("[tune]")] + text[text.index("[settings") :])
     with pytest.raises(ValueError, match="must have a grid"):
@@ -452,7 +465,13 @@ def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole,
         ("{FedAvg =", "{FedAv =", "printed in natural, half of them must be one of 'FedAvg', 'FedProx', got 'FedAv'"),
         ('printed."last (%)"', 'printed."last"', "a score that is printed must be one of"),
         ("lr = [", "lrr = [", "got 'lrr': did you mean 'lr'?"),
-        ("grid = ", "gird = ", "an entry of tune must be one of 'grid', 'rounds', 'score', got 'gird'"),
+        (
+            "grid = ",
+            "gird = ",
+            "an entry of tune must be one of 'grid', 'methods', 'rounds', 'score', 'validation', got 'gird'",
+        ),
+        ("grid = {lr", "methods.FedPorx = {lr", "a method in tune.methods must be one of"),
+        ("grid = {lr", "methods.FedAvg = {lr", "a name in tune.methods.FedAvg must be one of"),
         ("rounds = 8", "", "FedAvg needs rounds, got none"),
         ('title = "A tiny table"', "", "'title' is missing"),
         ("[settings.never]", "[settings.never]\nmethods.FedAvgg = {lr = 1}", "a method of never must be one of"),

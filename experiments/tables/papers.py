@@ -32,6 +32,15 @@ setting, the setting, the method, the method in the table ``methods`` of the set
 A setting with ``runs = "paper/table"`` refers to the setting of the same name in another table. If it has another name
 there, the key ``as`` gives that name. The setting is run once and shown in both tables.
 
+The table ``tune`` says which hyper-parameters are tuned before the runs:
+
+    [tune]
+    rounds = 10                     # of every combination
+    validation = 0.1                # they are scored on this share of the training examples, not on the test set
+    grid = {lr = [0.01, 0.1]}       # for all methods that have the option
+    [tune.methods]
+    FedProx = {mu = [0.01, 0.1]}    # for one method
+
 All methods of a setting have the same data and, for each seed, the same cohorts and the same initial model. Options of
 `fedjax-drift run` are checked by `fd.parse_run` when a cell is run. Everything else is checked when the file is read.
 """
@@ -54,7 +63,7 @@ import numpy as np
 import fedjax_drift as fd
 
 EXPERIMENTS = Path(__file__).parents[1]  # the folder of all tables
-TAKES = ("best", "last", "at", "rounds_to", "median")
+TAKES = ("best", "last", "at", "rounds_to", "when", "median")
 TABLE_KEYS = {
     "title", "paper", "note", "common", "bases", "methods", "scores", "settings", "tune", "claims", "needs", "picture",
     "label_mix", "headline", "priority",
@@ -62,7 +71,7 @@ TABLE_KEYS = {
 SCALES = ("full", "reduced", "stand-in")  # the paper's setting; with fewer rounds; with other data, or our own setting
 REFERENCE_KEYS = {"runs", "as", "printed", "marks", "scale"}  # the keys of a setting that refers to another table
 NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # the keys of a setting that are not options of a run
-TUNE_KEYS = {"rounds", "grid", "score"}
+TUNE_KEYS = {"rounds", "grid", "methods", "score", "validation"}
 LOCAL_OPTIONS = {field.name for field in fields(fd.LocalTraining)} - {"optimizer"}
 
 
@@ -78,6 +87,7 @@ class Score(NamedTuple):
     - last: the mean over the last `window` rounds that have the entry.
     - at: the value in round `round`.
     - rounds_to: the first round in which the value is `target` or better.
+    - when: the value in the first round in which the test accuracy is `target` or better.
     - median: the median over all rounds except the first tenth."""
     target: float = math.nan
     round: int = 0  # "at": the round of the value; "best", "rounds_to": the last round that counts (0: all)
@@ -115,6 +125,11 @@ class Score(NamedTuple):
             return self.scale * float(values[rounds == self.round][-1]) if self.round in rounds else math.nan
         if self.take == "last":
             return self.scale * float(values[-self.window :].mean())
+        if self.take == "when":
+            accuracies = series["accuracy"] if "accuracy" in series else Series([], [])
+            good = [t for t, value in zip(accuracies.rounds, accuracies.values, strict=True) if value >= self.target]
+            at_good = values[np.isin(rounds, good)]
+            return self.scale * float(at_good[0]) if at_good.size else math.nan
         if self.take == "median":
             known = values[(rounds > rounds[-1] / 10) & np.isfinite(values)]
             return self.scale * float(np.median(known)) if known.size else math.nan
@@ -279,7 +294,10 @@ def _table(folder: Path, name: str, entries: dict[str, Any], tables: dict[str, T
     tune = entries.get("tune", {})
     if tune:
         _check_names("an entry of tune", tune, TUNE_KEYS)
-        _check_names("a name in tune.grid", tune["grid"], set().union(*map(tunable, methods.values())))
+        _check_names("a name in tune.grid", tune.get("grid", ()), set().union(*map(tunable, methods.values())))
+        _check_names("a method in tune.methods", tune.get("methods", ()), methods)
+        for method, of_method in tune.get("methods", {}).items():
+            _check_names(f"a name in tune.methods.{method}", of_method, tunable(methods[method]))
         signed = [title for title, score in scores.items() if score.sign]
         check_name(
             "the score to tune for, of which more or less is better,", tune.get("score", next(iter(scores))), signed
@@ -343,6 +361,14 @@ def tunable(options: Mapping[str, Any]) -> set[str]:
     """Returns the names of the numbers that can be tuned, in the local training and in the algorithm."""
     factory = fd.algorithms.ALGORITHMS[options["algorithm"].partition(":")[0]]
     return {*LOCAL_OPTIONS, *inspect.signature(factory).parameters}
+
+
+def tuning_grid(table: Table, cell: Cell) -> list[dict[str, float]]:
+    """Returns all combinations of the values that are tuned for this method, an empty list if there are none."""
+    names = tunable(cell.options)
+    values = {name: values for name, values in table.tune.get("grid", {}).items() if name in names}
+    values |= table.tune.get("methods", {}).get(cell.method, {})
+    return fd.grid(**values) if values else []
 
 
 def printed_number(number: float | str) -> Printed:

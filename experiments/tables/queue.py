@@ -29,7 +29,7 @@ import numpy as np
 
 import fedjax_drift as fd
 from experiments.tables import runner
-from experiments.tables.papers import Cell, Table
+from experiments.tables.papers import Cell, Table, tuning_grid
 from experiments.tables.runner import Result, read_results
 
 SEEDS = 3  # the number of seeds that every cell should have
@@ -194,7 +194,7 @@ def _tuning_rounds(table: Table, cell: Cell, output: Path) -> float:
     """The rounds of the runs that tune a cell, all together."""
     if not table.tune or runner.read_tuned(cell, output):
         return 0
-    return len(runner.tuning_grid(table, cell)) * min(table.tune.get("rounds", math.inf), cell.options["rounds"])
+    return len(tuning_grid(table, cell)) * min(table.tune.get("rounds", math.inf), cell.options["rounds"])
 
 
 def _rates(done: Iterable[tuple[Cell, dict[int, Result]]], costs: dict[tuple, Cost | str]) -> dict[tuple, float]:

@@ -208,10 +208,12 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
             commands.append(f"{next(iter(runs.values())).command}")
             cell = table.settings[name].cells[method]
             if tuned := read_tuned(cell, folder):
+                share = table.tune.get("validation")
+                on = f", on {share:.0%} of the training examples" if share else ""
                 best = ", ".join(f"{key} {value:g}" for key, value in best_of(tuned, tuning_score(table)).items())
                 tunings.append(
-                    f"- {name}, {method}: {best} (best of {len(tuned)} combinations after {tuned[0].rounds} rounds, "
-                    "another seed than those reported)"
+                    f"- {name}, {method}: {best} (best of {len(tuned)} combinations after {tuned[0].rounds} "
+                    f"rounds{on}, another seed than those reported)"
                 )
     every = [run for methods in ours.values() for runs in methods.values() for run in runs.values()]
     versions = dict.fromkeys(", ".join(f"{name} {number}" for name, number in run.versions.items()) for run in every)

@@ -26,13 +26,13 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from experiments.tables.papers import LOCAL_OPTIONS, Cell, Score, Series, Table, last_number, tunable
+from experiments.tables.papers import LOCAL_OPTIONS, Cell, Score, Series, Table, last_number, tuning_grid
 
 SAVE_SECONDS = 30.0  # the time between two saves
 TARGET_SECONDS = 30.0  # a cell with a target checks about this often whether all seeds have reached it
 # The entries of the records that are not stored.
 BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "asked"}
-DATA_OPTIONS = ("dataset", "partition", "clients", "size_sigma", "data_dir", "data_seed", "redeal")
+DATA_OPTIONS = ("dataset", "partition", "clients", "size_sigma", "data_dir", "data_seed", "redeal", "validation")
 TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has
 Record = dict[str, Any]
 
@@ -173,10 +173,9 @@ def run_cells(
                 say(f"{title}: another process is running it")
                 continue
             try:
-                if tune and not read_tuned(cell, output):
-                    grid = tuning_grid(table, cell)
+                if tune and not read_tuned(cell, output) and (grid := tuning_grid(table, cell)):
                     say(f"{title}: tuning {len(grid)} combinations")
-                    _tune(table, cell, grid, output, _parsed(cell, TUNING_SEED, federations), progress)
+                    _tune(table, _for_tuning(table, cell), grid, output, federations, progress)
                 cell = with_tuned(cell, table, output)
                 cell = cell if rounds is None else cell._replace(options=_at_most(cell.options, rounds))
                 wanted = list(range(cell.seeds) if seeds is None else seeds)
@@ -413,10 +412,10 @@ def tuning_score(table: Table) -> Score:
     return table.scores[table.tune.get("score", next(iter(table.scores)))]
 
 
-def tuning_grid(table: Table, cell: Cell) -> list[dict[str, float]]:
-    """Returns all combinations of the values in the table's grid, for those options that the method has."""
-    names = tunable(cell.options)
-    return fd.grid(**{name: values for name, values in table.tune["grid"].items() if name in names})
+def _for_tuning(table: Table, cell: Cell) -> Cell:
+    """Returns the cell of the tuning runs, which may be scored on a part of the training examples."""
+    share = table.tune.get("validation")
+    return cell if share is None else cell._replace(options=cell.options | {"validation": share})
 
 
 def _tune(
@@ -424,11 +423,11 @@ def _tune(
     cell: Cell,
     grid: Sequence[Mapping[str, float]],
     output: Path,
-    parsed: fd.ParsedRun,
+    federations: dict[tuple, fd.FederatedData],
     progress: bool | None,
 ) -> None:
     """Trains all combinations of the grid in one sweep, and writes the result of each combination."""
-    folder = _partial(cell, output) / "tuning"
+    folder, parsed = _partial(cell, output) / "tuning", _parsed(cell, TUNING_SEED, federations)
     rounds = min(table.tune.get("rounds", parsed.rounds), parsed.rounds)
 
     def build(**values: float) -> fd.Simulation:

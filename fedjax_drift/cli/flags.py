@@ -203,6 +203,13 @@ def add_data(group: Any, required: bool) -> None:
         "DIR",
         "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)",
     )
+    group.add_argument(
+        "--standardize",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="standardize images with mean and standard deviation of the data set (no: scale them to [0, 1]; default: "
+        "auto, which means no for femnist and glyphs, otherwise yes)",
+    )
     add(
         group, "--validation", "SHARE", "hold out this share of each client's training examples, and score the model "
         "on them instead of on the test set (default: 0)", float,

@@ -205,6 +205,7 @@ def assemble(
         "sampling": args.sampling,
         "redeal": data.redeal,
         "validation": args.validation,
+        "standardize": args.standardize,
         "on_nonfinite": args.on_nonfinite,
         "failures": {name: getattr(args, name) for name in FAILURES},
         "aggregation": first.aggregation.name,
@@ -231,7 +232,14 @@ def load_data(args: argparse.Namespace) -> FederatedData:
     """Returns the federation that the options describe."""
     dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
     recipe = _partitioner(args, dataset)
-    data = datasets.load(dataset.name, recipe, args.data_dir, seed=data_seed(args), **dataset.options)
+    standardize = {"auto": None, "yes": True, "no": False}[args.standardize]
+    data = datasets.load(
+        dataset.name, recipe, args.data_dir, seed=data_seed(args), standardize=standardize, **dataset.options
+    )
+    if standardize and data.mean is None:
+        raise ConfigurationError(
+            f"--standardize yes needs images with a mean and a standard deviation, got {dataset.name}: leave it out"
+        )
     if getattr(args, "validation", None) is not None:
         data = data.with_validation(args.validation, data_seed(args))
     if getattr(args, "per_client", False) and data.test_sizes is None:

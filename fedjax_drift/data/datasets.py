@@ -97,7 +97,7 @@ def load(
     partition: Partition | None = None,
     data_dir: DataDir = None,
     *,
-    standardize: bool = True,
+    standardize: bool | None = None,
     seed: int = 0,
     **options: Any,
 ) -> FederatedData:
@@ -114,8 +114,9 @@ def load(
       data_dir: the folder of the files; no other place is searched. Default: `$FEDJAX_DRIFT_DATA` if set, then the
         cache (`$FEDJAX_DRIFT_CACHE` or ``~/.cache/fedjax_drift``), then tensorflow-datasets (`$TFDS_DATA_DIR` or
         ``~/tensorflow_datasets``).
-      standardize: if True (default), images are standardised with the mean and standard deviation of the data set. If
-        it is False, or the data set has no mean and standard deviation (femnist, glyphs), images are scaled to [0, 1].
+      standardize: if True, images are standardised with the mean and standard deviation of the data set. If it is
+        False, or the data set has no mean and standard deviation (glyphs), images are scaled to [0, 1]. Default (None):
+        False for femnist, True for the others.
       seed: random seed, >= 0. It is used for generated data, for the default partition, for the test examples of
         femnist and bindingdb, and for the negative examples of movielens.
       options: options of the data set, by name.
@@ -132,7 +133,7 @@ def load(
             f"partition must be a partitioner such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
         )
     files.folders(data_dir)
-    checks.flag("standardize", standardize)
+    standardize = name != "femnist" if standardize is None else checks.flag("standardize", standardize)
     seed = checks.integer("seed", seed, 0, math.inf)
 
     samples = DATASETS[name](data_dir, seed, partition == by_writer(), **options)

@@ -8,9 +8,11 @@ from fedjax_drift.data import federated_files, files
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import FEMNIST, GET, DataDir, Samples, absent, filenames, incomplete, pair
 
+MEAN, STD = (0.03650044,), (0.1602474,)  # of the inverted pixels, scaled to [0, 1] (FedEve's library simple-FL)
+
 
 def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto") -> Samples:
-    """Handwritten characters with their writers: 62 classes in LEAF's order, uint8 [28, 28, 1], no mean and std.
+    """Handwritten characters with their writers: 62 classes in LEAF's order, uint8 [28, 28, 1].
 
     source: the file format.
       "npz": `femnist_writers.npz` with x uint8 [M, 28, 28] (255 = background, as in LEAF), y [M] and writer [M],
@@ -24,8 +26,9 @@ def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto"
     The pixels are inverted to 255 = ink, as in mnist and glyphs, so that the zero padding of convolutions has the value
     of paper. If the source has no test set (npz), a random 20 % of each writer's examples become test examples. A
     writer then has at least one test example, except for a writer with a single example, which is used for training. If
-    the test set has writers without training examples (LEAF's -t user), it is pooled. (Caldas et al., LEAF, arXiv
-    1812.01097; images of NIST Special Database 19.)
+    the test set has writers without training examples (LEAF's -t user), it is pooled. With `load(standardize=True)`,
+    mean and std are those of FedEve's authors, 0.0365 and 0.1602. (Caldas et al., LEAF, arXiv 1812.01097; images of
+    NIST Special Database 19.)
     """
     names = filenames("femnist", source=source)
     path = files.find(names, files.folders(data_dir))
@@ -42,7 +45,7 @@ def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto"
     if "x_test" not in a:
         return _hold_out(a["x"], a["y"], a["writer"], seed)
     test_writer = a["writer_test"] if np.isin(a["writer_test"], a["writer"]).all() else None
-    return Samples(pair(a["x"], a["y"]), pair(a["x_test"], a["y_test"]), a["writer"], test_writer)
+    return Samples(pair(a["x"], a["y"]), pair(a["x_test"], a["y_test"]), a["writer"], test_writer, MEAN, STD)
 
 
 def _hold_out(x: np.ndarray, y: np.ndarray, writer: np.ndarray, seed: int) -> Samples:
@@ -52,4 +55,4 @@ def _hold_out(x: np.ndarray, y: np.ndarray, writer: np.ndarray, seed: int) -> Sa
     test_size = np.minimum(np.maximum(1, np.rint(0.2 * sizes).astype(np.int64)), sizes - 1)
     is_test = np.arange(len(y)) < np.repeat(start + test_size, sizes)
     train, test = shuffled[~is_test], shuffled[is_test]
-    return Samples(pair(x[train], y[train]), pair(x[test], y[test]), writer[train], writer[test])
+    return Samples(pair(x[train], y[train]), pair(x[test], y[test]), writer[train], writer[test], MEAN, STD)

@@ -182,17 +182,22 @@ def trainings(
                 z, mask = predictions(engine, theta, test), test.mask.reshape(-1)
                 measured["cka"] = linear_cka(z, z_global, mask)
                 measured["kl"] = mean_kl(z_global, z, mask)
+            if "forgetting" in names:
+                z, y, mask = predictions(engine, theta, test), test.y.reshape(-1), test.mask.reshape(-1)
+                measured["class_accuracy"] = class_accuracy(z, y, mask)
             return measured
 
         training = watched(engine, shared, client, gathered, work, after_epoch)
         _, bad_leaf = check_finite(engine, client, training.result)
         measured = dict(training.epochs)
         if "forgetting" in names:
-            z, y, mask = predictions(engine, training.theta, test), test.y.reshape(-1), test.mask.reshape(-1)
-            local_accuracy, global_accuracy = (class_accuracy(z, y, mask) for z in (z, z_global))
+            of_epochs = measured.pop("class_accuracy")  # [E, C]
+            of_global = class_accuracy(z_global, test.y.reshape(-1), test.mask.reshape(-1))
             present = label_counts(engine, work) > 0
-            measured["lp_present"] = local_performance(local_accuracy, global_accuracy, present)
-            measured["lp_absent"] = local_performance(local_accuracy, global_accuracy, ~present)
+            for name, classes in (("present", present), ("absent", ~present)):
+                tested = classes & ~jnp.isnan(of_global)
+                measured[f"accuracy_{name}"] = jnp.where(tested, of_epochs, 0).sum(-1) / tested.sum()
+                measured[f"lp_{name}"] = local_performance(of_epochs[-1], of_global, classes)
         valid = (client.id < engine.num_clients) & (bad_leaf < 0)
         return (), jax.tree.map(lambda a: jnp.where(valid, a, jnp.nan), measured)
 

@@ -484,7 +484,8 @@ class Simulation:
           - "forgetting": ``lp_present``, ``lp_absent`` [K], the means of LP over the classes that the client has
             (present) and does not have (absent). LP of a class is the accuracy of the local model on this class divided
             by that of the global model (LfD, eq. 11). NaN if there is no such class. LP > 1 means that the local model
-            is better, as it often is in early rounds.
+            is better, as it often is in early rounds. ``accuracy_present``, ``accuracy_absent`` [K, E], the means over
+            these classes of the accuracy of the local model (LfD, figure 4).
           - "labels": ``label_mix`` [C], the share of each class in the examples of the cohort.
 
         Raises:
