@@ -384,6 +384,31 @@ def test_the_rounds_of_a_section_fill_its_time(tmp_path, monkeypatch):
     assert do(place, tmp_path / "o", "--methods=FedAvg") == 0 and totals == [0, 1, 4, 7, 8]
 
 
+def test_a_second_queue_is_refused(place, tmp_path, capsys):
+    with runner.locked(tmp_path / "o" / "queue.partial"):
+        assert do(place, tmp_path / "o", "--missing") == 1
+    assert "one process at a time can run the queue" in capsys.readouterr().err
+
+
+def test_every_seed_can_have_its_own_partition(whole, tmp_path, capsys):
+    text = TINY.replace("cohort = 2\n", 'cohort = 2\ndata_seed = "seed"\n')
+    place, output = with_tables(tmp_path / "tables", table=text), tmp_path / "o"
+    cell = papers.read_table(place, "tiny/table").settings["natural, half of them"].cells["FedAvg"]
+    left = output / cell.file.with_suffix(".partial") / "seed-0"
+    assert do(place, output, "--methods=FedAvg", "--seeds=1") == 0
+    left.mkdir(parents=True)  # as if the process had been killed after the first seed was written
+    assert do(place, output, "--methods=FedAvg") == 0 and not left.exists()
+    runs, same = read(output), read(whole)
+    assert ["--data-seed=0" in runs[0].command, "--data-seed=1" in runs[1].command] == [True, True]
+    assert runs[0].series == same[0].series and runs[1].series != same[1].series
+    alone = fd.parse_run(runs[1].command.removeprefix("fedjax-drift run "))
+    (sim,) = alone.simulations.values()
+    (run,) = sim.sweep(alone.rounds, [1], alone.eval_every, progress=False)
+    assert runs[1].series == runner.kept_series(run.history, alone.eval_every, cell.keep)
+    page = report.page(table := papers.read_table(place, "tiny/table"), output, report.results_of(table, output), [])
+    assert "the partition is the same, except in natural, half of them." in page
+
+
 @pytest.mark.parametrize("call", [0, 1], ids=["between two sections", "at the end of a cell"])
 def test_ctrl_c_in_the_last_rounds_of_a_sweep_counts(tmp_path, monkeypatch, call):
     """The sweep has all of its rounds then, and returns as usual."""

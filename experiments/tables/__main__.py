@@ -40,7 +40,8 @@ the papers' orderings of methods hold in our results.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    The exit code is 0, or 1 if no cell of a table could be run or a table has no results, or 130 after Ctrl-C.
+    The exit code is 0, or 130 after Ctrl-C. It is 1 if no cell of a table could be run, if a table has no results, or
+    if another process runs the queue.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -90,6 +91,9 @@ def _run_missing(args: argparse.Namespace, tables: Sequence[Table]) -> int:
     progress, say = False if args.no_progress else None, functools.partial(print, flush=True)
     try:
         ended = queue.run_missing(tables, args.output, args.budget, say, progress)
+    except runner.BusyError as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted: the same command resumes from here")
         return 130

@@ -96,7 +96,7 @@ def section(claims: Sequence[Claim], verdicts: Mapping[str, Sequence[Verdict]]) 
         "setting, with the 95 % confidence interval over seeds. A claim is supported if it holds in at least half of "
         "its settings and fails in none. It is contradicted if it fails in at least half of its settings and holds in "
         "none. Only differences that are significant after Holm's correction for all comparisons of the table count. "
-        "All other claims are open. All runs of a setting use one partition.",
+        "All other claims are open. The runs of a setting use one partition, unless the evidence counts partitions.",
         "",
         "| paper | claim | evidence | verdict |",
         "|---|---|---|---|",

@@ -29,6 +29,8 @@ of the table corresponds to a command.
 An option may be set in several places. Later places of this list override earlier ones: [common], the base of the
 setting, the setting, the method, the method in the table ``methods`` of the setting.
 
+All seeds of a cell have the same partition. With ``data_seed = "seed"``, every seed has its own partition.
+
 A setting with ``runs = "paper/table"`` refers to the setting of the same name in another table. If it has another name
 there, the key ``as`` gives that name. The setting is run once and shown in both tables.
 
@@ -173,10 +175,16 @@ class Cell(NamedTuple):
         """The path of the results, relative to the folder of all results."""
         return Path(self.table) / slug(self.setting) / f"{slug(self.method)}.jsonl"
 
+    @property
+    def own_partitions(self) -> bool:
+        """Whether every seed has its own partition. Otherwise all seeds have the same data and partition."""
+        return self.options.get("data_seed") == "seed"
+
     def words(self, seed: int) -> list[str]:
-        """Returns the options of `fedjax-drift run` for one seed. All seeds have the same data and partition."""
+        """Returns the options of `fedjax-drift run` for one seed."""
         words = []
         for name, value in {"data_seed": 0, **self.options, "seed": seed}.items():
+            value = seed if (name, value) == ("data_seed", "seed") else value
             flag = "--" + name.replace("_", "-")
             if value is not False:
                 text = ",".join(map(str, value)) if isinstance(value, list) else str(value)

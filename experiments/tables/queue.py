@@ -198,22 +198,22 @@ def _tuning_rounds(table: Table, cell: Cell, output: Path) -> float:
 
 
 def _rates(done: Iterable[tuple[Cell, dict[int, Result]]], costs: dict[tuple, Cost | str]) -> dict[tuple, float]:
-    """Median FLOP/s on this hardware: by model and algorithm, by model, and of all."""
-    known: dict[tuple, list[float]] = {}
+    """FLOP/s on this hardware: by model and algorithm, by model, and of all, each of all runs together."""
+    known: dict[tuple, list[tuple[float, float]]] = {}
     for cell, runs in done:
         cost = costs.get(_cost_key(cell))
         for run in runs.values():
             if isinstance(cost, Cost) and run.hardware == runner.hardware() and run.seconds:
-                rate = _round_flops(cell, cost) * run.rounds * run.together / run.seconds
+                work = _round_flops(cell, cost) * run.rounds, run.seconds / run.together
                 for key in _rate_keys(cell):
-                    known.setdefault(key, []).append(rate)
-    return {key: float(np.median(values)) for key, values in known.items()}
+                    known.setdefault(key, []).append(work)
+    return {key: flops / seconds for key, runs in known.items() for flops, seconds in [np.sum(runs, 0)]}
 
 
 def _rate_keys(cell: Cell) -> list[tuple]:
     """The keys of a cell in the rates, from the most to the least specific."""
-    model = _cost_key(cell)
-    return [(*model, cell.options["algorithm"].partition(":")[0]), model, ()]
+    model = cell.options.get("model", cell.options["dataset"].partition(":")[0])
+    return [(model, cell.options["algorithm"].partition(":")[0]), (model,), ()]
 
 
 def _rate(cell: Cell, rates: dict[tuple, float]) -> float:
@@ -239,12 +239,12 @@ def run_missing(
 
     Raises:
       KeyboardInterrupt: after Ctrl-C, once the rounds in progress are saved.
-      ValueError: another process runs the queue.
+      BusyError: another process runs the queue.
     """
     start = time.monotonic()
     with runner.locked(output / "queue.partial") as is_ours, _stopping_after(budget) as stopped:
         if not is_ours:
-            raise ValueError(f"one process at a time can run the queue, got a second one for {output}")
+            raise runner.BusyError(f"one process at a time can run the queue, got a second one for {output}")
         os.nice(19 - os.nice(0))
         try:
             jobs = [job for job in missing(tables, output, say) if not job.obstacle]

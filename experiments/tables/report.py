@@ -114,7 +114,7 @@ def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -
         if shown:
             yield from ("", f"## {score.name}", "")
             yield from _comparison(table, score, shown, ours)
-    yield from ("", *_legend(ours))
+    yield from ("", *_legend(table, ours))
     verdicts = orderings(table, ours)
     if verdicts:
         yield from ("", "## The order of the methods", "", *_verdict_lines(verdicts))
@@ -178,16 +178,19 @@ def _difference_text(runs: Mapping[int, Result], printed: Printed, score: Score,
     return " ".join(filter(None, difference(runs, printed, score, marks)))
 
 
-def _legend(ours: Results) -> Iterator[str]:
+def _legend(table: Table, ours: Results) -> Iterator[str]:
     seeds = sorted({len(runs) for methods in ours.values() for runs in methods.values()})
+    own = [name for name in ours if any(cell.own_partitions for cell in table.settings[name].cells.values())]
+    same = f"the partition is the same, except in {', '.join(own)}." if own else "the partition is the same."
     yield (
         f"Our numbers are mean ± standard deviation over seeds (number of seeds: {', '.join(map(str, seeds))}). A "
-        "number with one seed has no ±. Seeds differ in cohorts and initial models; the partition is the same. The "
+        f"number with one seed has no ±. Seeds differ in cohorts and initial models; {same} The "
         f"difference is our number minus the published number. {BETTER} (better) and {WORSE} (worse) mark differences "
         f"that are larger than the spread over seeds explains (95 %). {EQUAL} marks differences whose 95 % interval is "
         "within the margin of what counts as equal: half a percentage point of accuracy, or a fifth of the published "
-        f"number of rounds or loss. {OPEN} marks all others: they need more seeds. The spread does "
-        'not include the effect of another partition. ">200" means that the target was not reached within 200 rounds. '
+        f"number of rounds or loss. {OPEN} marks all others: they need more seeds. If the "
+        "partition is the same, the spread does not include the effect of another partition. "
+        '">200" means that the target was not reached within 200 rounds. '
         '"(2 of 3)" marks the mean of the two seeds that reached the target.'
     )
 
@@ -353,7 +356,10 @@ def _verdicts(table: Table, ours: Results) -> Iterator[Verdict]:
             for a, b in pairs:
                 if a in methods and b in methods:
                     order = _printed_order(table.settings[name].printed.get(score.name, {}), a, b, score)
-                    yield Verdict(name, score.name, a, b, order, *compare(methods[a], methods[b], score))
+                    result = compare(methods[a], methods[b], score)
+                    if table.settings[name].cells[a].own_partitions:
+                        result = result._replace(text=result.text.replace(" seeds", " partitions"))
+                    yield Verdict(name, score.name, a, b, order, *result)
 
 
 def _printed_order(printed: Mapping[str, Printed], a: str, b: str, score: Score) -> str:
@@ -499,8 +505,9 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
         "interval over seeds) is above zero. It does not hold if the interval is below zero. Otherwise it is open, for "
         "example if fewer than two seeds are shared. "
         'The column "after Holm" says whether the difference is still significant if all comparisons of a table are '
-        "corrected together. Each interval is "
-        "for one partition; with another partition, the order may be different."
+        "corrected together. Most intervals are "
+        "for one partition, and with another partition the order may be different. In settings with own partitions, "
+        "every seed has another partition."
     )
     by_table, seen = [], set()
     for table, _, verdicts in everything:

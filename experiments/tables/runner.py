@@ -37,6 +37,10 @@ TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run ha
 Record = dict[str, Any]
 
 
+class BusyError(ValueError):
+    """Another process does the same work."""
+
+
 class Result(NamedTuple):
     """The result of one run, stored as a line of JSON."""
 
@@ -181,7 +185,7 @@ def run_cells(
                 wanted = list(range(cell.seeds) if seeds is None else seeds)
                 if missing := unfinished(cell, output, wanted):
                     say(f"{title}: {cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}")
-                    _run_cell(cell, missing, output, _parsed(cell, missing[0], federations), progress)
+                    _run_cell(cell, missing, output, federations, progress)
                     _say_scores(table, cell, output, wanted, say)
                 else:
                     say(f"{title}: already done")
@@ -198,7 +202,7 @@ def _parsed(cell: Cell, seed: int, federations: dict[tuple, fd.FederatedData]) -
 
     The data are cached in ``federations``, because the methods of a setting have the same data.
     """
-    key = tuple(str(cell.options.get(name)) for name in DATA_OPTIONS)
+    key = (*(str(cell.options.get(name)) for name in DATA_OPTIONS), seed if cell.own_partitions else 0)
     if key not in federations:
         federations.clear()  # one federation at a time fits in memory
     parsed = fd.parse_run(cell.words(seed), data=federations.get(key))
@@ -227,19 +231,28 @@ def unfinished(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
     return [seed for seed in seeds if seed not in complete]
 
 
-def _run_cell(cell: Cell, seeds: Sequence[int], output: Path, parsed: fd.ParsedRun, progress: bool | None) -> None:
-    """Runs the seeds side by side until the last round or the target, and writes their results."""
+def _run_cell(
+    cell: Cell,
+    seeds: Sequence[int],
+    output: Path,
+    federations: dict[tuple, fd.FederatedData],
+    progress: bool | None,
+) -> None:
+    """Runs the seeds until the last round or the target, side by side if they have the same data, and writes their
+    results."""
     folder = _partial(cell, output)
     begun = [seed for seed in seeds if fd.Checkpoints(folder / f"seed-{seed}").rounds]
     # All seeds of a sweep must start at the same round.
-    for group in (begun, [seed for seed in seeds if seed not in begun]):
+    groups = [begun, [seed for seed in seeds if seed not in begun]]
+    for group in [[seed] for seed in seeds] if cell.own_partitions else groups:
         if group:
+            parsed = _parsed(cell, group[0], federations)
             runs = _sweep(cell, group, folder, parsed, progress)
             results = read_results(output / cell.file)
             results |= {run.seed: _result(cell, run, len(group), parsed) for run in runs}
             _write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
-    for seed in seeds:
-        shutil.rmtree(folder / f"seed-{seed}")
+            for seed in {*group, *results} - (set(seeds) - set(group)):  # a killed process may have left some
+                shutil.rmtree(folder / f"seed-{seed}", ignore_errors=True)
 
 
 def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun, progress: bool | None) -> list[fd.Run]:
