@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 import fedjax_drift as fd
-from fedjax_drift.models import MODELS, layers, num_parameters
+from fedjax_drift.models import MODELS, conv, layers, num_parameters
 
 COUNTS = {
     "linear": 155,
@@ -49,6 +49,13 @@ def test_parameter_counts_of_variants() -> None:
     assert num_parameters(fd.models.simple_cnn(100)) == 115_756
     assert num_parameters(fd.models.simple_cnn(projection=False)) == 62_006
     assert num_parameters(fd.models.simple_cnn(cosine=True)) == 92_616
+
+
+@pytest.fixture(params=list(conv.FORMS))
+def form(request, monkeypatch) -> str:
+    """The tests run with the implementation of each platform in turn, here on a CPU."""
+    monkeypatch.setattr(conv, "FORMS", {"default": conv.FORMS[request.param]})
+    return request.param
 
 
 def reference_conv(x, kernel, stride, padding):
@@ -92,7 +99,7 @@ def test_conv_is_lax_conv(size, window, stride, padding) -> None:
         (20, 3, (42, 41), 3, 1),  # the same, in two chunks
     ],
 )
-def test_every_form_of_conv_is_lax_conv_and_flax_pooling(channels, filters, size, window, pool) -> None:
+def test_every_form_of_conv_is_lax_conv_and_flax_pooling(channels, filters, size, window, pool, form) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(4, *size, channels)), jnp.float32)
     kernels = jnp.asarray(rng.normal(size=(2, window, window, channels, filters)), jnp.float32)
@@ -148,7 +155,7 @@ def test_conv_has_second_derivatives() -> None:
         (20, 3, (42, 41), 3, 1, 1),  # the same, in two chunks
     ],
 )
-def test_forward_mode_is_reverse_mode_and_that_of_lax_conv(channels, filters, size, window, stride, pool) -> None:
+def test_forward_mode_is_reverse_mode_and_that_of_lax_conv(channels, filters, size, window, stride, pool, form) -> None:
     rng = np.random.default_rng(0)
     shapes = ((4, *size, channels), (2, window, window, channels, filters)) * 2
     x, kernels, dx, dkernels = (rng.normal(size=shape) / window for shape in shapes)

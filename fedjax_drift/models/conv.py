@@ -7,12 +7,12 @@ from functools import partial
 import jax
 from jax import lax
 
-from fedjax_drift.models import conv_cpu, windows
+from fedjax_drift.models import conv_cpu, conv_tpu, windows
 from fedjax_drift.models.windows import Padding
 
 # Functions (x [C, H, W, B], already padded; kernel [h, w, C, F]; stride; pool) -> [F, H', W', B]. The keys are those of
 # `lax.platform_dependent`.
-FORMS = {"cpu": conv_cpu.convolve, "default": windows.convolve}
+FORMS = {"cpu": conv_cpu.convolve, "tpu": conv_tpu.convolve, "default": windows.convolve}
 
 
 def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "VALID", pool: int = 1) -> jax.Array:
