@@ -27,7 +27,7 @@ import measure
 
 class Benchmark(NamedTuple):
     command: str
-    needs: str = ""  # "accelerator", "torch" or "accelerator torch"; with --quick no accelerator is needed
+    needs: str = ""  # "accelerator", "torch", "accelerator torch" or "libtpu"; with --quick no accelerator is needed
 
 
 BENCHMARKS = [
@@ -41,6 +41,7 @@ BENCHMARKS = [
     Benchmark("forms.py", "accelerator"),
     Benchmark("forms.py --rounds 'lenet5 100' --forms ours bfloat16", "accelerator"),
     Benchmark("torch_loop.py", "accelerator torch"),
+    Benchmark("compiled.py", "libtpu"),
     Benchmark("all_writers.py"),
     Benchmark("overhead.py"),
     Benchmark("sweep.py"),
@@ -57,6 +58,7 @@ def missing(benchmark: Benchmark, quick: bool) -> str:
     """Returns, as text, the needs of the benchmark that this machine does not meet."""
     have = {
         "torch": lambda: importlib.util.find_spec("torch") is not None,
+        "libtpu": lambda: importlib.util.find_spec("libtpu") is not None,
         "accelerator": lambda: quick or accelerated(),
     }
     return " and ".join(need for need in benchmark.needs.split() if not have[need]())
