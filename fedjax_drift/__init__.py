@@ -18,6 +18,7 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
 from fedjax_drift.devices import distributed
 from fedjax_drift.devices.cache import use_compilation_cache
+from fedjax_drift.devices.described import described_mesh
 from fedjax_drift.devices.mesh import clients_mesh, use_cpu_devices
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
@@ -27,6 +28,8 @@ from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.run_folder import load_run
 from fedjax_drift.simulation.placement import Placement
+from fedjax_drift.simulation.plan import Plan
+from fedjax_drift.simulation.planning import plan
 from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.simulation.sweep import Run, grid, sweep
@@ -44,6 +47,7 @@ __all__ = [
     "LocalTraining",
     "Model",
     "Placement",
+    "Plan",
     "ParsedRun",
     "Round",
     "Run",
@@ -55,6 +59,7 @@ __all__ = [
     "augment",
     "clients_mesh",
     "datasets",
+    "described_mesh",
     "distributed",
     "drift",
     "drift_regimes",
@@ -66,6 +71,7 @@ __all__ = [
     "parse_run",
     "partition",
     "personal",
+    "plan",
     "plots",
     "ranking",
     "rounds_to_target",

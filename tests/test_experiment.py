@@ -23,6 +23,7 @@ from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.runner import Result
 from fedjax_drift import cli
 from fedjax_drift.cli.commands import parse
+from fedjax_drift.cli.flags import Parser, add_data
 from fedjax_drift.cli.parsed_run import algorithm_specs, partition_text
 from fedjax_drift.plots import Compared
 
@@ -347,6 +348,8 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
     # a quarter of 32 examples: the scores are eighths, and the run itself has all its data again
     assert all(each.score / 12.5 == round(each.score / 12.5) for each in tried) and before != tried
     assert "validation" not in read(tmp_path / "p", "FedProx")[0].options
+    with pytest.raises(ValueError, match="must have the grid and the validation of the table, got others"):
+        do(with_tables(tmp_path / "other", table=text), tmp_path / "p", "--tune", "--methods=FedProx")
     only_one = held_out.replace("grid = {lr = [1e-4, 0.5], mu = [0.1, 1.0]}", "")
     table = papers.read_table(with_tables(tmp_path / "one", table=only_one), "tiny/table")
     assert papers.tuning_grid(table, cell._replace(method="FedAvg")) == []
@@ -384,6 +387,13 @@ def test_the_rounds_of_a_section_fill_its_time(tmp_path, monkeypatch):
     assert do(place, tmp_path / "o", "--methods=FedAvg") == 0 and totals == [0, 1, 4, 7, 8]
 
 
+def test_cells_share_their_data_only_if_all_options_of_the_data_are_equal():
+    parser = Parser(prog="")
+    add_data(parser, required=True)
+    options = set(vars(parser.parse_args(["--dataset=mnist"]))) - {"seed"}
+    assert set(runner.DATA_OPTIONS) == options | {"redeal"}
+
+
 def test_a_second_queue_is_refused(place, tmp_path, capsys):
     with runner.locked(tmp_path / "o" / "queue.partial"):
         assert do(place, tmp_path / "o", "--missing") == 1
@@ -406,7 +416,7 @@ def test_every_seed_can_have_its_own_partition(whole, tmp_path, capsys):
     (run,) = sim.sweep(alone.rounds, [1], alone.eval_every, progress=False)
     assert runs[1].series == runner.kept_series(run.history, alone.eval_every, cell.keep)
     page = report.page(table := papers.read_table(place, "tiny/table"), output, report.results_of(table, output), [])
-    assert "the partition is the same, except in natural, half of them." in page
+    assert "initial models; every seed has its own partition." in page
 
 
 @pytest.mark.parametrize("call", [0, 1], ids=["between two sections", "at the end of a cell"])
@@ -497,6 +507,7 @@ def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole,
         ),
         ("grid = {lr", "methods.FedPorx = {lr", "a method in tune.methods must be one of"),
         ("grid = {lr", "methods.FedAvg = {lr", "a name in tune.methods.FedAvg must be one of"),
+        ("[tune]", "[tune]\nvalidation = 2.0", "tune.validation must be a share in (0, 1), got 2.0"),
         ("rounds = 8", "", "FedAvg needs rounds, got none"),
         ('title = "A tiny table"', "", "'title' is missing"),
         ("[settings.never]", "[settings.never]\nmethods.FedAvgg = {lr = 1}", "a method of never must be one of"),
@@ -556,6 +567,7 @@ CURVE = {
     "loss": Series([1, 2, 3, 4], [4.0, 1.0, 2.0, None]),
     "cka": Series([5, 10], [[0.9, 0.8, 0.7], [0.6, 0.5, 0.25]]),
     "gain": Series([1, 10, 11, 20, 100], [9.0, 9.0, 1.0, 2.0, 6.0]),
+    "lp": Series([1, 2, 3, 4, 6], [0.4, 0.5, 0.6, [0.1, 0.7], 0.8]),
     "empty": Series([], []),
 }
 
@@ -583,6 +595,9 @@ CURVE = {
         ({"take": "rounds_to", "target": 0.6, "round": 2}, math.inf),
         ({"take": "rounds_to", "target": 2.0, "of": "loss"}, 2),
         ({"take": "rounds_to", "target": 0.5, "of": "loss"}, math.inf),
+        ({"take": "when", "of": "lp", "target": 0.5}, 0.6),  # round 3 starts with the model of round 2
+        ({"take": "when", "of": "lp", "target": 0.51, "scale": 10}, 7.0),
+        ({"take": "when", "of": "lp", "target": 0.95}, math.nan),
         ({"take": "median", "of": "gain"}, 2.0),
         ({"take": "median", "of": "loss"}, 2.0),
         ({"of": "empty"}, math.nan),

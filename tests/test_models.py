@@ -130,7 +130,7 @@ def test_ties_share_the_gradient_of_pooling(filters) -> None:
     np.testing.assert_allclose(g, filters / 4)
 
 
-def test_conv_has_second_derivatives() -> None:
+def test_conv_has_second_derivatives(form) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 5, 5, 3)), jnp.float32)
     kernel = jnp.asarray(rng.normal(size=(3, 3, 3, 20)), jnp.float32)

@@ -246,7 +246,7 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: dirichlet(9, 1, min_size=112)(LABELS), "use min_size <= 111 or num_clients <= 8"),
         (lambda: iid(2)(LABELS[:, None]), "y must be one-dimensional integer labels"),
         (lambda: iid(2)(LABELS / 2), "got float64 of shape"),
-        (lambda: by_writer()(LABELS), "has no writers: use iid, dirichlet or shards"),
+        (lambda: by_writer()(LABELS), "has no writers: use iid, dirichlet, shards or classes"),
         (lambda: by_writer()(LABELS, LABELS[1:]), "strings of shape (999,), got int64 of"),
     ],
 )

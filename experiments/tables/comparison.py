@@ -69,7 +69,7 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
     - ? otherwise: with these seeds, the question is open
 
     The standard deviation of the paper's number is the published one or, if none is published, that of our runs. The
-    interval does not account for the partition if all our runs use one partition, because the paper uses another one.
+    interval ignores the effect of the partition, unless every seed has its own one.
 
     There is no mark if there is only one seed, if all seeds have the same number, or if only some seeds have a number.
 

@@ -37,13 +37,15 @@ there, the key ``as`` gives that name. The setting is run once and shown in both
 The table ``tune`` says which hyper-parameters are tuned before the runs:
 
     [tune]
+    score = "accuracy (%)"          # the score to tune for (default: the first one)
     rounds = 10                     # of every combination
     validation = 0.1                # they are scored on this share of the training examples, not on the test set
     grid = {lr = [0.01, 0.1]}       # for all methods that have the option
     [tune.methods]
     FedProx = {mu = [0.01, 0.1]}    # for one method
 
-All methods of a setting have the same data and, for each seed, the same cohorts and the same initial model. Options of
+Unless a method has its own partition, all methods of a setting have the same data and, for each seed, the same cohorts
+and the same initial model. Options of
 `fedjax-drift run` are checked by `fd.parse_run` when a cell is run. Everything else is checked when the file is read.
 """
 
@@ -89,7 +91,8 @@ class Score(NamedTuple):
     - last: the mean over the last `window` rounds that have the entry.
     - at: the value in round `round`.
     - rounds_to: the first round in which the value is `target` or better.
-    - when: the value in the first round in which the test accuracy is `target` or better.
+    - when: the value of a drift measure in the first measured round that starts with a model whose test accuracy is
+      `target` or better.
     - median: the median over all rounds except the first tenth."""
     target: float = math.nan
     round: int = 0  # "at": the round of the value; "best", "rounds_to": the last round that counts (0: all)
@@ -114,7 +117,8 @@ class Score(NamedTuple):
         return 0 if self.take == "rounds_to" else 2 if self.scale > 1 else 4 if self.of == "accuracy" else 3
 
     def __call__(self, series: Mapping[str, Series]) -> float:
-        """Returns the score of a run: NaN if the run does not have the entry, infinity if the target was not reached.
+        """Returns the score of a run: NaN if the run does not have the entry, infinity if the target was not reached
+        (with "when", also NaN).
 
         "best", "rounds_to" and "median" ignore values that are not finite. With "last" and "at", such a value makes the
         score NaN.
@@ -129,9 +133,10 @@ class Score(NamedTuple):
             return self.scale * float(values[-self.window :].mean())
         if self.take == "when":
             accuracies = series["accuracy"] if "accuracy" in series else Series([], [])
-            good = [t for t, value in zip(accuracies.rounds, accuracies.values, strict=True) if value >= self.target]
-            at_good = values[np.isin(rounds, good)]
-            return self.scale * float(at_good[0]) if at_good.size else math.nan
+            pairs = zip(accuracies.rounds, accuracies.values, strict=True)
+            good = [t for t, value in pairs if last_number(value) >= self.target]
+            measured = values[np.isin(rounds - 1, good)]  # round t starts with the model of round t - 1
+            return self.scale * float(measured[0]) if measured.size else math.nan
         if self.take == "median":
             known = values[(rounds > rounds[-1] / 10) & np.isfinite(values)]
             return self.scale * float(np.median(known)) if known.size else math.nan
@@ -304,6 +309,9 @@ def _table(folder: Path, name: str, entries: dict[str, Any], tables: dict[str, T
         _check_names("an entry of tune", tune, TUNE_KEYS)
         _check_names("a name in tune.grid", tune.get("grid", ()), set().union(*map(tunable, methods.values())))
         _check_names("a method in tune.methods", tune.get("methods", ()), methods)
+        share = tune.get("validation", 0.5)
+        if isinstance(share, bool) or not isinstance(share, float) or not 0 < share < 1:
+            raise ValueError(f"tune.validation must be a share in (0, 1), got {share!r}")
         for method, of_method in tune.get("methods", {}).items():
             _check_names(f"a name in tune.methods.{method}", of_method, tunable(methods[method]))
         signed = [title for title, score in scores.items() if score.sign]
@@ -375,7 +383,8 @@ def tuning_grid(table: Table, cell: Cell) -> list[dict[str, float]]:
     """Returns all combinations of the values that are tuned for this method, an empty list if there are none."""
     names = tunable(cell.options)
     values = {name: values for name, values in table.tune.get("grid", {}).items() if name in names}
-    values |= table.tune.get("methods", {}).get(cell.method, {})
+    of_method = table.tune.get("methods", {}).get(cell.method, {})
+    values |= {name: values for name, values in of_method.items() if name in names}
     return fd.grid(**values) if values else []
 
 

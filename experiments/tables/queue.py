@@ -7,8 +7,9 @@ A job is one cell with seeds that have not been run. Jobs are ordered by
   3. their seeds: the first seed of all cells, then the others up to `SEEDS`
   4. their estimated minutes
 
-The estimate is the FLOPs of the local training divided by a rate. The rate is that of earlier results with this model
-on the same hardware. A job of more than `MOST_HOURS` is left for a faster machine.
+The estimate is the FLOPs of the local training divided by a rate. The rate is that of earlier results with this
+model and algorithm on the same hardware, or else with this model. A job of more than `MOST_HOURS` is left for a faster
+machine.
 """
 
 from __future__ import annotations

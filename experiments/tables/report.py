@@ -181,7 +181,8 @@ def _difference_text(runs: Mapping[int, Result], printed: Printed, score: Score,
 def _legend(table: Table, ours: Results) -> Iterator[str]:
     seeds = sorted({len(runs) for methods in ours.values() for runs in methods.values()})
     own = [name for name in ours if any(cell.own_partitions for cell in table.settings[name].cells.values())]
-    same = f"the partition is the same, except in {', '.join(own)}." if own else "the partition is the same."
+    same = f"the partition is the same, except in {'; '.join(own)}." if own else "the partition is the same."
+    same = "every seed has its own partition." if len(own) == len(ours) else same
     yield (
         f"Our numbers are mean ± standard deviation over seeds (number of seeds: {', '.join(map(str, seeds))}). A "
         f"number with one seed has no ±. Seeds differ in cohorts and initial models; {same} The "
@@ -211,7 +212,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
             commands.append(f"{next(iter(runs.values())).command}")
             cell = table.settings[name].cells[method]
             if tuned := read_tuned(cell, folder):
-                share = table.tune.get("validation")
+                share = tuned[0].validation
                 on = f", on {share:.0%} of the training examples" if share else ""
                 best = ", ".join(f"{key} {value:g}" for key, value in best_of(tuned, tuning_score(table)).items())
                 tunings.append(

@@ -1,14 +1,16 @@
 """Runs the cells of a paper's table, and stores their results as lines of JSON.
 
-All seeds of a cell are one sweep with checkpoints, which can be resumed after it was stopped or killed. The results of
-a cell are one file with one line per seed. The checkpoints of an unfinished cell are in a folder beside this file.
-Several processes may run one table. Each process then runs cells that no other process is running.
+The seeds of a cell are one sweep, unless each has its own partition. A sweep saves checkpoints, and can be resumed
+after it was stopped or killed. The results of a cell are one file with one line per seed. The checkpoints of an
+unfinished cell are in a folder beside this file. Several processes may run one table. Each process then runs cells that
+no other process is running.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
@@ -32,7 +34,17 @@ SAVE_SECONDS = 30.0  # the time between two saves
 TARGET_SECONDS = 30.0  # a cell with a target checks about this often whether all seeds have reached it
 # The entries of the records that are not stored.
 BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "asked"}
-DATA_OPTIONS = ("dataset", "partition", "clients", "size_sigma", "data_dir", "data_seed", "redeal", "validation")
+DATA_OPTIONS = (
+    "dataset",
+    "partition",
+    "clients",
+    "size_sigma",
+    "data_dir",
+    "data_seed",
+    "redeal",
+    "validation",
+    "standardize",
+)
 TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has
 Record = dict[str, Any]
 
@@ -168,6 +180,7 @@ def run_cells(
     """
     if tune and not table.tune:
         raise ValueError(f"{table.name} must have a grid for --tune, got a table without [tune]: leave --tune out")
+    commit()  # files may change while the cells run
     federations: dict[tuple, fd.FederatedData] = {}
     without_data = 0
     for number, cell in enumerate(cells, 1):
@@ -177,6 +190,7 @@ def run_cells(
                 say(f"{title}: another process is running it")
                 continue
             try:
+                _check_tuned(table, cell, output)
                 if tune and not read_tuned(cell, output) and (grid := tuning_grid(table, cell)):
                     say(f"{title}: tuning {len(grid)} combinations")
                     _tune(table, _for_tuning(table, cell), grid, output, federations, progress)
@@ -324,8 +338,10 @@ def _say_scores(table: Table, cell: Cell, output: Path, seeds: Sequence[int], sa
             say(f"      {score.name}: {summary(values, score.digits)}   ({results[seeds[-1]].seconds:.0f} s)")
 
 
+@functools.cache
 def commit() -> str | None:
-    """Returns the current commit of the library, with a plus if its sources have uncommitted changes.
+    """Returns the commit of the library when this function is first called, with a plus if its sources have
+    uncommitted changes.
 
     Returns None outside of a git repository.
     """
@@ -389,6 +405,7 @@ class Tuned(NamedTuple):
     values: dict[str, float]
     score: float
     rounds: int
+    validation: float | None = None  # the share of the training examples that gave the score; None: the test set
 
 
 def tuning_file(cell: Cell, output: Path) -> Path:
@@ -400,6 +417,16 @@ def read_tuned(cell: Cell, output: Path) -> list[Tuned]:
     file = tuning_file(cell, output)
     tuned = [Tuned(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
     return [each._replace(score=last_number(each.score)) for each in tuned]
+
+
+def _check_tuned(table: Table, cell: Cell, output: Path) -> None:
+    """Raises ValueError if the cell was tuned in another way than the table says."""
+    tuned, share = read_tuned(cell, output), table.tune.get("validation")
+    if tuned and ([each.values for each in tuned], tuned[0].validation) != (tuning_grid(table, cell), share):
+        raise ValueError(
+            f"{tuning_file(cell, output)} must have the grid and the validation of the table, got others: move the "
+            "file, or pass another --output"
+        )
 
 
 def best_of(tuned: Sequence[Tuned], score: Score) -> dict[str, float]:
@@ -454,6 +481,9 @@ def _tune(
     _raise_if_interrupted(runs, rounds)
     score = tuning_score(table)
     scores = [score(kept_series(run.history, parsed.eval_every, ())) for run in runs]
-    tuned = [Tuned(dict(run.setting), _five_digits(value), rounds) for run, value in zip(runs, scores, strict=True)]
+    share = table.tune.get("validation")
+    tuned = [
+        Tuned(dict(run.setting), _five_digits(value), rounds, share) for run, value in zip(runs, scores, strict=True)
+    ]
     _write_lines(tuning_file(cell, output), [each._asdict() for each in tuned])
     shutil.rmtree(folder)

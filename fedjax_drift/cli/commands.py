@@ -1,4 +1,4 @@
-"""The commands `fedjax-drift quickstart`, `fedjax-drift run` and `fedjax-drift data`.
+"""The commands `fedjax-drift quickstart`, `run`, `data` and `plan`.
 
 Before anything is compiled and before the output folder is created, a command checks its options, reads the data and
 creates every simulation.
@@ -28,6 +28,7 @@ import fedjax_drift as fd
 from fedjax_drift.checks import nearest
 from fedjax_drift.cli.data import DATA_EXAMPLES, fill_data
 from fedjax_drift.cli.flags import Parser
+from fedjax_drift.cli.plan import PLAN_EXAMPLES, fill_plan
 from fedjax_drift.cli.quickstart import fill_quickstart
 from fedjax_drift.cli.render import show_error, show_warning
 from fedjax_drift.cli.run import RUN_EXAMPLES, fill_run, resumed
@@ -96,6 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ("quickstart", "show client drift and its correction, in under a minute", None, fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
         ("data", "list the data sets, or plot the clients of a data set", DATA_EXAMPLES, fill_data),
+        ("plan", "say what a run needs on a TPU slice that is not here", PLAN_EXAMPLES, fill_plan),
     ):
         subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
         fill(subparsers[name])

@@ -207,12 +207,12 @@ def add_data(group: Any, required: bool) -> None:
         "--standardize",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="standardize images with mean and standard deviation of the data set (no: scale them to [0, 1]; default: "
-        "auto, which means no for femnist and glyphs, otherwise yes)",
+        help="whether images are standardized with the mean and standard deviation of the data set, or scaled to "
+        "[0, 1]. Default: auto, which means no for femnist and glyphs, and yes for other images",
     )
     add(
-        group, "--validation", "SHARE", "hold out this share of each client's training examples, and score the model "
-        "on them instead of on the test set (default: 0)", float,
+        group, "--validation", "SHARE", "hold out this share of each client's training examples. They replace the "
+        "test set (default: none are held out)", float,
     )  # fmt: skip
     add(group, "--seed", "N", "random seed of the data, the partition, the cohorts and the initial model", seed, 0)
     add(group, "--data-seed", "N", "random seed of the data and the partition (default: --seed)", seed)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from fedjax_drift import checks
 from fedjax_drift.algorithms import ALGORITHMS
@@ -159,9 +160,15 @@ def algorithm_specs(args: argparse.Namespace) -> list[Spec]:
 
 
 def assemble(
-    args: argparse.Namespace, data: FederatedData | None = None, values: Mapping[str, Any] | None = None
+    args: argparse.Namespace,
+    data: FederatedData | None = None,
+    values: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> ParsedRun:
-    """Checks the options, loads the data unless they are given, and creates the simulations. See `parse_run`."""
+    """Checks the options, loads the data unless they are given, and creates the simulations. See `parse_run`.
+
+    mesh: the devices. Default: all.
+    """
     dataset, written = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN), algorithm_specs(args)
     values = dict(values or {})
     trained = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
@@ -186,7 +193,7 @@ def assemble(
     options |= {name: getattr(args, name) for name in FAILURES}
     options["stream"] = {"auto": "auto", "yes": True, "no": False}[args.stream]
     simulations = {
-        name: Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), **options)
+        name: Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), mesh=mesh, **options)
         for name, algorithm in algorithms.items()
     }
     first = next(iter(simulations.values()))
@@ -241,6 +248,11 @@ def load_data(args: argparse.Namespace) -> FederatedData:
             f"--standardize yes needs images with a mean and a standard deviation, got {dataset.name}: leave it out"
         )
     if getattr(args, "validation", None) is not None:
+        if dataset.name == "movielens":
+            raise ConfigurationError(
+                "--validation must be left out for movielens, whose test examples are ranked in groups, got "
+                f"{args.validation}"
+            )
         data = data.with_validation(args.validation, data_seed(args))
     if getattr(args, "per_client", False) and data.test_sizes is None:
         data = data.with_client_tests(data_seed(args))

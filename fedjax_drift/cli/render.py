@@ -45,7 +45,7 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
         "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
-        "testing",
+        + ("validation" if config.get("validation") else "testing"),
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
         f"{config['cohort_size']:,} per round ({config['sampling']}{dealt})",
         "model": f"{model['name']}, {model['parameters']:,} parameters",

@@ -239,6 +239,33 @@ class FederatedData:
             x_test, y_test = x_test[test_rows], y_test[test_rows]
         return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
 
+    @classmethod
+    def of_shapes(
+        cls, num_clients: int, rows_per_client: int, shape: Sequence[int], dtype: Any = np.uint8, test_rows: int = 0
+    ) -> FederatedData:
+        """Returns data whose examples and labels are all zero, and which take no memory: for `fd.plan`.
+
+        Args:
+          num_clients: N, >= 1.
+          rows_per_client: number of training examples of every client, >= 1.
+          shape: the shape of one example, such as (28, 28, 1).
+          dtype: of the examples. Default: uint8, for images.
+          test_rows: number of test examples, >= 0. Some algorithms evaluate the global model in every round.
+
+        Raises:
+          ValueError: a value is out of range.
+        """
+        N = checks.integer("num_clients", num_clients, 1)
+        rows = N * checks.integer("rows_per_client", rows_per_client, 1)
+        test, shape = checks.integer("test_rows", test_rows, 0), checks.shape("shape", shape)
+
+        def pair(rows: int) -> Pair:
+            return np.broadcast_to(np.zeros((), dtype), (rows, *shape)), np.broadcast_to(np.int32(0), (rows,))
+
+        x, y = pair(rows)
+        x_test, y_test = pair(test) if test else (None, None)
+        return cls(x, y, np.full(N, rows_per_client, np.int32), x_test, y_test, name="shapes")
+
     def client(self, i: int | str) -> Pair:
         """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a
         name."""
@@ -326,7 +353,8 @@ class FederatedData:
 
         Choose hyper-parameters with these data, so that the choice does not use the test set. Of a client with n
         examples, share * n random examples are held out (rounded, at most n - 1). So the result has fewer training
-        examples. The held-out examples are split by client, as `Simulation.evaluate_clients` needs it.
+        examples. The held-out examples are split by client, as `Simulation.evaluate_clients` needs it. The examples are
+        copied, also those of a memory map.
 
         Args:
           share: in (0, 1). Default: 0.1.
@@ -339,6 +367,10 @@ class FederatedData:
         share = checks.number("share", share, "in (0, 1)", lambda v: 0 < v < 1, fix, computed=False)
         rng = np.random.default_rng(checks.integer("seed", seed, 0, math.inf))
         held = np.minimum(np.round(share * self.sizes).astype(np.int64), self.sizes - 1)
+        if self.sizes.max() == 1:
+            raise ConfigurationError(
+                "with_validation needs a client with at least 2 examples, got clients with 1 each: use fewer clients"
+            )
         if not held.any():
             raise ConfigurationError(
                 f"with_validation must hold out at least one example, got share={share} of at most {self.sizes.max()} "

@@ -209,8 +209,8 @@ def classes(num_clients: int, per_client: int, seed: int = 0) -> Partition:
     """Gives every client examples of exactly per_client labels, chosen at random.
 
     The numbers of clients that have a label differ by at most one between the labels. The examples of a label are
-    shuffled and split evenly over these clients. So if the labels are equally frequent, the clients have nearly equal
-    sizes.
+    shuffled and split evenly over these clients. If the labels are equally frequent and N * per_client is a multiple of
+    their number, the clients have nearly equal sizes.
 
     Args:
       num_clients: N >= 1.
@@ -261,7 +261,8 @@ def by_writer() -> Partition:
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         if writer is None:
             raise ConfigurationError(
-                "the data set has no writers: use iid, dirichlet or shards, or pass writer=, one id per example"
+                "the data set has no writers: use iid, dirichlet, shards or classes, or pass writer=, "
+                "one id per example"
             )
         try:
             writer = np.asarray(writer)

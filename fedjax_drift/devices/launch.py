@@ -12,6 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from fedjax_drift.devices.mesh import is_described
+from fedjax_drift.errors import ConfigurationError
+
 _launched: list[jax.Array] = []  # one output of the last program that `launch` started
 
 
@@ -34,6 +37,8 @@ def wait_for_turn(mesh: Mesh) -> None:
 
 def launch(mesh: Mesh, program: Callable, *arguments: Any) -> Any:
     """Returns ``program(*arguments)``, called after `wait_for_turn`."""
+    if is_described(mesh):
+        raise ConfigurationError("nothing can run on devices that are only described: use plan(), or leave mesh= out")
     wait_for_turn(mesh)
     outputs = program(*arguments)
     if not traced((arguments, outputs)):

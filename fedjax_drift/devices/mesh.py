@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
@@ -64,6 +64,11 @@ def use_cpu_devices(n: int | None = None) -> int:
     return n
 
 
+def is_described(mesh: Mesh) -> bool:
+    """Whether the devices are only described, so that programs can be compiled for them but not run."""
+    return type(mesh.devices.flat[0].client).__name__ == "CompileOnlyPyClient"
+
+
 def put(tree: PyTree, placement: Any) -> PyTree:
     """Returns the tree with its arrays placed on the devices.
 
@@ -73,13 +78,23 @@ def put(tree: PyTree, placement: Any) -> PyTree:
     their devices store the same shard. The processes do not communicate, unless an array already spans several
     processes and has a different sharding.
 
-    placement: one sharding for all arrays, or a tree of shardings.
+    placement: one sharding for all arrays, or a tree of shardings. If their devices are only described, the result has
+      the shapes of the arrays.
     """
     if isinstance(placement, Sharding):
         placement = jax.tree.map(lambda _: placement, tree)
+    shardings = jax.tree.leaves(placement)
+    mesh = shardings[0].mesh if shardings and isinstance(shardings[0], NamedSharding) else None
+    if isinstance(mesh, Mesh) and is_described(mesh):
+        return jax.tree.map(_shape, tree, placement)
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(placement)):
         return jax.device_put(tree, placement)
     return jax.tree.map(_put_on_processes, tree, placement)
+
+
+def _shape(array: Any, placement: Sharding) -> jax.ShapeDtypeStruct:
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=placement)
 
 
 def _put_on_processes(array: Any, placement: Sharding) -> jax.Array:

@@ -29,7 +29,7 @@ MEASURES = {
     "(FedGVRGM, equation 4)",
     "predictions": "linear CKA and KL between local and global predictions on the test set, after every local epoch",
     "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that "
-    "the client has and for those that it does not have",
+    "the client has and for those that it does not have; and the accuracy on these classes after every local epoch",
     "labels": "share of each class in the cohort's examples",
 }
 TESTED = ("predictions", "forgetting")  # these need the test set

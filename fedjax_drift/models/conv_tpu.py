@@ -1,7 +1,7 @@
 """The convolution on a TPU. There, XLA chooses the order of the axes in memory, also for all operations around it.
 
 A TPU keeps an array in tiles of 8 x 128 numbers. In the patches of `windows.convolve` the batch is the last axis, and
-it fills only 20 of 128 places. With XLA's own convolution and pooling, the lanes and channels fill them.
+a batch of 20 fills only 20 of 128 places. With XLA's own convolution and pooling, clients and channels fill them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layers that are fast if every client has different weights.
 
-Inside a network, images have the layout [C, H, W, B], where the batch B is the last axis. The convolution is in
-conv.py, and the pooling is in windows.py.
+Inside a network, images have the layout [C, H, W, B], where the batch B is the last axis. The convolution and
+the pooling after it are in conv.py.
 """
 
 from __future__ import annotations

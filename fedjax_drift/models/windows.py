@@ -1,6 +1,6 @@
 """Padding, pooling, and a convolution that is one matrix product of patches and weights, for images [C, H, W, B].
 
-All implementations of the convolution use these functions. conv.py selects the implementation.
+The implementation for a CPU uses these functions, too. conv.py selects the implementation.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift.devices.launch import launch
+from fedjax_drift.devices.mesh import is_described
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
@@ -115,9 +116,10 @@ def split(engine: Engine, constant: bool = False) -> tuple[hyper.Form, tuple[flo
 def _placed(engine: Engine, numbers: Numbers, private: bool = False) -> Numbers:
     """Returns the numbers on the devices, so that they are sent only once.
 
-    With several processes, or if the form is private (it may contain tracers), the numbers are returned unchanged.
+    With several processes, with devices that are only described, or if the form is private (it may contain tracers),
+    the numbers are returned unchanged.
     """
-    if private or spans_processes(engine.mesh):
+    if private or spans_processes(engine.mesh) or is_described(engine.mesh):
         return numbers
     with jax.ensure_compile_time_eval():  # inside jax.jit, too, the result is an array, not a tracer
         return jax.device_put(numbers, NamedSharding(engine.mesh, P()))

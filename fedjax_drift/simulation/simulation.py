@@ -30,6 +30,7 @@ from fedjax_drift.simulation.executor import Executor, RunTrack
 from fedjax_drift.simulation.host import Fetched, prefetching
 from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
 from fedjax_drift.simulation.placement import Placement, moved, on_host
+from fedjax_drift.simulation.plan import Plan, plan_of
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup, assemble
@@ -583,6 +584,15 @@ class Simulation:
 
             chunks.append(jax.device_get(executor.fitting(call, state)))
         return {name: np.concatenate([sums[name] for sums in chunks])[: self.data.num_clients] for name in chunks[0]}
+
+    def plan(self) -> Plan:
+        """Compiles a round, and returns what it needs: memory, collective operations, and seconds to compile.
+
+        The devices may be a TPU slice that is not here (`fd.plan`).
+
+        Raises ValueError if the examples or client states would be kept on the host.
+        """
+        return plan_of(self.setup, self.executor.programs, self.communication())
 
     def communication(self) -> dict[str, int]:
         """Returns the number of bytes that the D devices of the mesh exchange in a round, computed from shapes.

@@ -1,0 +1,86 @@
+"""`fedjax-drift plan`: says what a run needs on TPU slices that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable, Sequence
+
+import jax
+
+import fedjax_drift as fd
+from fedjax_drift.cli.flags import HIDDEN, add, add_run, count, parse_spec
+from fedjax_drift.cli.parsed_run import assemble, load_data
+from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.errors import ConfigurationError
+
+PLAN_EXAMPLES = """\
+examples:
+  fedjax-drift plan --topology v5e:4x4 --dataset femnist --clients 3400 \\
+      --rows-per-client 195 --cohort 3400 --algorithm scaffold --model lenet5
+  fedjax-drift plan --topology v5e:2x2,v5e:4x4,v6e:2x2 --dataset cifar10 \\
+      --clients 100 --rows-per-client 500 --algorithm feddc --model resnet18
+"""
+DIGITS, PHOTOS = ("mnist", "fashion_mnist", "emnist", "femnist", "glyphs"), ("cifar10", "cifar100", "cinic10")
+SHAPES = dict.fromkeys(DIGITS, (28, 28, 1)) | dict.fromkeys(PHOTOS, (32, 32, 3)) | {"tiny_imagenet": (64, 64, 3)}
+
+
+def fill_plan(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --topology SLICE[,SLICE...] --dataset NAME --algorithm NAME [options]"
+    parser.description = textwrap.fill(
+        "Compiles a round for TPU slices that are not here, and prints the memory that it needs on each chip, the "
+        "collective operations, and the bytes that the chips exchange. Nothing is executed. Takes the options of "
+        'fedjax-drift run, and needs libtpu: pip install "jax[tpu]".',
+        78,
+    )
+    group = add_run(parser)
+    add(group, "--topology", "SLICE[,SLICE...]", "TPU slices, such as v5e:4x4 (16 chips), v5p:4x4x4 or v6e:16x16")
+    add(
+        group, "--rows-per-client", "N", "number of training examples of each client. The data set is then not read; "
+        "only the shape of its images is used", count,
+    )  # fmt: skip
+    parser.set_defaults(command=plan_command)
+
+
+def plan_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    if args.topology is None:
+        raise ConfigurationError("fedjax-drift plan needs --topology, got none: add --topology v5e:4x4, for example")
+    jax.config.update("jax_platforms", "cpu")  # a TPU of this machine is not needed, and stays free
+    meshes = {name: fd.described_mesh(name) for name in args.topology.split(",")}
+    data = load_data(args) if args.rows_per_client is None else _shapes(args)
+    simulations = {
+        (name, topology): sim
+        for topology, mesh in meshes.items()
+        for name, sim in assemble(args, data, mesh=mesh).simulations.items()
+    }
+    return lambda: _print_plans(simulations)
+
+
+def _shapes(args: argparse.Namespace) -> fd.FederatedData:
+    """Returns data of the right shape. Its partition has no effect."""
+    dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
+    if dataset.name not in SHAPES:
+        raise ConfigurationError(
+            f"--rows-per-client needs a data set of images ({', '.join(SHAPES)}), got {dataset.name}: leave it out, so "
+            "that the data are read"
+        )
+    if args.validation is not None:
+        raise ConfigurationError(
+            f"--validation has no effect with --rows-per-client, got {args.validation}: leave it out"
+        )
+    args.partition = "iid" if args.partition is None else args.partition
+    clients = 100 if args.clients is None else args.clients
+    return fd.FederatedData.of_shapes(clients, args.rows_per_client, SHAPES[dataset.name], test_rows=10_000)
+
+
+def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
+    """Prints one plan after another, and at the end one line for each if there are several."""
+    lines = []
+    for (name, topology), sim in simulations.items():
+        plan = sim.plan()
+        print(f"{name} on {topology}\n{textwrap.indent(str(plan), '  ')}\n", flush=True)
+        needed, there = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
+        lines.append(f"{topology:12}{name:30}{needed:>10}{there:>10}  {'yes' if plan.fits else 'no'}")
+    if len(lines) > 1:
+        print("\n".join([f"{'slice':12}{'algorithm':30}{'GiB needed':>10}{'of':>10}  fits", *lines]))
+    return 0
