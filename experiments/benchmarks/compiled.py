@@ -18,21 +18,16 @@ The plain modules are written with `nn.Conv`, `nn.max_pool`, `nn.GroupNorm` and 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-# All of this must be set before JAX is imported.
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import measure
-from jax.experimental import topologies
 from jax.sharding import Sharding, SingleDeviceSharding
 
 import fedjax_drift as fd
@@ -164,11 +159,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.networks, arguments.lanes, arguments.batch = ["mnist_2nn"], [1], 4
+    jax.config.update("jax_platforms", "cpu")
     try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology)
-    except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
-        sys.exit(f'compiling for a TPU needs libtpu, pip install "jax[tpu]": {error}')
-    device = SingleDeviceSharding(described.devices[0])
+        device = SingleDeviceSharding(fd.described_mesh(arguments.topology).devices.flat[0])
+    except (fd.errors.ConfigurationError, fd.errors.MissingPackageError) as error:
+        sys.exit(str(error))
     where = "tpu-compiler", f"one chip of {arguments.topology}, described"
     measure.save("compiled", rows(arguments, device), arguments, where)
 

@@ -45,8 +45,10 @@ The table ``tune`` says which hyper-parameters are tuned before the runs:
     FedProx = {mu = [0.01, 0.1]}    # for one method
 
 Unless a method has its own partition, all methods of a setting have the same data and, for each seed, the same cohorts
-and the same initial model. Options of
-`fedjax-drift run` are checked by `fd.parse_run` when a cell is run. Everything else is checked when the file is read.
+and the same initial model.
+
+Options of `fedjax-drift run` are checked by `fd.parse_run` when a cell is run. Everything else is checked when the file
+is read.
 """
 
 from __future__ import annotations

@@ -64,6 +64,9 @@ AUGMENTATIONS = {"crop_and_flip": augment.crop_and_flip}
 DECAYS = ("b1", "b2", "decay")  # options of optimizers whose values must be in [0, 1)
 
 
+SWITCH = {"yes": True, "no": False}  # and auto, see `add_switch`
+
+
 class Spec(NamedTuple):
     """An option value of the form NAME or NAME:key=value,key=value."""
 
@@ -94,6 +97,11 @@ class Parser(argparse.ArgumentParser):
 def add(group: Any, flag: str, metavar: str, text: str, kind: Callable[[str], Any] = str, default: Any = None) -> None:
     text += "" if default is None else f" (default: {default})"
     group.add_argument(flag, metavar=metavar, type=kind, default=default, help=text.replace("%", "%%"))
+
+
+def add_switch(group: Any, flag: str, text: str) -> None:
+    """Adds a flag with the values auto (default), yes and no."""
+    group.add_argument(flag, choices=("auto", *SWITCH), default="auto", help=text)
 
 
 def count(text: str, lowest: int = 1, highest: int = 2**31 - 1) -> int:
@@ -203,11 +211,10 @@ def add_data(group: Any, required: bool) -> None:
         "DIR",
         "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)",
     )
-    group.add_argument(
+    add_switch(
+        group,
         "--standardize",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="whether images are standardized with the mean and standard deviation of the data set, or scaled to "
+        "whether images are standardized with the mean and standard deviation of the data set, or scaled to "
         "[0, 1]. Default: auto, which means no for femnist and glyphs, and yes for other images",
     )
     add(
@@ -320,11 +327,10 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     group.add_argument(
         "--bfloat16", action="store_true", help="compute the networks in bfloat16; parameters stay float32"
     )
-    group.add_argument(
+    add_switch(
+        group,
         "--stream",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="keep the data in host memory and send only the cohort's data in each round (default: auto, which "
+        "keep the data in host memory and send only the cohort's data in each round (default: auto, which "
         "means yes only if the data need more than half of the devices' memory)",
     )
     bank = "where client states are kept: auto, device, sharded, host, or a new folder"

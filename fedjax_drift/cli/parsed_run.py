@@ -29,6 +29,7 @@ from fedjax_drift.cli.flags import (
     LOCAL,
     OPTIMIZERS,
     PARTITIONS,
+    SWITCH,
     Parser,
     Spec,
     add_run,
@@ -191,7 +192,7 @@ def assemble(
     options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
     options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure, "aggregation": _aggregation(args)}
     options |= {name: getattr(args, name) for name in FAILURES}
-    options["stream"] = {"auto": "auto", "yes": True, "no": False}[args.stream]
+    options["stream"] = SWITCH.get(args.stream, "auto")
     simulations = {
         name: Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), mesh=mesh, **options)
         for name, algorithm in algorithms.items()
@@ -239,7 +240,7 @@ def load_data(args: argparse.Namespace) -> FederatedData:
     """Returns the federation that the options describe."""
     dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
     recipe = _partitioner(args, dataset)
-    standardize = {"auto": None, "yes": True, "no": False}[args.standardize]
+    standardize = SWITCH.get(args.standardize)
     data = datasets.load(
         dataset.name, recipe, args.data_dir, seed=data_seed(args), standardize=standardize, **dataset.options
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -32,16 +31,12 @@ def described_mesh(topology: str) -> Mesh:
         os.environ.setdefault(setting, value)
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=name)
-    except NotImplementedError as error:  # no libtpu
-        raise _missing_compiler() from error
-    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
-        if "not installed" in str(error):
-            raise _missing_compiler() from error
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError) or "not installed" in str(error):
+            raise MissingPackageError(
+                'compiling for a TPU that is not here needs libtpu: pip install "jax[tpu]"'
+            ) from error
         raise ConfigurationError(
             f"topology must be the name of a TPU slice, such as {EXAMPLES}, got {name!r}: {checks.first_line(error)}"
         ) from error
     return clients_mesh(described.devices)
-
-
-def _missing_compiler() -> MissingPackageError:
-    return MissingPackageError('compiling for a TPU that is not here needs libtpu: pip install "jax[tpu]"')

@@ -86,15 +86,20 @@ def put(tree: PyTree, placement: Any) -> PyTree:
     shardings = jax.tree.leaves(placement)
     mesh = shardings[0].mesh if shardings and isinstance(shardings[0], NamedSharding) else None
     if isinstance(mesh, Mesh) and is_described(mesh):
-        return jax.tree.map(_shape, tree, placement)
+        return shapes(tree, placement)
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(placement)):
         return jax.device_put(tree, placement)
     return jax.tree.map(_put_on_processes, tree, placement)
 
 
-def _shape(array: Any, placement: Sharding) -> jax.ShapeDtypeStruct:
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
-    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=placement)
+def shapes(tree: PyTree, placement: PyTree) -> PyTree:
+    """The shapes and dtypes that the arrays of a tree have on devices, with the shardings ``placement``."""
+
+    def shape(array: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree, placement)
 
 
 def _put_on_processes(array: Any, placement: Sharding) -> jax.Array:

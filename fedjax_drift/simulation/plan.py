@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from fedjax_drift.devices.memory import memory_of
-from fedjax_drift.devices.mesh import leaf_shardings
+from fedjax_drift.devices.mesh import leaf_shardings, shapes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.simulation.programs import Programs
 from fedjax_drift.simulation.setup import Setup
@@ -86,8 +86,7 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
             f"a plan needs {what} on the devices, but they would be kept on the host: use more devices, or "
             f"{'stream=False' if setup.streamed else 'bank=' + repr('sharded')}"
         )
-    shardings = leaf_shardings(setup.shardings, setup.state)
-    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), setup.state, shardings)
+    state = shapes(setup.state, leaf_shardings(setup.shardings, setup.state))
     start = time.perf_counter()
     compiled = programs.lower("donating_round", state, setup.arrays, None).compile()
     seconds = time.perf_counter() - start
