@@ -38,9 +38,10 @@ from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
 import fedjax_drift as fd
 from fedjax_drift.models import conv, conv_cpu, windows
 from fedjax_drift.models.networks import CNN
+from fedjax_drift.models.windows import Padding
 from fedjax_drift.types import Params
 
-Form = Callable[..., jax.Array]  # arguments: padded x [C, H, W, B], kernel, stride, pool (the window of the pooling)
+Form = Callable[..., jax.Array]  # arguments: x [C, H, W, B], kernel, stride, padding, pool (the window of the pooling)
 STEPS = 20  # number of local steps in one program
 START = time.perf_counter()
 
@@ -52,16 +53,16 @@ ours = windows.convolve
 def pooled(form: Form, maximum: Callable[[jax.Array, int], jax.Array]) -> Form:
     """Returns the form with ``maximum`` as its max pooling."""
 
-    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-        out = form(x, kernel, stride, 1)
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
+        out = form(x, kernel, stride, padding, 1)
         return maximum(out, pool) if pool > 1 else out
 
     return convolve
 
 
-def recomputed(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+def recomputed(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
     """Computes the default form. The backward pass computes the patches again."""
-    return jax.checkpoint(lambda x, kernel: ours(x, kernel, stride, pool))(x, kernel)
+    return jax.checkpoint(lambda x, kernel: ours(x, kernel, stride, padding, pool))(x, kernel)
 
 
 def columns(x: jax.Array, w: int, stride: int) -> jax.Array:
@@ -74,12 +75,13 @@ def total(terms: list[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, terms)
 
 
-def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+def rows(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
     """Computes the convolution from patches of windows with one row.
 
     One matrix product gives the contributions of all rows of the kernel. These are shifted and added.
     """
     h, w, C, F = kernel.shape
+    x = windows.pad(x, (h, w), stride, padding, 0.0)
     H = (x.shape[1] - h) // stride + 1
     x = columns(x, w, stride)
     products = jnp.einsum("ikf,khwb->ifhwb", kernel.reshape(h, w * C, F), x)
@@ -89,8 +91,8 @@ def rows(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
 def in_bfloat16(form: Form) -> Form:
     """Returns the form with patches, weights, outputs and gradients in bfloat16. Products accumulate in float32."""
 
-    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-        return form(x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), stride, pool).astype(x.dtype)
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
+        return form(x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), stride, padding, pool).astype(x.dtype)
 
     return convolve
 
@@ -99,12 +101,11 @@ def lax_conv(images: str, weights: str) -> Form:
     """Returns XLA's convolution in this layout. Under vmap it becomes a grouped convolution."""
     order = [images.index(letter) for letter in "CHWN"]
 
-    def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
+    def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
+        around = windows.amounts(x, kernel.shape[:2], stride, padding)
         x = x.transpose(["CHWN".index(letter) for letter in images])
         kernel = kernel.transpose(["HWIO".index(letter) for letter in weights])
-        out = lax.conv_general_dilated(
-            x, kernel, (stride, stride), "VALID", dimension_numbers=(images, weights, images)
-        )
+        out = lax.conv_general_dilated(x, kernel, (stride, stride), around, dimension_numbers=(images, weights, images))
         return windows.max_pool(out.transpose(order), pool)
 
     return convolve

@@ -10,8 +10,8 @@ from jax import lax
 from fedjax_drift.models import conv_cpu, conv_tpu, windows
 from fedjax_drift.models.windows import Padding
 
-# Functions (x [C, H, W, B], already padded; kernel [h, w, C, F]; stride; pool) -> [F, H', W', B]. The keys are those of
-# `lax.platform_dependent`.
+# Functions (x [C, H, W, B], kernel [h, w, C, F], stride, padding, pool) -> [F, H', W', B]. The keys are
+# those of `lax.platform_dependent`.
 FORMS = {"cpu": conv_cpu.convolve, "tpu": conv_tpu.convolve, "default": windows.convolve}
 
 
@@ -34,7 +34,6 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "V
       ValueError: ``padding`` has another value, or the kernel is larger than the padded image.
     """
     window = kernel.shape[0], kernel.shape[1]
-    x = windows.pad(x, window, stride, padding, 0.0)
-    windows.positions(x, window, stride)  # raises if the window does not fit
-    forms = {platform: partial(form, stride=stride, pool=pool) for platform, form in FORMS.items()}
+    windows.positions(x, window, stride, padding)  # raises if the window does not fit
+    forms = {platform: partial(form, stride=stride, padding=padding, pool=pool) for platform, form in FORMS.items()}
     return lax.platform_dependent(x, kernel, **forms)

@@ -16,16 +16,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fedjax_drift.models import windows
+from fedjax_drift.models.windows import Padding
 
 
-def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """The implementation of `conv.conv` that is fastest on one core. x [C, H, W, B] is already padded."""
+def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
+    """The implementation of `conv.conv` that is fastest on one core."""
     h, w, C, F = kernel.shape
+    x = windows.pad(x, (h, w), stride, padding, 0.0)
     if pool == 2 and stride == 1 and F < 16:
         return _four_windows(x, kernel)
     # XLA's convolution is only fast with more than 16 channels and in float32. A 1x1 kernel needs no patches.
     if stride > 1 or max(C, F) <= 16 or h * w == 1 or x.dtype != jnp.float32:
-        return pool_blocks(windows.convolve(x, kernel, stride, 1), pool)
+        return pool_blocks(windows.convolve(x, kernel, stride, "VALID", 1), pool)
     return pool_blocks(_convolution_p.bind(x.transpose(3, 1, 2, 0), kernel), pool).transpose(3, 1, 2, 0)
 
 
@@ -43,7 +45,7 @@ def _four_windows(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     F = kernel.shape[-1]
     shifted = [jnp.pad(kernel, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in (0, 1) for j in (0, 1)]
-    four = windows.convolve(x, jnp.concatenate(shifted, -1), 2, 1)
+    four = windows.convolve(x, jnp.concatenate(shifted, -1), 2, "VALID", 1)
     return _largest(four.reshape(4, F, *four.shape[1:]), (0,))
 
 

@@ -10,14 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_drift.models import windows
+from fedjax_drift.models.windows import Padding
 
-def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """An implementation of `conv.conv`. x [C, H, W, B] is already padded.
+
+def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
+    """An implementation of `conv.conv`.
 
     `jax.vmap` over clients makes one grouped convolution of it. If several numbers of a pooling window are the largest,
     the first one gets the gradient.
     """
-    out = lax.conv_general_dilated(x, kernel, (stride, stride), "VALID", dimension_numbers=("CHWN", "HWIO", "CHWN"))
+    # The convolution itself pads. A padded copy of the images would be an operation of its own.
+    around = windows.amounts(x, (kernel.shape[0], kernel.shape[1]), stride, padding)
+    out = lax.conv_general_dilated(x, kernel, (stride, stride), around, dimension_numbers=("CHWN", "HWIO", "CHWN"))
     if pool == 1:
         return out
     window = (1, pool, pool, 1)

@@ -107,7 +107,11 @@ class Embedding(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation of [C, H, W, B] over [C/groups, H, W] of each image, with a scale and a bias per channel."""
+    """Group normalisation of [C, H, W, B] over [C/groups, H, W] of each image, with a scale and a bias per channel.
+
+    The variance is E[x^2] - E[x]^2 in float32 or float64, as in flax. Mean and variance are then computed in one pass
+    over x. With a second pass, ResNet-18 is slower on a TPU.
+    """
 
     groups: int = 2
     epsilon: float = 1e-5
@@ -115,10 +119,10 @@ class GroupNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         C, H, W, B = x.shape
-        grouped = x.reshape(self.groups, -1, B)
+        grouped = x.reshape(self.groups, -1, B).astype(jnp.promote_types(x.dtype, jnp.float32))
         mean = grouped.mean(1, keepdims=True)
-        variance = jnp.square(grouped - mean).mean(1, keepdims=True)
-        x = ((grouped - mean) * lax.rsqrt(variance + self.epsilon)).reshape(C, H, W, B)
+        variance = jnp.maximum(jnp.square(grouped).mean(1, keepdims=True) - jnp.square(mean), 0)
+        x = ((grouped - mean) * lax.rsqrt(variance + self.epsilon)).astype(x.dtype).reshape(C, H, W, B)
         scale = self.param("scale", nn.initializers.ones, (C,))
         bias = self.param("bias", nn.initializers.zeros, (C,))
         return x * scale[:, None, None, None] + bias[:, None, None, None]

@@ -17,14 +17,15 @@ from fedjax_drift.errors import ConfigurationError
 Padding = str | tuple[int, int]
 
 
-def convolve(x: jax.Array, kernel: jax.Array, stride: int, pool: int) -> jax.Array:
-    """The default implementation of `conv.conv`: one matrix product. x [C, H, W, B] is already padded.
+def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
+    """The default implementation of `conv.conv`: one matrix product.
 
     The patches are concatenated slices. Each slice is a contiguous copy, and elementwise operations vectorise over the
     batch. `jax.vmap` over clients turns this function into a batched matrix product. It would turn `lax.conv` into a
     grouped convolution.
     """
     h, w, C, F = kernel.shape
+    x = pad(x, (h, w), stride, padding, 0.0)
     H, W = positions(x, (h, w), stride)
     # First the columns of each window, then its rows, with w + h slices instead of w * h. Patches have rows (i, j, c).
     columns = jnp.concatenate([strided_slice(x, 2, j, W, stride) for j in range(w)])
@@ -48,22 +49,28 @@ def pad(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding, va
     """Pads H and W of [C, H, W, B] with ``value``."""
     if padding == "VALID":
         return x
+    return jnp.pad(x, ((0, 0), *amounts(x, window, stride, padding), (0, 0)), constant_values=value)
+
+
+def amounts(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding) -> list[tuple[int, int]]:
+    """How many rows ``padding`` adds before and after x [C, H, W, B], and how many columns."""
+    if padding == "VALID":
+        return [(0, 0), (0, 0)]
     if padding == "SAME":
-        amounts = [_same(n, k, stride) for n, k in zip(x.shape[1:3], window, strict=True)]
-    elif isinstance(padding, tuple):
-        amounts = [padding, padding]
-    else:
-        raise ConfigurationError(f'padding must be "VALID", "SAME" or a pair of integers, got {padding!r}')
-    return jnp.pad(x, ((0, 0), *amounts, (0, 0)), constant_values=value)
+        return [_same(n, k, stride) for n, k in zip(x.shape[1:3], window, strict=True)]
+    if isinstance(padding, tuple):
+        return [padding, padding]
+    raise ConfigurationError(f'padding must be "VALID", "SAME" or a pair of integers, got {padding!r}')
 
 
-def positions(x: jax.Array, window: tuple[int, int], stride: int) -> tuple[int, int]:
+def positions(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding = "VALID") -> tuple[int, int]:
     """(H', W'), the number of positions of a window in x [C, H, W, B]. Raises ValueError if there is none."""
-    H, W = ((n - k) // stride + 1 for n, k in zip(x.shape[1:3], window, strict=True))
+    size = tuple(n + sum(a) for n, a in zip(x.shape[1:3], amounts(x, window, stride, padding), strict=True))
+    H, W = ((n - k) // stride + 1 for n, k in zip(size, window, strict=True))
     if H < 1 or W < 1:
         raise ConfigurationError(
-            f"the window {window} must not be larger than the image, got an image of size {x.shape[1:3]}: use larger "
-            "images or padding"
+            f"the window {window} must not be larger than the image, got an image of size {size}: use larger images or "
+            "padding"
         )
     return H, W
 
