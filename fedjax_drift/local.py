@@ -186,8 +186,15 @@ def train(
                 theta = as_params(after(theta, k))
             return theta, memory, total + value.astype(total.dtype)
 
-        steps_left = work.num_steps - e * work.num_batches  # a straggler stops before its last epoch ends
-        carry = lax.fori_loop(0, jnp.clip(steps_left, 0, work.num_batches), step, carry)
+        def step_of_group(k: jax.Array, carry: tuple) -> tuple:
+            return tree.select(k < steps, step(k, carry), carry)
+
+        # A straggler stops before its last epoch ends.
+        steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
+        if work.group_steps is None:
+            carry = lax.fori_loop(0, steps, step, carry)
+        else:  # with one k for the whole group, its batches are slices of the shuffled order, and not gathers
+            carry = lax.fori_loop(0, work.group_steps[e], step_of_group, carry)
         return carry, work.watcher.after_epoch(start, carry[0]) if work.watcher else ()
 
     carry = (start, work.optimizer.init(start), jnp.zeros_like(work.lr))
