@@ -1,42 +1,87 @@
-"""Devices that are not here. XLA can compile programs for a TPU slice that is only described."""
+"""Devices that are not here. XLA can compile programs for devices that are only described."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from pathlib import Path
+from typing import Any
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from fedjax_drift import checks
+from fedjax_drift.devices.gpus import GPUS, remember_memory
 from fedjax_drift.devices.mesh import clients_mesh
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
-EXAMPLES = "v5e:4x4, v5p:2x2x1, v6e:16x16"
-# What libtpu reads when it describes a slice. Without these, it asks the metadata server of a TPU VM.
-SETTINGS = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+EXAMPLES = "v5e:4x4, v5p:2x2x1, h100 or h100:8"
+# What the compilers read when they describe devices. Without these, libtpu asks the metadata server of a TPU VM, and
+# JAX's CUDA plugin checks the versions of all CUDA libraries.
+SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+}
 
 
 def described_mesh(topology: str) -> Mesh:
-    """Returns the mesh of a TPU slice that need not exist, such as "v5e:4x4": 16 chips of TPU v5e.
+    """Returns the mesh of devices that need not exist.
+
+    topology: one of these.
+
+      - A TPU slice, such as "v5e:4x4": 16 chips of TPU v5e.
+      - GPUs: "h100" is one, "h100:8" is one host with 8, and "h100:2x8" is two hosts with 8 each. Known are a100 (80
+        GB), a100-40gb, h100, h200 and b200.
+      - Other GPUs: the path of a description that ends in .txtpb instead of the name. On a machine with such a GPU,
+        ``jax.experimental.topologies.get_topology_for_devices(jax.devices()).target_config`` returns the description.
 
     Raises:
-      ValueError: the name is not that of a slice.
-      ImportError: libtpu is not installed.
+      ValueError: the name is not that of a slice or of GPUs.
+      ImportError: the compiler for these devices is not installed.
     """
-    name = checks.text("topology", topology, f"pass the name of a TPU slice, such as {EXAMPLES}")
-    if not re.fullmatch(r"v\w+:\d+(x\d+)*", name):
-        raise ConfigurationError(f"topology must be the name of a TPU slice, such as {EXAMPLES}, got {name!r}")
+    name = checks.text("topology", topology, f"pass a TPU slice or GPUs, such as {EXAMPLES}")
     for setting, value in SETTINGS.items():
         os.environ.setdefault(setting, value)
+    if re.fullmatch(r"v\w+:[1-9]\d*(x[1-9]\d*)*", name):
+        return _mesh(name, "tpu", 'libtpu: pip install "jax[tpu]"', topology_name=name, **_tpu_options(name))
+    if found := re.fullmatch(r"(.+?)(?::(?:([1-9]\d*)x)?([1-9]\d*))?", name):
+        gpu, hosts, each = found[1], found[2] or "1", found[3] or "1"
+        if gpu in GPUS or gpu.endswith(".txtpb"):
+            description = str(GPUS[gpu]) if gpu in GPUS else _read(gpu)
+            remember_memory(description)
+            packages = (
+                "JAX's CUDA plugin and compiler: pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12"
+            )
+            return _mesh(name, "cuda", packages, target_config=description, topology=f"1x{hosts}x{each}")
+    raise ConfigurationError(
+        f"topology must be a TPU slice or GPUs, such as {EXAMPLES}, got {name!r}: the known GPUs are {', '.join(GPUS)}"
+    )
+
+
+def _tpu_options(name: str) -> dict[str, Any]:
+    generation, _, shape = name.partition(":")
+    sides = [int(side) for side in shape.split("x")]
+    alone = {"chips_per_host_bounds": [1] * 3} if math.prod(sides) == 1 else {}  # by default a host has 2 x 2 chips
+    # JAX uses the two cores of a TPU v4 as one device.
+    return alone | ({"chip_config_name": "megacore"} if generation == "v4" else {})
+
+
+def _read(path: str) -> str:
     try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"topology: the description {path!r} cannot be read: {error}") from error
+
+
+def _mesh(name: str, platform: str, packages: str, **options: Any) -> Mesh:
+    try:
+        return clients_mesh(topologies.get_topology_desc(platform=platform, **options).devices)
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "not installed" in str(error):
-            raise MissingPackageError(
-                'compiling for a TPU that is not here needs libtpu: pip install "jax[tpu]"'
-            ) from error
+            raise MissingPackageError(f"compiling for {name}, which is not here, needs {packages}") from error
         raise ConfigurationError(
-            f"topology must be the name of a TPU slice, such as {EXAMPLES}, got {name!r}: {checks.first_line(error)}"
+            f"topology must be a TPU slice or GPUs, such as {EXAMPLES}, got {name!r}: {checks.first_line(error)}"
         ) from error
-    return clients_mesh(described.devices)

@@ -13,11 +13,12 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from fedjax_drift.devices import gpus
 from fedjax_drift.devices.mesh import is_described
 from fedjax_drift.devices.processes import agree, spans_processes
 
-# GiB of a chip, for devices that are only described. From the documentation of Cloud TPU.
-DESCRIBED = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
+# GiB of a TPU chip that is only described. From the documentation of Cloud TPU.
+TPUS = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
 UNKNOWN = 2**31 - 1  # replaces math.inf when processes send a number of megabytes as an int32
 
 
@@ -28,7 +29,8 @@ def memory_of(mesh: Mesh) -> float:
     all of them get the value of the first process, rounded down to megabytes (2**20 bytes).
     """
     if is_described(mesh):
-        return DESCRIBED.get(mesh.devices.flat[0].device_kind, math.inf) * 2**30
+        kind = mesh.devices.flat[0].device_kind
+        return gpus.MEMORY[kind] * gpus.share_of_jax() if kind in gpus.MEMORY else TPUS.get(kind, math.inf) * 2**30
     return _memory_of_first(mesh) if spans_processes(mesh) else _local_memory(mesh)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedjax_drift.devices.mesh import AXIS, clients_mesh, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
+from fedjax_drift.simulation.lanes import Lane, fastest
 from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.tree import nbytes
 from fedjax_drift.types import THREEFRY, PyTree, ServerState
@@ -34,9 +36,11 @@ class Placement:
     lanes: int | str | None = "auto"
     """L, the number of lanes: L clients train side by side (vmap) on one device. None means 1.
 
-    "auto" is 1 on a CPU, where clients train fastest one after another. On an accelerator it is a quarter of the
-    clients that one device trains in a round, but at least 16 and at most 128. L is never larger than the number of
-    clients that one device trains in a round."""
+    "auto" is 1 on a CPU, where clients train fastest one after another. On a GPU it is a quarter of the clients that
+    one device trains in a round, but at least 16 and at most 128. On a TPU it is the largest power of two, up to 128,
+    with which the intermediate results of a step fit in the memory on the chip. If so many lanes would take more than
+    half of a device's memory, "auto" is smaller. L is never larger than the number of clients that one device trains in
+    a round."""
     mesh: Mesh | None = None
     """The devices: a mesh with the single axis "clients" (`clients_mesh`). None: all devices of all processes."""
     stream: bool | str = "auto"
@@ -96,14 +100,12 @@ class Placement:
             )
         return mesh
 
-    def lanes_for(self, capacity: int, mesh: Mesh) -> int:
-        """Returns L for cohorts of up to ``capacity`` clients."""
+    def lanes_for(self, capacity: int, mesh: Mesh, lane_on: Callable[[str], Lane]) -> int:
+        """Returns L for cohorts of up to ``capacity`` clients. lane_on: returns what a lane needs on a platform."""
         per_device = -(-capacity // mesh.size)
         if checks.is_auto(self.lanes):
-            if mesh.devices.flat[0].platform == "cpu":
-                return 1
-            # With more lanes, rounds were slower on an H200, because lanes wait for the client with the most steps.
-            return min(per_device, max(16, min(128, per_device // 4)))
+            platform = mesh.devices.flat[0].platform
+            return 1 if platform == "cpu" else fastest(per_device, memory_of(mesh), lane_on(platform))
         return 1 if self.lanes is None else min(int(self.lanes), per_device)
 
     def rows_at(self, data: FederatedData, mesh: Mesh) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections import Counter
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import leaf_shardings, shapes
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.simulation.program_text import collectives, cycles_of_loop
 from fedjax_drift.simulation.programs import Programs
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import PyTree
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 GIB = 2**30
 
 
@@ -28,6 +27,8 @@ class Plan(NamedTuple):
     """The devices, for example "16 x TPU v5 lite on 4 hosts"."""
     lanes: int
     """L, the number of clients that one device trains side by side."""
+    most_lanes: int
+    """The number of lanes that fit if the temporary memory grows in proportion to L."""
     examples: int
     """The examples of the clients, and their sizes."""
     client_states: int
@@ -44,6 +45,11 @@ class Plan(NamedTuple):
     """How often each kind of collective operation occurs in the program."""
     sent: dict[str, int]
     """The bytes that devices exchange in a round, as in `Simulation.communication`."""
+    steps: int
+    """The local steps that a device does one after another in a round. With clients of different sizes, it is the
+    number for a cohort whose sizes are spread evenly over those of all clients."""
+    cycles: int
+    """The cycles of a local step of L clients, as estimated by XLA's compiler for a TPU; 0 for other devices."""
     compile_seconds: float
 
     @property
@@ -60,7 +66,7 @@ class Plan(NamedTuple):
         of = "" if math.isinf(self.memory) else f" of {self.memory / GIB:.1f} GiB"
         rows = {
             "devices": self.devices,
-            "lanes": str(self.lanes),
+            "lanes": f"{self.lanes}; about {self.most_lanes} fit",
             "examples": _gib(self.examples),
             "client states": _gib(self.client_states),
             "arguments, as stored": _gib(self.arguments),
@@ -69,8 +75,12 @@ class Plan(NamedTuple):
             "total on each device": f"{_gib(self.total)}{of}: {'fits' if self.fits else 'does not fit'}",
             "collectives": ", ".join(f"{n} {name}" for name, n in self.collectives.items()) or "none",
             **{f"sent, {name}": _gib(n) for name, n in self.sent.items() if n},
+            "local steps": f"{self.steps:,} in a round, each of {self.lanes} clients",
+            "cycles": f"{self.cycles:,} a step, {self.cycles * self.steps:.2e} a round (the compiler's estimate)",
             "compiled in": f"{self.compile_seconds:.0f} s",
         }
+        if not self.cycles:
+            del rows["cycles"]
         return "\n".join(f"{name:22}{text}" for name, text in rows.items())
 
 
@@ -90,22 +100,38 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
     start = time.perf_counter()
     compiled = programs.lower("donating_round", state, setup.arrays, None).compile()
     seconds = time.perf_counter() - start
-    memory, devices = compiled.memory_analysis(), setup.mesh.devices.flat
-    found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text() or "")
+    memory, devices, text = compiled.memory_analysis(), setup.mesh.devices.flat, compiled.as_text() or ""
+    lanes, available = setup.engine.lanes, memory_of(setup.mesh)
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    left = available - memory.argument_size_in_bytes - results
+    per_device = -(-setup.engine.capacity // len(devices))
+    groups = -(-per_device // lanes)  # XLA removes loops of one iteration
     hosts = len({device.process_index for device in devices})
     return Plan(
         devices=f"{len(devices)} x {devices[0].device_kind}" + (f" on {hosts} hosts" if hosts > 1 else ""),
-        lanes=setup.engine.lanes,
+        lanes=lanes,
+        most_lanes=max(0, int(min(per_device, lanes * left / max(1, memory.temp_size_in_bytes)))),
         examples=_bytes_on_one_device(setup.arrays.rows),
         client_states=_bytes_on_one_device(state.clients),
         arguments=memory.argument_size_in_bytes,
-        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        results=results,
         temporary=memory.temp_size_in_bytes,
-        memory=memory_of(setup.mesh),
-        collectives=dict(Counter(found)),
+        memory=available,
+        collectives=collectives(text),
         sent=sent,
+        steps=_steps(setup),
+        cycles=cycles_of_loop(text, depth=(groups > 1) + (setup.engine.local.epochs > 1)),
         compile_seconds=seconds,
     )
+
+
+def _steps(setup: Setup) -> int:
+    """The local steps that a device does in a round, for a cohort with typical sizes."""
+    engine, steps = setup.engine, np.sort(setup.engine.local.steps(setup.data.sizes))[::-1]
+    K = min(engine.cohort_size, engine.num_clients)
+    cohort = steps[((np.arange(K) + 0.5) * (engine.num_clients / K)).astype(int)]
+    # The clients are dealt out in this order: the first L * D of them are the first group of every device.
+    return int(cohort[:: engine.lanes * engine.mesh.size].sum())
 
 
 def _bytes_on_one_device(tree: PyTree) -> int:

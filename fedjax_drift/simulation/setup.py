@@ -29,6 +29,7 @@ from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.round import init
 from fedjax_drift.round.train import any_update, uploaded
 from fedjax_drift.simulation import validate
+from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.placement import Placement, moved, shardings_of
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.specification import ON_DEVICES
@@ -184,12 +185,13 @@ def assemble(
     rows_at = placement.rows_at(data, mesh)
     client_store = placement.states_at(jax.eval_shape(algorithm.init_client, shapes.params), N, mesh)
     sharded = client_store == "sharded" and mesh.size > 1
+    lane = partial(lane_of, model, decoded, data.x, data.y, min(local.batch_size, max_size))
     engine = Engine(
         model=model,
         algorithm=algorithm,
         local=local,
         mesh=mesh,
-        lanes=placement.lanes_for(min(capacity, cohort_size) if over_selected else capacity, mesh),
+        lanes=placement.lanes_for(min(capacity, cohort_size) if over_selected else capacity, mesh, lane),
         cohort_size=cohort_size,
         clients_asked=clients_asked,
         bernoulli=sampling == "bernoulli",

@@ -1,0 +1,75 @@
+"""How many clients should train side by side on an accelerator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from fedjax_drift.tree import nbytes
+from fedjax_drift.types import Model
+
+COPIES = 4  # of the parameters in a lane: the local model, its gradient, its momentum and the message
+# Bytes of activations. With more of them, XLA's compiler for a TPU v5e moves the intermediate results of a step to the
+# memory outside of the chip, and a step of LeNet-5, EMNIST CNN or MNIST CNN takes twice as many cycles per example.
+ON_CHIP = 16 * 2**20
+
+
+class Lane(NamedTuple):
+    """The memory that one client needs while it trains. In bytes, without the padding of tiles."""
+
+    platform: str  # of the devices: "cpu", "tpu" or "gpu"
+    parameters: int
+    activations: int
+    """The factors and results of all matrix products and convolutions of a forward pass on one batch. The backward
+    pass needs them again. XLA stores little else."""
+
+    @property
+    def total(self) -> int:
+        return COPIES * self.parameters + self.activations
+
+
+def fastest(most: int, memory: float, lane: Lane) -> int:
+    """Returns the number of lanes with which an accelerator is fastest, at least 1 and at most ``most``.
+
+    most: the clients that one device trains in a round. memory: that of one device, in bytes.
+    """
+    if lane.platform == "tpu":
+        lanes = 2 ** min(7, int(math.log2(max(1.0, ON_CHIP / max(1, lane.activations)))))
+    else:  # with more lanes, rounds were slower on an H200, because lanes wait for the client with the most steps
+        lanes = max(16, min(128, most // 4))
+    return max(1, int(min(most, lanes, memory / 2 / lane.total)))
+
+
+def lane_of(model: Model, decode: Callable[[jax.Array], jax.Array], x: Any, y: Any, B: int, platform: str) -> Lane:
+    """Returns what a lane needs for a step on B of the examples x, y. Nothing is computed."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    batch = [jax.ShapeDtypeStruct((B, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in (x, y)]
+    forward = jax.make_jaxpr(lambda params, x, y: model.loss(model.apply(params, decode(x)), y))(params, *batch)
+    return Lane(platform, nbytes(params), max(0, sum(_products(forward.jaxpr, platform)) - nbytes(params)))
+
+
+def _products(jaxpr: Jaxpr, platform: str) -> Iterator[int]:
+    """The bytes of the factors and results of all products in a program, also of those inside of its loops."""
+    for equation in jaxpr.eqns:
+        inner = _inner(equation, platform)
+        if inner is not None:
+            yield equation.params.get("length", 1) * sum(_products(inner, platform))
+        elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
+            yield sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+
+
+def _inner(equation: JaxprEqn, platform: str) -> Jaxpr | None:
+    """The program inside of an operation, or None. Of several branches, the one for the platform, or the last one."""
+    if "branches" in equation.params:
+        platforms = equation.params.get("branches_platforms") or ()
+        of = [i for i, names in enumerate(platforms) if names is not None and platform in names]
+        return equation.params["branches"][of[0] if of else -1].jaxpr
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in equation.params:
+            return getattr(equation.params[name], "jaxpr", equation.params[name])
+    return None

@@ -1,0 +1,35 @@
+"""Reads the text of a compiled program (HLO): its collective operations, and XLA's estimates of cycles on a TPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collectives(text: str) -> dict[str, int]:
+    """How often each kind of collective operation occurs."""
+    return dict(Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)))
+
+
+def cycles_of_loop(text: str, depth: int) -> int:
+    """The estimated cycles of one iteration of the costliest loop at this depth. 0 if there are no estimates.
+
+    depth: 0 for loops that are not inside of another one, 1 for those inside of the costliest of these, and so on. If
+      there are fewer nested loops, the innermost one counts. Loops inside of the loop count with one iteration.
+    """
+    own, inside, entry = {}, {}, ""
+    for header, body in re.findall(r"(?m)^((?:ENTRY )?%?[\w.-]+) \(.*\{\n((?:.*\n)*?)\}", text):
+        name = header.removeprefix("ENTRY ").removeprefix("%")
+        entry = name if header.startswith("ENTRY ") else entry
+        own[name] = sum(map(int, re.findall(r'estimated_cycles":"?(\d+)', body)))
+        inside[name] = re.findall(r" while\(.*body=%?([\w.-]+)", body)
+
+    def cycles(name: str) -> int:
+        return own.get(name, 0) + sum(map(cycles, inside.get(name, [])))
+
+    loop = entry
+    for _ in range(depth + 1):
+        loop = max(inside.get(loop, []), key=cycles, default=loop)
+    return 0 if loop == entry else cycles(loop)
