@@ -67,3 +67,52 @@ def test_the_readmes_tables_are_those_of_the_results_files(shared) -> None:
     assert measure.with_tables(text) == text, "run experiments/benchmarks/all.py --tables"
     shown = {name for match in measure.TABLE.finditer(text) for name in match[2].split()}
     assert {path.name.split(".")[0] for path in measure.RESULTS.glob("*.json")} <= shown
+
+
+def test_the_run_book_goes_on_where_it_stopped(shared, tmp_path, monkeypatch, capsys) -> None:
+    measure, _ = shared
+    import run_book
+
+    writes = "import sys; open(sys.argv[2] + '/some.cpu.json', 'a').write('x')\n"
+    (tmp_path / "good.py").write_text(writes)
+    (tmp_path / "bad.py").write_text("raise SystemExit(3)")
+    (tmp_path / "slow.py").write_text(writes + "import time; time.sleep(600)")
+    monkeypatch.setattr(measure, "HERE", tmp_path)
+    good, bad, slow, late = (run_book.Step(name, f"{name}.py", 1) for name in ("good", "bad", "slow", "good"))
+    monkeypatch.setattr(run_book, "STEPS", [good, bad, slow, late._replace(name="late")])
+    monkeypatch.setattr(run_book, "LEAST_SECONDS", 0)
+
+    run_book.run(tmp_path, 10 / 60, quick=False)
+    said = capsys.readouterr().out
+    assert [line in said for line in ("ran: good", "FAILED: bad", "stopped: slow", "no time left: late")] == [True] * 4
+    run_book.run(tmp_path, 0, quick=False)
+    said = capsys.readouterr().out
+    assert [line in said for line in ("complete: good", "complete: bad", "no time left: slow")] == [True] * 3
+    assert (tmp_path / "good" / "some.cpu.json").read_text() == "x"
+
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    readme.write_text("nothing to change")
+    monkeypatch.setattr(measure, "RESULTS", results)
+    monkeypatch.setattr(measure, "README", readme)
+    run_book.collect(tmp_path)
+    assert sorted(path.name for path in results.iterdir()) == ["good.cpu.json", "slow.cpu.json"]
+
+
+def test_the_traffic_of_a_programs_kernels(shared) -> None:
+    from compiled import traffic
+
+    text = """\
+%fused (p: f32[9]) -> f32[9] {
+  %inside = f32[9] copy(%p)
+}
+
+ENTRY %main (a: f32[4,5], b: bf16[10]) -> f32[] {
+  %a = f32[4,5]{1,0} parameter(0)
+  %b = bf16[10]{0} parameter(1)
+  %f = (f32[10]{0}, pred[8]{0}) fusion(%a, %b), kind=kLoop, calls=%fused
+  %t = f32[10]{0} get-tuple-element(%f), index=0
+  ROOT %r = f32[] reduce(%t, %b), to_apply=%sum
+}
+"""
+    assert traffic(text) == ((40 + 8 + 80 + 20) + (4 + 40 + 20), 2)

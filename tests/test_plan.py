@@ -125,7 +125,7 @@ def test_the_command_line_prints_a_plan_for_each_slice_and_algorithm(monkeypatch
     assert cli.main([*COMMAND, *algorithms, "--topology", "1,2"]) == 0
     printed = capsys.readouterr().out
     assert [f"{name} on {n}\n" in printed for name in ("fedavg", "scaffold") for n in (1, 2)] == [True] * 4
-    assert printed.splitlines()[-5].split() == ["slice", "algorithm", "GiB", "needed", "of", "fits"]
+    assert printed.splitlines()[-5].split() == ["devices", "algorithm", "GiB", "needed", "of", "fits"]
     assert [line.split()[:2] for line in printed.splitlines()[-4:]] == [
         ["1", "fedavg"], ["1", "scaffold"], ["2", "fedavg"], ["2", "scaffold"]
     ]  # fmt: skip

@@ -1,12 +1,17 @@
-"""Measures the seconds per round on one accelerator, and the share of its limit (arithmetic or memory bandwidth).
+"""Measures all that only an accelerator can tell.
 
     python experiments/benchmarks/accelerator.py [--workloads "lenet5 100" pfl_cifar10 ...] [--rounds 20]
     python experiments/benchmarks/accelerator.py --bfloat16 [--seeds 3]
+    python experiments/benchmarks/accelerator.py --correctness
+    python experiments/benchmarks/accelerator.py --streaming
+    python experiments/benchmarks/accelerator.py --memory
+    python experiments/benchmarks/accelerator.py --all [--minutes 25]      everything; see run_book.py
 
-The workloads (workloads.py):
+By default, it measures the seconds per round, and the share of the device's limit (arithmetic or memory bandwidth), of
+the workloads in workloads.py:
 
-- LeNet-5 and the EMNIST CNN with 10, 100 and all 3,400 clients per round and batch size 20. The clients have different
-  numbers of examples, like the writers of FEMNIST.
+- LeNet-5 and the EMNIST CNN with 10, 100, 500 and all 3,400 clients per round and batch size 20. The clients have
+  different numbers of examples, like the writers of FEMNIST.
 - pfl-research's CIFAR-10 benchmark: 1,000 clients x 50 images, 50 clients per round, batch size 10. Its complete run
   has 1,500 rounds, with an evaluation every 10 rounds.
 - FedDC's CIFAR-10 setting: 100 clients, 15 per round, 5 epochs, batch size 50, with FedDC's CNN and with ResNet-18-GN.
@@ -18,12 +23,17 @@ memory.
 With --bfloat16, the script compares training in bfloat16 and in float32 on glyphs with 100 writers per round. It
 measures the time of interleaved rounds, and the test accuracy.
 
+With --correctness, it compares the global model after three rounds with that of a CPU, in the precisions of a matrix
+product that JAX offers. With --streaming, it times rounds whose examples are kept on the device, and rounds whose
+examples are kept on the host. With --memory, it compares the peak memory of a device with `Simulation.plan`.
+
 torch_loop.py trains the same workloads with a plain loop over clients in PyTorch.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -31,6 +41,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import measure
+import numpy as np
+import run_book
+from algorithm_cost import REQUIRED
 from workloads import RESNET, WORKLOADS, Workload, images, operations, step_bytes, tiny
 
 import fedjax_drift as fd
@@ -113,23 +126,95 @@ def accuracy(sim: fd.Simulation, seed: int, rounds: int) -> float:
     return 100 * sim.evaluate(state)["accuracy"]
 
 
+PRECISIONS = {"float32": "float32", "TF32": "tensorfloat32", "the default": None, "bfloat16": "bfloat16"}
+
+
+def correctness(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    """The norm of the difference to the model of a CPU, divided by the norm of what three rounds change."""
+    workload = tiny(WORKLOADS["lenet5 100"]) if arguments.quick else WORKLOADS["lenet5 100"]._replace(cohort=20)
+    cpu, device = jax.devices("cpu")[:1], jax.devices()[:1]
+
+    def model_after(algorithm: str, devices: list[jax.Device], precision: str | None, rounds: int = 3) -> np.ndarray:
+        chosen = getattr(fd.algorithms, algorithm)(**REQUIRED.get(algorithm, {}))
+        mesh = fd.clients_mesh(devices)
+        with jax.default_matmul_precision(precision):
+            sim = measure.simulation(workload, algorithm=chosen, mesh=mesh, lanes=5, donate=False)
+            state = sim.init(jax.random.key(0))
+            for _ in range(rounds):
+                state, _ = sim.round_fn(state)
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))])
+
+    for algorithm in ("fedavg",) if arguments.quick else ("fedavg", "scaffold", "feddc", "fedeve"):
+        start, right = (model_after(algorithm, cpu, "float32", rounds) for rounds in (0, 3))
+        for name, precision in PRECISIONS.items():
+            error = np.linalg.norm(model_after(algorithm, device, precision) - right) / np.linalg.norm(right - start)
+            target = {"at_most": 1e-4} if name == "float32" else {}
+            yield measure.row(f"{workload.network}, {algorithm}, {name}: error after 3 rounds", error, **target)
+
+
+def streaming(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    for name in ("lenet5 10",) if arguments.quick else ("lenet5 100", "lenet5 3400", "emnist_cnn 100"):
+        workload = tiny(WORKLOADS[name]) if arguments.quick else WORKLOADS[name]
+        sims = {where: measure.simulation(workload, stream=where == "host") for where in ("device", "host")}
+        times: dict[str, list[float]] = {where: [] for where in sims}
+        for _ in range(1 if arguments.quick else 5):
+            for where, sim in sims.items():
+                times[where] += measure.round_seconds(sim, 1, each=1 if workload.cohort >= 1000 else 5)
+        for where in sims:
+            yield measure.row(f"{name}, examples on the {where}", times[where], "s a round")
+        ratios = [host / device for host, device in zip(times["host"], times["device"], strict=True)]
+        yield measure.row(f"{name}, examples on the host / on the device", ratios)
+
+
+def memory(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    """Every workload has a process of its own, because a process only reports its highest peak."""
+    for name in (
+        ("lenet5 10",) if arguments.quick else ("lenet5 100", "lenet5 3400", "emnist_cnn 3400", "feddc_resnet18")
+    ):
+        options = ["--memory", "--workloads", name]
+        planned, peak, lanes = measure.own_process(__file__, [*options, "--one"], arguments)
+        note = f"lanes: {lanes}; planned {planned / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB"
+        yield measure.row(f"{name}, peak memory / plan", peak / planned, note=note)
+
+
+def memory_of_one(arguments: argparse.Namespace) -> None:
+    """Prints the planned bytes, the peak bytes and the lanes of one workload as JSON."""
+    (name,) = arguments.workloads
+    sim = measure.simulation(tiny(WORKLOADS[name]) if arguments.quick else WORKLOADS[name])
+    planned = sim.plan().total
+    jax.block_until_ready(sim.run(sim.init(jax.random.key(0)), 2, eval_every=0, progress=False)[0])
+    print(json.dumps([planned, max(measure.peak_bytes()), sim.lanes]))
+
+
 def main() -> None:
     parser = measure.parser(__doc__)
+    parser.add_argument("--all", action="store_true", help="run all measurements that need an accelerator")
+    parser.add_argument("--minutes", type=float, default=25.0, help="with --all: start nothing after this time")
+    for what in ("bfloat16", "correctness", "streaming", "memory"):
+        parser.add_argument(f"--{what}", action="store_true")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument(
         "--rounds", type=int, default=20, help="number of timings per workload; each timing is the mean of 5 rounds"
     )
-    parser.add_argument("--bfloat16", action="store_true", help="compare bfloat16 with float32 instead")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--accuracy-rounds", type=int, default=200)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.seeds, arguments.accuracy_rounds = 1, 1, 1
-        arguments.workloads = ["lenet5 10", "pfl_cifar10"]
+        arguments.workloads = ["lenet5 10", *["pfl_cifar10"] * (not arguments.one)]
+    if arguments.all:
+        run_book.run(arguments.output or run_book.OUTPUT, arguments.minutes, arguments.quick)
+        return
     fd.use_cpu_devices()
-    if arguments.bfloat16:
-        measure.save("accelerator_bfloat16", bfloat16(arguments), arguments)
-    else:
+    if arguments.one:
+        memory_of_one(arguments)
+        return
+    modes = {"bfloat16": bfloat16, "correctness": correctness, "streaming": streaming, "memory": memory}
+    chosen = [name for name in modes if getattr(arguments, name)]
+    for name in chosen:
+        measure.save(f"accelerator_{name}", modes[name](arguments), arguments)
+    if not chosen:
         measure.save("accelerator", rounds(arguments), arguments)
 
 

@@ -27,7 +27,7 @@ import measure
 
 class Benchmark(NamedTuple):
     command: str
-    needs: str = ""  # "accelerator", "torch", "accelerator torch" or "libtpu"; with --quick no accelerator is needed
+    needs: str = ""  # "accelerator", "torch", "libtpu", "cuda-plugin"; with --quick no accelerator is needed
 
 
 BENCHMARKS = [
@@ -38,10 +38,16 @@ BENCHMARKS = [
     Benchmark("uneven_clients.py --time"),
     Benchmark("accelerator.py", "accelerator"),
     Benchmark("accelerator.py --bfloat16", "accelerator"),
+    Benchmark("accelerator.py --correctness", "accelerator"),
+    Benchmark("accelerator.py --streaming", "accelerator"),
+    Benchmark("accelerator.py --memory", "accelerator"),
     Benchmark("forms.py", "accelerator"),
     Benchmark("forms.py --rounds 'lenet5 100' --forms ours bfloat16", "accelerator"),
     Benchmark("torch_loop.py", "accelerator torch"),
     Benchmark("compiled.py", "libtpu"),
+    Benchmark("compiled.py --topology h100", "cuda-plugin"),
+    Benchmark("slices.py", "libtpu cuda-plugin"),
+    Benchmark("slices.py --shard-data --algorithms fedavg scaffold", "libtpu cuda-plugin"),
     Benchmark("all_writers.py"),
     Benchmark("overhead.py"),
     Benchmark("sweep.py"),
@@ -59,6 +65,7 @@ def missing(benchmark: Benchmark, quick: bool) -> str:
     have = {
         "torch": lambda: importlib.util.find_spec("torch") is not None,
         "libtpu": lambda: importlib.util.find_spec("libtpu") is not None,
+        "cuda-plugin": lambda: importlib.util.find_spec("jax_cuda12_plugin") is not None,
         "accelerator": lambda: quick or accelerated(),
     }
     return " and ".join(need for need in benchmark.needs.split() if not have[need]())

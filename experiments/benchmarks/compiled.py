@@ -1,16 +1,21 @@
-"""Compares our networks with plain flax modules by the estimates of XLA's compiler for a TPU. Needs no TPU.
+"""Compares our networks with plain flax modules by what XLA's compiler says for a TPU or a GPU. Needs neither.
 
-    pip install "jax[tpu]"
-    python experiments/benchmarks/compiled.py [--topology v5e:2x2] [--networks lenet5 ...] [--lanes 1 16 128]
+    pip install "jax[tpu]" jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+    python experiments/benchmarks/compiled.py [--topology v5e:1x1] [--networks lenet5 ...] [--lanes auto 1 16 128]
                                               [--batch 20] [--bfloat16] [--top 10]
+    python experiments/benchmarks/compiled.py --topology h100
 
 A step computes the gradient of one minibatch and the SGD update, for L clients that train side by side (L lanes). It is
-compiled for one chip of a TPU slice that is only described (`jax.experimental.topologies`). Nothing is executed.
+compiled for a chip that is only described (`jax.experimental.topologies`). Nothing is executed. The number of lanes
+"auto" is that of a simulation with many clients.
 
-- cycles: the sum of the cycles that XLA estimates for each operation. This is the compiler's own model, good for
+- cycles (TPU): the sum of the cycles that XLA estimates for each operation. This is the compiler's own model, good for
   comparing two forms of the same step. It is not a measurement.
-- MB: the bytes that the operations read and write, including the padding of tiles.
+- kernels (GPU): the operations that start a kernel.
+- MB: the bytes that the operations read and write; on a TPU, including the padding of tiles.
 - temp: the memory that the step needs besides its arguments.
+
+The ratio is that of the cycles on a TPU, and that of the bytes on a GPU.
 
 The plain modules are written with `nn.Conv`, `nn.max_pool`, `nn.GroupNorm` and `nn.Dense`, as most people would.
 """
@@ -28,9 +33,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import measure
+import numpy as np
+from forms import launched
 from jax.sharding import Sharding, SingleDeviceSharding
 
 import fedjax_drift as fd
+from fedjax_drift.devices.described import compiler_options
+from fedjax_drift.devices.memory import memory_of
+from fedjax_drift.simulation.lanes import fastest, lane_of
 
 
 class Plain(nn.Module):
@@ -90,7 +100,8 @@ PLAIN: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 class Estimate(NamedTuple):
     """What the compiler says of a step, per image."""
 
-    cycles: float
+    cycles: float  # 0 for a GPU
+    kernels: int  # of the whole step; on a TPU, the number of operations with an estimate
     megabytes: float
     temporary: float  # MiB, of the whole step
     seconds: float  # that the compiler took
@@ -109,9 +120,9 @@ def estimate(model: fd.Model, shape: tuple[int, ...], lanes: int, batch: int, de
 
     params = jax.eval_shape(model.init, jax.random.key(0))
     stacked = jax.tree.map(lambda a: on_device(lanes, *a.shape, dtype=a.dtype), params)
-    start = time.perf_counter()
+    start, mesh = time.perf_counter(), fd.clients_mesh(list(device.device_set))
     x, y = on_device(lanes, batch, *shape), on_device(lanes, batch, dtype=jnp.int32)
-    compiled = jax.jit(jax.vmap(step)).lower(stacked, x, y).compile()
+    compiled = jax.jit(jax.vmap(step)).lower(stacked, x, y).compile(compiler_options(mesh))
     seconds, text = time.perf_counter() - start, compiled.as_text() or ""
     costs = []
     for line in text.splitlines():
@@ -119,9 +130,33 @@ def estimate(model: fd.Model, shape: tuple[int, ...], lanes: int, batch: int, de
             name = re.search(r'op_name="([^"]*)"', line)
             costs.append((int(found[1]), f"{name[1][-60:] if name else ''} {line.split('=', 1)[1].strip()[:60]}"))
     images = lanes * batch
-    accessed = (compiled.cost_analysis() or {}).get("bytes accessed", 0.0)
+    accessed, operations = (compiled.cost_analysis() or {}).get("bytes accessed", 0.0), len(costs)
+    if not costs:
+        accessed, operations = traffic(text)
     temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
-    return Estimate(sum(c for c, _ in costs) / images, accessed / 1e6 / images, temporary, seconds, sorted(costs)[::-1])
+    cycles = sum(c for c, _ in costs) / images
+    return Estimate(cycles, operations, accessed / 1e6 / images, temporary, seconds, sorted(costs)[::-1])
+
+
+def traffic(text: str) -> tuple[float, int]:
+    """Returns the bytes that the kernels of a program for a GPU read and write, and the number of kernels."""
+    size, moved, kernels = {}, 0.0, launched(text)
+    for name, result in re.findall(r"(?m)^\s*(?:ROOT )?(%[\w.-]+) = (\(.*?\)|\S+) ", text):
+        size[name] = sum(_bytes(*found) for found in re.findall(r"([a-z]+\d+|pred)\[([\d,]*)\]", result))
+    for name, operands in kernels:
+        moved += size[name] + sum(size.get(operand, 0.0) for operand in operands)
+    return moved, len(kernels)
+
+
+def _bytes(dtype: str, shape: str) -> float:
+    width = 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) / 8
+    return width * float(np.prod([int(n) for n in shape.split(",") if n]))
+
+
+def auto_lanes(model: fd.Model, shape: tuple[int, ...], batch: int, device: Sharding) -> int:
+    """Returns the number of lanes of a simulation with 3,400 clients a round."""
+    x, y, mesh = np.zeros((1, *shape)), np.zeros(1, int), fd.clients_mesh(list(device.device_set))
+    return fastest(3400, memory_of(mesh), lane_of(model, lambda x: x, x, y, batch, mesh.devices.flat[0].platform))
 
 
 def rows(arguments: argparse.Namespace, device: Sharding) -> Iterator[measure.Row]:
@@ -131,28 +166,36 @@ def rows(arguments: argparse.Namespace, device: Sharding) -> Iterator[measure.Ro
             "ours": getattr(fd.models, name),
             "plain": lambda network=network, shape=shape: fd.Model.from_linen(network, shape),
         }
-        for lanes in arguments.lanes:
+        for wanted in arguments.lanes:
+            auto = wanted == "auto"
+            lanes = auto_lanes(forms["ours"](), shape, arguments.batch, device) if auto else int(wanted)
             said = {}
             for form, make in forms.items():
                 model = make().computing_in(jnp.bfloat16) if arguments.bfloat16 else make()
                 said[form] = estimate(model, shape, lanes, arguments.batch, device)
                 for cycles, operation in said[form].costliest[: arguments.top]:
                     print(f"  {form} {cycles:10,}  {operation}")
+            of_cycles = said["ours"].cycles > 0
             note = "; ".join(
-                f"{form} {e.cycles:,.0f} cycles and {e.megabytes:.2f} MB per image, temp {e.temporary:,.0f} MiB, "
-                f"compiled in {e.seconds:.0f} s"
+                (f"{form} {e.cycles:,.0f} cycles" if of_cycles else f"{form} {e.kernels} kernels a step")
+                + f" and {e.megabytes:.2f} MB per image, temp {e.temporary:,.0f} MiB, compiled in {e.seconds:.0f} s"
                 for form, e in said.items()
             )
+            ours, plain = ((e.cycles if of_cycles else e.megabytes) for e in said.values())
             precision = ", bfloat16" if arguments.bfloat16 else ""
-            what = f"{name}, {lanes} lanes, batch {arguments.batch}{precision}: cycles of ours / plain flax"
-            yield measure.row(what, said["ours"].cycles / said["plain"].cycles, at_most=1.0, note=note)
+            quantity = "cycles" if of_cycles else "bytes"
+            what = f"{name}, {lanes} lanes{' (auto)' * auto}, batch {arguments.batch}{precision}"
+            target = {"at_most": 1.0} if of_cycles else {}
+            yield measure.row(f"{what}: {quantity} of ours / plain flax", ours / plain, **target, note=note)
 
 
 def main() -> None:
     parser = measure.parser(__doc__)
-    parser.add_argument("--topology", default="v5e:2x2", help="such as v5e:2x2, v5p:2x2x1, v6e:2x2 (default: v5e:2x2)")
+    parser.add_argument(
+        "--topology", default="v5e:1x1", help="such as v5e:1x1, v5p:2x2x1, v6e:1x1, h100 (default: v5e:1x1)"
+    )
     parser.add_argument("--networks", nargs="+", choices=PLAIN, default=list(PLAIN))
-    parser.add_argument("--lanes", nargs="+", type=int, default=[1, 16, 128])
+    parser.add_argument("--lanes", nargs="+", default=["auto", "1", "16", "128"])
     parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--top", type=int, default=0, help="print this many of the costliest operations")
@@ -164,8 +207,9 @@ def main() -> None:
         device = SingleDeviceSharding(fd.described_mesh(arguments.topology).devices.flat[0])
     except (fd.errors.ConfigurationError, fd.errors.MissingPackageError) as error:
         sys.exit(str(error))
-    where = "tpu-compiler", f"one chip of {arguments.topology}, described"
-    measure.save("compiled", rows(arguments, device), arguments, where)
+    generation, precision = arguments.topology.partition(":")[0], "_bfloat16" if arguments.bfloat16 else ""
+    where = f"{generation}-compiler", f"one chip of {arguments.topology}, described"
+    measure.save(f"compiled{precision}", rows(arguments, device), arguments, where)
 
 
 if __name__ == "__main__":

@@ -210,15 +210,24 @@ def local_steps(network: str, lanes: int, quick: bool) -> tuple[Callable, tuple]
 
 
 def kernels(text: str) -> int:
-    """Returns the number of operations of a compiled program that start a kernel. Operations inside a fusion do not."""
+    """Returns the number of operations of a compiled program that start a kernel."""
+    return len(launched(text))
+
+
+def launched(text: str) -> list[tuple[str, list[str]]]:
+    """Returns the operations of a compiled program that start a kernel, each with the names of its operands.
+
+    Operations inside a fusion start none.
+    """
     fused = set(re.findall(r"(?:calls|to_apply)=%?([\w.-]+)", re.sub(r"(?m)^.* call\(.*$", "", text)))
-    count = 0
+    kinds = "fusion|custom-call|copy|sort|reduce|scatter|transpose|concatenate|dynamic-update-slice"
+    found = []
     for block in text.split("\n\n"):
         name = re.match(r"\s*(?:ENTRY )?%?([\w.-]+) ", block)
         if name and name[1] not in fused:
-            operation = r" (?:fusion|custom-call|copy|sort|reduce|scatter|transpose|concatenate|dynamic-update-slice)\("
-            count += len(re.findall(operation, block))
-    return count
+            for result, operands in re.findall(rf"(?m)^\s*(?:ROOT )?(%?[\w.-]+) = .*? (?:{kinds})\((.*?)\)", block):
+                found.append((result, re.findall(r"%[\w.-]+", operands)))
+    return found
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------

@@ -72,32 +72,36 @@ def row(
 
 
 def save(name: str, rows: Iterable[Row], arguments: argparse.Namespace, where: tuple[str, str] | None = None) -> None:
-    """Prints the rows and writes NAME.PLATFORM.json.
+    """Prints the rows and writes NAME.PLATFORM.json. The file is written after every row, so an interruption loses one.
 
     where: the platform ("cpu", "gpu", ...) and the name of the device. Default: the devices of JAX.
     """
     # The commit is read now, because files may change during a long benchmark.
-    done, version = [], arguments.commit or commit()
+    done: list[Row] = []
+    version, folder = arguments.commit or commit(), arguments.output or RESULTS
+    writes = not arguments.no_results and not (arguments.quick and arguments.output is None)
     for each in rows:
         wanted = f"   (wanted {_wanted(each)})" if _wanted(each) else ""
         note = f"   [{each['note']}]" if each["note"] else ""
         print(f"{each['what']}: {_measured(each)}{wanted}{note}", flush=True)
         done.append(each)
-    if arguments.no_results or (arguments.quick and arguments.output is None):
-        return
-    kind, devices = where or _jax_devices()
+        if writes:
+            _write(folder, name, done, version, where or _jax_devices())
+    if writes and folder.resolve() == RESULTS.resolve():
+        README.write_text(with_tables(README.read_text()))
+
+
+def _write(folder: Path, name: str, rows: Sequence[Row], version: str, where: tuple[str, str]) -> None:
+    kind, devices = where
     contents = {
         "command": _command(),
         "commit": version,
         "date": datetime.date.today().isoformat(),
         "hardware": hardware() | {"devices": devices},
-        "rows": done,
+        "rows": rows,
     }
-    folder = arguments.output or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.{kind}.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
-    if folder.resolve() == RESULTS.resolve():
-        README.write_text(with_tables(README.read_text()))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def equal_sizes(clients: int, rows: int) -> np.ndarray:
 
 WRITERS, CIFAR = femnist_sizes(), equal_sizes(100, 500)
 WORKLOADS = {
-    **{f"{net} {K}": Workload(net, WRITERS, K) for net in ("lenet5", "emnist_cnn") for K in (10, 100, 3400)},
+    **{f"{net} {K}": Workload(net, WRITERS, K) for net in ("lenet5", "emnist_cnn") for K in (10, 100, 500, 3400)},
     "pfl_cifar10": Workload("pfl_cnn", equal_sizes(1000, 50), 50, batch=10),
     "feddc_cifar10": Workload("cifar_cnn", CIFAR, 15, batch=50, epochs=5),
     "feddc_resnet18": Workload(RESNET, CIFAR, 15, batch=50, epochs=5),

@@ -1,4 +1,4 @@
-"""`fedjax-drift plan`: says what a run needs on TPU slices that are not here."""
+"""`fedjax-drift plan`: says what a run needs on TPU slices or GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN_EXAMPLES = """\
 examples:
   fedjax-drift plan --topology v5e:4x4 --dataset femnist --clients 3400 \\
       --rows-per-client 195 --cohort 3400 --algorithm scaffold --model lenet5
-  fedjax-drift plan --topology v5e:2x2,v5e:4x4,v6e:2x2 --dataset cifar10 \\
+  fedjax-drift plan --topology v5e:2x2,v5e:4x4,h100:8 --dataset cifar10 \\
       --clients 100 --rows-per-client 500 --algorithm feddc --model resnet18
 """
 DIGITS, PHOTOS = ("mnist", "fashion_mnist", "emnist", "femnist", "glyphs"), ("cifar10", "cifar100", "cinic10")
@@ -26,15 +26,19 @@ SHAPES = dict.fromkeys(DIGITS, (28, 28, 1)) | dict.fromkeys(PHOTOS, (32, 32, 3))
 
 
 def fill_plan(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s --topology SLICE[,SLICE...] --dataset NAME --algorithm NAME [options]"
+    parser.usage = "%(prog)s --topology DEVICES[,DEVICES...] --dataset NAME --algorithm NAME [options]"
     parser.description = textwrap.fill(
-        "Compiles a round for TPU slices that are not here, and prints the memory that it needs on each chip, the "
-        "collective operations, and the bytes that the chips exchange. Nothing is executed. Takes the options of "
-        'fedjax-drift run, and needs libtpu: pip install "jax[tpu]".',
+        "Compiles a round for TPU slices or GPUs that are not here, and prints the memory that it needs on each "
+        "device, the collective operations, and the bytes that the devices exchange. Nothing is executed. Takes the "
+        'options of fedjax-drift run. Needs a compiler: pip install "jax[tpu]" for TPUs; for GPUs, pip install '
+        "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12, in the version of jax.",
         78,
     )
     group = add_run(parser)
-    add(group, "--topology", "SLICE[,SLICE...]", "TPU slices, such as v5e:4x4 (16 chips), v5p:4x4x4 or v6e:16x16")
+    add(
+        group, "--topology", "DEVICES[,DEVICES...]", "TPU slices, such as v5e:4x4 (16 chips) or v6e:16x16, and GPUs: "
+        "h100 is one, h100:8 a host with 8, h100:2x8 two such hosts; a100, a100-40gb, h200 and b200 likewise",
+    )  # fmt: skip
     add(
         group, "--rows-per-client", "N", "number of training examples of each client. The data set is then not read; "
         "only the shape of its images is used", count,
@@ -82,5 +86,5 @@ def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
         needed, there = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
         lines.append(f"{topology:12}{name:30}{needed:>10}{there:>10}  {'yes' if plan.fits else 'no'}")
     if len(lines) > 1:
-        print("\n".join([f"{'slice':12}{'algorithm':30}{'GiB needed':>10}{'of':>10}  fits", *lines]))
+        print("\n".join([f"{'devices':12}{'algorithm':30}{'GiB needed':>10}{'of':>10}  fits", *lines]))
     return 0

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from fedjax_drift import checks
 from fedjax_drift.devices.gpus import GPUS, remember_memory
-from fedjax_drift.devices.mesh import clients_mesh
+from fedjax_drift.devices.mesh import clients_mesh, is_described
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 EXAMPLES = "v5e:4x4, v5p:2x2x1, h100 or h100:8"
@@ -59,6 +59,14 @@ def described_mesh(topology: str) -> Mesh:
     raise ConfigurationError(
         f"topology must be a TPU slice or GPUs, such as {EXAMPLES}, got {name!r}: the known GPUs are {', '.join(GPUS)}"
     )
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """Options with which XLA compiles for the devices of a mesh. None if they are here."""
+    if not is_described(mesh) or mesh.devices.flat[0].platform != "gpu":
+        return None
+    # Without a GPU that tries several implementations of a matrix product, XLA's own generator can fail.
+    return {"xla_gpu_enable_triton_gemm": False}
 
 
 def _tpu_options(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from fedjax_drift.devices.described import compiler_options
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import leaf_shardings, shapes
 from fedjax_drift.errors import ConfigurationError
@@ -98,7 +99,7 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
         )
     state = shapes(setup.state, leaf_shardings(setup.shardings, setup.state))
     start = time.perf_counter()
-    compiled = programs.lower("donating_round", state, setup.arrays, None).compile()
+    compiled = programs.lower("donating_round", state, setup.arrays, None).compile(compiler_options(setup.mesh))
     seconds = time.perf_counter() - start
     memory, devices, text = compiled.memory_analysis(), setup.mesh.devices.flat, compiled.as_text() or ""
     lanes, available = setup.engine.lanes, memory_of(setup.mesh)

@@ -1,4 +1,4 @@
-"""`plan`: what a simulation would need on a TPU slice that is not here."""
+"""`plan`: what a simulation would need on a TPU slice or on GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from fedjax_drift.types import Algorithm, Model
 
 
 def plan(topology: str, model: Model, data: FederatedData, algorithm: Algorithm, **options: Any) -> Plan:
-    """Compiles a round for a TPU slice that is not here, and returns what it needs.
+    """Compiles a round for a TPU slice or for GPUs that are not here, and returns what it needs.
 
     Nothing is executed, and no example is copied. `FederatedData.of_shapes` describes data that are not here either.
-    Needs libtpu: ``pip install "jax[tpu]"``.
+    Needs a compiler. For TPUs: ``pip install "jax[tpu]"``. For GPUs: ``pip install jax-cuda12-plugin jax-cuda12-pjrt
+    nvidia-cuda-nvcc-cu12``, in the version of jax.
 
     >>> data = fd.FederatedData.of_shapes(3400, 195, (28, 28, 1))  # doctest: +SKIP
     >>> scaffold = fd.algorithms.scaffold()  # doctest: +SKIP
     >>> print(fd.plan("v5e:4x4", fd.models.lenet5(), data, scaffold, cohort_size=3400))  # doctest: +SKIP
 
     Args:
-      topology: the slice, such as "v5e:4x4", "v5p:4x4x4" or "v6e:16x16".
+      topology: a TPU slice such as "v5e:4x4", or GPUs such as "h100:8". See `described_mesh`.
       options: as in `Simulation`.
 
     Raises:
       ValueError: an argument is wrong, or the examples or client states would be kept on the host.
-      ImportError: libtpu is not installed.
+      ImportError: the compiler for these devices is not installed.
     """
     return Simulation(model, data, algorithm, mesh=described_mesh(topology), **options).plan()
