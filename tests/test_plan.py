@@ -19,6 +19,8 @@ from fedjax_drift.devices.mesh import leaf_shardings, shapes
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.models import conv
 from fedjax_drift.simulation import lanes, placement, program_text
+from fedjax_drift.simulation.plan import plan_of
+from fedjax_drift.simulation.simulation import Simulation
 
 has_libtpu = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not has_libtpu, reason="libtpu is not installed: pip install 'jax[tpu]'")
@@ -129,6 +131,23 @@ def test_the_command_line_prints_a_plan_for_each_slice_and_algorithm(monkeypatch
     assert [line.split()[:2] for line in printed.splitlines()[-4:]] == [
         ["1", "fedavg"], ["1", "scaffold"], ["2", "fedavg"], ["2", "scaffold"]
     ]  # fmt: skip
+
+
+def test_devices_that_are_too_small_do_not_stop_the_plans(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(fd, "described_mesh", lambda name: fd.clients_mesh(jax.devices()[: int(name)]))
+
+    class Program:
+        def lower(self, *arguments):
+            return self
+
+        def compile(self, options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 34.28G exceed 15.75G.")
+
+    monkeypatch.setattr(Simulation, "plan", lambda sim: plan_of(sim.setup, Program(), {}))
+    assert cli.main([*COMMAND, "--algorithm", "fedavg", "--topology", "1,2"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a round with 1 lanes does not fit in the memory of 2 x cpu (34.28G exceed 15.75G.): use more dev" in printed
+    assert "1 fedavg - - no 2 fedavg - - no" in printed
 
 
 @pytest.mark.parametrize(
@@ -270,10 +289,21 @@ def test_the_round_that_an_accelerator_runs(devices, algorithm) -> None:
     if algorithm == "fedavg":
         assert found["all-reduce"] == 1  # the sum of the messages and of the metrics
         assert set(found) <= {"all-reduce", "all-gather"}
-    assert set(found) <= {"all-reduce", "all-gather", "reduce-scatter"}  # those of the cohort's client states
+    assert set(found) <= {"all-reduce", "all-gather", "collective-permute"}  # the last one for the client states
     assert "callback" not in text and "f64[" not in text
     states = tree.nbytes(setup.state.clients) // setup.mesh.size
     assert memory.alias_size_in_bytes >= states + tree.nbytes(setup.state.server)  # the new state overwrites the old
+
+
+@pytest.mark.parametrize(
+    "devices", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:2", marks=needs_cuda)]
+)
+def test_sharded_examples_can_be_planned(devices) -> None:
+    data = fd.FederatedData.of_shapes(64, 50, (8,), np.float32)
+    model, options = fd.models.linear((8,), 3), {"cohort_size": 32, "shard_data": True}
+    plan = fd.plan(devices, model, data, fd.algorithms.fedavg(), **options)
+    assert plan.fits and plan.collectives["collective-permute"] >= 1
+    assert plan.examples < fd.plan(devices, model, data, fd.algorithms.fedavg(), cohort_size=32).examples
 
 
 @needs_libtpu

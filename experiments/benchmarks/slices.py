@@ -4,13 +4,14 @@
     python experiments/benchmarks/slices.py [--networks emnist_cnn resnet18] [--algorithms fedavg scaffold fedeve]
                                             [--topologies v5e:2x2 ... h100:8] [--shard-data]
 
-A round trains 3,400 clients with 195 examples each, batch size 20. Client states are kept on the devices, sharded if
+"inf" means that the compiler found that the round does not fit. A round trains 3,400 clients with 195 examples each, batch size 20. Client states are kept on the devices, sharded if
 they need more than half of a device's memory. With --shard-data, the examples are sharded as well. Nothing is executed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 
@@ -34,7 +35,13 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
             algorithm = getattr(fd.algorithms, name)()
             for topology in arguments.topologies:
                 options = {"cohort_size": clients, "shard_data": True if arguments.shard_data else "auto"}
-                plan = fd.plan(topology, model, data, algorithm, **options)
+                sharded = ", examples sharded" if arguments.shard_data else ""
+                what, unit = f"{name}, {network}, {topology}{sharded}", "GiB a device"
+                try:
+                    plan = fd.plan(topology, model, data, algorithm, **options)
+                except fd.errors.ConfigurationError as error:
+                    yield measure.row(what, math.inf, unit, note=str(error))
+                    continue
                 collectives = ", ".join(f"{n} {kind}" for kind, n in plan.collectives.items())
                 cycles = f"; {plan.cycles:,} cycles a step" if plan.cycles else ""
                 note = (
@@ -42,11 +49,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
                     f"{plan.temporary / GIB:.2f} GiB; {collectives}; {plan.steps:,} local steps{cycles}; compiled in "
                     f"{plan.compile_seconds:.0f} s"
                 )
-                sharded = ", examples sharded" if arguments.shard_data else ""
-                yield measure.row(
-                    f"{name}, {network}, {topology}{sharded}", plan.total / GIB, "GiB a device",
-                    at_most=round(plan.memory / GIB, 1), note=note,
-                )  # fmt: skip
+                yield measure.row(what, plan.total / GIB, unit, at_most=round(plan.memory / GIB, 1), note=note)
 
 
 def main() -> None:

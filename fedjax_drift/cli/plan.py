@@ -81,10 +81,16 @@ def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
     """Prints one plan after another, and at the end one line for each if there are several."""
     lines = []
     for (name, topology), sim in simulations.items():
-        plan = sim.plan()
-        print(f"{name} on {topology}\n{textwrap.indent(str(plan), '  ')}\n", flush=True)
-        needed, there = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
-        lines.append(f"{topology:12}{name:30}{needed:>10}{there:>10}  {'yes' if plan.fits else 'no'}")
+        needed, there, fits = "-", "-", "no"
+        try:
+            plan = sim.plan()
+        except ConfigurationError as error:  # it does not fit; other devices may have more memory
+            text = textwrap.fill(str(error), 100)
+        else:
+            text, fits = str(plan), "yes" if plan.fits else "no"
+            needed, there = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
+        print(f"{name} on {topology}\n{textwrap.indent(text, '  ')}\n", flush=True)
+        lines.append(f"{topology:12}{name:30}{needed:>10}{there:>10}  {fits}")
     if len(lines) > 1:
         print("\n".join([f"{'devices':12}{'algorithm':30}{'GiB needed':>10}{'of':>10}  fits", *lines]))
     return 0

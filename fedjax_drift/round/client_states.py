@@ -1,7 +1,8 @@
 """Reads the client states of a cohort, and stores the new states.
 
 Replicated states are read in place. If the states are sharded over the devices, each state is sent to the device that
-trains its client, and the new state is sent back.
+trains its client, and the new state is sent back. Both use a ring (exchange.py), so a device holds two buffers with the
+states of the clients that it trains, and never those of the whole cohort.
 
 The shape [D, G, L] is D devices, G groups per device, and L clients per group that train side by side. In this file,
 ``place`` is the index of a client's state in `ServerState.clients` (`Client.place`).
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import tree
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.round.engine import Client, Engine, Shared, on_each_device, replicated
-from fedjax_drift.round.exchange import local_slice
+from fedjax_drift.round.exchange import collect, deliver, local_slice
 from fedjax_drift.types import PyTree
 
 
@@ -35,14 +36,17 @@ def gather(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
 
     def one_device(states: PyTree, places: jax.Array) -> PyTree:
         """states: the states stored on this device. places: the places of the clients of all devices."""
+        D, G, L = places.shape
 
-        def leaf(s: jax.Array) -> jax.Array:
-            is_here, index = local_slice(s, places)
-            known = jnp.where(is_here.reshape(is_here.shape + (1,) * (s.ndim - 1)), s[index], jnp.zeros((), s.dtype))
-            summed = known.astype(jnp.int32) if s.dtype == bool else known
-            return lax.psum_scatter(summed, AXIS, scatter_dimension=0, tiled=True).astype(s.dtype)
+        def add(buffer: PyTree, d: jax.Array) -> PyTree:
+            def leaf(buffer: jax.Array, s: jax.Array) -> jax.Array:
+                is_here, index = local_slice(s, places[d])
+                return jnp.where(is_here.reshape(G, L, *(1,) * (s.ndim - 1)), s[index], buffer)
 
-        return jax.tree.map(leaf, states)
+            return jax.tree.map(leaf, buffer, states)
+
+        empty = jax.tree.map(lambda s: jnp.zeros((G, L, *s.shape[1:]), s.dtype), states)
+        return jax.tree.map(lambda a: a[None], collect(add, empty, D))
 
     return on_each_device(engine, one_device, (P(AXIS), P()), P(AXIS))(states, places)
 
@@ -63,11 +67,16 @@ def scatter(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> P
         return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), states, replicated(engine, new))
 
     def one_device(states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
-        def leaf(s: jax.Array, new: jax.Array) -> jax.Array:
-            is_here, index = local_slice(s, places)
-            return s.at[jnp.where(is_here, index, len(s))].set(lax.all_gather(new, AXIS, tiled=True), mode="drop")
+        """states: the states stored on this device. new: those of the clients that this device has trained."""
 
-        return jax.tree.map(leaf, states, new)
+        def store(states: PyTree, buffer: PyTree, d: jax.Array) -> PyTree:
+            def leaf(s: jax.Array, new: jax.Array) -> jax.Array:
+                is_here, index = local_slice(s, places[d])
+                return s.at[jnp.where(is_here, index, len(s))].set(new, mode="drop")
+
+            return jax.tree.map(leaf, states, buffer)
+
+        return deliver(store, states, jax.tree.map(lambda a: a[0], new), len(places))
 
     return on_each_device(engine, one_device, (P(AXIS), P(), P(AXIS)), P(AXIS))(states, places, new)
 

@@ -6,7 +6,7 @@
 - Ring: the buffer for device d starts at device d + 1 and visits all devices. Each device adds the rows that it stores.
 
 A device holds two buffers and sends D - 1 buffers, for any cohort. Rows are copied and never summed, so they are
-bitwise identical to the stored rows.
+bitwise identical to the stored rows. Client states use the ring as well (client_states.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.data.reading import cut, source
 from fedjax_drift.data.redeal import spans
-from fedjax_drift.devices.mesh import AXIS, put
+from fedjax_drift.devices.mesh import AXIS, is_described, put
 from fedjax_drift.types import PyTree
 
 
@@ -73,16 +73,19 @@ def place_parts(data: FederatedData, mesh: Mesh) -> tuple[jax.Array, jax.Array, 
     assigned = parts(sizes, D)
     R = assigned.rows
 
-    def placed(array: np.ndarray, converted: Callable[[np.ndarray], np.ndarray]) -> jax.Array:
-        rows = source(array)
+    def placed(array: np.ndarray, converted: Callable[[np.ndarray], np.ndarray]) -> Any:
+        rows, dtype = source(array), jax.dtypes.canonicalize_dtype(converted(array[:1]).dtype)
 
         def part(index: Any) -> np.ndarray:
             d = (index[0].start or 0) // R
             ids = assigned.clients[d]
             of_device = converted(cut(rows, data.offsets[ids], sizes[ids], assigned.offsets[ids] - d * R, R))
-            return of_device.astype(jax.dtypes.canonicalize_dtype(of_device.dtype), copy=False)
+            return of_device.astype(dtype, copy=False)
 
-        return jax.make_array_from_callback((D * R, *array.shape[1:]), NamedSharding(mesh, P(AXIS)), part)
+        shape, sharding = (D * R, *array.shape[1:]), NamedSharding(mesh, P(AXIS))
+        if is_described(mesh):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jax.make_array_from_callback(shape, sharding, part)
 
     offsets, replicated_sizes = put((assigned.offsets.astype(np.int32), sizes), NamedSharding(mesh, P()))
     return placed(data.x, np.asarray), placed(data.y, integers_as_int32), offsets, replicated_sizes
@@ -136,7 +139,6 @@ def exchange(stored: PyTree, sizes: jax.Array, offsets: jax.Array, length: int) 
       - The rows of the clients that this device trains, one client after the other, then zeros, leaves [S, ...].
       - The index of each client's first row in the buffer of its device, int32 [D, C].
     """
-    D, device = len(sizes), lax.axis_index(AXIS)
     totals = sizes.sum(1)
 
     def add(buffer: PyTree, d: jax.Array) -> PyTree:
@@ -149,9 +151,39 @@ def exchange(stored: PyTree, sizes: jax.Array, offsets: jax.Array, length: int) 
 
         return jax.tree.map(leaf, buffer, stored)
 
-    def step(j: jax.Array, buffer: PyTree) -> PyTree:
-        next_device = [(d, (d + 1) % D) for d in range(D)]
-        return lax.ppermute(add(buffer, (device - 1 - j) % D), AXIS, next_device)
-
     empty = jax.tree.map(lambda a: jnp.zeros((length, *a.shape[1:]), a.dtype), stored)
-    return add(lax.fori_loop(0, D - 1, step, empty), device), jnp.cumsum(sizes, 1) - sizes
+    return collect(add, empty, len(sizes)), jnp.cumsum(sizes, 1) - sizes
+
+
+def collect(add: Callable[[PyTree, jax.Array], PyTree], empty: PyTree, D: int) -> PyTree:
+    """This device's buffer, after it has visited all D devices.
+
+    ``add(buffer, d)`` returns the buffer for device d after this device has added what it stores. A buffer visits its
+    own device last.
+    """
+    device = lax.axis_index(AXIS)
+
+    def step(j: jax.Array, buffer: PyTree) -> PyTree:
+        return _to_next(add(buffer, (device - 1 - j) % D), D)
+
+    return add(lax.fori_loop(0, D - 1, step, empty), device)
+
+
+def deliver(store: Callable[[PyTree, PyTree, jax.Array], PyTree], stored: PyTree, buffer: PyTree, D: int) -> PyTree:
+    """What this device stores, after the buffers of all D devices have visited it.
+
+    ``store(stored, buffer, d)`` returns what this device stores after it has copied its entries from the buffer of
+    device d. A buffer visits its own device first.
+    """
+    device = lax.axis_index(AXIS)
+
+    def step(j: jax.Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        stored, buffer = carry
+        return store(stored, buffer, (device - j) % D), _to_next(buffer, D)
+
+    stored, last = lax.fori_loop(0, D - 1, step, (stored, buffer))
+    return store(stored, last, (device + 1) % D)
+
+
+def _to_next(buffer: PyTree, D: int) -> PyTree:
+    return lax.ppermute(buffer, AXIS, [(d, (d + 1) % D) for d in range(D)])

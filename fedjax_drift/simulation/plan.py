@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.devices.described import compiler_options
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import leaf_shardings, shapes
@@ -99,7 +100,16 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
         )
     state = shapes(setup.state, leaf_shardings(setup.shardings, setup.state))
     start = time.perf_counter()
-    compiled = programs.lower("donating_round", state, setup.arrays, None).compile(compiler_options(setup.mesh))
+    lowered = programs.lower("donating_round", state, setup.arrays, None)
+    try:
+        compiled = lowered.compile(compiler_options(setup.mesh))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"a round with {setup.engine.lanes} lanes does not fit in the memory of {_devices(setup)} "
+            f"({checks.first_line(error).partition(': ')[2]}): use more devices or fewer lanes"
+        ) from error
     seconds = time.perf_counter() - start
     memory, devices, text = compiled.memory_analysis(), setup.mesh.devices.flat, compiled.as_text() or ""
     lanes, available = setup.engine.lanes, memory_of(setup.mesh)
@@ -107,9 +117,8 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
     left = available - memory.argument_size_in_bytes - results
     per_device = -(-setup.engine.capacity // len(devices))
     groups = -(-per_device // lanes)  # XLA removes loops of one iteration
-    hosts = len({device.process_index for device in devices})
     return Plan(
-        devices=f"{len(devices)} x {devices[0].device_kind}" + (f" on {hosts} hosts" if hosts > 1 else ""),
+        devices=_devices(setup),
         lanes=lanes,
         most_lanes=max(0, int(min(per_device, lanes * left / max(1, memory.temp_size_in_bytes)))),
         examples=_bytes_on_one_device(setup.arrays.rows),
@@ -124,6 +133,12 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
         cycles=cycles_of_loop(text, depth=(groups > 1) + (setup.engine.local.epochs > 1)),
         compile_seconds=seconds,
     )
+
+
+def _devices(setup: Setup) -> str:
+    devices = setup.mesh.devices.flat
+    hosts = len({device.process_index for device in devices})
+    return f"{len(devices)} x {devices[0].device_kind}" + (f" on {hosts} hosts" if hosts > 1 else "")
 
 
 def _steps(setup: Setup) -> int:
