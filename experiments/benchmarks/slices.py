@@ -4,8 +4,9 @@
     python experiments/benchmarks/slices.py [--networks emnist_cnn resnet18] [--algorithms fedavg scaffold fedeve]
                                             [--topologies v5e:2x2 ... h100:8] [--shard-data]
 
-"inf" means that the compiler found that the round does not fit. A round trains 3,400 clients with 195 examples each, batch size 20. Client states are kept on the devices, sharded if
+A round trains 3,400 clients with 195 examples each, batch size 20. Client states are kept on the devices, sharded if
 they need more than half of a device's memory. With --shard-data, the examples are sharded as well. Nothing is executed.
+"inf" means that the round does not fit.
 """
 
 from __future__ import annotations
