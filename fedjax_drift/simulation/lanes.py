@@ -69,7 +69,7 @@ def _inner(equation: JaxprEqn, platform: str) -> Jaxpr | None:
         platforms = equation.params.get("branches_platforms") or ()
         of = [i for i, names in enumerate(platforms) if names is not None and platform in names]
         return equation.params["branches"][of[0] if of else -1].jaxpr
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr"):
         if name in equation.params:
             return getattr(equation.params[name], "jaxpr", equation.params[name])
     return None
