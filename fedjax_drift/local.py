@@ -191,10 +191,10 @@ def train(
 
         # A straggler stops before its last epoch ends.
         steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
-        if work.group_steps is None:
+        if work.lanes is None:
             carry = lax.fori_loop(0, steps, step, carry)
         else:  # with one k for the whole group, its batches are slices of the shuffled order, and not gathers
-            carry = lax.fori_loop(0, work.group_steps[e], step_of_group, carry)
+            carry = lax.fori_loop(0, lax.pmax(steps, work.lanes), step_of_group, carry)
         return carry, work.watcher.after_epoch(start, carry[0]) if work.watcher else ()
 
     carry = (start, work.optimizer.init(start), jnp.zeros_like(work.lr))

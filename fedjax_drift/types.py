@@ -191,9 +191,7 @@ class Work(NamedTuple):
     model: Model
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (key, one example) -> a random variant of it
     watcher: Watcher | None = None  # observes `local.train` while drift is measured
-    group_steps: jax.Array | None = None
-    """int32 [E], the steps that the clients side by side with this one do together in each epoch: those of the client
-    with the most. None: the client trains alone."""
+    lanes: str | None = None  # the axis of the `jax.vmap` over clients that train side by side; None: it trains alone
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
         """The logits [B, C] of the model in training mode."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +84,24 @@ def test_the_run_book_goes_on_where_it_stopped(shared, tmp_path, monkeypatch, ca
     monkeypatch.setattr(run_book, "STEPS", [good, bad, slow, late._replace(name="late")])
     monkeypatch.setattr(run_book, "LEAST_SECONDS", 0)
 
-    run_book.run(tmp_path, 10 / 60, quick=False)
+    class Process(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None or "slow.py" not in str(self.args):
+                return super().wait()
+            while not (tmp_path / "slow" / "some.cpu.json").exists():
+                time.sleep(0.01)
+            clock.append(10.0**6)  # the time is over as soon as the step has written its file
+            raise subprocess.TimeoutExpired("slow", timeout)
+
+    clock = [0.0]
+    monkeypatch.setattr(run_book.subprocess, "Popen", Process)
+    monkeypatch.setattr(run_book, "monotonic", lambda: clock[-1])
+    assert run_book.run(tmp_path, 10, quick=False) == 1
     said = capsys.readouterr().out
     assert [line in said for line in ("ran: good", "FAILED: bad", "stopped: slow", "no time left: late")] == [True] * 4
-    run_book.run(tmp_path, 0, quick=False)
+    assert run_book.run(tmp_path, 0, quick=False) == 1
     said = capsys.readouterr().out
-    assert [line in said for line in ("complete: good", "complete: bad", "no time left: slow")] == [True] * 3
+    assert [line in said for line in ("complete: good", "failed before: bad", "no time left: slow")] == [True] * 3
     assert (tmp_path / "good" / "some.cpu.json").read_text() == "x"
 
     results, readme = tmp_path / "results", tmp_path / "README.md"

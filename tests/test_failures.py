@@ -300,3 +300,20 @@ def test_executed_steps_of_a_group_are_those_of_its_longest_lane_in_every_epoch(
     assert executed_steps(engine, straggler_and_other) == 2 * (10 + 6)
     whole = straggler_and_other._replace(steps=jnp.array([[[20, 12]]]))
     assert executed_steps(engine, whole) == 2 * 20
+
+
+def test_an_algorithm_may_do_more_steps_than_its_stragglers(data) -> None:  # noqa: F811
+    """The steps of `work` count, and not those of the cohort, however many clients train side by side."""
+    fedavg = fd.algorithms.fedavg()
+
+    def all_steps(server, client, work: fd.Work) -> fd.ClientResult:
+        return fedavg.client_update(server, client, work._replace(num_steps=2 * work.epochs * work.num_batches))
+
+    def after_a_round(algorithm, **options):
+        sim = simulate(data, algorithm, stragglers=1.0, **options)
+        return sim.round_fn(sim.init(jax.random.key(1)))[0].params
+
+    eager = fedavg._replace(client_update=all_steps)
+    close(after_a_round(eager, lanes=3), after_a_round(eager, lanes=1))
+    with pytest.raises(AssertionError):
+        close(after_a_round(eager, lanes=3), after_a_round(fedavg, lanes=3))

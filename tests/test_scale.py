@@ -243,12 +243,16 @@ def test_streaming_says_what_it_cannot_do(mapped) -> None:
 
 
 def test_auto_looks_at_what_a_device_holds(data, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "fedjax_drift.simulation.placement.memory_of", lambda mesh: 2 * 30 * 4 * 28
-    )  # the bank just fits
+    def with_memory(size: int) -> None:
+        monkeypatch.setattr("fedjax_drift.simulation.placement.memory_of", lambda mesh: size)
+
+    state, N, K = 4 * 28, 30, simulate(data).setup.engine.capacity
+    with_memory(2 * (N + 2 * K) * state)  # the bank and what a round makes of it just fit
     assert simulate(data, stream=False).bank == "device"
-    for room, found in ((30 * 4 * 28, "sharded"), (1000, "host")):
-        monkeypatch.setattr("fedjax_drift.simulation.placement.memory_of", lambda mesh, room=room: room)
+    with_memory(2 * N * state)
+    assert simulate(data, devices=1, stream=False).bank == "device"
+    for room, found in ((2 * (N + 2 * K) * state - 2, "sharded"), (N * state, "sharded"), (1000, "host")):
+        with_memory(room)
         with pytest.warns(UserWarning, match=f"bank='{found}'"):
             assert simulate(data, stream=False).bank == found
     with warnings.catch_warnings():

@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 
@@ -166,30 +167,37 @@ def streaming(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         yield measure.row(f"{name}, examples on the host / on the device", ratios)
 
 
-def memory(arguments: argparse.Namespace) -> Iterator[measure.Row]:
-    """Every workload has a process of its own, because a process only reports its highest peak."""
+def memory(arguments: argparse.Namespace) -> tuple[list[measure.Row], tuple[str, str]]:
+    """Returns the rows, and the platform and the name of the device.
+
+    Every workload has a process of its own, because a process only reports its highest peak. This process must not use
+    the device, because it would take most of its memory.
+    """
+    rows = []
     for name in (
         ("lenet5 10",) if arguments.quick else ("lenet5 100", "lenet5 3400", "emnist_cnn 3400", "feddc_resnet18")
     ):
         options = ["--memory", "--workloads", name]
-        planned, peak, lanes = measure.own_process(__file__, [*options, "--one"], arguments)
+        planned, peak, lanes, *where = measure.own_process(__file__, [*options, "--one"], arguments)
         note = f"lanes: {lanes}; planned {planned / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB"
-        yield measure.row(f"{name}, peak memory / plan", peak / planned, note=note)
+        rows.append(measure.row(f"{name}, peak memory / plan", peak / planned, note=note))
+    return rows, (where[0], where[1])
 
 
 def memory_of_one(arguments: argparse.Namespace) -> None:
-    """Prints the planned bytes, the peak bytes and the lanes of one workload as JSON."""
+    """Prints the planned bytes, the peak bytes, the lanes and the device of one workload as JSON."""
     (name,) = arguments.workloads
     sim = measure.simulation(tiny(WORKLOADS[name]) if arguments.quick else WORKLOADS[name])
     planned = sim.plan().total
     jax.block_until_ready(sim.run(sim.init(jax.random.key(0)), 2, eval_every=0, progress=False)[0])
-    print(json.dumps([planned, max(measure.peak_bytes()), sim.lanes]))
+    host, device = measure.peak_bytes()
+    print(json.dumps([planned, device or host, sim.lanes, *measure.jax_devices()]))
 
 
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--all", action="store_true", help="run all measurements that need an accelerator")
-    parser.add_argument("--minutes", type=float, default=25.0, help="with --all: start nothing after this time")
+    parser.add_argument("--minutes", type=float, default=25.0, help="with --all: stop after this time (default: 25)")
     for what in ("bfloat16", "correctness", "streaming", "memory"):
         parser.add_argument(f"--{what}", action="store_true")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -204,13 +212,16 @@ def main() -> None:
         arguments.rounds, arguments.seeds, arguments.accuracy_rounds = 1, 1, 1
         arguments.workloads = ["lenet5 10", *["pfl_cifar10"] * (not arguments.one)]
     if arguments.all:
-        run_book.run(arguments.output or run_book.OUTPUT, arguments.minutes, arguments.quick)
-        return
+        sys.exit(run_book.run(arguments.output or run_book.OUTPUT, arguments.minutes, arguments.quick))
     fd.use_cpu_devices()
     if arguments.one:
         memory_of_one(arguments)
         return
-    modes = {"bfloat16": bfloat16, "correctness": correctness, "streaming": streaming, "memory": memory}
+    if arguments.memory:
+        found, where = memory(arguments)
+        measure.save("accelerator_memory", found, arguments, where)
+        return
+    modes = {"bfloat16": bfloat16, "correctness": correctness, "streaming": streaming}
     chosen = [name for name in modes if getattr(arguments, name)]
     for name in chosen:
         measure.save(f"accelerator_{name}", modes[name](arguments), arguments)

@@ -65,7 +65,7 @@ def missing(benchmark: Benchmark, quick: bool) -> str:
     have = {
         "torch": lambda: importlib.util.find_spec("torch") is not None,
         "libtpu": lambda: importlib.util.find_spec("libtpu") is not None,
-        "cuda-plugin": lambda: importlib.util.find_spec("jax_cuda12_plugin") is not None,
+        "cuda-plugin": lambda: any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
         "accelerator": lambda: quick or accelerated(),
     }
     return " and ".join(need for need in benchmark.needs.split() if not have[need]())

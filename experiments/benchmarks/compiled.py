@@ -168,7 +168,8 @@ def rows(arguments: argparse.Namespace, device: Sharding) -> Iterator[measure.Ro
         }
         for wanted in arguments.lanes:
             auto = wanted == "auto"
-            lanes = auto_lanes(forms["ours"](), shape, arguments.batch, device) if auto else int(wanted)
+            model = forms["ours"]().computing_in(jnp.bfloat16) if arguments.bfloat16 else forms["ours"]()
+            lanes = auto_lanes(model, shape, arguments.batch, device) if auto else int(wanted)
             said = {}
             for form, make in forms.items():
                 model = make().computing_in(jnp.bfloat16) if arguments.bfloat16 else make()

@@ -72,7 +72,7 @@ def row(
 
 
 def save(name: str, rows: Iterable[Row], arguments: argparse.Namespace, where: tuple[str, str] | None = None) -> None:
-    """Prints the rows and writes NAME.PLATFORM.json. The file is written after every row, so an interruption loses one.
+    """Prints the rows and writes NAME.PLATFORM.json. Until the last row, the file ends in .json.part.
 
     where: the platform ("cpu", "gpu", ...) and the name of the device. Default: the devices of JAX.
     """
@@ -86,12 +86,14 @@ def save(name: str, rows: Iterable[Row], arguments: argparse.Namespace, where: t
         print(f"{each['what']}: {_measured(each)}{wanted}{note}", flush=True)
         done.append(each)
         if writes:
-            _write(folder, name, done, version, where or _jax_devices())
+            part = _write(folder, name, done, version, where or jax_devices())
+    if writes and done:
+        part.rename(part.with_suffix(""))
     if writes and folder.resolve() == RESULTS.resolve():
         README.write_text(with_tables(README.read_text()))
 
 
-def _write(folder: Path, name: str, rows: Sequence[Row], version: str, where: tuple[str, str]) -> None:
+def _write(folder: Path, name: str, rows: Sequence[Row], version: str, where: tuple[str, str]) -> Path:
     kind, devices = where
     contents = {
         "command": _command(),
@@ -101,7 +103,9 @@ def _write(folder: Path, name: str, rows: Sequence[Row], version: str, where: tu
         "rows": rows,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.{kind}.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
+    file = folder / f"{name}.{kind}.json.part"
+    file.write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
+    return file
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -172,7 +176,8 @@ def _read(path: str) -> str:
     return Path(path).read_text() if Path(path).exists() else ""
 
 
-def _jax_devices() -> tuple[str, str]:
+def jax_devices() -> tuple[str, str]:
+    """Returns the platform of JAX's devices, and their number and name."""
     import jax
 
     devices = jax.local_devices()

@@ -3,9 +3,9 @@
     python experiments/benchmarks/accelerator.py --all [--minutes 25] [--output runs/accelerator]
     python experiments/benchmarks/run_book.py --collect runs/accelerator
 
-Every step runs in a process of its own, and writes its results to a folder of its own after every row. No step starts
-after --minutes, and a step that is still running then is stopped. The same command goes on with the steps that are not
-complete. A step that failed is not repeated, unless its folder is removed.
+Every step runs in a process of its own, and writes its results to a folder of its own after every row. After --minutes,
+no step starts, and a step that is still running is stopped. The same command goes on with the steps that are not
+complete. A step that failed is only repeated if its folder is removed.
 
 --collect copies the results to results/ and updates the tables in the README.
 """
@@ -13,12 +13,15 @@ complete. A step that failed is not repeated, unless its folder is removed.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import measure
@@ -51,13 +54,18 @@ STEPS = [
 ]
 
 
-def run(output: Path, minutes: float, quick: bool) -> None:
-    """Runs the steps that are not complete."""
-    end = time.monotonic() + 60 * minutes
+def run(output: Path, minutes: float, quick: bool) -> int:
+    """Runs the steps that are not complete. Returns 1 if one of them failed, now or before, and otherwise 0."""
+    end, failed = monotonic() + 60 * minutes, False
+    output = output / "quick" if quick else output
     for step in STEPS:
-        folder, left = output / step.name, end - time.monotonic()
+        folder, left = output / step.name, end - monotonic()
         if (folder / "complete").exists():
             print(f"complete: {step.name}", flush=True)
+            continue
+        if (folder / "failed").exists():
+            print(f"failed before: {step.name}; to repeat it, remove {folder}", flush=True)
+            failed = True
             continue
         if left <= LEAST_SECONDS:
             print(f"no time left: {step.name}", flush=True)
@@ -66,23 +74,28 @@ def run(output: Path, minutes: float, quick: bool) -> None:
         script, *options = shlex.split(step.command)
         command = [sys.executable, str(measure.HERE / script), *options, "--output", str(folder)]
         print(f"{step.name}, about {step.minutes:g} min", flush=True)
-        started = time.monotonic()
+        started = monotonic()
+        process = subprocess.Popen([*command, *["--quick"] * quick], start_new_session=True)
         try:
-            code = subprocess.run([*command, *["--quick"] * quick], timeout=left).returncode
+            code = process.wait(timeout=left)
         except subprocess.TimeoutExpired:
             print(f"stopped: {step.name}; the same command starts it again", flush=True)
             continue
-        (folder / "complete").write_text(f"exit status {code}\n")
-        print(
-            f"{'ran' if code == 0 else 'FAILED'}: {step.name}, {(time.monotonic() - started) / 60:.1f} min", flush=True
-        )
+        finally:  # its own child processes, too, because they occupy the device
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        (folder / ("failed" if code else "complete")).write_text(f"exit status {code}\n")
+        failed |= code != 0
+        print(f"{'FAILED' if code else 'ran'}: {step.name}, {(monotonic() - started) / 60:.1f} min", flush=True)
+    return int(failed)
 
 
 def collect(output: Path) -> None:
     """Copies the results of all steps to results/, and updates the tables in the README."""
     for step in STEPS:
-        for file in (output / step.name).glob("*.json"):
-            kind = file.name.split(".")[-2]
+        for file in sorted((output / step.name).glob("*.json*"), reverse=True):  # a complete file replaces a part
+            kind = file.name.split(".")[1]
             shutil.copyfile(file, measure.RESULTS / f"{step.name}.{kind}.json")
             print(f"{step.name}.{kind}.json")
     measure.README.write_text(measure.with_tables(measure.README.read_text()))

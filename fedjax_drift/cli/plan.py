@@ -13,6 +13,7 @@ from fedjax_drift.cli.flags import HIDDEN, add, add_run, count, parse_spec
 from fedjax_drift.cli.parsed_run import assemble, load_data
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.simulation.plan import TooLargeError
 
 PLAN_EXAMPLES = """\
 examples:
@@ -84,7 +85,7 @@ def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
         needed, there, fits = "-", "-", "no"
         try:
             plan = sim.plan()
-        except ConfigurationError as error:  # it does not fit; other devices may have more memory
+        except TooLargeError as error:  # other devices may have more memory
             text = textwrap.fill(str(error), 100)
         else:
             text, fits = str(plan), "yes" if plan.fits else "no"

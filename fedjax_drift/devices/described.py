@@ -20,10 +20,8 @@ EXAMPLES = "v5e:4x4, v5p:2x2x1, h100 or h100:8"
 # What the compilers read when they describe devices. Without these, libtpu asks the metadata server of a TPU VM, and
 # JAX's CUDA plugin checks the versions of all CUDA libraries.
 SETTINGS = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "tpu": {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+    "cuda": {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
 }
 
 
@@ -36,15 +34,13 @@ def described_mesh(topology: str) -> Mesh:
       - GPUs: "h100" is one, "h100:8" is one host with 8, and "h100:2x8" is two hosts with 8 each. Known are a100 (80
         GB), a100-40gb, h100, h200 and b200.
       - Other GPUs: the path of a description that ends in .txtpb instead of the name. On a machine with such a GPU,
-        ``jax.experimental.topologies.get_topology_for_devices(jax.devices()).target_config`` returns the description.
+        ``jaxlib.xla_client.get_topology_for_devices(jax.devices()).target_config`` returns the description.
 
     Raises:
       ValueError: the name is not that of a slice or of GPUs.
       ImportError: the compiler for these devices is not installed.
     """
     name = checks.text("topology", topology, f"pass a TPU slice or GPUs, such as {EXAMPLES}")
-    for setting, value in SETTINGS.items():
-        os.environ.setdefault(setting, value)
     if re.fullmatch(r"v\w+:[1-9]\d*(x[1-9]\d*)*", name):
         return _mesh(name, "tpu", 'libtpu: pip install "jax[tpu]"', topology_name=name, **_tpu_options(name))
     if found := re.fullmatch(r"(.+?)(?::(?:([1-9]\d*)x)?([1-9]\d*))?", name):
@@ -65,7 +61,7 @@ def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
     """Options with which XLA compiles for the devices of a mesh. None if they are here."""
     if not is_described(mesh) or mesh.devices.flat[0].platform != "gpu":
         return None
-    # Without a GPU that tries several implementations of a matrix product, XLA's own generator can fail.
+    # XLA's Triton kernels for matrix products can fail to compile without a GPU on which to tune them.
     return {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -85,6 +81,8 @@ def _read(path: str) -> str:
 
 
 def _mesh(name: str, platform: str, packages: str, **options: Any) -> Mesh:
+    for setting, value in SETTINGS[platform].items():
+        os.environ.setdefault(setting, value)
     try:
         return clients_mesh(topologies.get_topology_desc(platform=platform, **options).devices)
     except RuntimeError as error:

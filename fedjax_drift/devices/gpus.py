@@ -1,6 +1,6 @@
 """Descriptions of GPUs, with which XLA can compile programs for a GPU that is not here.
 
-The numbers are those that CUDA reports for these devices.
+The numbers are from NVIDIA's data sheets and from XLA's own descriptions of these devices.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164 * 2**10, 40 * 2**20, 1.41, 2.039e12, 85100068864),
     "a100-40gb": Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 64, 164 * 2**10, 40 * 2**20, 1.41, 1.555e12, 42505273344),
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228 * 2**10, 50 * 2**20, 1.98, 3.352e12, 84978434048),
-    "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 228 * 2**10, 50 * 2**20, 1.98, 4.8e12, 151397597184),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 228 * 2**10, 50 * 2**20, 1.98, 4.8e12, 150 * 10**9),
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 228 * 2**10, 132644864, 1.965, 7.672e12, 191514411008),
 }
 # The memory in bytes of the kinds of GPUs that `described.described_mesh` has described.
@@ -67,7 +67,8 @@ MEMORY = {gpu.name: gpu.memory for gpu in GPUS.values()}
 
 def share_of_jax() -> float:
     """The share of a GPU's memory that JAX uses. It is 0.75, unless the user has changed it."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    return float(next((os.environ[name] for name in names if os.environ.get(name)), 0.75))
 
 
 def remember_memory(description: str) -> None:

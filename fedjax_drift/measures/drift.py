@@ -19,7 +19,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
 from fedjax_drift.round.client_states import gather, state_of
 from fedjax_drift.round.cohort import Plan, deal_out, look_up, plan, undealt
-from fedjax_drift.round.engine import Arrays, Client, Engine, Group, Shared, TestRows, partitionable
+from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, partitionable
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
 from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Watcher, Work
 
@@ -145,12 +145,12 @@ def trainings(
     """
     w = shared.server.params
 
-    def model_of(shared: Shared, client: Client, gathered: PyTree, group: Group) -> tuple[PyTree, PyTree]:
+    def model_of(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         """Returns the client's weight, and its local model and update, each multiplied by the weight.
 
         The sums over the cohort, divided by the sum of the weights, are the means.
         """
-        work = client_work(engine, shared, client, group)
+        work = client_work(engine, shared, client, longest)
         training = watched(engine, shared, client, gathered, work, lambda start, theta: ())
         aggregated, _ = check_finite(engine, client, training.result)
         weight = jnp.where(aggregated, training.result.weight, 0)
@@ -163,9 +163,9 @@ def trainings(
         w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, w))
     z_global = None if test is None else predictions(engine, w, test)
 
-    def one(shared: Shared, client: Client, gathered: PyTree, group: Group) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         w_S, mean_update, test, z_global = shared.extra
-        work = client_work(engine, shared, client, group)
+        work = client_work(engine, shared, client, longest)
         at_mean = full_gradient(work, w_S) if "gradients" in names else None
 
         def after_epoch(start: Params, theta: Params) -> dict[str, jax.Array]:
@@ -223,9 +223,9 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     clients = jax.tree.map(lambda a, held: a.at[today.drawn].set(held, mode="drop"), clients, today.held)
     _, _, dealt = deal_out(engine, clients, clients.steps)
 
-    def one(shared: Shared, client: Client, sent: PyTree, group: Group) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         chosen, S = shared.extra
-        work = client_work(engine, shared, client, group)
+        work = client_work(engine, shared, client, longest)
         g = full_gradient(work, shared.server.params)
         n_i = work.size.astype(work.lr.dtype)
         # 1 / |S| - p_i with a common denominator. It is exactly 0 if all clients take part and have equal sizes.
@@ -249,8 +249,8 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
 def label_mix(engine: Engine, shared: Shared, today: Plan) -> jax.Array:
     """float [C]: the share of each class in the cohort's examples."""
 
-    def one(shared: Shared, client: Client, sent: PyTree, group: Group) -> tuple[PyTree, PyTree]:
-        return label_counts(engine, client_work(engine, shared, client, group)), ()
+    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        return label_counts(engine, client_work(engine, shared, client, longest)), ()
 
     counts, _ = over_clients(engine, one, shared, today.dealt, ())
     return counts / counts.sum()

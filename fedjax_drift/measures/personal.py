@@ -20,7 +20,7 @@ from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.round.cohort import deal_out, round_keys, undealt
-from fedjax_drift.round.engine import Client, Engine, Group, Rows, Shared, partitionable, replicated
+from fedjax_drift.round.engine import Client, Engine, Rows, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import score_rows
 from fedjax_drift.round.train import client_work, over_clients
 from fedjax_drift.types import PyTree, ServerState
@@ -115,8 +115,8 @@ def fine_tuned(
     test_rows = (tests.offset[place], jnp.where(empty, 0, tests.size[place]))
     B = min(eval_batch_size, len(tests.x))
 
-    def one(shared: Shared, client: Client, test_rows: Any, group: Group) -> tuple[PyTree, PyTree]:
-        theta, _ = train(client_work(engine, shared, client, group), shared.server)
+    def one(shared: Shared, client: Client, test_rows: Any, longest: jax.Array) -> tuple[PyTree, PyTree]:
+        theta, _ = train(client_work(engine, shared, client, longest), shared.server)
         (x, y), (offset, size) = shared.extra, test_rows
 
         def score(row: jax.Array) -> dict[str, jax.Array]:

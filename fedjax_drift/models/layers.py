@@ -119,10 +119,11 @@ class GroupNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         C, H, W, B = x.shape
-        grouped = x.reshape(self.groups, -1, B).astype(jnp.promote_types(x.dtype, jnp.float32))
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+        grouped = x.reshape(self.groups, -1, B).astype(jnp.promote_types(dtype, jnp.float32))
         mean = grouped.mean(1, keepdims=True)
         variance = jnp.maximum(jnp.square(grouped).mean(1, keepdims=True) - jnp.square(mean), 0)
-        x = ((grouped - mean) * lax.rsqrt(variance + self.epsilon)).astype(x.dtype).reshape(C, H, W, B)
+        x = ((grouped - mean) * lax.rsqrt(variance + self.epsilon)).astype(dtype).reshape(C, H, W, B)
         scale = self.param("scale", nn.initializers.ones, (C,))
         bias = self.param("bias", nn.initializers.zeros, (C,))
         return x * scale[:, None, None, None] + bias[:, None, None, None]

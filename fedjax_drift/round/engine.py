@@ -55,13 +55,6 @@ class Client(NamedTuple):
     states."""
 
 
-class Group(NamedTuple):
-    """The L clients that train side by side on one device."""
-
-    longest: jax.Array  # int32 [], the number of examples of the largest client
-    steps: jax.Array  # int32 [E], the steps of each epoch: those of the client with the most steps in it
-
-
 class TestRows(NamedTuple):
     """The test set in T batches. The last batches are padded. If it is sharded, T is a multiple of D."""
 

@@ -62,10 +62,11 @@ def parts(sizes: np.ndarray, D: int) -> Parts:
     return Parts(clients, offsets, rows)
 
 
-def place_parts(data: FederatedData, mesh: Mesh) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def place_parts(data: FederatedData, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
     """Places the training examples on the devices.
 
-    Returns the rows x and y, [D * R, ...], sharded over the devices; and offsets and sizes, int32 [N], replicated.
+    Returns the rows x and y, [D * R, ...], sharded over the devices; and offsets and sizes, int32 [N], replicated. If
+    the devices are only described, the results are shapes.
 
     Each process reads only the rows that its devices store, from memory or from a memory-mapped file.
     """

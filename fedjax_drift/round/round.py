@@ -23,7 +23,7 @@ from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.client_states import finish, gather, scatter, state_of
 from fedjax_drift.round.cohort import Plan, plan, undealt
-from fedjax_drift.round.engine import Arrays, Client, Engine, Group, Shared, partitionable, replicated
+from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import evaluate
 from fedjax_drift.round.train import check_finite, client_work, executed_steps, over_clients, scalars, update
 from fedjax_drift.types import Metrics, Params, PyTree, Round, ServerState
@@ -61,10 +61,10 @@ def round_fn(
     today = plan(engine, state, arrays.rows, cohort)
     gathered = gather(engine, state.clients, today.dealt.place)  # () unless states are sharded: see `state_of`
 
-    def train(shared: Shared, client: Client, gathered: PyTree, group: Group) -> tuple[PyTree, PyTree]:
+    def train(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
         """Trains one client. Returns the values that are summed over the clients, and the values of this client."""
         old = state_of(engine, shared, client, gathered)
-        result = update(engine, shared, old, client_work(engine, shared, client, group))
+        result = update(engine, shared, old, client_work(engine, shared, client, longest))
         answered, bad_leaf = check_finite(engine, client, result)
         if engine.drop_nonfinite:
             result = result._replace(state=tree.select(answered, result.state, old))

@@ -21,7 +21,6 @@ from fedjax_drift.local import shuffle
 from fedjax_drift.round.engine import (
     Client,
     Engine,
-    Group,
     Rows,
     Shared,
     mean_steps,
@@ -32,17 +31,20 @@ from fedjax_drift.round.engine import (
 from fedjax_drift.round.exchange import exchange, longest_share
 from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Work
 
+LANES = "lanes"  # the axis of the clients that train side by side
+
 
 def over_clients(
     engine: Engine,
-    update: Callable[[Shared, Client, PyTree, Group], tuple[PyTree, PyTree]],
+    update: Callable[[Shared, Client, PyTree, jax.Array], tuple[PyTree, PyTree]],
     shared: Shared,
     dealt: Client,
     states: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """Calls ``update(shared, client, state, group) -> (added, kept)`` for every client in ``dealt`` [D, G, L].
+    """Calls ``update(shared, client, state, longest) -> (added, kept)`` for every client in ``dealt`` [D, G, L].
 
-    Returns the sum of ``added`` over all clients, and ``kept`` of each client, leaves [D, G, L, ...].
+    ``longest`` is the number of examples of the largest client in the group. Returns the sum of ``added`` over all
+    clients, and ``kept`` of each client, leaves [D, G, L, ...].
     """
     rows_sharded = engine.rows_by_rank is not None
 
@@ -51,22 +53,23 @@ def over_clients(
         if rows_sharded:
             shared, clients = with_own_rows(engine, shared, everyone)
 
-        def side_by_side(total: PyTree, lanes: tuple[Client, PyTree]) -> tuple[PyTree, PyTree]:
+        side_by_side = jax.vmap(update, in_axes=(None, 0, 0, None), axis_name=LANES)
+
+        def group(total: PyTree, lanes: tuple[Client, PyTree]) -> tuple[PyTree, PyTree]:
             clients, states = lanes
-            group = Group(clients.size.max(), steps_by_epoch(engine, clients).max(0))
+            longest = clients.size.max()
             if engine.lanes == 1:
                 client, state = jax.tree.map(lambda a: a[0], (clients, states))
-                added, kept = jax.tree.map(lambda a: a[None], update(shared, client, state, group))
+                added, kept = jax.tree.map(lambda a: a[None], update(shared, client, state, longest))
             else:
-                added, kept = jax.vmap(update, in_axes=(None, 0, 0, None))(shared, clients, states, group)
+                added, kept = side_by_side(shared, clients, states, longest)
             return jax.tree.map(lambda s, a: s + a.sum(0), total, added), kept
 
         clients, states = jax.tree.map(lambda a: a[0], (clients, states))  # [G, L, ...]
-        first = jax.tree.map(lambda a: a[0, 0], (clients, states))
-        alone = Group(first[0].size, steps_by_epoch(engine, first[0]))
-        added, _ = jax.eval_shape(update, shared, *first, alone)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), added)
-        total, kept = lax.scan(side_by_side, zeros, (clients, states))
+        first = jax.tree.map(lambda a: a[0], (clients, states))
+        added, _ = jax.eval_shape(side_by_side, shared, *first, clients.size[0, 0])
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), added)
+        total, kept = lax.scan(group, zeros, (clients, states))
         return sum_over_devices(engine, total), jax.tree.map(lambda a: a[None], kept)
 
     whole: Any = P()
@@ -92,14 +95,14 @@ def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Sha
     return shared._replace(rows=Rows(x, y)), clients
 
 
-def client_work(engine: Engine, shared: Shared, client: Client, group: Group) -> Work:
-    """One client's `Work` in the round."""
+def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Array) -> Work:
+    """One client's `Work` in the round. longest: the number of examples of the largest client in its group."""
     data, size = shared.rows, client.size
     B = min(engine.local.batch_size, engine.max_size)
     most_batches = -(-engine.max_size // B)
 
     def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
-        order = shuffle(key, size, group.longest, most_batches * B)
+        order = shuffle(key, size, longest, most_batches * B)
 
         def batch(k: jax.Array) -> Batch:
             mask = k * B + jnp.arange(B) < size
@@ -125,15 +128,8 @@ def client_work(engine: Engine, shared: Shared, client: Client, group: Group) ->
         epoch=epoch,
         model=engine.model,
         augment=engine.local.augment,
-        group_steps=None if engine.lanes == 1 else group.steps,
+        lanes=None if engine.lanes == 1 else LANES,
     )
-
-
-def steps_by_epoch(engine: Engine, clients: Client) -> jax.Array:
-    """int32 [..., E]: the steps of clients [...] in each epoch. A straggler stops before its last epoch ends."""
-    batches = -(-clients.size // min(engine.local.batch_size, engine.max_size))
-    before = jnp.multiply.outer(batches, jnp.arange(engine.local.epochs))
-    return jnp.clip(clients.steps[..., None] - before, 0, batches[..., None])
 
 
 def executed_steps(engine: Engine, dealt: Client) -> jax.Array:
@@ -142,7 +138,10 @@ def executed_steps(engine: Engine, dealt: Client) -> jax.Array:
     In every epoch, all L clients of a group run as many steps as the client of the group with the most steps in this
     epoch. The unused steps of the other clients are included.
     """
-    return steps_by_epoch(engine, dealt).max(2).sum() * engine.lanes
+    batches = -(-dealt.size // min(engine.local.batch_size, engine.max_size))[..., None]
+    epochs = jnp.arange(engine.local.epochs)[None, None, None]
+    left = dealt.steps[..., None] - batches * epochs
+    return jnp.clip(left, 0, batches).max(2).sum() * engine.lanes
 
 
 def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientResult:
@@ -176,8 +175,7 @@ def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
     """The update of some client. Its only use is `jax.eval_shape`, which gives the shapes of a client's result."""
     zero = jnp.zeros((), jnp.int32)
     shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float), ())
-    client = Client(zero, zero, zero, zero, zero)
-    work = client_work(engine, shared, client, Group(zero, steps_by_epoch(engine, client)))
+    work = client_work(engine._replace(lanes=1), shared, Client(zero, zero, zero, zero, zero), zero)
     return update(engine, shared, engine.algorithm.init_client(state.params), work)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,9 @@ from fedjax_drift.tree import nbytes
 from fedjax_drift.types import Model
 
 COPIES = 4  # of the parameters in a lane: the local model, its gradient, its momentum and the message
-# Bytes of activations. With more of them, XLA's compiler for a TPU v5e moves the intermediate results of a step to the
-# memory outside of the chip, and a step of LeNet-5, EMNIST CNN or MNIST CNN takes twice as many cycles per example.
+# Bytes of activations. With many more of them, XLA's compiler for a TPU v5e moves the intermediate results of a step to
+# the memory outside of the chip, and a step of LeNet-5, EMNIST CNN or MNIST CNN takes twice as many cycles per example.
+# This is a rule of thumb: BUILD_NOTES.md has the estimates. The compilers for other TPUs were not asked.
 ON_CHIP = 16 * 2**20
 
 
@@ -33,7 +34,7 @@ class Lane(NamedTuple):
 
 
 def fastest(most: int, memory: float, lane: Lane) -> int:
-    """Returns the number of lanes with which an accelerator is fastest, at least 1 and at most ``most``.
+    """Returns a number of lanes with which an accelerator should be fast, at least 1 and at most ``most``.
 
     most: the clients that one device trains in a round. memory: that of one device, in bytes.
     """
@@ -52,15 +53,23 @@ def lane_of(model: Model, decode: Callable[[jax.Array], jax.Array], x: Any, y: A
     return Lane(platform, nbytes(params), max(0, sum(_products(forward.jaxpr, platform)) - nbytes(params)))
 
 
-def _products(jaxpr: Jaxpr, platform: str) -> Iterator[int]:
-    """The bytes of the factors and results of all products in a program, also of those inside of its loops."""
+def _products(jaxpr: Jaxpr, platform: str, constants: Sequence[Any] = ()) -> Iterator[int]:
+    """The bytes of the factors and results of all products in a program, also of those inside of its loops.
+
+    constants: variables that do not count, because they are the same in every iteration of a `lax.scan` around this
+      program. A `lax.while_loop` counts with one iteration.
+    """
     for equation in jaxpr.eqns:
         inner = _inner(equation, platform)
         if inner is not None:
-            yield equation.params.get("length", 1) * sum(_products(inner, platform))
+            shared = inner.invars[: equation.params.get("num_consts", 0)] if "length" in equation.params else []
+            yield equation.params.get("length", 1) * sum(_products(inner, platform, shared)) + _size(shared)
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            arrays: list[Any] = [v.aval for v in (*equation.invars, *equation.outvars)]
-            yield sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+            yield _size([v for v in (*equation.invars, *equation.outvars) if not any(v is c for c in constants)])
+
+
+def _size(variables: Sequence[Any]) -> int:
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
 
 
 def _inner(equation: JaxprEqn, platform: str) -> Jaxpr | None:

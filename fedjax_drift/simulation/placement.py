@@ -38,9 +38,9 @@ class Placement:
 
     "auto" is 1 on a CPU, where clients train fastest one after another. On a GPU it is a quarter of the clients that
     one device trains in a round, but at least 16 and at most 128. On a TPU it is the largest power of two, up to 128,
-    with which the intermediate results of a step fit in the memory on the chip. If so many lanes would take more than
-    half of a device's memory, "auto" is smaller. L is never larger than the number of clients that one device trains in
-    a round."""
+    with which the activations of a step need at most 16 MiB, so that they fit on the chip. If so many lanes would take
+    more than half of a device's memory, "auto" is smaller. L is never larger than the number of clients that one device
+    trains in a round."""
     mesh: Mesh | None = None
     """The devices: a mesh with the single axis "clients" (`clients_mesh`). None: all devices of all processes."""
     stream: bool | str = "auto"
@@ -61,8 +61,9 @@ class Placement:
     - "sharded": sharded over the devices.
     - "host": in the host memory of every process.
     - A path: in files in this folder.
-    - "auto": "device" if all client states together take at most half of a device's memory. Otherwise "sharded" if one
-      device's share of them does. Otherwise "host".
+    - "auto": "device" if all client states together take at most half of a device's memory. With several devices, two
+      copies of the cohort's states are added to these, because every device receives the new states of all others.
+      Otherwise "sharded" if one device's share of all client states takes at most half of its memory. Otherwise "host".
 
     With "host" or a path, only clients that have taken part need space. Every round overwrites the client states in
     place, so the `ServerState` of the previous round becomes invalid."""
@@ -140,8 +141,11 @@ class Placement:
             return "parts"
         return "host" if self.stream == "auto" else "devices"
 
-    def states_at(self, client: PyTree, N: int, mesh: Mesh) -> str:
-        """Returns where N client states like ``client`` are kept: "device", "sharded", "host" or a folder."""
+    def states_at(self, client: PyTree, N: int, K: int, mesh: Mesh) -> str:
+        """Returns where N client states like ``client`` are kept: "device", "sharded", "host" or a folder.
+
+        K: the largest number of clients of a round.
+        """
         if not checks.is_auto(self.bank):
             chosen = str(self.bank)
             if chosen not in (*ON_DEVICES, "host") and spans_processes(mesh):
@@ -151,11 +155,14 @@ class Placement:
                 )
             return chosen
         needed, room = N * nbytes(client), memory_of(mesh) / 2
-        if needed <= room:
+        copies = 2 * K * nbytes(client) if mesh.size > 1 else 0
+        if needed + copies <= room:
             return "device"
         chosen = "sharded" if needed <= room * mesh.size else "host"
+        of_cohort = f" and two copies of those of {K} clients" if copies else ""
         checks.warn(
-            f"{N} client states need {needed / 1e9:.1f} GB, more than half of a device's memory: using bank={chosen!r}"
+            f"{N} client states{of_cohort} need {(needed + copies) / 1e9:.1f} GB, more than half of a device's memory: "
+            f"using bank={chosen!r}"
         )
         return chosen
 

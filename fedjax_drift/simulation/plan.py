@@ -14,12 +14,17 @@ from fedjax_drift.devices.described import compiler_options
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import leaf_shardings, shapes
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.round.exchange import back_and_forth
 from fedjax_drift.simulation.program_text import collectives, cycles_of_loop
 from fedjax_drift.simulation.programs import Programs
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import PyTree
 
 GIB = 2**30
+
+
+class TooLargeError(ConfigurationError):
+    """The compiler found that a round does not fit in the memory of a device."""
 
 
 class Plan(NamedTuple):
@@ -48,8 +53,8 @@ class Plan(NamedTuple):
     sent: dict[str, int]
     """The bytes that devices exchange in a round, as in `Simulation.communication`."""
     steps: int
-    """The local steps that a device does one after another in a round. With clients of different sizes, it is the
-    number for a cohort whose sizes are spread evenly over those of all clients."""
+    """The local steps that the busiest device does one after another in a round. With clients of different sizes, it
+    is the number for a cohort whose sizes are spread evenly over those of all clients."""
     cycles: int
     """The cycles of a local step of L clients, as estimated by XLA's compiler for a TPU; 0 for other devices."""
     compile_seconds: float
@@ -106,16 +111,19 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise ConfigurationError(
-            f"a round with {setup.engine.lanes} lanes does not fit in the memory of {_devices(setup)} "
-            f"({checks.first_line(error).partition(': ')[2]}): use more devices or fewer lanes"
+        states = "" if setup.engine.sharded else ', bank="sharded"'
+        raise TooLargeError(
+            f"a round with lanes={setup.engine.lanes} does not fit in the memory of {_devices(setup)} "
+            f"({checks.first_line(error).partition(': ')[2]}): use more devices{states} or fewer lanes"
         ) from error
     seconds = time.perf_counter() - start
     memory, devices, text = compiled.memory_analysis(), setup.mesh.devices.flat, compiled.as_text() or ""
     lanes, available = setup.engine.lanes, memory_of(setup.mesh)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     left = available - memory.argument_size_in_bytes - results
-    per_device = -(-setup.engine.capacity // len(devices))
+    engine = setup.engine
+    most = min(engine.capacity, engine.cohort_size) if engine.clients_asked > engine.cohort_size else engine.capacity
+    per_device = -(-most // len(devices))
     groups = -(-per_device // lanes)  # XLA removes loops of one iteration
     return Plan(
         devices=_devices(setup),
@@ -142,12 +150,12 @@ def _devices(setup: Setup) -> str:
 
 
 def _steps(setup: Setup) -> int:
-    """The local steps that a device does in a round, for a cohort with typical sizes."""
+    """The local steps of the busiest device in a round, for a cohort with typical sizes."""
     engine, steps = setup.engine, np.sort(setup.engine.local.steps(setup.data.sizes))[::-1]
-    K = min(engine.cohort_size, engine.num_clients)
+    K, D, L = engine.cohort_size, engine.mesh.size, engine.lanes
     cohort = steps[((np.arange(K) + 0.5) * (engine.num_clients / K)).astype(int)]
-    # The clients are dealt out in this order: the first L * D of them are the first group of every device.
-    return int(cohort[:: engine.lanes * engine.mesh.size].sum())
+    dealt = np.append(cohort, 0)[np.minimum(back_and_forth(D, -(-K // (D * L)), L), K)]  # as in round.cohort.deal
+    return int(dealt.max(2).sum(1).max())
 
 
 def _bytes_on_one_device(tree: PyTree) -> int:

@@ -14,22 +14,27 @@ def collectives(text: str) -> dict[str, int]:
 
 
 def cycles_of_loop(text: str, depth: int) -> int:
-    """The estimated cycles of one iteration of the costliest loop at this depth. 0 if there are no estimates.
+    """The estimated cycles of one iteration of the costliest loop with gradients. 0 if there are no estimates.
 
     depth: 0 for loops that are not inside of another one, 1 for those inside of the costliest of these, and so on. If
       there are fewer nested loops, the innermost one counts. Loops inside of the loop count with one iteration.
     """
-    own, inside, entry = {}, {}, ""
+    own, inside, gradients, entry = {}, {}, set(), ""
     for header, body in re.findall(r"(?m)^((?:ENTRY )?%?[\w.-]+) \(.*\{\n((?:.*\n)*?)\}", text):
         name = header.removeprefix("ENTRY ").removeprefix("%")
         entry = name if header.startswith("ENTRY ") else entry
         own[name] = sum(map(int, re.findall(r'estimated_cycles":"?(\d+)', body)))
         inside[name] = re.findall(r" while\(.*body=%?([\w.-]+)", body)
+        if "transpose(jvp(" in body:  # in the names of operations of a backward pass
+            gradients.add(name)
 
     def cycles(name: str) -> int:
         return own.get(name, 0) + sum(map(cycles, inside.get(name, [])))
 
+    def trains(name: str) -> bool:
+        return name in gradients or any(map(trains, inside.get(name, [])))
+
     loop = entry
     for _ in range(depth + 1):
-        loop = max(inside.get(loop, []), key=cycles, default=loop)
+        loop = max(filter(trains, inside.get(loop, [])), key=cycles, default=loop)
     return 0 if loop == entry else cycles(loop)

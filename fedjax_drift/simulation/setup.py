@@ -183,7 +183,7 @@ def assemble(
     validate.check_local(local, shapes.params, max_size)
     validate.check_augment(local, data, decoded)
     rows_at = placement.rows_at(data, mesh)
-    client_store = placement.states_at(jax.eval_shape(algorithm.init_client, shapes.params), N, mesh)
+    client_store = placement.states_at(jax.eval_shape(algorithm.init_client, shapes.params), N, capacity, mesh)
     sharded = client_store == "sharded" and mesh.size > 1
     lane = partial(lane_of, model, decoded, data.x, data.y, min(local.batch_size, max_size))
     engine = Engine(
