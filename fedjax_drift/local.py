@@ -186,11 +186,12 @@ def train(
                 theta = as_params(after(theta, k))
             return theta, memory, total + value.astype(total.dtype)
 
+        # A straggler stops before its last epoch ends.
+        steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
+
         def step_of_group(k: jax.Array, carry: tuple) -> tuple:
             return tree.select(k < steps, step(k, carry), carry)
 
-        # A straggler stops before its last epoch ends.
-        steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
         if work.lanes is None:
             carry = lax.fori_loop(0, steps, step, carry)
         else:  # with one k for the whole group, its batches are slices of the shuffled order, and not gathers

@@ -88,7 +88,7 @@ def test_the_run_book_goes_on_where_it_stopped(shared, tmp_path, monkeypatch, ca
         def wait(self, timeout: float | None = None) -> int:
             if timeout is None or "slow.py" not in str(self.args):
                 return super().wait()
-            while not (tmp_path / "slow" / "some.cpu.json").exists():
+            while self.poll() is None and not (tmp_path / "slow" / "some.cpu.json").exists():
                 time.sleep(0.01)
             clock.append(10.0**6)  # the time is over as soon as the step has written its file
             raise subprocess.TimeoutExpired("slow", timeout)

@@ -15,12 +15,10 @@ from jax.sharding import SingleDeviceSharding
 import fedjax_drift as fd
 from fedjax_drift import cli, tree
 from fedjax_drift.devices import gpus, launch
-from fedjax_drift.devices.described import compiler_options
-from fedjax_drift.devices.mesh import leaf_shardings, shapes
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.models import conv
 from fedjax_drift.simulation import lanes, placement, program_text
-from fedjax_drift.simulation.plan import plan_of
+from fedjax_drift.simulation.plan import compiled_round, plan_of
 from fedjax_drift.simulation.simulation import Simulation
 
 has_libtpu = importlib.util.find_spec("libtpu") is not None
@@ -209,7 +207,7 @@ def test_the_text_of_a_program() -> None:
 
 
 def test_the_steps_of_a_plan_are_those_of_a_round() -> None:
-    """With one device, these are the executed steps of one lane. With two, the busiest does at least half of them."""
+    """One device does the steps of all five groups. The busiest of two does those of the first, fourth and fifth."""
     data = fd.FederatedData(np.zeros((55, 8)), np.zeros(55, int), np.arange(1, 11))
     local = fd.LocalTraining(epochs=2, batch_size=2)
     for devices in (1, 2):
@@ -217,7 +215,7 @@ def test_the_steps_of_a_plan_are_those_of_a_round() -> None:
         model, fedavg = fd.models.linear((8,), 3), fd.algorithms.fedavg()
         sim = fd.Simulation(model, data, fedavg, local=local, cohort_size=10, lanes=2, mesh=mesh)
         plan, (_, info) = sim.plan(), sim.round_fn(sim.init(jax.random.key(0)))
-        rows = [2 * max(5, 5), 2 * max(4, 4), 2 * max(3, 3), 2 * max(2, 2), 2 * max(1, 1)]  # groups of two clients
+        rows = [10, 8, 6, 4, 2]  # of each group of two clients: 2 epochs of 5, 4, 3, 2 and 1 batches
         assert int(info["executed_steps"]) == 2 * sum(rows)
         assert plan.steps == (sum(rows) if devices == 1 else rows[0] + rows[3] + rows[4]) and plan.cycles == 0
 
@@ -294,7 +292,8 @@ def test_the_round_that_an_accelerator_runs(devices, algorithm) -> None:
     data = fd.FederatedData.of_shapes(64, 50, (28, 28, 1))
     options = {"cohort_size": 32, "mesh": fd.described_mesh(devices), "bank": "sharded"}
     sim = fd.Simulation(fd.models.lenet5(), data, getattr(fd.algorithms, algorithm)(), **options)
-    setup, memory, text = compiled_round(sim)
+    compiled, setup = compiled_round(sim.setup, sim.executor.programs), sim.setup
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     found = program_text.collectives(text)
     if algorithm == "fedavg":
         assert found["all-reduce"] == 1  # the sum of the messages and of the metrics
@@ -327,12 +326,3 @@ def test_our_networks_cost_a_tpu_no_more_than_plain_modules(network, lanes, monk
     module, shape = PLAIN[network]
     ours, plain = getattr(fd.models, network)(), fd.Model.from_linen(module, shape)
     assert estimate(ours, shape, lanes, 20, chip).cycles <= 1.01 * estimate(plain, shape, lanes, 20, chip).cycles
-
-
-def compiled_round(sim: fd.Simulation) -> tuple:
-    """The setup of a simulation on described devices, and the memory and the text of its compiled round."""
-    setup = sim.setup
-    state = shapes(setup.state, leaf_shardings(setup.shardings, setup.state))
-    compiled = sim.executor.programs.lower("donating_round", state, setup.arrays, None)
-    compiled = compiled.compile(compiler_options(setup.mesh))
-    return setup, compiled.memory_analysis(), compiled.as_text()

@@ -97,7 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ("quickstart", "show client drift and its correction, in under a minute", None, fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
         ("data", "list the data sets, or plot the clients of a data set", DATA_EXAMPLES, fill_data),
-        ("plan", "say what a run needs on a TPU slice that is not here", PLAN_EXAMPLES, fill_plan),
+        ("plan", "say what a run needs on TPUs or GPUs that are not here", PLAN_EXAMPLES, fill_plan),
     ):
         subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
         fill(subparsers[name])

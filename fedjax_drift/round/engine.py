@@ -106,6 +106,12 @@ class Engine(NamedTuple):
     failures: Failures | None  # None: every selected client reports
     aggregation: Aggregation
 
+    @property
+    def most_clients(self) -> int:
+        """The largest number of clients that a round trains. Over-selected clients that come too late do not count."""
+        over_selected = self.clients_asked > self.cohort_size
+        return min(self.capacity, self.cohort_size) if over_selected else self.capacity
+
 
 class Shared(NamedTuple):
     """The values that all clients of a round share."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from fedjax_drift.round.exchange import back_and_forth
 from fedjax_drift.simulation.program_text import collectives, cycles_of_loop
 from fedjax_drift.simulation.programs import Programs
 from fedjax_drift.simulation.setup import Setup
-from fedjax_drift.types import PyTree
+from fedjax_drift.types import PyTree, ServerState
 
 GIB = 2**30
 
@@ -83,11 +83,11 @@ class Plan(NamedTuple):
             "collectives": ", ".join(f"{n} {name}" for name, n in self.collectives.items()) or "none",
             **{f"sent, {name}": _gib(n) for name, n in self.sent.items() if n},
             "local steps": f"{self.steps:,} in a round, each of {self.lanes} clients",
-            "cycles": f"{self.cycles:,} a step, {self.cycles * self.steps:.2e} a round (the compiler's estimate)",
-            "compiled in": f"{self.compile_seconds:.0f} s",
         }
-        if not self.cycles:
-            del rows["cycles"]
+        if self.cycles:
+            a_round = self.cycles * self.steps
+            rows["cycles"] = f"{self.cycles:,} a step, {a_round:.2e} a round (the compiler's estimate)"
+        rows["compiled in"] = f"{self.compile_seconds:.0f} s"
         return "\n".join(f"{name:22}{text}" for name, text in rows.items())
 
 
@@ -103,11 +103,9 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
             f"a plan needs {what} on the devices, but they would be kept on the host: use more devices, or "
             f"{'stream=False' if setup.streamed else 'bank=' + repr('sharded')}"
         )
-    state = shapes(setup.state, leaf_shardings(setup.shardings, setup.state))
     start = time.perf_counter()
-    lowered = programs.lower("donating_round", state, setup.arrays, None)
     try:
-        compiled = lowered.compile(compiler_options(setup.mesh))
+        compiled = compiled_round(setup, programs)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -121,16 +119,14 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
     lanes, available = setup.engine.lanes, memory_of(setup.mesh)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     left = available - memory.argument_size_in_bytes - results
-    engine = setup.engine
-    most = min(engine.capacity, engine.cohort_size) if engine.clients_asked > engine.cohort_size else engine.capacity
-    per_device = -(-most // len(devices))
+    per_device = -(-setup.engine.most_clients // len(devices))
     groups = -(-per_device // lanes)  # XLA removes loops of one iteration
     return Plan(
         devices=_devices(setup),
         lanes=lanes,
         most_lanes=max(0, int(min(per_device, lanes * left / max(1, memory.temp_size_in_bytes)))),
         examples=_bytes_on_one_device(setup.arrays.rows),
-        client_states=_bytes_on_one_device(state.clients),
+        client_states=_bytes_on_one_device(_state(setup).clients),
         arguments=memory.argument_size_in_bytes,
         results=results,
         temporary=memory.temp_size_in_bytes,
@@ -141,6 +137,17 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
         cycles=cycles_of_loop(text, depth=(groups > 1) + (setup.engine.local.epochs > 1)),
         compile_seconds=seconds,
     )
+
+
+def compiled_round(setup: Setup, programs: Programs) -> Any:
+    """Compiles the round, for the devices of the setup."""
+    lowered = programs.lower("donating_round", _state(setup), setup.arrays, None)
+    return lowered.compile(compiler_options(setup.mesh))
+
+
+def _state(setup: Setup) -> ServerState:
+    """The shapes of a state, with their shardings."""
+    return shapes(setup.state, leaf_shardings(setup.shardings, setup.state))
 
 
 def _devices(setup: Setup) -> str:

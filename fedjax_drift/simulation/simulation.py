@@ -602,15 +602,14 @@ class Simulation:
 
         - "message sum": the size of the sum of the messages and weights. The devices compute it in one all-reduce. On a
           ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort size.
-        - "client states": the bytes that each device sends. Each device sends the new states of its clients to all
-          other devices (an all-gather). With ``bank="sharded"``, it also sends old states to the devices that train
-          these clients (a reduce-scatter of the same size).
+        - "client states": the bytes that each device sends. The new states of its clients reach all other devices.
+          With ``bank="sharded"``, old states travel to the devices that train these clients as well, and each device
+          sends twice as much.
         - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. Each device sends
           D - 1 buffers. The size of a buffer is an upper bound on the examples of the clients that one device trains.
         """
         e, D = self.setup.engine, self.mesh.size
-        most = min(e.capacity, e.cohort_size) if e.clients_asked > e.cohort_size else e.capacity
-        G = -(-most // (D * e.lanes))
+        G = -(-e.most_clients // (D * e.lanes))
         update, row = self.setup.any_update(), self.setup.any_row()
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
