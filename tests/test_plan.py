@@ -320,9 +320,8 @@ def test_sharded_examples_can_be_planned(devices) -> None:
 @pytest.mark.parametrize(("network", "lanes"), [("lenet5", 16), ("mnist_2nn", 16), ("emnist_cnn", 4)])
 def test_our_networks_cost_a_tpu_no_more_than_plain_modules(network, lanes, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments" / "benchmarks"))
-    from compiled import PLAIN, estimate
+    from compiled import PLAIN, estimate, plain_model
 
     chip = SingleDeviceSharding(fd.described_mesh("v5e:1x1").devices.flat[0])
-    module, shape = PLAIN[network]
-    ours, plain = getattr(fd.models, network)(), fd.Model.from_linen(module, shape)
+    ours, plain, shape = getattr(fd.models, network)(), plain_model(network), PLAIN[network][1]
     assert estimate(ours, shape, lanes, 20, chip).cycles <= 1.01 * estimate(plain, shape, lanes, 20, chip).cycles

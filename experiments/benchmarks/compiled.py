@@ -3,11 +3,13 @@
     pip install "jax[tpu]" jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
     python experiments/benchmarks/compiled.py [--topology v5e:1x1] [--networks lenet5 ...] [--lanes auto 1 16 128]
                                               [--batch 20] [--bfloat16] [--top 10]
-    python experiments/benchmarks/compiled.py --topology h100
+    python experiments/benchmarks/compiled.py --topology h100 [--forms ours "as on a TPU" ...]
 
 A step computes the gradient of one minibatch and the SGD update, for L clients that train side by side (L lanes). It is
 compiled for a chip that is only described (`jax.experimental.topologies`). Nothing is executed. The number of lanes
-"auto" is that of a simulation with many clients.
+"auto" is that of a simulation with many clients. A row "16 clients" compares 16 clients as a simulation trains them, in
+groups of "auto" lanes, with a plain module under `jax.vmap` over all 16. --forms compares implementations of the
+convolution (forms.py) in our networks with the plain module.
 
 - cycles (TPU): the sum of the cycles that XLA estimates for each operation. This is the compiler's own model, good for
   comparing two forms of the same step. It is not a measurement.
@@ -17,16 +19,19 @@ compiled for a chip that is only described (`jax.experimental.topologies`). Noth
 
 The ratio is that of the cycles on a TPU, and that of the bytes on a GPU.
 
-The plain modules are written with `nn.Conv`, `nn.max_pool`, `nn.GroupNorm` and `nn.Dense`, as most people would.
+The plain modules are written with `nn.Conv`, `nn.max_pool`, `nn.GroupNorm`, `nn.Embed` and `nn.Dense`, as most people
+would.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -34,7 +39,7 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
-from forms import launched
+from forms import FORMS, convolving, launched
 from jax.sharding import Sharding, SingleDeviceSharding
 
 import fedjax_drift as fd
@@ -81,9 +86,63 @@ class PlainResNet(nn.Module):
         return nn.Dense(self.num_classes)(x.mean((1, 2)))
 
 
+class PlainSequence(nn.Module):
+    """Embeddings [B, length] -> [B, 3 * 32]: three convolutions, then the maximum over the positions."""
+
+    kernels: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Embed(95, 64)(x)
+        for i, kernel in enumerate(self.kernels):
+            x = nn.relu(nn.Conv(32 * (i + 1), (kernel,), padding="VALID")(x))
+        return x.max(1)
+
+
+class PlainDrugTarget(nn.Module):
+    """Two encoders, then dense layers, for 100 characters of a ligand and 1,000 of a protein."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.concatenate([PlainSequence((4, 6, 8))(x[:, :100]), PlainSequence((4, 8, 12))(x[:, 100:])], -1)
+        return nn.Dense(2)(nn.Dense(256)(nn.relu(nn.Dense(64)(nn.relu(nn.Dense(64)(x))))))
+
+
+class PlainText(nn.Module):
+    """The mean embedding of the tokens, then dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        real = (x > 0)[..., None]
+        x = (nn.Embed(20_000, 64)(x) * real).sum(1) / jnp.maximum(real.sum(1), 1)
+        return nn.Dense(4)(nn.Dense(256)(nn.relu(nn.Dense(64)(nn.relu(nn.Dense(64)(x))))))
+
+
+class PlainDIN(nn.Module):
+    """Attention of the candidate to the items in the history, then dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        sizes = zip((6041, 3, 8, 22, 3440, 3953), (15, 2, 3, 5, 15, 15), strict=True)
+        embeddings = [nn.Embed(size, width) for size, width in sizes]
+        fields = [embedding(x[:, i]) for i, embedding in enumerate(embeddings)]
+        history, real = embeddings[-1](x[:, 6:]), x[:, 6:] > 0
+        candidate = jnp.broadcast_to(fields[-1][:, None], history.shape)
+        pairs = jnp.concatenate([candidate, history, candidate - history, candidate * history], -1)
+        relevance = nn.Dense(1)(nn.relu(nn.Dense(15)(pairs)))[..., 0]
+        weights = nn.softmax(jnp.where(real, relevance, -1e9)) * real
+        x = jnp.concatenate([*fields, (weights[..., None] * history).sum(1)], -1)
+        return nn.Dense(1)(nn.relu(nn.Dense(16)(nn.relu(nn.Dense(32)(x)))))[:, 0]
+
+
 SAME, VALID, DIGITS, PHOTOS = "SAME", "VALID", (28, 28, 1), (32, 32, 3)
+# The plain module of a network in `fd.models`, and the shape of an example. Examples with one axis are token ids.
 PLAIN: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "mnist_2nn": (Plain((), (200, 200, 10)), DIGITS),
+    "text_classifier": (PlainText(), (128,)),
+    "din": (PlainDIN(), (6 + 50,)),
+    "drug_target": (PlainDrugTarget(), (1100,)),
+    "simple_fl_lenet": (Plain(((6, 3, VALID, 2), (10, 3, VALID, 2)), (100, 62)), DIGITS),
     "lenet5": (Plain(((6, 5, SAME, 2), (16, 5, VALID, 2)), (120, 84, 62)), DIGITS),
     "mnist_cnn": (Plain(((32, 5, SAME, 2), (64, 5, SAME, 2)), (512, 10)), DIGITS),
     "emnist_cnn": (Plain(((32, 3, VALID, 1), (64, 3, VALID, 2)), (128, 62)), DIGITS),
@@ -95,6 +154,17 @@ PLAIN: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     ),
     "resnet18": (PlainResNet(), PHOTOS),
 }
+
+
+def dtype_of(shape: tuple[int, ...]) -> Any:
+    """Returns the dtype of the examples: images are float32, tokens int32."""
+    return jnp.int32 if len(shape) == 1 else jnp.float32
+
+
+def plain_model(name: str) -> fd.Model:
+    """Returns the plain module of a network as a model, with the loss of our network."""
+    module, shape = PLAIN[name]
+    return fd.Model.from_linen(module, shape, input_dtype=dtype_of(shape), loss=getattr(fd.models, name)().loss)
 
 
 class Estimate(NamedTuple):
@@ -121,7 +191,7 @@ def estimate(model: fd.Model, shape: tuple[int, ...], lanes: int, batch: int, de
     params = jax.eval_shape(model.init, jax.random.key(0))
     stacked = jax.tree.map(lambda a: on_device(lanes, *a.shape, dtype=a.dtype), params)
     start, mesh = time.perf_counter(), fd.clients_mesh(list(device.device_set))
-    x, y = on_device(lanes, batch, *shape), on_device(lanes, batch, dtype=jnp.int32)
+    x, y = on_device(lanes, batch, *shape, dtype=dtype_of(shape)), on_device(lanes, batch, dtype=jnp.int32)
     compiled = jax.jit(jax.vmap(step)).lower(stacked, x, y).compile(compiler_options(mesh))
     seconds, text = time.perf_counter() - start, compiled.as_text() or ""
     costs = []
@@ -153,41 +223,57 @@ def _bytes(dtype: str, shape: str) -> float:
     return width * float(np.prod([int(n) for n in shape.split(",") if n]))
 
 
-def auto_lanes(model: fd.Model, shape: tuple[int, ...], batch: int, device: Sharding) -> int:
-    """Returns the number of lanes of a simulation with 3,400 clients a round."""
-    x, y, mesh = np.zeros((1, *shape)), np.zeros(1, int), fd.clients_mesh(list(device.device_set))
-    return fastest(3400, memory_of(mesh), lane_of(model, lambda x: x, x, y, batch, mesh.devices.flat[0].platform))
+def lanes_of(model: fd.Model, shape: tuple[int, ...], batch: int, device: Sharding) -> tuple[int, int]:
+    """Returns the number of lanes of a simulation with 3,400 clients a round, and about how many lanes fit."""
+    x, y, mesh = np.zeros((1, *shape), dtype_of(shape)), np.zeros(1, int), fd.clients_mesh(list(device.device_set))
+    lane = lane_of(model, lambda x: x, x, y, batch, mesh.devices.flat[0].platform)
+    return fastest(3400, memory_of(mesh), lane), int(memory_of(mesh) / lane.total)
 
 
 def rows(arguments: argparse.Namespace, device: Sharding) -> Iterator[measure.Row]:
     for name in arguments.networks:
-        network, shape = PLAIN[name]
-        forms: dict[str, Callable[[], fd.Model]] = {
-            "ours": getattr(fd.models, name),
-            "plain": lambda network=network, shape=shape: fd.Model.from_linen(network, shape),
-        }
-        for wanted in arguments.lanes:
-            auto = wanted == "auto"
-            model = forms["ours"]().computing_in(jnp.bfloat16) if arguments.bfloat16 else forms["ours"]()
-            lanes = auto_lanes(model, shape, arguments.batch, device) if auto else int(wanted)
-            said = {}
-            for form, make in forms.items():
-                model = make().computing_in(jnp.bfloat16) if arguments.bfloat16 else make()
-                said[form] = estimate(model, shape, lanes, arguments.batch, device)
-                for cycles, operation in said[form].costliest[: arguments.top]:
-                    print(f"  {form} {cycles:10,}  {operation}")
-            of_cycles = said["ours"].cycles > 0
-            note = "; ".join(
-                (f"{form} {e.cycles:,.0f} cycles" if of_cycles else f"{form} {e.kernels} kernels a step")
-                + f" and {e.megabytes:.2f} MB per image, temp {e.temporary:,.0f} MiB, compiled in {e.seconds:.0f} s"
-                for form, e in said.items()
-            )
-            ours, plain = ((e.cycles if of_cycles else e.megabytes) for e in said.values())
-            precision = ", bfloat16" if arguments.bfloat16 else ""
-            quantity = "cycles" if of_cycles else "bytes"
-            what = f"{name}, {lanes} lanes{' (auto)' * auto}, batch {arguments.batch}{precision}"
-            target = {"at_most": 1.0} if of_cycles else {}
-            yield measure.row(f"{what}: {quantity} of ours / plain flax", ours / plain, **target, note=note)
+        yield from rows_of(name, arguments, device)
+
+
+def rows_of(name: str, arguments: argparse.Namespace, device: Sharding) -> Iterator[measure.Row]:
+    shape, batch = PLAIN[name][1], arguments.batch
+    precision = ", bfloat16" if arguments.bfloat16 else ""
+
+    def model(make: Callable[[], fd.Model]) -> fd.Model:
+        return make().computing_in(jnp.bfloat16) if arguments.bfloat16 else make()
+
+    @functools.cache
+    def said(form: str, lanes: int) -> Estimate:
+        with nullcontext() if form in ("ours", "plain") else convolving(FORMS[form]):
+            make = functools.partial(plain_model, name) if form == "plain" else getattr(fd.models, name)
+            found = estimate(model(make), shape, lanes, batch, device)
+        for cycles, operation in found.costliest[: arguments.top]:
+            print(f"  {form} {cycles:10,}  {operation}")
+        return found
+
+    def compared(what: str, form: str, lanes: int, plain_lanes: int) -> measure.Row:
+        estimates = {form: said(form, lanes), "plain": said("plain", plain_lanes)}
+        of_cycles = estimates["plain"].cycles > 0
+        note = "; ".join(
+            (f"{form} {e.cycles:,.0f} cycles" if of_cycles else f"{form} {e.kernels} kernels a step")
+            + f" and {e.megabytes:.2f} MB per image, temp {e.temporary:,.0f} MiB, compiled in {e.seconds:.0f} s"
+            for form, e in estimates.items()
+        )
+        mine, plain = ((e.cycles if of_cycles else e.megabytes) for e in estimates.values())
+        quantity, target = ("cycles", {"at_most": 1.0}) if of_cycles else ("bytes", {})
+        return measure.row(f"{what}: {quantity} of {form} / plain flax", mine / plain, **target, note=note)
+
+    auto, most = lanes_of(model(getattr(fd.models, name)), shape, batch, device)
+    numbers = dict.fromkeys(auto if wanted == "auto" else int(wanted) for wanted in arguments.lanes)
+    for lanes in numbers:
+        if lanes > most:
+            print(f"skipped: {name}, {lanes} lanes: about {most} fit", flush=True)
+            continue
+        for form in arguments.forms:
+            what = f"{name}{precision}, {lanes} lanes{' (auto)' * (lanes == auto)}"
+            yield compared(what, form, lanes, lanes)
+        if "auto" in arguments.lanes and lanes > auto:
+            yield compared(f"{name}{precision}, {lanes} clients", arguments.forms[0], auto, lanes)
 
 
 def main() -> None:
@@ -198,6 +284,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=PLAIN, default=list(PLAIN))
     parser.add_argument("--lanes", nargs="+", default=["auto", "1", "16", "128"])
     parser.add_argument("--batch", type=int, default=20)
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=["ours"], metavar="FORM")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--top", type=int, default=0, help="print this many of the costliest operations")
     arguments = parser.parse_args()
@@ -208,9 +295,10 @@ def main() -> None:
         device = SingleDeviceSharding(fd.described_mesh(arguments.topology).devices.flat[0])
     except (fd.errors.ConfigurationError, fd.errors.MissingPackageError) as error:
         sys.exit(str(error))
-    generation, precision = arguments.topology.partition(":")[0], "_bfloat16" if arguments.bfloat16 else ""
-    where = f"{generation}-compiler", f"one chip of {arguments.topology}, described"
-    measure.save(f"compiled{precision}", rows(arguments, device), arguments, where)
+    where = f"{arguments.topology.partition(':')[0]}-compiler", f"one chip of {arguments.topology}, described"
+    name = ("forms_compiled" if arguments.forms != ["ours"] else "compiled") + "_bfloat16" * arguments.bfloat16
+    few = "" if len(arguments.networks) > 1 else f"_{arguments.networks[0]}"
+    measure.save(name + few, rows(arguments, device), arguments, where)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from jax import lax
 from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
 
 import fedjax_drift as fd
-from fedjax_drift.models import conv, conv_cpu, windows
+from fedjax_drift.models import conv, conv_cpu, conv_tpu, windows
 from fedjax_drift.models.networks import CNN
 from fedjax_drift.models.windows import Padding
 from fedjax_drift.types import Params
@@ -114,6 +114,7 @@ def lax_conv(images: str, weights: str) -> Form:
 FORMS: dict[str, Form] = {
     "ours": ours,
     "bfloat16": in_bfloat16(ours),
+    "as on a TPU": conv_tpu.convolve,
     "grouped NHWC": lax_conv("NHWC", "HWIO"),
     "grouped NCHW": lax_conv("NCHW", "OIHW"),
     "rows": rows,

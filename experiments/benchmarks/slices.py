@@ -69,8 +69,13 @@ def main() -> None:
             fd.described_mesh(topology)
     except (fd.errors.ConfigurationError, fd.errors.MissingPackageError) as error:
         sys.exit(str(error))
-    name = "slices" + ("_sharded" if arguments.shard_data else "")
-    measure.save(name, rows(arguments), arguments, ("compilers", "devices that are only described"))
+    few = "" if len(arguments.networks) > 1 else f"_{arguments.networks[0]}"
+    measure.save(
+        "slices" + "_sharded" * arguments.shard_data + few,
+        rows(arguments),
+        arguments,
+        ("compilers", "devices that are only described"),
+    )
 
 
 if __name__ == "__main__":
