@@ -231,18 +231,24 @@ def test_the_data_set_is_an_argument_not_a_constant(data) -> None:
     assert not [line for line in text.splitlines() if "constant" in line and len(line) > 2000]
 
 
-def test_memory_does_not_grow_with_the_cohort() -> None:
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize(("devices", "options"), [(1, {}), (2, {"bank": "sharded"})], ids=["one", "sharded"])
+def test_memory_does_not_grow_with_the_cohort(devices, options, lanes) -> None:
+    """There is one message for each lane, and the client states are overwritten in place."""
     rng = np.random.default_rng(0)
     many = fd.FederatedData.from_clients([(rng.normal(size=(4, 500)).astype("f4"), np.arange(4))] * 64)
+    model, one_message = fd.models.linear((500,), 10), 4 * 5010
 
-    def scratch(cohort_size: int) -> int:
-        model = fd.models.linear((500,), 10)
-        sim = simulate(many, fd.algorithms.fedavg(), model=model, cohort_size=cohort_size, lanes=2)
-        compiled = sim.executor.programs.lower("round", sim.init(jax.random.key(0)), sim.setup.arrays, None).compile()
+    def scratch(algorithm: fd.Algorithm, cohort_size: int) -> int:
+        options_now = {"model": model, "cohort_size": cohort_size, "lanes": lanes, "devices": devices}
+        sim = simulate(many, algorithm, **options_now, **options)
+        state = sim.init(jax.random.key(0))
+        compiled = sim.executor.programs.lower("donating_round", state, sim.setup.arrays, None).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    one_message = 4 * 5010
-    assert scratch(64) - scratch(4) < one_message
+    for algorithm in (fd.algorithms.scaffold(), fd.algorithms.vrl_sgd()):
+        all_of_them = scratch(algorithm, 64)
+        assert all_of_them - scratch(algorithm, 16) < one_message and all_of_them < 16 * lanes * one_message
 
 
 def test_every_epoch_visits_every_row_once() -> None:

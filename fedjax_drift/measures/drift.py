@@ -17,7 +17,6 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
-from fedjax_drift.round.client_states import gather, state_of
 from fedjax_drift.round.cohort import Plan, deal_out, look_up, plan, undealt
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, partitionable
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
@@ -105,18 +104,16 @@ def measure(
     if "gradients" in names:
         measured |= gradients(engine, shared, today)
     if set(names) - {"labels"}:
-        gathered = gather(engine, state.clients, today.dealt.place)
         test = arrays.test if set(names) & set(TESTED) else None
         of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
-        measured |= jax.tree.map(of_cohort, trainings(engine, names, shared, today, gathered, test))
+        measured |= jax.tree.map(of_cohort, trainings(engine, names, shared, today, state.clients, test))
     return measured
 
 
 def watched(
     engine: Engine,
     shared: Shared,
-    client: Client,
-    gathered: PyTree,
+    old: PyTree,
     work: Work,
     after_epoch: Callable[[Params, Params], PyTree],
 ) -> Training:
@@ -126,7 +123,7 @@ def watched(
     """
     calls: list[tuple] = []
     watcher = Watcher(after_epoch, lambda start, theta, measured: calls.append((start, theta, measured)))
-    result = update(engine, shared, state_of(engine, shared, client, gathered), work._replace(watcher=watcher))
+    result = update(engine, shared, old, work._replace(watcher=watcher))
     if not calls:
         raise ConfigurationError(
             f"client_update of {engine.algorithm.name} must call fedjax_drift.local.train so that drift can be "
@@ -136,7 +133,7 @@ def watched(
 
 
 def trainings(
-    engine: Engine, names: Sequence[str], shared: Shared, today: Plan, gathered: PyTree, test: TestRows | None
+    engine: Engine, names: Sequence[str], shared: Shared, today: Plan, states: PyTree, test: TestRows | None
 ) -> dict[str, jax.Array]:
     """The measures that need local training, leaves [D, G, L] or [D, G, L, E].
 
@@ -145,25 +142,25 @@ def trainings(
     """
     w = shared.server.params
 
-    def model_of(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def model_of(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """Returns the client's weight, and its local model and update, each multiplied by the weight.
 
         The sums over the cohort, divided by the sum of the weights, are the means.
         """
         work = client_work(engine, shared, client, longest)
-        training = watched(engine, shared, client, gathered, work, lambda start, theta: ())
+        training = watched(engine, shared, old, work, lambda start, theta: ())
         aggregated, _ = check_finite(engine, client, training.result)
         weight = jnp.where(aggregated, training.result.weight, 0)
         models = (training.theta, tree.subtract(training.theta, training.start))
-        return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), ()
+        return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), (), ()
 
     w_S = mean_update = w  # placeholders if no measure needs the means
     if {"updates", "gradients"} & set(names):
-        (sums, weight), _ = over_clients(engine, model_of, shared, today.dealt, gathered)
+        (sums, weight), _, _ = over_clients(engine, model_of, shared, today.dealt, states)
         w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, w))
     z_global = None if test is None else predictions(engine, w, test)
 
-    def one(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         w_S, mean_update, test, z_global = shared.extra
         work = client_work(engine, shared, client, longest)
         at_mean = full_gradient(work, w_S) if "gradients" in names else None
@@ -187,7 +184,7 @@ def trainings(
                 measured["class_accuracy"] = class_accuracy(z, y, mask)
             return measured
 
-        training = watched(engine, shared, client, gathered, work, after_epoch)
+        training = watched(engine, shared, old, work, after_epoch)
         _, bad_leaf = check_finite(engine, client, training.result)
         measured = dict(training.epochs)
         if "forgetting" in names:
@@ -199,10 +196,10 @@ def trainings(
                 measured[f"accuracy_{name}"] = jnp.where(tested, of_epochs, 0).sum(-1) / tested.sum()
                 measured[f"lp_{name}"] = local_performance(of_epochs[-1], of_global, classes)
         valid = (client.id < engine.num_clients) & (bad_leaf < 0)
-        return (), jax.tree.map(lambda a: jnp.where(valid, a, jnp.nan), measured)
+        return (), jax.tree.map(lambda a: jnp.where(valid, a, jnp.nan), measured), ()
 
     extra = (w_S, mean_update, test, z_global)
-    return over_clients(engine, one, shared._replace(extra=extra), today.dealt, gathered)[1]
+    return over_clients(engine, one, shared._replace(extra=extra), today.dealt, states)[1]
 
 
 def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Array]:
@@ -223,7 +220,7 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     clients = jax.tree.map(lambda a, held: a.at[today.drawn].set(held, mode="drop"), clients, today.held)
     _, _, dealt = deal_out(engine, clients, clients.steps)
 
-    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         chosen, S = shared.extra
         work = client_work(engine, shared, client, longest)
         g = full_gradient(work, shared.server.params)
@@ -232,10 +229,10 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
         excess = (jnp.where(chosen[client.id], n, 0) - n_i * S) / (S * n)
         p = n_i / n
         of_all, of_gap = (jax.tree.map(lambda g, c=c: c * g, g) for c in (p, excess))
-        return (of_all, of_gap, p * tree.dot(g, g)), ()
+        return (of_all, of_gap, p * tree.dot(g, g)), (), ()
 
     extra = (chosen, chosen.sum().astype(shared.lr.dtype))
-    (grad_f, gap, square), _ = over_clients(engine, one, shared._replace(extra=extra), dealt, ())
+    (grad_f, gap, square), _, _ = over_clients(engine, one, shared._replace(extra=extra), dealt, ())
     norm2 = tree.dot(grad_f, grad_f)
     equal = square <= norm2  # rounding may make the sum smaller; this also covers 0 / 0
     return {
@@ -249,10 +246,10 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
 def label_mix(engine: Engine, shared: Shared, today: Plan) -> jax.Array:
     """float [C]: the share of each class in the cohort's examples."""
 
-    def one(shared: Shared, client: Client, sent: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        return label_counts(engine, client_work(engine, shared, client, longest)), ()
+    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        return label_counts(engine, client_work(engine, shared, client, longest)), (), ()
 
-    counts, _ = over_clients(engine, one, shared, today.dealt, ())
+    counts, _, _ = over_clients(engine, one, shared, today.dealt, ())
     return counts / counts.sum()
 
 

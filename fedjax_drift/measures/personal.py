@@ -109,15 +109,15 @@ def fine_tuned(
     """
     lr = engine.local.rate(state.round)
     key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + 3)  # training uses 0..N + 2
-    shared = Shared(state.params, rows, key, state.round, lr, (), (tests.x, tests.y))
+    shared = Shared(state.params, rows, key, state.round, lr, tests)
+    clients = clients._replace(place=jnp.arange(len(clients.id), dtype=jnp.int32))  # indices in ``tests``
     order, empty, dealt = deal_out(engine, clients, clients.steps)
-    place = jnp.where(empty, 0, order)
-    test_rows = (tests.offset[place], jnp.where(empty, 0, tests.size[place]))
     B = min(eval_batch_size, len(tests.x))
 
-    def one(shared: Shared, client: Client, test_rows: Any, longest: jax.Array) -> tuple[PyTree, PyTree]:
+    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         theta, _ = train(client_work(engine, shared, client, longest), shared.server)
-        (x, y), (offset, size) = shared.extra, test_rows
+        x, y, offset, size = shared.extra
+        offset, size = offset[client.place], jnp.where(client.id < engine.num_clients, size[client.place], 0)
 
         def score(row: jax.Array) -> dict[str, jax.Array]:
             return score_rows(engine, engine.model.apply(theta, engine.decode(x[row])), y[row])
@@ -128,7 +128,7 @@ def fine_tuned(
             return {name: total[name] + jnp.where(position < size, scores[name], 0).sum() for name in total}
 
         zero = {name: jnp.zeros((), a.dtype) for name, a in jax.eval_shape(score, jnp.arange(B)).items()}
-        return (), lax.fori_loop(0, -(-size // B), batch, zero)
+        return (), lax.fori_loop(0, -(-size // B), batch, zero), ()
 
-    _, sums = over_clients(engine, one, shared, dealt, test_rows)
+    _, sums, _ = over_clients(engine, one, shared, dealt, ())
     return jax.tree.map(partial(undealt, len(clients.id), order, empty), replicated(engine, sums))

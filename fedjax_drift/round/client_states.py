@@ -1,94 +1,80 @@
-"""Reads the client states of a cohort, and stores the new states.
+"""Reads the state of a client before it trains, and stores the new state.
 
-Replicated states are read in place. If the states are sharded over the devices, each state is sent to the device that
-trains its client, and the new state is sent back. Both use a ring (exchange.py), so a device holds two buffers with the
-states of the clients that it trains, and never those of the whole cohort.
+- One device: a state is read and overwritten in place.
+- Sharded over the devices: before a group trains, a ring (exchange.py) brings each state to the device that trains its
+  client. Afterwards, a ring brings the new states back. A device holds two buffers for one group.
+- Replicated on several devices: a state is read in place. The new states are kept until the whole cohort has trained,
+  and are then sent to all devices. So the devices do not wait for each other after every group.
 
 The shape [D, G, L] is D devices, G groups per device, and L clients per group that train side by side. In this file,
-``place`` is the index of a client's state in `ServerState.clients` (`Client.place`).
+``place`` is the index of a client's state in `ServerState.clients` (`Client.place`). An absent client has a place
+beyond the last state, and nothing is stored there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import tree
 from fedjax_drift.devices.mesh import AXIS
-from fedjax_drift.round.engine import Client, Engine, Shared, on_each_device, replicated
+from fedjax_drift.round.engine import Engine, replicated
 from fedjax_drift.round.exchange import collect, deliver, local_slice
 from fedjax_drift.types import PyTree
 
 
-def gather(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
-    """Sends the sharded states at ``places`` [D, G, L] to the devices that train the clients.
+def overwrites(engine: Engine) -> bool:
+    """Whether a group's new states are stored before the next group trains (`store`), or all at the end (`scatter`)."""
+    return engine.sharded or engine.mesh.size == 1
 
-    Returns the states, leaves [D, G, L, ...], sharded over the devices. Replicated states are not copied: the result is
-    (), and `state_of` reads a client's state when the client trains.
+
+def fetch(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
+    """The states of the clients that this device trains next, leaves [L, ...]. Each device calls it.
+
+    states: the states on this device. places: int32 [D, L], those of the clients that all devices train next.
     """
-    if not engine.sharded:
-        return ()
+    if not jax.tree.leaves(states):
+        return states
+    D, L = places.shape
+    empty = jax.tree.map(lambda s: jnp.zeros((L, *s.shape[1:]), s.dtype), states)
 
-    def one_device(states: PyTree, places: jax.Array) -> PyTree:
-        """states: the states stored on this device. places: the places of the clients of all devices."""
-        D, G, L = places.shape
+    def add(buffer: PyTree, d: jax.Array | int) -> PyTree:
+        """The buffer for device d after this device has added the states that it stores."""
+        is_here, index = _find(engine, states, places[d])
 
-        def add(buffer: PyTree, d: jax.Array) -> PyTree:
-            def leaf(buffer: jax.Array, s: jax.Array) -> jax.Array:
-                is_here, index = local_slice(s, places[d])
-                return jnp.where(is_here.reshape(G, L, *(1,) * (s.ndim - 1)), s[index], buffer)
+        def leaf(buffer: jax.Array, s: jax.Array) -> jax.Array:
+            return jnp.where(is_here.reshape(L, *(1,) * (s.ndim - 1)), s[index], buffer)
 
-            return jax.tree.map(leaf, buffer, states)
+        # The branch makes a copy. Without it, XLA may read the states again after `store`, and copy all of them first.
+        return lax.cond(is_here.any(), lambda: jax.tree.map(leaf, buffer, states), lambda: buffer)
 
-        empty = jax.tree.map(lambda s: jnp.zeros((G, L, *s.shape[1:]), s.dtype), states)
-        return jax.tree.map(lambda a: a[None], collect(add, empty, D))
-
-    return on_each_device(engine, one_device, (P(AXIS), P()), P(AXIS))(states, places)
-
-
-def state_of(engine: Engine, shared: Shared, client: Client, gathered: PyTree) -> PyTree:
-    """The state of one client: ``gathered`` if the states are sharded, otherwise its row of the replicated states."""
     if engine.sharded:
-        return gathered
-    return jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, client.place, keepdims=False), shared.states)
+        return collect(add, empty, D)
+    return add(empty, 0 if engine.mesh.size == 1 else lax.axis_index(AXIS))
+
+
+def store(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
+    """The states on this device after the clients at ``places`` have trained, if `overwrites`. Each device calls it.
+
+    states, places: as for `fetch`. new: the new states of the clients that this device has trained, leaves [L, ...].
+    """
+
+    def stored(states: PyTree, new: PyTree, d: jax.Array | int) -> PyTree:
+        is_here, index = _find(engine, states, places[d])
+        return jax.tree.map(lambda s, n: s.at[jnp.where(is_here, index, len(s))].set(n, mode="drop"), states, new)
+
+    return deliver(stored, states, new, len(places)) if engine.sharded else stored(states, new, 0)
 
 
 def scatter(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
-    """Returns all client states after storing ``new``, leaves [D, G, L, ...], at ``places`` [D, G, L].
-
-    Places beyond the last state are ignored.
-    """
-    if not engine.sharded:
-        return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), states, replicated(engine, new))
-
-    def one_device(states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
-        """states: the states stored on this device. new: those of the clients that this device has trained."""
-
-        def store(states: PyTree, buffer: PyTree, d: jax.Array) -> PyTree:
-            def leaf(s: jax.Array, new: jax.Array) -> jax.Array:
-                is_here, index = local_slice(s, places[d])
-                return s.at[jnp.where(is_here, index, len(s))].set(new, mode="drop")
-
-            return jax.tree.map(leaf, states, buffer)
-
-        return deliver(store, states, jax.tree.map(lambda a: a[0], new), len(places))
-
-    return on_each_device(engine, one_device, (P(AXIS), P(), P(AXIS)), P(AXIS))(states, places, new)
+    """All client states after storing ``new``, leaves [D, G, L, ...], at ``places`` [D, G, L]. Not if `overwrites`."""
+    return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), states, replicated(engine, new))
 
 
-def finish(function: Callable[[Any, PyTree], PyTree], server: Any, answered: jax.Array, states: PyTree) -> PyTree:
-    """Replaces the states of the aggregated clients by ``function(server, state)``.
-
-    Returns all states [D, G, L, ...].
-    """
-
-    def one(answered: jax.Array, state: PyTree) -> PyTree:
-        finished = tree.cast_like(function(server, state), state, "a client's finished state")
-        return tree.select(answered, finished, state)
-
-    return jax.vmap(jax.vmap(jax.vmap(one)))(answered, states)
+def _find(engine: Engine, states: PyTree, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether this device has the states at ``places`` [L], and their indices on this device, 0 if it does not."""
+    some = jax.tree.leaves(states)[0]
+    if engine.sharded:
+        return local_slice(some, places)
+    is_here = places < len(some)
+    return is_here, jnp.where(is_here, places, 0)

@@ -75,8 +75,7 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
     steps = cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size)
     order, empty, dealt = deal_out(engine, cohort, steps)
     order, dealt = replicated(engine, (order, dealt))
-    states = () if engine.sharded else state.clients
-    return Plan(Shared(state.server, rows, key, state.round, lr, states), drawn, held, cohort, order, empty, dealt)
+    return Plan(Shared(state.server, rows, key, state.round, lr), drawn, held, cohort, order, empty, dealt)
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:

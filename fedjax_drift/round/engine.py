@@ -121,7 +121,6 @@ class Shared(NamedTuple):
     key: jax.Array  # the clients' key of this round; client i uses fold_in(key, i)
     t: jax.Array  # int32 [], the round
     lr: jax.Array  # float [], eta_t
-    states: PyTree  # client states, leaves [state_rows, ...]; () if sharded
     extra: Any = ()  # additional values for the function that `train.over_clients` calls, the same for all
 
 

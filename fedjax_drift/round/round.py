@@ -3,17 +3,18 @@
 sample    selects the ids of the cohort [K] with the key of the state             cohort.py
 fail      some clients drop out, some do only a part of their local steps         cohort.py
 deal      assigns the cohort to D devices, with G groups of L clients per device  cohort.py
-gather    client states [N, ...] -> [D, G, L, ...]                                client_states.py
 train     a scan over the groups; the L clients of a group side by side (vmap)    train.py
+fetch     before a group trains: its client states, [N, ...] -> [L, ...]          client_states.py
+store     after it has trained: its new client states, [L, ...] -> [N, ...]       client_states.py
 sum       adds weight * message to a running sum, then one psum over the devices  train.py
 combine   the mean of the messages: sum / total weight, or another rule           aggregation.py
 update    server_update(server, mean, context)                                    round.py
-scatter   new client states [D, G, L, ...] -> [N, ...]                            client_states.py
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,8 @@ from jax import lax
 
 from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.client_states import finish, gather, scatter, state_of
 from fedjax_drift.round.cohort import Plan, plan, undealt
-from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
+from fedjax_drift.round.engine import Arrays, Client, Engine, Rows, Shared, absent, partitionable, replicated
 from fedjax_drift.round.evaluate import evaluate
 from fedjax_drift.round.train import check_finite, client_work, executed_steps, over_clients, scalars, update
 from fedjax_drift.types import Metrics, Params, PyTree, Round, ServerState
@@ -59,11 +59,9 @@ def round_fn(
     """
     algorithm, aggregation = engine.algorithm, engine.aggregation
     today = plan(engine, state, arrays.rows, cohort)
-    gathered = gather(engine, state.clients, today.dealt.place)  # () unless states are sharded: see `state_of`
 
-    def train(shared: Shared, client: Client, gathered: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree]:
-        """Trains one client. Returns the values that are summed over the clients, and the values of this client."""
-        old = state_of(engine, shared, client, gathered)
+    def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        """Trains one client. Returns values to be summed over the clients, values of this client, and its new state."""
         result = update(engine, shared, old, client_work(engine, shared, client, longest))
         answered, bad_leaf = check_finite(engine, client, result)
         if engine.drop_nonfinite:
@@ -71,15 +69,15 @@ def round_fn(
         message, weight = aggregation.contribute(result.message, result.weight)
         weight = jnp.where(answered, weight, 0)
         message = jax.tree.map(lambda m: jnp.where(answered, weight * m, 0), message)
-        return (message, weight, answered.astype(weight.dtype)), (
-            result.state,
+        kept = (
             {"weight": weight, "answered": answered, "bad_leaf": bad_leaf},
             jax.tree.map(lambda m: jnp.zeros(0, m.dtype), result.message),  # empty: only the dtypes are needed
             result.metrics,
         )
+        return (message, weight, answered.astype(weight.dtype)), kept, result.state
 
-    (total, weight, count), kept = over_clients(engine, train, today.shared, today.dealt, gathered)
-    new_states, outcome, message_dtypes, metrics = kept
+    (total, weight, count), kept, clients = over_clients(engine, train, today.shared, today.dealt, state.clients)
+    outcome, message_dtypes, metrics = kept
     outcome, metrics = replicated(engine, (outcome, metrics))
 
     N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
@@ -100,8 +98,7 @@ def round_fn(
         )
         server = tree.select(any_answer, observed, server)
     if algorithm.finish is not None:
-        new_states = finish(algorithm.finish, server, outcome["answered"], new_states)
-    clients = scatter(engine, state.clients, today.dealt.place, new_states)  # states of absent clients are dropped
+        clients = finished(engine, server, today, outcome["answered"], clients)
 
     info = describe(engine, today, outcome)
     of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
@@ -110,6 +107,22 @@ def round_fn(
     if algorithm.report is not None:
         info = with_metrics(engine, info, scalars(algorithm, dict(algorithm.report(state.server, mean, context))))
     return ServerState(state.round + 1, state.key, server, clients), info
+
+
+def finished(engine: Engine, server: Any, today: Plan, answered: jax.Array, clients: PyTree) -> PyTree:
+    """All client states, after ``finish(server, state)`` of the algorithm for those of the aggregated clients.
+
+    answered: bool [D, G, L], whether a client is aggregated.
+    """
+    finish, none = engine.algorithm.finish, jnp.zeros(0)
+    assert finish is not None
+
+    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        return (), (), tree.cast_like(finish(shared.server, state), state, "a client's finished state")
+
+    dealt = jax.tree.map(lambda a, none: jnp.where(answered, a, none), today.dealt, absent(engine))
+    engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
+    return over_clients(engine, one, today.shared._replace(server=server, rows=Rows(none, none)), dealt, clients)[2]
 
 
 def describe(engine: Engine, today: Plan, outcome: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -1,7 +1,7 @@
 """Training of a cohort. Every device trains its groups one after another, and the L clients of a group side by side.
 
-A device keeps L messages and one running sum, for any size K of the cohort. The new states of all K clients are kept
-until `client_states.scatter` stores them. The random numbers of a client depend only on its id and on the round's key.
+A device keeps L messages and one running sum, for any size K of the cohort. client_states.py reads and stores the
+states of the clients. The random numbers of a client depend only on its id and on the round's key.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fedjax_drift import tree
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import shuffle
+from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import (
     Client,
     Engine,
@@ -36,48 +37,66 @@ LANES = "lanes"  # the axis of the clients that train side by side
 
 def over_clients(
     engine: Engine,
-    update: Callable[[Shared, Client, PyTree, jax.Array], tuple[PyTree, PyTree]],
+    update: Callable[[Shared, Client, PyTree, jax.Array], tuple[PyTree, PyTree, PyTree]],
     shared: Shared,
     dealt: Client,
     states: PyTree,
-) -> tuple[PyTree, PyTree]:
-    """Calls ``update(shared, client, state, longest) -> (added, kept)`` for every client in ``dealt`` [D, G, L].
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Calls ``update(shared, client, state, longest) -> (added, kept, new_state)`` for each client in ``dealt``.
 
-    ``longest`` is the number of examples of the largest client in the group. Returns the sum of ``added`` over all
-    clients, and ``kept`` of each client, leaves [D, G, L, ...].
+    Args:
+      dealt: [D, G, L].
+      states: the states of all clients, `ServerState.clients`. ``state`` is that of the client, and ``longest`` is the
+        number of examples of the largest client in its group. ``new_state`` is (), if the states do not change.
+
+    Returns:
+      - The sum of ``added`` over all clients.
+      - ``kept`` of each client, leaves [D, G, L, ...].
+      - The states of all clients, with the new ones.
     """
     rows_sharded = engine.rows_by_rank is not None
 
-    def one_device(shared: Shared, clients: Client, states: PyTree, everyone: Any) -> tuple[PyTree, PyTree]:
-        """clients, states: those of this device, [1, G, L]. everyone: all clients [D, G, L] if examples are sharded."""
+    def one_device(shared: Shared, clients: Client, states: PyTree, everyone: Client) -> tuple:
+        """clients: those of this device, [1, G, L]. states: those on this device. everyone: all clients [D, G, L]."""
         if rows_sharded:
             shared, clients = with_own_rows(engine, shared, everyone)
 
         side_by_side = jax.vmap(update, in_axes=(None, 0, 0, None), axis_name=LANES)
 
-        def group(total: PyTree, lanes: tuple[Client, PyTree]) -> tuple[PyTree, PyTree]:
-            clients, states = lanes
-            longest = clients.size.max()
-            if engine.lanes == 1:
-                client, state = jax.tree.map(lambda a: a[0], (clients, states))
-                added, kept = jax.tree.map(lambda a: a[None], update(shared, client, state, longest))
-            else:
-                added, kept = side_by_side(shared, clients, states, longest)
-            return jax.tree.map(lambda s, a: s + a.sum(0), total, added), kept
+        def train(states: PyTree, clients: Client, places: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+            """The results of one group: [L, ...]. places: those of the clients that all devices train, [D, L]."""
+            old, longest = fetch(engine, states, places), clients.size.max()
+            if engine.lanes > 1:
+                return side_by_side(shared, clients, old, longest)
+            client, old = jax.tree.map(lambda a: a[0], (clients, old))
+            return jax.tree.map(lambda a: a[None], update(shared, client, old, longest))
 
-        clients, states = jax.tree.map(lambda a: a[0], (clients, states))  # [G, L, ...]
-        first = jax.tree.map(lambda a: a[0], (clients, states))
-        added, _ = jax.eval_shape(side_by_side, shared, *first, clients.size[0, 0])
+        groups = jax.tree.map(lambda a: a[0], clients), everyone.place.swapaxes(0, 1)  # [G, L] and [G, D, L]
+        added, _, new = jax.eval_shape(train, states, *jax.tree.map(lambda a: a[0], groups))
+        overwriting = overwrites(engine) and bool(jax.tree.leaves(new))
+
+        def group(carry: tuple[PyTree, PyTree], group: tuple[Client, jax.Array]) -> tuple[tuple, tuple]:
+            total, updated = carry
+            clients, places = group
+            added, kept, new = train(updated if overwriting else states, clients, places)
+            if overwriting:
+                updated, new = store(engine, updated, places, new), ()
+            return (jax.tree.map(lambda s, a: s + a.sum(0), total, added), updated), (kept, new)
+
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), added)
-        total, kept = lax.scan(group, zeros, (clients, states))
-        return sum_over_devices(engine, total), jax.tree.map(lambda a: a[None], kept)
+        (total, updated), each = lax.scan(group, (zeros, states if overwriting else ()), groups)
+        return sum_over_devices(engine, total), jax.tree.map(lambda a: a[None], each), updated
 
     whole: Any = P()
     part: Any = P(AXIS)
+    stored = part if engine.sharded else whole
     rows: Any = Rows(part, part, whole, whole, whole) if rows_sharded else whole
     shared_specs = Shared(*[whole] * len(Shared._fields))._replace(rows=rows)
-    on_devices = on_each_device(engine, one_device, (shared_specs, part, part, whole), (whole, part))
-    return on_devices(shared, dealt, states, dealt if rows_sharded else ())
+    specs = (shared_specs, part, stored, whole), (whole, part, stored)
+    total, (kept, new), updated = on_each_device(engine, one_device, *specs)(shared, dealt, states, dealt)
+    if jax.tree.leaves(updated):
+        return total, kept, updated
+    return total, kept, scatter(engine, states, dealt.place, new) if jax.tree.leaves(new) else states
 
 
 def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Shared, Client]:
@@ -174,7 +193,7 @@ def scalars(algorithm: Algorithm, values: dict[str, Any]) -> dict[str, Any]:
 def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
     """The update of some client. Its only use is `jax.eval_shape`, which gives the shapes of a client's result."""
     zero = jnp.zeros((), jnp.int32)
-    shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float), ())
+    shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float))
     work = client_work(engine._replace(lanes=1), shared, Client(zero, zero, zero, zero, zero), zero)
     return update(engine, shared, engine.algorithm.init_client(state.params), work)
 
