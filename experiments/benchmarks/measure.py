@@ -119,23 +119,25 @@ def with_tables(text: str, folder: Path = RESULTS) -> str:
 
 
 def table(names: Sequence[str], folder: Path = RESULTS) -> str:
-    """Returns a Markdown table of the named benchmarks on all platforms, followed by a list of the machines."""
-    lines, sources = [], []
-    for name in names:
-        for path in sorted(folder.glob(f"{name}.*.json")):
-            contents = json.loads(path.read_text())
-            command, hardware = contents["command"], contents["hardware"]
-            command = command.removeprefix("python ").replace("experiments/benchmarks/", "")
-            cells = [(r["what"], _measured(r), _wanted(r), r["note"]) for r in contents["rows"]]
-            lines += [f"| {' | '.join(cell)} | {path.suffixes[-2][1:]} | `{command}` |" for cell in cells]
-            sources.append(
-                f"{path.name}: {hardware['devices']}, {hardware['cores']} cores of {hardware['cpu']}, "
-                f"{hardware['versions']}, commit {contents['commit']}, {contents['date']}"
-            )
-    if not lines:
-        return "Not measured yet.\n"
-    head = "| what | median (min to max, repeats) | wanted | more | on | command |\n|---|---|---|---|---|---|\n"
-    return head + "\n".join(lines) + "\n\n" + "".join(f"- {source}\n" for source in sources)
+    """Returns Markdown tables of the named benchmarks: one for each results file, after a line that says what it is."""
+    files = [path for name in names for path in sorted(folder.glob(f"{name}.*.json"))]
+    return "\n".join(_table_of(path) for path in files) or "Not measured yet.\n"
+
+
+def _table_of(path: Path) -> str:
+    contents = json.loads(path.read_text())
+    command, hardware = contents["command"], contents["hardware"]
+    command = command.removeprefix("python ").replace("experiments/benchmarks/", "")
+    names = ["what", "median (min to max, repeats)", "wanted", "more"]
+    cells = [(r["what"], _measured(r), _wanted(r), r["note"]) for r in contents["rows"]]
+    used = [i for i in range(len(names)) if i < 2 or any(row[i] for row in cells)]
+    lines = [f"| {' | '.join(row[i] for i in used)} |" for row in (names, *cells)]
+    lines.insert(1, "|---" * len(used) + "|")
+    source = (
+        f"`{command}` on {path.suffixes[-2][1:]}: {hardware['devices']}, {hardware['cores']} cores of "
+        f"{hardware['cpu']}, {hardware['versions']}, commit {contents['commit']}, {contents['date']}"
+    )
+    return source + "\n\n" + "\n".join(lines) + "\n"
 
 
 def number(value: float) -> str:
