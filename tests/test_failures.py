@@ -288,8 +288,10 @@ def test_groups_of_options_are_the_flat_options(data) -> None:  # noqa: F811
         simulate(data, failures=failures, dropout=0.3)
     with pytest.raises(ValueError, match="placement must be of type Placement, got 3"):
         simulate(data, placement=3, mesh=None)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lane'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lane': did you mean 'lanes'"):
         simulate(data, lane=2)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'lr': pass local=fd.LocalTraining\(lr=...\)"):
+        simulate(data, lr=0.1)
 
 
 def test_executed_steps_of_a_group_are_those_of_its_longest_lane_in_every_epoch(data) -> None:  # noqa: F811

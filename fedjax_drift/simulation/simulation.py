@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -108,7 +109,7 @@ class Simulation:
         failures = _grouped("failures", Failures, failures, options)
         placement = _grouped("placement", Placement, placement, options)
         if options:
-            raise TypeError(f"Simulation() got an unexpected keyword argument {next(iter(options))!r}")
+            raise TypeError(_unexpected(next(iter(options))))
         setup = assemble(
             model, data, algorithm, local, cohort_size, sampling, failures, aggregation, placement, on_nonfinite,
             measure,
@@ -628,6 +629,14 @@ class Simulation:
             f"Simulation({e.algorithm.name}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
             f"{lanes} on {number} {self.mesh.devices.flat[0].platform} {word})"
         )
+
+
+def _unexpected(name: str) -> str:
+    """The message about an unknown argument of `Simulation`."""
+    known = [*inspect.signature(Simulation).parameters, *FlatOptions.__annotations__]
+    local = name in LocalTraining.__dataclass_fields__
+    fix = f": pass local=fd.LocalTraining({name}=...)" if local else checks.nearest(name, known)
+    return f"Simulation() got an unexpected keyword argument {name!r}{fix}"
 
 
 def _grouped(name: str, kind: Any, value: Any, options: Any) -> Any:
