@@ -53,6 +53,7 @@ BENCHMARKS = [
     Benchmark("sweep.py"),
     Benchmark("many_clients.py"),
     Benchmark("memory.py"),
+    Benchmark("plan_memory.py"),
     Benchmark("endurance.py"),
     Benchmark("wrong_calls.py"),
     Benchmark("weak_scaling.py"),

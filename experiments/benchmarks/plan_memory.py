@@ -2,14 +2,15 @@
 
     python experiments/benchmarks/plan_memory.py
 
-All of 3,400 clients take part, with 100 images each. Each workload runs in a new process. After a first round, the
+All of 3,400 clients take part, with 20 images each. Each workload runs in a new process. After a first round, the
 process measures
 
 - the bytes of all JAX arrays between two rounds, which are the arguments of the program
 - by how much the process grows during the second round, which is its temporary memory
 
 The sum is compared with the plan. The memory of Python, XLA and the compiler is in neither of them. With two devices,
-the process grows by 40 MiB more than planned in all cases. We do not know what it is.
+the process grows by about 40 MiB more than planned (with five steps per client instead of one, by 180 MiB). The plan
+has all arrays of the program, so XLA's runtime for CPUs seems to need memory for each step until the round ends.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def one(case: int, quick: bool) -> dict[str, int]:
     """Returns the planned and the used bytes of all devices."""
     network, algorithm, devices, options = CASES[case]
     fd.use_cpu_devices(devices)
-    workload = Workload(network, equal_sizes(3400, 100), 3400)
+    workload = Workload(network, equal_sizes(3400, 20), 3400)
     sim = measure.simulation(tiny(workload) if quick else workload, algorithm=_algorithm(algorithm), **options)
     plan = sim.plan()
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
