@@ -31,6 +31,8 @@ def overwrites(engine: Engine) -> bool:
 def fetch(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
     """The states of the clients that this device trains next, leaves [L, ...]. Each device calls it.
 
+    The state of an absent client is arbitrary: that of client 0, or zeros if the states are sharded.
+
     states: the states on this device. places: int32 [D, L], those of the clients that all devices train next.
     """
     if not jax.tree.leaves(states):
@@ -38,19 +40,22 @@ def fetch(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
     D, L = places.shape
     empty = jax.tree.map(lambda s: jnp.zeros((L, *s.shape[1:]), s.dtype), states)
 
-    def add(buffer: PyTree, d: jax.Array | int) -> PyTree:
+    def add(buffer: PyTree, d: jax.Array) -> PyTree:
         """The buffer for device d after this device has added the states that it stores."""
         is_here, index = _find(engine, states, places[d])
 
         def leaf(buffer: jax.Array, s: jax.Array) -> jax.Array:
             return jnp.where(is_here.reshape(L, *(1,) * (s.ndim - 1)), s[index], buffer)
 
-        # The branch makes a copy. Without it, XLA may read the states again after `store`, and copy all of them first.
         return lax.cond(is_here.any(), lambda: jax.tree.map(leaf, buffer, states), lambda: buffer)
 
+    # The branches make a copy of the states that they read. Without a branch, XLA may delay the reading until after
+    # `store`, and then copies the states of all clients first. This is why there is a branch that is always taken.
     if engine.sharded:
         return collect(add, empty, D)
-    return add(empty, 0 if engine.mesh.size == 1 else lax.axis_index(AXIS))
+    own = places[0 if engine.mesh.size == 1 else lax.axis_index(AXIS)]
+    _, index = _find(engine, states, own)
+    return lax.cond((own >= 0).any(), lambda: jax.tree.map(lambda s: s[index], states), lambda: empty)
 
 
 def store(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyTree:

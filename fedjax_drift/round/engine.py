@@ -52,7 +52,7 @@ class Client(NamedTuple):
     steps: jax.Array  # int32, the local steps that it does: K_i, or fewer for a straggler
     place: jax.Array
     """int32, index of its state in ServerState.clients. This is its id unless a client store (`bank=`) keeps the
-    states."""
+    states. The personal evaluation uses it as an index of the client's test examples."""
 
 
 class TestRows(NamedTuple):

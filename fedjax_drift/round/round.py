@@ -3,9 +3,10 @@
 sample    selects the ids of the cohort [K] with the key of the state             cohort.py
 fail      some clients drop out, some do only a part of their local steps         cohort.py
 deal      assigns the cohort to D devices, with G groups of L clients per device  cohort.py
-train     a scan over the groups; the L clients of a group side by side (vmap)    train.py
-fetch     before a group trains: its client states, [N, ...] -> [L, ...]          client_states.py
-store     after it has trained: its new client states, [L, ...] -> [N, ...]       client_states.py
+          then, in a scan over the groups:
+fetch     the client states of a group, [N, ...] -> [L, ...]                      client_states.py
+train     the L clients of the group side by side (vmap)                          train.py
+store     the new client states, [L, ...] -> [N, ...]                             client_states.py
 sum       adds weight * message to a running sum, then one psum over the devices  train.py
 combine   the mean of the messages: sum / total weight, or another rule           aggregation.py
 update    server_update(server, mean, context)                                    round.py

@@ -44,10 +44,12 @@ def over_clients(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Calls ``update(shared, client, state, longest) -> (added, kept, new_state)`` for each client in ``dealt``.
 
+    ``state`` is the client's state, and ``longest`` is the number of examples of the largest client in its group.
+    ``new_state`` is () if the states do not change.
+
     Args:
       dealt: [D, G, L].
-      states: the states of all clients, `ServerState.clients`. ``state`` is that of the client, and ``longest`` is the
-        number of examples of the largest client in its group. ``new_state`` is (), if the states do not change.
+      states: the states of all clients, `ServerState.clients`; () if ``update`` needs none.
 
     Returns:
       - The sum of ``added`` over all clients.
@@ -75,7 +77,7 @@ def over_clients(
         added, _, new = jax.eval_shape(train, states, *jax.tree.map(lambda a: a[0], groups))
         overwriting = overwrites(engine) and bool(jax.tree.leaves(new))
 
-        def group(carry: tuple[PyTree, PyTree], group: tuple[Client, jax.Array]) -> tuple[tuple, tuple]:
+        def next_group(carry: tuple[PyTree, PyTree], group: tuple[Client, jax.Array]) -> tuple[tuple, tuple]:
             total, updated = carry
             clients, places = group
             added, kept, new = train(updated if overwriting else states, clients, places)
@@ -84,7 +86,7 @@ def over_clients(
             return (jax.tree.map(lambda s, a: s + a.sum(0), total, added), updated), (kept, new)
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), added)
-        (total, updated), each = lax.scan(group, (zeros, states if overwriting else ()), groups)
+        (total, updated), each = lax.scan(next_group, (zeros, states if overwriting else ()), groups)
         return sum_over_devices(engine, total), jax.tree.map(lambda a: a[None], each), updated
 
     whole: Any = P()

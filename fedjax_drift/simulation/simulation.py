@@ -605,17 +605,18 @@ class Simulation:
           ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort size.
         - "client states": the bytes that each device sends. The new states of its clients reach all other devices.
           With ``bank="sharded"``, old states travel to the devices that train these clients as well, and each device
-          sends twice as much.
+          sends twice as much. VRL-SGD finishes the states after the server's update, so they travel once more.
         - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. Each device sends
           D - 1 buffers. The size of a buffer is an upper bound on the examples of the clients that one device trains.
         """
         e, D = self.setup.engine, self.mesh.size
         G = -(-e.most_clients // (D * e.lanes))
         update, row = self.setup.any_update(), self.setup.any_row()
+        times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
             "message sum": tree.nbytes((update.message, update.weight)),
-            "client states": (1 + e.sharded) * (D - 1) * G * e.lanes * tree.nbytes(update.state),
+            "client states": times * (D - 1) * G * e.lanes * tree.nbytes(update.state),
             "rows": (D - 1) * share * tree.nbytes(row),
         }
 
