@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -314,6 +315,14 @@ def test_sharded_examples_can_be_planned(devices) -> None:
     plan = fd.plan(devices, model, data, fd.algorithms.fedavg(), **options)
     assert plan.fits and plan.collectives["collective-permute"] >= 1
     assert plan.examples < fd.plan(devices, model, data, fd.algorithms.fedavg(), cohort_size=32).examples
+
+
+@needs_libtpu
+@pytest.mark.parametrize("image", [(32, 32, 3), (28, 28, 1)])
+def test_a_round_on_a_tpu_makes_no_copy_of_the_examples(image) -> None:
+    data = fd.FederatedData.of_shapes(500, 200, image)
+    plan = fd.plan("v5e:1x1", fd.models.linear(image, 10), data, fd.algorithms.fedavg(), cohort_size=20)
+    assert plan.temporary < plan.examples / 4 and plan.arguments < 1.2 * 500 * 200 * math.prod(image)
 
 
 @needs_libtpu

@@ -5,6 +5,7 @@ The mesh has one axis, "clients". The cohort is sharded over this axis. `put` an
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import PyTree
 
 AXIS = "clients"  # the one mesh axis
+TILE = 128  # the places of the last axis in a tile of a TPU
 
 
 def clients_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -67,6 +69,20 @@ def use_cpu_devices(n: int | None = None) -> int:
 def is_described(mesh: Mesh) -> bool:
     """Whether the devices are only described, so that programs can be compiled for them but not run."""
     return type(mesh.devices.flat[0].client).__name__ == "CompileOnlyPyClient"
+
+
+def flat(x: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """The examples [M, ...] as the devices store them, [M, F]. On a TPU, F is padded to a multiple of 128.
+
+    Then each example lies in one piece in the memory of a TPU. If images were not flattened, a round would first copy
+    all of them, with the last axes padded to 128 places.
+    """
+    M, F = len(x), math.prod(x.shape[1:])
+    padding = -F % TILE if mesh.devices.flat[0].platform == "tpu" else 0
+    if is_described(mesh):  # only the shape is needed
+        return np.broadcast_to(np.zeros((), x.dtype), (M, F + padding))
+    x = x.reshape(M, F)
+    return np.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
 def put(tree: PyTree, placement: Any) -> PyTree:

@@ -30,7 +30,9 @@ class Rows(NamedTuple):
     They are the whole data set, replicated or sharded, or the streamed examples of one cohort.
     """
 
-    x: jax.Array  # [M, ...] as stored, so images stay uint8; if sharded, M includes the padding of every shard
+    x: jax.Array
+    """[M, F], every example flattened (`devices.mesh.flat`), otherwise as stored, so images stay uint8. If sharded, M
+    includes the padding of every shard."""
     y: jax.Array  # [M, ...]
     offsets: jax.Array | None = None  # int32 [N], the index of client i's first example; None if streamed
     sizes: jax.Array | None = None  # int32 [N], n_i; None if streamed
@@ -97,6 +99,7 @@ class Engine(NamedTuple):
     state_rows: int  # length of the leaves of ServerState.clients: N; if sharded, rounded up to a multiple of D
     sharded: bool  # whether client states are sharded over the devices instead of replicated
     rows_by_rank: np.ndarray | None  # the result of `exchange.rows_by_rank` if the examples are sharded, otherwise None
+    example: tuple[int, ...]  # the shape of one stored input
     decode: Callable[[jax.Array], jax.Array]  # stored inputs -> inputs of the model; `data.federated.decode`
     num_classes: int | None  # C, for classifiers with one integer label per example; otherwise None
     test_size: int  # the number of test examples, 0 without a test set

@@ -12,6 +12,7 @@ bitwise identical to the stored rows. Client states use the ring as well (client
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.data.reading import cut, source
 from fedjax_drift.data.redeal import spans
-from fedjax_drift.devices.mesh import AXIS, is_described, put
+from fedjax_drift.devices.mesh import AXIS, flat, is_described, put
 from fedjax_drift.types import PyTree
 
 
@@ -65,8 +66,8 @@ def parts(sizes: np.ndarray, D: int) -> Parts:
 def place_parts(data: FederatedData, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
     """Places the training examples on the devices.
 
-    Returns the rows x and y, [D * R, ...], sharded over the devices; and offsets and sizes, int32 [N], replicated. If
-    the devices are only described, the results are shapes.
+    Returns the rows x [D * R, F] and y [D * R, ...], sharded over the devices; and offsets and sizes, int32 [N],
+    replicated. If the devices are only described, the results are shapes.
 
     Each process reads only the rows that its devices store, from memory or from a memory-mapped file.
     """
@@ -75,7 +76,8 @@ def place_parts(data: FederatedData, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
     R = assigned.rows
 
     def placed(array: np.ndarray, converted: Callable[[np.ndarray], np.ndarray]) -> Any:
-        rows, dtype = source(array), jax.dtypes.canonicalize_dtype(converted(array[:1]).dtype)
+        rows, one = source(array), converted(array[:1])
+        dtype = jax.dtypes.canonicalize_dtype(one.dtype)
 
         def part(index: Any) -> np.ndarray:
             d = (index[0].start or 0) // R
@@ -83,13 +85,13 @@ def place_parts(data: FederatedData, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
             of_device = converted(cut(rows, data.offsets[ids], sizes[ids], assigned.offsets[ids] - d * R, R))
             return of_device.astype(dtype, copy=False)
 
-        shape, sharding = (D * R, *array.shape[1:]), NamedSharding(mesh, P(AXIS))
+        shape, sharding = (D * R, *one.shape[1:]), NamedSharding(mesh, P(AXIS))
         if is_described(mesh):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         return jax.make_array_from_callback(shape, sharding, part)
 
     offsets, replicated_sizes = put((assigned.offsets.astype(np.int32), sizes), NamedSharding(mesh, P()))
-    return placed(data.x, np.asarray), placed(data.y, integers_as_int32), offsets, replicated_sizes
+    return placed(data.x, partial(flat, mesh=mesh)), placed(data.y, integers_as_int32), offsets, replicated_sizes
 
 
 def rows_by_rank(sizes: np.ndarray, steps: np.ndarray) -> np.ndarray:

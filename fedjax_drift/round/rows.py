@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
-from fedjax_drift.devices.mesh import AXIS, put
+from fedjax_drift.devices.mesh import AXIS, flat, put
 from fedjax_drift.round.engine import Arrays, Rows, TestRows
 from fedjax_drift.round.exchange import place_parts
 
@@ -45,7 +45,7 @@ def _place_rows(data: FederatedData, mesh: Mesh, rows_at: str) -> Rows | None:
         return None
     if rows_at == "parts":
         return Rows(*place_parts(data, mesh))
-    arrays = (data.x, integers_as_int32(data.y), data.offsets.astype(np.int32), data.sizes)
+    arrays = (flat(data.x, mesh), integers_as_int32(data.y), data.offsets.astype(np.int32), data.sizes)
     return Rows(*put(arrays, NamedSharding(mesh, P())))
 
 

@@ -6,6 +6,7 @@ states of the clients. The random numbers of a client depend only on its id and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -129,7 +130,8 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
             mask = k * B + jnp.arange(B) < size
             rows = client.offset + jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0)
             rows = rows if data.places is None else data.places[rows]
-            return Batch(engine.decode(data.x[rows]), data.y[rows], mask)
+            x = data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example)
+            return Batch(engine.decode(x), data.y[rows], mask)
 
         return batch
 

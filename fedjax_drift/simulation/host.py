@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding
 
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.data.reading import cut, source
-from fedjax_drift.devices.mesh import put
+from fedjax_drift.devices.mesh import flat, put
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.round.engine import Arrays, Client, Rows
 from fedjax_drift.simulation.setup import Setup
@@ -32,7 +32,7 @@ class Host:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self._stream = Stream(setup.data, setup.everywhere) if setup.streamed else None
+        self._stream = Stream(setup.data, setup.everywhere, setup.mesh) if setup.streamed else None
 
     def fetch(self, ids: np.ndarray) -> Fetched:
         """Returns what a round with the cohort ``ids`` needs."""
@@ -76,7 +76,7 @@ def prefetching(fetch: Callable[[int], Fetched], last: int) -> Iterator[Callable
 class CohortRows(NamedTuple):
     """A cohort's examples on the devices, one client after the other. The rest of the buffer is padding."""
 
-    x: jax.Array  # [R, ...] as stored
+    x: jax.Array  # [R, F], flattened
     y: jax.Array  # [R, ...]
     offsets: np.ndarray  # int32 [K], the index of each client's first example
 
@@ -89,8 +89,8 @@ class Stream:
     that is long enough for every cohort, that is, for the K largest clients together.
     """
 
-    def __init__(self, data: FederatedData, sharding: Sharding) -> None:
-        self.data, self.sharding = data, sharding
+    def __init__(self, data: FederatedData, sharding: NamedSharding, mesh: Mesh) -> None:
+        self.data, self.sharding, self.mesh = data, sharding, mesh
         self._mean, self._spread = float(data.sizes.mean()), float(data.sizes.std())
         self._largest = np.cumsum(np.sort(data.sizes)[::-1], dtype=np.int64)
         self._sources = [source(a) for a in (data.x, data.y)]
@@ -112,5 +112,5 @@ class Stream:
         ends = np.cumsum(sizes, dtype=np.int64)
         R = self.buffer_rows(len(ids), int(ends[-1]))
         x, y = (cut(array, begins, sizes, ends - sizes, R) for array in self._sources)
-        sent_x, sent_y = put((x, integers_as_int32(y)), self.sharding)
+        sent_x, sent_y = put((flat(x, self.mesh), integers_as_int32(y)), self.sharding)
         return CohortRows(sent_x, sent_y, (ends - sizes).astype(np.int32))

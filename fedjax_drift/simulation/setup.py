@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import checks, tree
 from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.devices.mesh import leaf_shardings
+from fedjax_drift.devices.mesh import flat, leaf_shardings
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
@@ -92,7 +92,7 @@ class Setup:
     def any_row(self) -> tuple[Any, Any]:
         """The shapes and dtypes of one example on the devices."""
         x, y = self.data.x[:1], self.data.y[:1]
-        return jax.eval_shape(lambda: (jnp.asarray(x), jnp.asarray(integers_as_int32(y))))
+        return jax.eval_shape(lambda: (jnp.asarray(flat(x, self.mesh)), jnp.asarray(integers_as_int32(y))))
 
     def any_update(self) -> ClientResult:
         """The shapes and dtypes of one client's update."""
@@ -203,6 +203,7 @@ def assemble(
         state_rows=-(-N // mesh.size) * mesh.size if sharded else N,
         sharded=sharded,
         rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
+        example=data.x.shape[1:],
         decode=decoded,
         num_classes=shapes.num_classes,
         test_size=0 if data.x_test is None else len(data.x_test),
