@@ -51,13 +51,13 @@ def test_a_table_is_its_files(shared, tmp_path) -> None:
         "command": "python experiments/benchmarks/some.py --rounds 3",
         "commit": "abc",
         "date": "2026-01-01",
-        "hardware": {"cpu": "a processor", "cores": 2, "versions": "jax 1, Python 3", "devices": "2 x cpu"},
+        "hardware": {"cpu": "a processor", "cores": 2, "versions": "jax 1", "devices": "2 x cpu"},
         "rows": rows,
     }
     (tmp_path / "some.cpu.json").write_text(json.dumps(contents))
     before = "above\n<!-- results: some other -->\nold\n<!-- end -->\nbelow\n"
     made = measure.with_tables(before, tmp_path)
-    source = "`some.py --rounds 3` on cpu: 2 x cpu, 2 cores of a processor, jax 1, Python 3, commit abc, 2026-01-01"
+    source = "`some.py --rounds 3` on cpu: 2 x cpu, 2 cores of a processor, jax 1, commit abc, 2026-01-01"
     assert f"{source}\n\n| what" in made
     assert "| fast | 0.2 s a round (0.1 to 0.3, 3) | <= 0.25 | a note |\n| slow | 3% | >= 40, missed |  |\n" in made
     assert "old" not in made and made.startswith("above") and made.endswith("below\n")

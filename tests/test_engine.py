@@ -231,24 +231,38 @@ def test_the_data_set_is_an_argument_not_a_constant(data) -> None:
     assert not [line for line in text.splitlines() if "constant" in line and len(line) > 2000]
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize(("devices", "options"), [(1, {}), (2, {"bank": "sharded"})], ids=["one", "sharded"])
-def test_memory_does_not_grow_with_the_cohort(devices, options, lanes) -> None:
-    """There is one message for each lane, and the client states are overwritten in place."""
+def scratch(algorithm: fd.Algorithm, cohort_size: int, program: str = "round", **options) -> int:
+    """The temporary memory of a round with 64 clients and a model of 4 * 5010 bytes."""
     rng = np.random.default_rng(0)
     many = fd.FederatedData.from_clients([(rng.normal(size=(4, 500)).astype("f4"), np.arange(4))] * 64)
-    model, one_message = fd.models.linear((500,), 10), 4 * 5010
+    sim = simulate(many, algorithm, model=fd.models.linear((500,), 10), cohort_size=cohort_size, **options)
+    state = sim.init(jax.random.key(0))
+    compiled = sim.executor.programs.lower(program, state, sim.setup.arrays, None).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
-    def scratch(algorithm: fd.Algorithm, cohort_size: int) -> int:
-        options_now = {"model": model, "cohort_size": cohort_size, "lanes": lanes, "devices": devices}
-        sim = simulate(many, algorithm, **options_now, **options)
-        state = sim.init(jax.random.key(0))
-        compiled = sim.executor.programs.lower("donating_round", state, sim.setup.arrays, None).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
 
+def test_memory_does_not_grow_with_the_cohort() -> None:
+    one_message = 4 * 5010
+    assert scratch(fd.algorithms.fedavg(), 64, lanes=2) - scratch(fd.algorithms.fedavg(), 4, lanes=2) < one_message
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize(("devices", "bank"), [(1, "device"), (2, "sharded")])
+def test_client_states_are_overwritten_in_place(devices, bank, lanes) -> None:
+    one_state, options = 4 * 5010, {"program": "donating_round", "devices": devices, "bank": bank, "lanes": lanes}
     for algorithm in (fd.algorithms.scaffold(), fd.algorithms.vrl_sgd()):
-        all_of_them = scratch(algorithm, 64)
-        assert all_of_them - scratch(algorithm, 16) < one_message and all_of_them < 16 * lanes * one_message
+        all_of_them = scratch(algorithm, 64, **options)
+        assert all_of_them - scratch(algorithm, 16, **options) < one_state and all_of_them < 16 * lanes * one_state
+
+
+def test_finished_states_travel_twice(data) -> None:
+    algorithm = fd.algorithms.vrl_sgd()
+    for bank in ("device", "sharded"):
+        finished, unfinished = (
+            simulate(data, a, devices=2, bank=bank).communication()["client states"]
+            for a in (algorithm, algorithm._replace(finish=None))
+        )
+        assert finished == 2 * unfinished > 0
 
 
 def test_every_epoch_visits_every_row_once() -> None:

@@ -1,16 +1,16 @@
 """Compares the plan of a round (`Simulation.plan`) with the memory that rounds use on CPU devices. Linux only.
 
-    python experiments/benchmarks/plan_memory.py
+    python experiments/benchmarks/plan_memory.py [--images 20]
 
-All of 3,400 clients take part, with 20 images each. Each workload runs in a new process. After a first round, the
-process measures
+The model is LeNet-5. All of 3,400 clients take part, with --images images each. Each case runs in a new process. After
+a first round, the process measures
 
 - the bytes of all JAX arrays between two rounds, which are the arguments of the program
 - by how much the process grows during the second round, which is its temporary memory
 
 The sum is compared with the plan. The memory of Python, XLA and the compiler is in neither of them. With two devices,
-the process grows by about 40 MiB more than planned (with five steps per client instead of one, by 180 MiB). The plan
-has all arrays of the program, so XLA's runtime for CPUs seems to need memory for each step until the round ends.
+the process grows by 40 MiB more than planned, and by 180 MiB with --images 100, which are five steps of a client. The
+plan has all arrays of the program. So XLA's runtime for CPUs seems to need memory for each step until the round ends.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import measure
@@ -29,23 +30,23 @@ from workloads import Workload, equal_sizes, tiny
 
 import fedjax_drift as fd
 
-# (network, algorithm, devices, options of the simulation)
-CASES = (
-    ("lenet5", "fedavg", 1, {}),
-    ("lenet5", "fedavg", 2, {}),
-    ("lenet5", "fedavg", 2, {"shard_data": True}),
-    ("lenet5", "fedavg", 2, {"lanes": 32}),
-    ("lenet5", "scaffold", 1, {}),
-    ("lenet5", "scaffold", 2, {}),
-    ("lenet5", "scaffold", 2, {"bank": "sharded"}),
-    ("lenet5", "feddc", 2, {}),
+CASES: tuple[tuple[fd.Algorithm, int, dict[str, Any]], ...] = (  # (algorithm, devices, options of the simulation)
+    (fd.algorithms.fedavg(), 1, {}),
+    (fd.algorithms.fedavg(), 2, {}),
+    (fd.algorithms.fedavg(), 2, {"shard_data": True}),
+    (fd.algorithms.fedavg(), 2, {"lanes": 32}),
+    (fd.algorithms.scaffold(), 1, {}),
+    (fd.algorithms.scaffold(), 2, {}),
+    (fd.algorithms.scaffold(), 2, {"bank": "sharded"}),
+    (fd.algorithms.feddc(0.1), 2, {}),
 )
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
-    for i, (network, algorithm, devices, options) in enumerate(CASES[:1] if arguments.quick else CASES):
-        found = measure.own_process(__file__, ["--case", str(i)], arguments)
-        what = ", ".join([algorithm, network, f"{devices} devices", *(f"{k}={v}" for k, v in options.items())])
+    for i, (algorithm, devices, options) in enumerate(CASES[:1] if arguments.quick else CASES):
+        own = ["--case", str(i), "--images", str(arguments.images)]
+        found = measure.own_process(__file__, own, arguments)
+        what = ", ".join([algorithm.name, f"{devices} devices", *(f"{k}={v}" for k, v in options.items())])
         used = found["arrays"] + found["growth"]
         note = (
             f"arrays {found['arrays'] / 2**20:,.0f} MiB, planned {found['arguments'] / 2**20:,.0f}; growth in a round "
@@ -54,12 +55,12 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         yield measure.row(f"{what}: used / planned", used / found["total"], at_least=0.9, at_most=1.1, note=note)
 
 
-def one(case: int, quick: bool) -> dict[str, int]:
+def one(arguments: argparse.Namespace) -> dict[str, int]:
     """Returns the planned and the used bytes of all devices."""
-    network, algorithm, devices, options = CASES[case]
+    algorithm, devices, options = CASES[arguments.case]
     fd.use_cpu_devices(devices)
-    workload = Workload(network, equal_sizes(3400, 20), 3400)
-    sim = measure.simulation(tiny(workload) if quick else workload, algorithm=_algorithm(algorithm), **options)
+    workload = Workload("lenet5", equal_sizes(3400, arguments.images), 3400)
+    sim = measure.simulation(tiny(workload) if arguments.quick else workload, algorithm=algorithm, **options)
     plan = sim.plan()
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
     jax.block_until_ready(state)
@@ -74,10 +75,6 @@ def one(case: int, quick: bool) -> dict[str, int]:
     return planned | {"arrays": arrays, "growth": _status("VmHWM") - before}
 
 
-def _algorithm(name: str) -> fd.Algorithm:
-    return fd.algorithms.feddc(0.1) if name == "feddc" else getattr(fd.algorithms, name)()
-
-
 def _status(name: str) -> int:
     """Returns a value of /proc/self/status in bytes."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -88,11 +85,12 @@ def _status(name: str) -> int:
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--case", type=int, help="internal: measure only this case, and print the measurements")
+    parser.add_argument("--images", type=int, default=20, help="images of a client; 20 are one step (default: 20)")
     arguments = parser.parse_args()
     if arguments.case is None:
         measure.save("plan_memory", rows(arguments), arguments)
     else:
-        print(json.dumps(one(arguments.case, arguments.quick)))
+        print(json.dumps(one(arguments)))
 
 
 if __name__ == "__main__":

@@ -26,31 +26,30 @@ TOPOLOGIES = ("v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v6e:16
 GIB = 2**30
 
 
-def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+def rows(network: str, arguments: argparse.Namespace) -> Iterator[measure.Row]:
     clients, each = (40, 20) if arguments.quick else (3400, 195)
-    for network in arguments.networks:
-        model = measure.model(network)
-        image = NETWORKS[network].image if network in NETWORKS else (32, 32, 3)
-        data = fd.FederatedData.of_shapes(clients, each, image)
-        for name in arguments.algorithms:
-            algorithm = getattr(fd.algorithms, name)()
-            for topology in arguments.topologies:
-                options = {"cohort_size": clients, "shard_data": True if arguments.shard_data else "auto"}
-                sharded = ", examples sharded" if arguments.shard_data else ""
-                what, unit = f"{name}, {network}, {topology}{sharded}", "GiB a device"
-                try:
-                    plan = fd.plan(topology, model, data, algorithm, **options)
-                except fd.errors.ConfigurationError as error:
-                    yield measure.row(what, math.inf, unit, note=str(error))
-                    continue
-                collectives = ", ".join(f"{n} {kind}" for kind, n in plan.collectives.items())
-                cycles = f"; {plan.cycles:,} cycles a step" if plan.cycles else ""
-                note = (
-                    f"{plan.lanes} lanes, about {plan.most_lanes} fit; arguments {plan.arguments / GIB:.2f}, temporary "
-                    f"{plan.temporary / GIB:.2f} GiB; {collectives}; {plan.steps:,} local steps{cycles}; compiled in "
-                    f"{plan.compile_seconds:.0f} s"
-                )
-                yield measure.row(what, plan.total / GIB, unit, at_most=round(plan.memory / GIB, 1), note=note)
+    model = measure.model(network)
+    image = NETWORKS[network].image if network in NETWORKS else (32, 32, 3)
+    data = fd.FederatedData.of_shapes(clients, each, image)
+    for name in arguments.algorithms:
+        algorithm = getattr(fd.algorithms, name)()
+        for topology in arguments.topologies:
+            options = {"cohort_size": clients, "shard_data": True if arguments.shard_data else "auto"}
+            sharded = ", examples sharded" if arguments.shard_data else ""
+            what, unit = f"{name}, {network}, {topology}{sharded}", "GiB a device"
+            try:
+                plan = fd.plan(topology, model, data, algorithm, **options)
+            except fd.errors.ConfigurationError as error:
+                yield measure.row(what, math.inf, unit, note=str(error))
+                continue
+            collectives = ", ".join(f"{n} {kind}" for kind, n in plan.collectives.items())
+            cycles = f"; {plan.cycles:,} cycles a step" if plan.cycles else ""
+            note = (
+                f"{plan.lanes} lanes, about {plan.most_lanes} fit; arguments {plan.arguments / GIB:.2f}, temporary "
+                f"{plan.temporary / GIB:.2f} GiB; {collectives}; {plan.steps:,} local steps{cycles}; compiled in "
+                f"{plan.compile_seconds:.0f} s"
+            )
+            yield measure.row(what, plan.total / GIB, unit, at_most=round(plan.memory / GIB, 1), note=note)
 
 
 def main() -> None:
@@ -69,13 +68,9 @@ def main() -> None:
             fd.described_mesh(topology)
     except (fd.errors.ConfigurationError, fd.errors.MissingPackageError) as error:
         sys.exit(str(error))
-    few = "" if len(arguments.networks) > 1 else f"_{arguments.networks[0]}"
-    measure.save(
-        "slices" + "_sharded" * arguments.shard_data + few,
-        rows(arguments),
-        arguments,
-        ("compilers", "devices that are only described"),
-    )
+    name, where = "slices" + "_sharded" * arguments.shard_data, ("compilers", "devices that are only described")
+    for network in arguments.networks:
+        measure.save(f"{name}_{network}", rows(network, arguments), arguments, where)
 
 
 if __name__ == "__main__":

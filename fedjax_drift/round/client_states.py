@@ -31,31 +31,29 @@ def overwrites(engine: Engine) -> bool:
 def fetch(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
     """The states of the clients that this device trains next, leaves [L, ...]. Each device calls it.
 
-    The state of an absent client is arbitrary: that of client 0, or zeros if the states are sharded.
+    An absent client gets the last state, or zeros if the states are sharded.
 
     states: the states on this device. places: int32 [D, L], those of the clients that all devices train next.
     """
-    if not jax.tree.leaves(states):
-        return states
     D, L = places.shape
     empty = jax.tree.map(lambda s: jnp.zeros((L, *s.shape[1:]), s.dtype), states)
+    # Branches make a copy of the states that they read. Without a branch, XLA may delay the reading until after
+    # `store`, and then copies the states of all clients first.
+    if not engine.sharded:
+        own = places[0 if engine.mesh.size == 1 else lax.axis_index(AXIS)]
+        always = (own >= 0).any()  # XLA does not know this, so the branch stays
+        return lax.cond(always, lambda: jax.tree.map(lambda s: s.at[own].get(mode="clip"), states), lambda: empty)
 
     def add(buffer: PyTree, d: jax.Array) -> PyTree:
         """The buffer for device d after this device has added the states that it stores."""
-        is_here, index = _find(engine, states, places[d])
+        is_here, index = local_slice(engine.state_rows // D, places[d])
 
         def leaf(buffer: jax.Array, s: jax.Array) -> jax.Array:
             return jnp.where(is_here.reshape(L, *(1,) * (s.ndim - 1)), s[index], buffer)
 
         return lax.cond(is_here.any(), lambda: jax.tree.map(leaf, buffer, states), lambda: buffer)
 
-    # The branches make a copy of the states that they read. Without a branch, XLA may delay the reading until after
-    # `store`, and then copies the states of all clients first. This is why there is a branch that is always taken.
-    if engine.sharded:
-        return collect(add, empty, D)
-    own = places[0 if engine.mesh.size == 1 else lax.axis_index(AXIS)]
-    _, index = _find(engine, states, own)
-    return lax.cond((own >= 0).any(), lambda: jax.tree.map(lambda s: s[index], states), lambda: empty)
+    return collect(add, empty, D)
 
 
 def store(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
@@ -63,23 +61,21 @@ def store(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyT
 
     states, places: as for `fetch`. new: the new states of the clients that this device has trained, leaves [L, ...].
     """
+    if not engine.sharded:
+        return _set(states, places[0], new)
 
-    def stored(states: PyTree, new: PyTree, d: jax.Array | int) -> PyTree:
-        is_here, index = _find(engine, states, places[d])
-        return jax.tree.map(lambda s, n: s.at[jnp.where(is_here, index, len(s))].set(n, mode="drop"), states, new)
+    def stored(states: PyTree, new: PyTree, d: jax.Array) -> PyTree:
+        is_here, index = local_slice(engine.state_rows // len(places), places[d])
+        return _set(states, jnp.where(is_here, index, engine.state_rows), new)
 
-    return deliver(stored, states, new, len(places)) if engine.sharded else stored(states, new, 0)
+    return deliver(stored, states, new, len(places))
 
 
 def scatter(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
     """All client states after storing ``new``, leaves [D, G, L, ...], at ``places`` [D, G, L]. Not if `overwrites`."""
-    return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), states, replicated(engine, new))
+    return _set(states, places, replicated(engine, new))
 
 
-def _find(engine: Engine, states: PyTree, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether this device has the states at ``places`` [L], and their indices on this device, 0 if it does not."""
-    some = jax.tree.leaves(states)[0]
-    if engine.sharded:
-        return local_slice(some, places)
-    is_here = places < len(some)
-    return is_here, jnp.where(is_here, places, 0)
+def _set(states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
+    """The states after storing ``new`` at ``places``. Places beyond the last state are ignored."""
+    return jax.tree.map(lambda s, new: s.at[places].set(new, mode="drop"), states, new)

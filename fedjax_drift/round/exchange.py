@@ -118,14 +118,14 @@ def longest_share(by_rank: np.ndarray, D: int, G: int, L: int) -> int:
     return int(most[back_and_forth(D, G, L)].sum((1, 2)).max())
 
 
-def local_slice(part: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+def local_slice(length: int, places: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Translates indices of a sharded array to indices of this device's part.
 
-    places: indices of the whole array. Returns whether each of them lies in the part, bool; and its index in the part,
-    0 if it lies outside.
+    length: that of a part. places: indices of the whole array. Returns whether each of them lies in the part, bool; and
+    its index in the part, 0 if it lies outside.
     """
-    index = places - lax.axis_index(AXIS) * len(part)
-    is_here = (index >= 0) & (index < len(part))
+    index = places - lax.axis_index(AXIS) * length
+    is_here = (index >= 0) & (index < length)
     return is_here, jnp.where(is_here, index, 0)
 
 
@@ -149,7 +149,7 @@ def exchange(stored: PyTree, sizes: jax.Array, offsets: jax.Array, length: int) 
         rows = jnp.where(jnp.arange(length) < totals[d], spans(offsets[d], sizes[d], length), -1)
 
         def leaf(buffer: jax.Array, part: jax.Array) -> jax.Array:
-            is_here, index = local_slice(part, rows)
+            is_here, index = local_slice(len(part), rows)
             return jnp.where(is_here.reshape(-1, *(1,) * (part.ndim - 1)), part[index], buffer)
 
         return jax.tree.map(leaf, buffer, stored)

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
-from fedjax_drift.data.federated import FederatedData, integers_as_int32
+from fedjax_drift.data.federated import integers_as_int32
 from fedjax_drift.data.reading import cut, source
 from fedjax_drift.devices.mesh import flat, put
 from fedjax_drift.local import LocalTraining
@@ -32,7 +31,7 @@ class Host:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self._stream = Stream(setup.data, setup.everywhere, setup.mesh) if setup.streamed else None
+        self._stream = Stream(setup) if setup.streamed else None
 
     def fetch(self, ids: np.ndarray) -> Fetched:
         """Returns what a round with the cohort ``ids`` needs."""
@@ -89,8 +88,8 @@ class Stream:
     that is long enough for every cohort, that is, for the K largest clients together.
     """
 
-    def __init__(self, data: FederatedData, sharding: NamedSharding, mesh: Mesh) -> None:
-        self.data, self.sharding, self.mesh = data, sharding, mesh
+    def __init__(self, setup: Setup) -> None:
+        self.setup, data = setup, setup.data
         self._mean, self._spread = float(data.sizes.mean()), float(data.sizes.std())
         self._largest = np.cumsum(np.sort(data.sizes)[::-1], dtype=np.int64)
         self._sources = [source(a) for a in (data.x, data.y)]
@@ -107,10 +106,10 @@ class Stream:
         Returns when the examples have been read, and does not wait until they have been sent. Raises OSError if a
         memory-mapped file has changed since the data set was opened.
         """
-        sizes = self.data.sizes_of(ids)
-        begins = self.data.offsets[np.minimum(ids, self.data.num_clients - 1)]
+        data = self.setup.data
+        sizes, begins = data.sizes_of(ids), data.offsets[np.minimum(ids, data.num_clients - 1)]
         ends = np.cumsum(sizes, dtype=np.int64)
         R = self.buffer_rows(len(ids), int(ends[-1]))
         x, y = (cut(array, begins, sizes, ends - sizes, R) for array in self._sources)
-        sent_x, sent_y = put((flat(x, self.mesh), integers_as_int32(y)), self.sharding)
+        sent_x, sent_y = put((flat(x, self.setup.mesh), integers_as_int32(y)), self.setup.everywhere)
         return CohortRows(sent_x, sent_y, (ends - sizes).astype(np.int32))

@@ -605,7 +605,7 @@ class Simulation:
           ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort size.
         - "client states": the bytes that each device sends. The new states of its clients reach all other devices.
           With ``bank="sharded"``, old states travel to the devices that train these clients as well, and each device
-          sends twice as much. VRL-SGD finishes the states after the server's update, so they travel once more.
+          sends twice as much. If the algorithm has `finish` (VRL-SGD), the states travel a second time.
         - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. Each device sends
           D - 1 buffers. The size of a buffer is an upper bound on the examples of the clients that one device trains.
         """
