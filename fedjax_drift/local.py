@@ -142,6 +142,9 @@ def shuffle(key: jax.Array, size: jax.Array, longest: jax.Array, length: int) ->
     return lax.switch((longest > jnp.array(counts[:-1], jnp.int32)).sum(), [sort(n) for n in counts])
 
 
+Gradient = Callable[[Params, Batch, jax.Array, PyTree], tuple[jax.Array, Params, PyTree]]
+
+
 def train(
     work: Work,
     start: Params,
@@ -166,44 +169,75 @@ def train(
     """
     value_and_grad = jax.value_and_grad(loss or work.loss)
 
+    def gradient(point: Params, batch: Batch, key: jax.Array, carry: PyTree) -> tuple[jax.Array, Params, PyTree]:
+        return *value_and_grad(point, batch, key), carry
+
+    theta, _, metrics = train_with(work, start, gradient, (), correct=correct, at=at, after=after)
+    return theta, metrics
+
+
+def train_with(
+    work: Work,
+    start: Params,
+    gradient: Gradient,
+    carry: PyTree,
+    *,
+    correct: Callable[[Params, Params], Params] | None = None,
+    at: Callable[[Params], Params] | None = None,
+    after: Callable[[Params, jax.Array], Params] | None = None,
+) -> tuple[Params, PyTree, Metrics]:
+    """Like `train`, with a gradient of the algorithm's own and values that it carries from step to step.
+
+    Args:
+      gradient: ``gradient(theta, batch, key, carry) -> (loss, g, carry)``. ``key`` is for the random numbers of the
+        model, such as dropout. With ``at``, theta is the point that ``at`` returns.
+      carry: the values before the first step, any arrays.
+      work, start, correct, at, after: as in `train`.
+
+    Returns:
+      The local model theta_i, the carried values after the last step, and the metrics of `train`.
+    """
+
     def as_params(tree: Params) -> Params:  # the learning rate or a hyper-parameter may have a wider dtype
         return jax.tree.map(lambda a, like: a.astype(like.dtype), tree, start)
 
-    def epoch(carry: tuple, e: jax.Array) -> tuple:
+    def epoch(state: tuple, e: jax.Array) -> tuple:
         epoch_key = jax.random.fold_in(work.key, e)
         shuffle_key, noise_key = jax.random.split(epoch_key)
         batch = work.epoch(shuffle_key)
 
-        def step(k: jax.Array, carry: tuple) -> tuple:
-            theta, memory, total = carry
+        def step(k: jax.Array, state: tuple) -> tuple:
+            theta, memory, total, carry = state
             point = at(theta) if at else theta
-            value, g = value_and_grad(point, augmented(work, batch(k), epoch_key, k), jax.random.fold_in(noise_key, k))
+            examples = augmented(work, batch(k), epoch_key, k)
+            value, g, new_carry = gradient(point, examples, jax.random.fold_in(noise_key, k), carry)
+            carry = jax.tree.map(lambda new, old: new.astype(old.dtype), new_carry, carry)
             if correct:
                 g = as_params(correct(g, theta))
             u, memory = work.optimizer.update(g, memory, point)
             theta = as_params(jax.tree.map(lambda theta, u: theta - work.lr * u, theta, u))
             if after:
                 theta = as_params(after(theta, k))
-            return theta, memory, total + value.astype(total.dtype)
+            return theta, memory, total + value.astype(total.dtype), carry
 
         # A straggler stops before its last epoch ends.
         steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
 
-        def step_of_group(k: jax.Array, carry: tuple) -> tuple:
-            return tree.select(k < steps, step(k, carry), carry)
+        def step_of_group(k: jax.Array, state: tuple) -> tuple:
+            return tree.select(k < steps, step(k, state), state)
 
         if work.lanes is None:
-            carry = lax.fori_loop(0, steps, step, carry)
+            state = lax.fori_loop(0, steps, step, state)
         else:  # with one k for the whole group, its batches are slices of the shuffled order, and not gathers
-            carry = lax.fori_loop(0, lax.pmax(steps, work.lanes), step_of_group, carry)
-        return carry, work.watcher.after_epoch(start, carry[0]) if work.watcher else ()
+            state = lax.fori_loop(0, lax.pmax(steps, work.lanes), step_of_group, state)
+        return state, work.watcher.after_epoch(start, state[0]) if work.watcher else ()
 
-    carry = (start, work.optimizer.init(start), jnp.zeros_like(work.lr))
+    state = (start, work.optimizer.init(start), jnp.zeros_like(work.lr), carry)
     measured: PyTree
-    (theta, _, total), measured = lax.scan(epoch, carry, jnp.arange(work.epochs))
+    (theta, _, total, carry), measured = lax.scan(epoch, state, jnp.arange(work.epochs))
     if work.watcher:
         work.watcher.done(start, theta, measured)
-    return theta, {"loss": total / jnp.maximum(work.num_steps, 1)}
+    return theta, carry, {"loss": total / jnp.maximum(work.num_steps, 1)}
 
 
 def augmented(work: Work, batch: Batch, epoch_key: jax.Array, k: jax.Array) -> Batch:

@@ -189,6 +189,9 @@ class Work(NamedTuple):
     """``epoch(key)`` shuffles the client's examples and returns a function ``batch``. ``batch(k)`` is the `Batch` of
     step k of the epoch, for k in 0..ceil(n_i / B) - 1."""
     model: Model
+    label_counts: Callable[[int], jax.Array]
+    """``label_counts(C)`` -> float [C], how many of the client's labels are of each class."""
+    momentum: float = 0.0  # of the local steps; it is already a part of `optimizer`
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (key, one example) -> a random variant of it
     watcher: Watcher | None = None  # observes `local.train` while drift is measured
     lanes: str | None = None  # the axis of the `jax.vmap` over clients that train side by side; None: it trains alone
@@ -349,7 +352,8 @@ class Algorithm(NamedTuple):
     requires: tuple[str, ...] = ()
     """Requirements, checked when a `Simulation` is created. "features", "head", "extractor", "cosine": the model has
     this field. "classifier": the model has the default loss. "sgd": local training without momentum and without another
-    optimizer. "accuracy": the evaluation reports an accuracy."""
+    optimizer. "sgd or momentum": local training without another optimizer. "accuracy": the evaluation reports an
+    accuracy."""
 
 
 class ServerState(NamedTuple):

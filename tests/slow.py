@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +141,7 @@ class Federation:
     local: Local
     test: tuple[np.ndarray, np.ndarray] | None = None
     """(x [M, p], y [M]) for the algorithms that evaluate every model."""
-    info: list[dict[str, float]] = field(default_factory=list)
+    info: list[dict[str, Any]] = field(default_factory=list)
     """What an algorithm shows besides the model, one dict a round, if it shows anything."""
 
     @property

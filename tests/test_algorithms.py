@@ -99,9 +99,11 @@ def test_local_options_by_hand() -> None:
 
 
 def small(factory):
-    """The algorithm with 0.1 for every hyper-parameter that has no default."""
-    required = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
-    return factory(**dict.fromkeys(required, 0.1))
+    """The algorithm with 0.1 for every hyper-parameter that has no default, and without decay of the weights, which
+    moves a model without any gradient."""
+    parameters = inspect.signature(factory).parameters
+    required = [p.name for p in parameters.values() if p.default is p.empty]
+    return factory(**dict.fromkeys(required, 0.1), **({"weight_decay": 0.0} if "weight_decay" in parameters else {}))
 
 
 def contract_simulation(algorithm: fd.Algorithm) -> fd.Simulation:

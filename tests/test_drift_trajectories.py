@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import slow
+import slow_newer
 from test_trajectories import (
     CLASSES,
     COHORTS,
@@ -71,11 +72,36 @@ CASES: list[Case] = [
     ("fedreg", {"eta_s": 0.3, "pseudo_steps": 4, "pseudo_data": "descent"}, BITES),
     ("constrained", {"mu": 0.3}, BITES),
     ("constrained", {"mu": 0.3, "kind": "feature", "part": "classifier"}, {}),
+    ("fednova", {}, MOMENTUM | {"weight_decay": 0.1}),
+    ("fednova", {"mu": 0.3, "server_lr": 0.7}, BITES),
+    ("fedcm", {}, BITES),
+    ("fedcm", {"alpha": 0.3, "server_lr": 0.7, "steps": "own"}, {}),
+    ("fedsam", {}, BITES),
+    ("fedsam", {"rho": 0.5, "server_lr": 0.7, "weighting": "examples"}, MOMENTUM),
+    ("mofedsam", {"rho": 0.5, "alpha": 0.3}, BITES),
+    ("mofedsam", {"steps": "own"}, {}),
+    ("fedacg", {"beta": 0.3}, BITES | MOMENTUM),
+    ("fedntd", {}, BITES),
+    ("fedntd", {"beta": 0.7, "temperature": 2.0}, MOMENTUM),
+    ("fedlc", {}, BITES),
+    ("fedlc", {"tau": 0.5, "denominator": "others", "missing": "floor"}, {"lr": 0.02}),
+    ("fedexp", {}, EVERYONE | {"epochs": 5, "lr": 0.5}),
+    ("fedexp", {"eps": 1e-6, "weighting": "examples"}, {"epochs": 5, "lr": 0.5}),
+    ("fedspeed", {}, BITES),
+    ("fedspeed", {"alpha": 0.5, "normalise": False, "aggregation": "cohort"}, {}),
+    ("fedsmoo", {}, BITES),
+    ("fedsmoo", {"rho": 0.5, "alpha": 0.3, "upload": "mu"}, {}),
+    ("fedlesam", {"rho": 0.5}, BITES),
+    ("fedlesam", {"rho": 0.5, "first": "initial", "correction": "scaffold"}, {}),
+    ("fedlesam", {"rho": 0.5, "old": "server", "correction": "feddyn"}, MOMENTUM),
+    ("fedadamw", {}, {"clip_norm": 0.4, "lr": 0.02}),
+    ("fedadamw", {"alpha": 0.3, "b1": 0.5, "blocks": "none"}, {"lr": 0.02}),
 ]
+ORACLES = vars(slow) | vars(slow_newer)
 
 
 # In float32 those whose arithmetic loses most in it: variances, accuracies, differences of softmaxes.
-DELICATE = ("fedeve", "fedgvrgm", "lfd", "moon", "fedreg")
+DELICATE = ("fedeve", "fedgvrgm", "lfd", "moon", "fedreg", "fedntd", "fedsmoo", "fedadamw")
 FLOAT32 = {case[0]: case for case in reversed(CASES) if case[0] in DELICATE}.values()
 RUNS = [(*case, np.float64, 1e-9) for case in CASES] + [(*case, np.float32, 1e-5) for case in FLOAT32]
 
@@ -144,7 +170,7 @@ def test_the_global_model_follows_the_oracle(
 
         local = slow.Local(**options | ({"optimizer": slow.adam} if "optimizer" in options else {}))
         federation = slow.Federation(clients, cohorts, partial(order, key, local.epochs), local, test)
-        wanted = slow.simulate(getattr(slow, algorithm), params, federation, **hyperparameters)
+        wanted = slow.simulate(ORACLES[algorithm], params, federation, **hyperparameters)
 
     for t, (model, want) in enumerate(zip(models, wanted, strict=True)):
         error = np.linalg.norm(slow.pack(model) - slow.pack(want)) / np.linalg.norm(slow.pack(want))

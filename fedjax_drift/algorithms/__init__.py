@@ -9,18 +9,29 @@ The files import `local`, `tree`, `types`, `checks`, `errors` and each other.
 from collections.abc import Callable
 
 from fedjax_drift.algorithms.constrained import constrained
+from fedjax_drift.algorithms.fedacg import fedacg
+from fedjax_drift.algorithms.fedadamw import fedadamw
 from fedjax_drift.algorithms.fedadc import fedadc
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.algorithms.fedavgm import fedavgm
+from fedjax_drift.algorithms.fedcm import fedcm
 from fedjax_drift.algorithms.feddc import feddc
 from fedjax_drift.algorithms.feddyn import feddyn
 from fedjax_drift.algorithms.fedeve import fedeve
+from fedjax_drift.algorithms.fedexp import fedexp
 from fedjax_drift.algorithms.fedgm import fedgm
 from fedjax_drift.algorithms.fedgvr import fedgvr
 from fedjax_drift.algorithms.fedgvrgm import fedgvrgm
+from fedjax_drift.algorithms.fedlc import fedlc
+from fedjax_drift.algorithms.fedlesam import fedlesam
+from fedjax_drift.algorithms.fednova import fednova
+from fedjax_drift.algorithms.fedntd import fedntd
 from fedjax_drift.algorithms.fedopt import fedadagrad, fedadam, fedyogi
 from fedjax_drift.algorithms.fedprox import fedprox
 from fedjax_drift.algorithms.fedreg import fedreg
+from fedjax_drift.algorithms.fedsam import fedsam, mofedsam
+from fedjax_drift.algorithms.fedsmoo import fedsmoo
+from fedjax_drift.algorithms.fedspeed import fedspeed
 from fedjax_drift.algorithms.lfd import lfd
 from fedjax_drift.algorithms.moon import moon
 from fedjax_drift.algorithms.scaffold import scaffold
@@ -49,6 +60,18 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "lfd": lfd,
     "fedreg": fedreg,
     "constrained": constrained,
+    "fednova": fednova,
+    "fedcm": fedcm,
+    "fedsam": fedsam,
+    "mofedsam": mofedsam,
+    "fedacg": fedacg,
+    "fedntd": fedntd,
+    "fedlc": fedlc,
+    "fedexp": fedexp,
+    "fedspeed": fedspeed,
+    "fedsmoo": fedsmoo,
+    "fedlesam": fedlesam,
+    "fedadamw": fedadamw,
 }
 
 __all__ = [  # a literal list, because type checkers read it
@@ -73,4 +96,16 @@ __all__ = [  # a literal list, because type checkers read it
     "lfd",
     "fedreg",
     "constrained",
+    "fednova",
+    "fedcm",
+    "fedsam",
+    "mofedsam",
+    "fedacg",
+    "fedntd",
+    "fedlc",
+    "fedexp",
+    "fedspeed",
+    "fedsmoo",
+    "fedlesam",
+    "fedadamw",
 ]

@@ -66,12 +66,16 @@ def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Ar
     return means | {name: scores[name] for name in engine.set_scores}
 
 
-def server_scores(evaluate_params: Callable[[Params], dict[str, jax.Array]], server: Any) -> dict[str, jax.Array]:
-    """The scores of the global model, and those of the mean of the cohort's models with the prefix ``client_mean_``.
+OTHER_MODELS = ("client_mean", "last_two_mean")  # models that some algorithms keep on the server besides w
 
-    Only some algorithms compute the mean of the cohort's models (FedDyn, FedDC).
+
+def server_scores(evaluate_params: Callable[[Params], dict[str, jax.Array]], server: Any) -> dict[str, jax.Array]:
+    """The scores of the global model, and those of the other models that the server keeps, with their name as prefix.
+
+    These are the mean of the cohort's models (FedDyn, FedDC) and the mean of the last two global models (FedExP).
     """
     scores = evaluate_params(server.params)
-    if (mean := getattr(server, "client_mean", None)) is not None:
-        scores |= {f"client_mean_{name}": value for name, value in evaluate_params(mean).items()}
+    for name in OTHER_MODELS:
+        if (params := getattr(server, name, None)) is not None:
+            scores |= {f"{name}_{score}": value for score, value in evaluate_params(params).items()}
     return scores

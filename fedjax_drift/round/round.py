@@ -25,11 +25,13 @@ from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.cohort import Plan, plan, undealt
 from fedjax_drift.round.engine import Arrays, Client, Engine, Rows, Shared, absent, partitionable, replicated
-from fedjax_drift.round.evaluate import evaluate
+from fedjax_drift.round.evaluate import OTHER_MODELS, evaluate
 from fedjax_drift.round.train import check_finite, client_work, executed_steps, over_clients, scalars, update
 from fedjax_drift.types import Metrics, Params, PyTree, Round, ServerState
 
-RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy", "client_mean_loss", "client_mean_accuracy"}
+RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy"} | {
+    f"{model}_{score}" for model in OTHER_MODELS for score in ("loss", "accuracy")
+}
 """Names of values that `Simulation.run` and evaluations add to records. A metric must have a different name."""
 
 

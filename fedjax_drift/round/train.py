@@ -123,17 +123,30 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
     B = min(engine.local.batch_size, engine.max_size)
     most_batches = -(-engine.max_size // B)
 
+    def rows_of(examples: jax.Array) -> jax.Array:
+        """The indices in ``data`` of some of the client's examples, which are numbered from 0."""
+        rows = client.offset + examples
+        return rows if data.places is None else data.places[rows]
+
     def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
         order = shuffle(key, size, longest, most_batches * B)
 
         def batch(k: jax.Array) -> Batch:
             mask = k * B + jnp.arange(B) < size
-            rows = client.offset + jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0)
-            rows = rows if data.places is None else data.places[rows]
+            rows = rows_of(jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0))
             x = data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example)
             return Batch(engine.decode(x), data.y[rows], mask)
 
         return batch
+
+    def label_counts(num_classes: int) -> jax.Array:
+        def add(k: jax.Array, counts: jax.Array) -> jax.Array:
+            example = k * B + jnp.arange(B)
+            labels = jax.nn.one_hot(data.y[rows_of(jnp.where(example < size, example, 0))], num_classes)
+            labels = labels.reshape(B, -1, num_classes).sum(1)  # an example may have several labels
+            return counts + jnp.where((example < size)[:, None], labels, 0).sum(0)
+
+        return lax.fori_loop(0, -(-size // B), add, jnp.zeros(num_classes))
 
     return Work(
         t=shared.t,
@@ -150,6 +163,8 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         optimizer=engine.local.direction(),
         epoch=epoch,
         model=engine.model,
+        label_counts=label_counts,
+        momentum=engine.local.momentum,
         augment=engine.local.augment,
         lanes=None if engine.lanes == 1 else LANES,
     )

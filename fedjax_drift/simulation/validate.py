@@ -66,7 +66,7 @@ MISSING = {
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
     """Checks that the model, the local training and the data meet the requirements of the algorithm."""
     for name in algorithm.requires:
-        checks.choice("Algorithm.requires", name, (*MISSING, "classifier", "sgd", "accuracy"))
+        checks.choice("Algorithm.requires", name, (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy"))
         if name in MISSING and not getattr(model, name):
             needed = "whose logits are cosines" if name == "cosine" else f"with {name}"
             raise ConfigurationError(f"{algorithm.name} needs a model {needed}, got one without: {MISSING[name]}")
@@ -78,6 +78,11 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
         if name == "sgd" and local.has_memory:
             raise ConfigurationError(
                 f"{algorithm.name} needs plain local SGD, got {local!r}: leave momentum and optimizer out of "
+                "LocalTraining"
+            )
+        if name == "sgd or momentum" and local.optimizer is not None:
+            raise ConfigurationError(
+                f"{algorithm.name} needs local SGD, with or without momentum, got {local!r}: leave optimizer out of "
                 "LocalTraining"
             )
     if algorithm.observe is not None and not has_test:

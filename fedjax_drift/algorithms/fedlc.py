@@ -1,0 +1,68 @@
+"""FedLC. Zhang, Li, Li, Xu, Wu, Ding, Wu, "Federated Learning with Label Distribution Skew via Logits Calibration",
+ICML 2022, arXiv 2209.00189.
+
+Client i:  minimises the cross-entropy of the calibrated logits z_c - tau n_ic^(-1/4)                (1)
+Server:    as FedAvg
+
+n_ic is how many training examples of client i have the label c. The margin tau n_ic^(-1/4) is larger for rarer classes,
+so local training does not lower their logits as much. `evaluate` uses the plain logits.
+
+Deviations:
+- In the paper, the sum in the denominator of the softmax leaves the label out (`denominator="others"`). The loss is
+  then unbounded below, and users report that training collapses. The implementations that we read include the label
+  (default).
+- The margin of a class without examples is infinite. The class is left out of the softmax, as in FedACG's repository
+  (`missing="mask"`), or n_ic is 1e-8, as in two other repositories (`missing="floor"`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import checks, tree
+from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift.local import train
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, batch_mean, cross_entropy
+
+
+def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask") -> Algorithm:
+    """FedAvg with logits that are calibrated by the client's label counts.
+
+    Args:
+      tau: strength of the calibration, >= 0. 0 gives FedAvg.
+      denominator: the classes in the denominator of the softmax: "all" (default) or "others" (all but the label, as
+        printed in the paper). With "others" and "mask", every client needs at least two classes.
+      missing: classes that a client does not have: "mask" (left out of the softmax, default) or "floor" (a count of
+        1e-8, so a margin of 100 tau). With "mask", a client with one class does not move the model.
+
+    Raises:
+      ValueError: tau is negative, an option is unknown, or the model does not use the default loss.
+    """
+    tau = checks.nonnegative("tau", tau)
+    checks.choice("denominator", denominator, ("all", "others"))
+    checks.choice("missing", missing, ("mask", "floor"))
+
+    def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
+        w = server.params
+
+        def calibrated(logits: jax.Array) -> jax.Array:
+            n = jnp.broadcast_to(work.label_counts(logits.shape[-1]).astype(logits.dtype), logits.shape)
+            z = logits - tau * jnp.maximum(n, 1e-8) ** -0.25  # (1)
+            return jnp.where(n > 0, z, -jnp.inf) if missing == "mask" else z
+
+        def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
+            z = calibrated(work.logits(theta, batch.x, key))
+            if denominator == "all":
+                return batch_mean(cross_entropy(z, batch.y), batch.mask)
+            y = jax.nn.one_hot(batch.y, z.shape[-1], dtype=bool)
+            value = jax.nn.logsumexp(jnp.where(y, -jnp.inf, z), axis=-1) - jnp.where(y, z, 0).sum(-1)
+            return batch_mean(value.reshape(len(value), -1).mean(1), batch.mask)
+
+        theta, metrics = train(work, start=w, loss=loss)
+        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, metrics)
+
+    base = fedavg()._replace(requires=("classifier",), name="fedlc")
+    return base._replace(client_update=client_update) if checks.used(tau) else base

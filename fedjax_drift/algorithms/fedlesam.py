@@ -1,0 +1,110 @@
+"""FedLESAM. Fan, Hu, Shen, Sun, Yang, Tao, "Locally Estimated Global Perturbations are Better than Local Perturbations
+for Federated Sharpness-aware Minimization", ICML 2024, arXiv 2405.18890.
+
+Client i:  e_i = rho (w_old_i - w) / ||w_old_i - w||, fixed in the round                             (1)
+           g <- g(theta + e_i), then as the base algorithm;  w_old_i <- w                            (2)
+Server:    as the base algorithm: w <- w + mean_S D_i                                                (3)
+
+w_old_i is the global model that client i received in its last participation. The difference of two global models
+estimates the global perturbation, so a step computes one gradient. The base algorithm is FedAvg with uniform weights,
+SCAFFOLD (FedLESAM-S) or FedDyn (FedLESAM-D).
+
+Deviations:
+- In the first participation of a client, e_i = 0. With `first="initial"`, w_old_i is the initial model. The paper does
+  not say which.
+- `old="server"` uses the global model of the last round for all clients. This is what the authors' code is meant to do.
+  Their code divides by the sum of the norms of the tensors, and gives each tensor a single number. This is not
+  implemented.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import checks, tree
+from fedjax_drift.algorithms.fedavg import fedavg
+from fedjax_drift.algorithms.feddyn import feddyn
+from fedjax_drift.algorithms.fedsam import ascent
+from fedjax_drift.algorithms.scaffold import scaffold
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+
+
+class Server(NamedTuple):
+    base: Any  # the variables of the base algorithm
+    old: PyTree  # the last global model with old="server", otherwise ()
+
+    @property
+    def params(self) -> Params:
+        """w, the global model."""
+        return self.base.params
+
+
+class Client(NamedTuple):
+    base: PyTree  # the state of the base algorithm
+    old: PyTree  # w_old_i with old="client", otherwise ()
+    seen: PyTree  # bool [], whether the client has participated before
+
+
+def fedlesam(
+    rho: float = 0.1, first: str = "none", old: str = "client", correction: str = "none", feddyn_alpha: float = 0.1
+) -> Algorithm:
+    """Sharpness-aware local steps with a perturbation that is estimated from two global models.
+
+    A client keeps one model, in addition to the state of the correction.
+
+    Args:
+      rho: size of the perturbation, >= 0. 0 gives the base algorithm.
+      first: the perturbation in the first participation of a client: "none" (0, default) or "initial" (w_old_i is the
+        initial model). No effect with old="server".
+      old: w_old_i: "client" (the global model of the client's last participation, default) or "server" (the global
+        model of the last round).
+      correction: the base algorithm: "none" (FedAvg with uniform weights, default), "scaffold" or "feddyn".
+      feddyn_alpha: alpha of FedDyn, > 0.
+
+    Raises:
+      ValueError: a value is out of range, or an option is unknown.
+    """
+    rho = checks.nonnegative("rho", rho)
+    checks.choice("first", first, ("none", "initial"))
+    checks.choice("old", old, ("client", "server"))
+    checks.choice("correction", correction, ("none", "scaffold", "feddyn"))
+    feddyn_alpha = checks.positive("feddyn_alpha", feddyn_alpha)
+    base = {"none": fedavg(weighting="uniform"), "scaffold": scaffold(), "feddyn": feddyn(feddyn_alpha)}[correction]
+
+    def init_server(params: Params) -> Server:
+        return Server(base.init_server(params), params if old == "server" else ())
+
+    def init_client(params: Params) -> Client:
+        each = old == "client"
+        return Client(base.init_client(params), params if each else (), jnp.array(False) if each else ())
+
+    def client_update(server: Server, client: Client, work: Work) -> ClientResult:
+        w = server.params
+        w_old = server.old if old == "server" else client.old
+        e = ascent(rho, tree.subtract(w_old, w))  # (1)
+        if old == "client" and first == "none":
+            e = jax.tree.map(lambda e: jnp.where(client.seen, e, 0), e)
+        result = base.client_update(server.base, client.base, shifted(work, e))  # (2)
+        seen = jnp.array(True) if old == "client" else ()
+        return result._replace(state=Client(result.state, w if old == "client" else (), seen))
+
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
+        return Server(base.server_update(server.base, mean, context), server.params if old == "server" else ())  # (3)
+
+    return Algorithm(init_server, init_client, client_update, server_update, name="fedlesam")
+
+
+def shifted(work: Work, e: Params) -> Work:
+    """The same work with a model that is evaluated at theta + e instead of theta."""
+    apply, train_apply = work.model.apply, work.model.train_apply
+
+    def plus_e(theta: Params) -> Params:
+        return jax.tree.map(lambda theta, e: theta + e, theta, e)
+
+    model = work.model._replace(apply=lambda theta, x: apply(plus_e(theta), x))
+    if train_apply is not None:
+        model = model._replace(train_apply=lambda theta, x, key: train_apply(plus_e(theta), x, key))
+    return work._replace(model=model)

@@ -1,0 +1,467 @@
+"""The slow oracle, continued: what drift researchers compare with, 2020 to 2025, and personalised models.
+
+Written from the equations of the papers, as slow is, and in its notation. Two more symbols:
+
+    e(rho, u)   rho u / ||u||, the perturbation of the sharpness-aware
+    v_i         what client i keeps for itself: its personal model, or part of it
+
+The personalised also show in ``fed.info`` every client's personal model after the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from slow import (
+    Federation,
+    Gradient,
+    Vector,
+    corrected,
+    heavy_ball,
+    logits,
+    mean_gradient,
+    one_hot,
+    pack,
+    softmax,
+)
+
+
+def e(rho: float, u: Vector) -> Vector:
+    """The vector of length rho along u; 0 where u = 0."""
+    norm = np.sqrt((u**2).sum())
+    return rho * u / norm if norm > 0 else np.zeros_like(u)
+
+
+def clipped(fed: Federation, g: Vector) -> Vector:
+    """g, shortened to the clip norm if it is longer."""
+    norm, limit = np.sqrt((g**2).sum()), fed.local.clip_norm
+    return g if limit is None or norm <= limit else g * limit / norm
+
+
+def per_step(D: Vector, K: float, eta: float) -> Vector:
+    """-D / (K eta): the mean gradient of the K steps that made the update D. No step, no update: 0."""
+    return -D / ((K or 1) * eta)
+
+
+def local_batches(fed: Federation, t: int, i: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """All K_i batches of client i in round t."""
+    for epoch in range(fed.local.epochs):
+        yield from fed.batches(t, i, epoch)
+
+
+def from_logits(errors: np.ndarray, x: np.ndarray) -> Vector:
+    """Gradient of the rows' mean loss, by the parameters, from each row's gradient by the logits, [B, C]."""
+    return pack({"b": errors.mean(axis=0), "w": x.T @ errors / len(x)})
+
+
+def plus(gradient: Gradient, tilt: Vector | float = 0.0, pull: float = 0.0, anchor: Vector | float = 0.0) -> Gradient:
+    """``corrected`` for any gradient: that of <tilt, theta> + pull/2 ||theta - anchor||^2 is added."""
+    return lambda theta, x, y: gradient(theta, x, y) + tilt + pull * (theta - anchor)
+
+
+def shifted(by: Vector) -> Gradient:
+    """The batch's gradient at theta + by."""
+    return lambda theta, x, y: mean_gradient(theta + by, x, y)
+
+
+def sharpness_aware(rho: float, alpha: float = 1.0, normalise: bool = True) -> Gradient:
+    """(1 - alpha) g1 + alpha g2: the batch's gradients at theta, and at theta + e(rho, g1) or theta + rho g1."""
+
+    def gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
+        g1 = mean_gradient(theta, x, y)
+        g2 = mean_gradient(theta + (e(rho, g1) if normalise else rho * g1), x, y)
+        return (1 - alpha) * g1 + alpha * g2
+
+    return gradient
+
+
+def fednova(fed: Federation, w: Vector, mu: float = 0.0, server_lr: float = 1.0) -> Iterator[Vector]:
+    """Wang et al. 2020: updates are divided by a_i, the total coefficient of the gradients in -D_i / eta_t."""
+    for t, S in enumerate(fed.cohorts):
+        A, d = [], []
+        for i in S:
+            direction = heavy_ball(fed.local.momentum)
+            K = fed.num_steps(i)
+            if mu > 0:  # a gradient is forgotten as the proximal term pulls back, by 1 - eta_t mu a step
+                a_i = sum(((1 - fed.lr(t) * mu) ** k for k in range(K)), 0.0)
+            else:
+                a_i = sum((direction(np.ones(1))[0] for _ in range(K)), 0.0)
+            D_i = fed.train(t, i, w, corrected(pull=mu, anchor=w)) - w
+            A.append(np.array(float(K) if mu > 0 else a_i))
+            d.append(D_i / (a_i or 1))
+        w = w + server_lr * fed.mean(S, A, "examples") * fed.mean(S, d, "examples")
+        yield w
+
+
+def fedcm(
+    fed: Federation, w: Vector, alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort"
+) -> Iterator[Vector]:
+    """Xu et al. 2021: clients step along alpha g + (1 - alpha) Delta, Delta the last round's mean direction."""
+    return client_momentum(fed, w, mean_gradient, alpha, server_lr, steps)
+
+
+def mofedsam(
+    fed: Federation,
+    w: Vector,
+    rho: float = 0.1,
+    alpha: float = 0.1,
+    server_lr: float = 1.0,
+    steps: str = "cohort",
+) -> Iterator[Vector]:
+    """Qu et al. 2022, algorithm 2: FedCM of FedSAM's gradient."""
+    return client_momentum(fed, w, sharpness_aware(rho), alpha, server_lr, steps)
+
+
+def client_momentum(
+    fed: Federation, w: Vector, g: Gradient, alpha: float, server_lr: float, steps: str
+) -> Iterator[Vector]:
+    """FedCM with any gradient g. Delta of the cohort's mean K, or of each client's own."""
+    Delta = np.zeros_like(w)
+    for t, S in enumerate(fed.cohorts):
+
+        def gradient(theta: Vector, x: np.ndarray, y: np.ndarray, Delta: Vector = Delta) -> Vector:
+            return alpha * g(theta, x, y) + (1 - alpha) * Delta
+
+        D = [fed.train(t, i, w, gradient) - w for i in S]
+        K = [fed.num_steps(i) for i in S]
+        w = w + server_lr * fed.mean(S, D)
+        if steps == "cohort":
+            Delta = per_step(fed.mean(S, D), float(np.mean(K)), fed.lr(t))
+        else:
+            Delta = fed.mean(S, [per_step(D_i, K_i, fed.lr(t)) for D_i, K_i in zip(D, K, strict=True)])
+        yield w
+
+
+def fedsam(
+    fed: Federation, w: Vector, rho: float = 0.1, server_lr: float = 1.0, weighting: str = "uniform"
+) -> Iterator[Vector]:
+    """Qu et al. 2022, algorithm 1."""
+    for t in range(len(fed.cohorts)):
+        w = w + server_lr * fed.mean_update(t, w, weighting, sharpness_aware(rho))
+        yield w
+
+
+def fedacg(fed: Federation, w: Vector, beta: float = 0.002, lam: float = 0.85) -> Iterator[Vector]:
+    """Kim et al. 2024: clients start, and are held, where the server's momentum leads."""
+    m = np.zeros_like(w)
+    for t in range(len(fed.cohorts)):
+        start = w + lam * m
+        m = lam * m + fed.mean_update(t, start, "uniform", corrected(pull=beta, anchor=start))
+        w = w + m
+        yield w
+
+
+def fedntd(fed: Federation, w: Vector, beta: float = 1.0, temperature: float = 1.0) -> Iterator[Vector]:
+    """Lee et al. 2022: the global model teaches the classes that are not the row's."""
+
+    def local_gradient(w: Vector) -> Gradient:
+        def gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
+            at_y = one_hot(y, len(theta) // (x.shape[1] + 1))
+
+            def q(theta: Vector) -> np.ndarray:
+                return softmax(np.where(at_y > 0, -np.inf, logits(theta, x) / temperature))
+
+            return from_logits(softmax(logits(theta, x)) - at_y + beta * temperature * (q(theta) - q(w)), x)
+
+        return gradient
+
+    for t in range(len(fed.cohorts)):
+        w = w + fed.mean_update(t, w, "examples", local_gradient(w))
+        yield w
+
+
+def fedlc(
+    fed: Federation, w: Vector, tau: float = 1.0, denominator: str = "all", missing: str = "mask"
+) -> Iterator[Vector]:
+    """Zhang et al. 2022: logits less tau n_ic^(-1/4), by the client's number of rows of the class."""
+
+    def local_gradient(i: int) -> Gradient:
+        x_i, y_i = fed.clients[i]
+        num_classes = len(w) // (x_i.shape[1] + 1)
+        counts = np.bincount(y_i, minlength=num_classes)
+        margins = np.zeros(num_classes)
+        if tau != 0:
+            margins = tau * np.maximum(counts, 1e-8) ** -0.25
+            if missing == "mask":
+                margins[counts == 0] = np.inf
+
+        def gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
+            at_y = one_hot(y, num_classes)
+            z = logits(theta, x) - margins
+            if denominator == "others":
+                z = np.where(at_y > 0, -np.inf, z)
+            return from_logits(softmax(z) - at_y, x)
+
+        return gradient
+
+    for t, S in enumerate(fed.cohorts):
+        w = fed.mean(S, [fed.train(t, i, w, local_gradient(i)) for i in S], "examples")
+        yield w
+
+
+def fedexp(fed: Federation, w: Vector, eps: float = 0.001, weighting: str = "uniform") -> Iterator[Vector]:
+    """Jhunjhunwala et al. 2023: a server rate by how much the updates disagree."""
+    for t, S in enumerate(fed.cohorts):
+        D = [fed.train(t, i, w) - w for i in S]
+        mean_D = fed.mean(S, D, weighting)
+        mean_square = fed.mean(S, [(D_i**2).sum() for D_i in D], weighting)
+        eta_g = max(1.0, float(mean_square / (2 * ((mean_D**2).sum() + eps))))
+        w = w + eta_g * mean_D
+        fed.info.append({"eta_g": eta_g})
+        yield w
+
+
+def fedspeed(
+    fed: Federation,
+    w: Vector,
+    rho: float = 0.1,
+    lam: float = 0.1,
+    alpha: float = 1.0,
+    normalise: bool = True,
+    aggregation: str = "all",
+) -> Iterator[Vector]:
+    """Sun et al. 2023, with h_i = -ghat_i / lam and lam one over the paper's lambda."""
+    h = np.zeros((fed.num_clients, len(w)))
+    for t, S in enumerate(fed.cohorts):
+        thetas, corrected_thetas = [], []
+        for i in S:
+            theta_i = fed.train(t, i, w, plus(sharpness_aware(rho, alpha, normalise), 0.0, lam, w - h[i]))
+            h[i] += theta_i - w
+            thetas.append(theta_i)
+            corrected_thetas.append(theta_i + h[i])
+        w = fed.mean(S, thetas) + h.mean(axis=0) if aggregation == "all" else fed.mean(S, corrected_thetas)
+        yield w
+
+
+def fedsmoo(
+    fed: Federation, w: Vector, rho: float = 0.1, alpha: float = 0.1, upload: str = "mu_minus_s"
+) -> Iterator[Vector]:
+    """Sun et al. 2023b: FedDyn, and the clients' perturbations s_i agree on s by another ADMM with duals mu_i."""
+    h, mu = np.zeros((2, fed.num_clients, len(w)))
+    s = np.zeros_like(w)
+    for t, S in enumerate(fed.cohorts):
+        thetas, messages = [], []
+        for i in S:
+            step, theta, s_i = fed.fresh_step(t), w, np.zeros_like(w)
+            for x, y in local_batches(fed, t, i):
+                s_i = e(rho, mean_gradient(theta, x, y) - mu[i] - s)
+                mu[i] += s_i - s
+                g = mean_gradient(theta + s_i, x, y) + alpha * (theta - w + h[i])
+                theta = step(theta, g, theta)
+            h[i] += theta - w
+            thetas.append(theta)
+            messages.append(mu[i] - s_i if upload == "mu_minus_s" else mu[i])
+        s = e(rho, fed.mean(S, messages))
+        w = fed.mean(S, thetas) + h.mean(axis=0)
+        yield w
+
+
+def fedlesam(
+    fed: Federation,
+    w: Vector,
+    rho: float = 0.1,
+    first: str = "none",
+    old: str = "client",
+    correction: str = "none",
+    feddyn_alpha: float = 0.1,
+) -> Iterator[Vector]:
+    """Fan et al. 2024: perturbed by how the global model moved; -S and -D with SCAFFOLD's and FedDyn's corrections."""
+    received = dict.fromkeys(range(fed.num_clients), w) if first == "initial" else {}  # w_old_i
+    w_before = w
+    c = np.zeros_like(w)
+    c_i = [c] * fed.num_clients
+    h = np.zeros((fed.num_clients, len(w)))
+    for t, S in enumerate(fed.cohorts):
+        thetas, dc = [], []
+        for i in S:
+            e_i = e(rho, (received.get(i, w) if old == "client" else w_before) - w)
+            pull = feddyn_alpha if correction == "feddyn" else 0.0
+            theta_i = fed.train(t, i, w, plus(shifted(e_i), c - c_i[i], pull, w - h[i]))
+            received[i] = w
+            thetas.append(theta_i)
+            if correction == "scaffold":
+                new = c_i[i] - c + per_step(theta_i - w, fed.num_steps(i), fed.lr(t))
+                dc.append(new - c_i[i])
+                c_i[i] = new
+            if correction == "feddyn":
+                h[i] += theta_i - w
+        w_before = w
+        w = fed.mean(S, thetas) + h.mean(axis=0)
+        c = c + np.sum(dc, axis=0) / fed.num_clients
+        yield w
+
+
+def fedadamw(
+    fed: Federation,
+    w: Vector,
+    alpha: float = 0.5,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    blocks: str = "leaf",
+) -> Iterator[Vector]:
+    """Local AdamW, whose v goes on from the cohort's mean of the last round, drawn along the global direction Delta."""
+    num_classes = len(w) // (fed.clients[0][0].shape[1] + 1)
+
+    def block_mean(v: Vector) -> Vector:
+        """Every entry becomes the mean of its leaf, b or w."""
+        if blocks == "none":
+            return v
+        return np.concatenate([np.full_like(leaf, leaf.mean()) for leaf in np.split(v, [num_classes])])
+
+    Delta, vbar, T = np.zeros_like(w), np.zeros_like(w), 0.0
+    for t, S in enumerate(fed.cohorts):
+        D, v_means = [], []
+        for i in S:
+            theta, m, v = w, np.zeros_like(w), vbar
+            for k, (x, y) in enumerate(local_batches(fed, t, i), start=1):
+                g = clipped(fed, mean_gradient(theta, x, y))
+                m = b1 * m + (1 - b1) * g
+                v = b2 * v + (1 - b2) * g**2
+                adaptive = (m / (1 - b1**k)) / (np.sqrt(v / (1 - b2 ** (T + k))) + eps)
+                theta = theta - fed.lr(t) * (adaptive + alpha * Delta + weight_decay * theta)
+            D.append(theta - w)
+            v_means.append(block_mean(v))
+        K = float(np.mean([fed.num_steps(i) for i in S]))
+        w = w + fed.mean(S, D)
+        Delta = per_step(fed.mean(S, D), K, fed.lr(t))
+        vbar = fed.mean(S, v_means)
+        T = T + K
+        yield w
+
+
+def ditto(
+    fed: Federation,
+    w: Vector,
+    lam: float = 1.0,
+    personal_epochs: int | None = None,
+    weighting: str = "examples",
+) -> Iterator[Vector]:
+    """Li et al. 2021b: FedAvg, and a personal model held near the global one that the client received."""
+    epochs = fed.local.epochs if personal_epochs is None else personal_epochs
+    personal = replace(fed, local=replace(fed.local, epochs=epochs))
+    v = np.tile(w, (fed.num_clients, 1))
+    for t, S in enumerate(fed.cohorts):
+        for i in S:
+            v[i] = personal.train(t, i, v[i], corrected(pull=lam, anchor=w))
+        w = w + fed.mean_update(t, w, weighting)
+        fed.info.append({"personal": v.copy()})
+        yield w
+
+
+def pfedme(
+    fed: Federation,
+    w: Vector,
+    lam: float = 15.0,
+    inner_steps: int = 5,
+    inner_lr: float = 0.1,
+    beta: float = 1.0,
+    inner_start: str = "warm",
+    weighting: str = "uniform",
+) -> Iterator[Vector]:
+    """Dinh et al. 2020: x approximates the minimum of F_i + lam/2 ||x - w_i||^2, and w_i goes along its envelope."""
+    inner = replace(fed, local=replace(fed.local, lr=inner_lr, lr_decay=1.0))
+    v = np.tile(w, (fed.num_clients, 1))
+    for t, S in enumerate(fed.cohorts):
+        D = []
+        for i in S:
+            inner_step, w_i, x = inner.fresh_step(t), w, w
+            for batch in local_batches(fed, t, i):
+                if inner_start == "local":
+                    x = w_i
+                for _ in range(inner_steps):
+                    x = inner_step(x, corrected(pull=lam, anchor=w_i)(x, *batch), x)
+                w_i = w_i - fed.lr(t) * lam * (w_i - x)
+            D.append(w_i - w)
+            v[i] = x
+        w = w + beta * fed.mean(S, D, weighting)
+        fed.info.append({"personal": v.copy()})
+        yield w
+
+
+def apfl(
+    fed: Federation,
+    w: Vector,
+    alpha: float = 0.5,
+    adaptive: bool = False,
+    mix: str = "parameters",
+    alpha_every: str = "step",
+    alpha_decay: float = 0.0,
+) -> Iterator[Vector]:
+    """Deng et al. 2020: the mixture alpha_i v + (1 - alpha_i) theta, of parameters or of logits, trains v."""
+    v = np.tile(w, (fed.num_clients, 1))
+    alphas = np.full(fed.num_clients, float(alpha))
+    for t, S in enumerate(fed.cohorts):
+        D = []
+        for i in S:
+            step, theta = fed.fresh_step(t), w
+            for k, (x, y) in enumerate(local_batches(fed, t, i)):
+                a = alphas[i]
+                new_theta = step(theta, mean_gradient(theta, x, y), theta)
+                if mix == "parameters":
+                    g = mean_gradient(a * v[i] + (1 - a) * theta, x, y)
+                    by_v, by_alpha = a * g, (v[i] - theta) @ g
+                else:
+                    z_v, z = logits(v[i], x), logits(new_theta, x)
+                    errors = softmax(a * z_v + (1 - a) * z) - one_hot(y, z.shape[1])
+                    by_v, by_alpha = a * from_logits(errors, x), (errors * (z_v - z)).sum() / len(x)
+                v[i] = step(v[i], by_v, v[i])
+                if adaptive and (alpha_every == "step" or k == 0):
+                    alphas[i] = np.clip(a - fed.lr(t) * (by_alpha + alpha_decay * a), 0, 1)
+                theta = new_theta
+            D.append(theta - w)
+        w = w + fed.mean(S, D)
+        shown = {"alpha": alphas.copy()} if adaptive or mix == "outputs" else {}
+        if mix == "outputs":
+            shown["v"] = v.copy()
+        else:
+            shown["personal"] = alphas[:, None] * v + (1 - alphas[:, None]) * w
+        fed.info.append(shown)
+        yield w
+
+
+def partly_shared(
+    fed: Federation,
+    w: Vector,
+    base: str = "fedavg",
+    schedule: str = "joint",
+    *,
+    personal: np.ndarray,
+    base_epochs: int = 1,
+) -> Iterator[Vector]:
+    """FedPer, FedRep, FedBABU, LG-FedAvg: the entries in the mask ``personal`` stay at their client."""
+    E, shared = fed.local.epochs, ~personal
+    phases = {  # which epochs train which entries
+        "joint": [(range(E), personal | shared)],
+        "alternate": [(range(E - base_epochs), personal), (range(E - base_epochs, E), shared)],
+        "frozen": [(range(E), shared)],
+    }[schedule]
+    shared_epochs = sum(len(epochs) for epochs, trained in phases if (trained & shared).any())
+    p = np.tile(w, (fed.num_clients, 1))  # p_i, which counts where the mask is set
+    c = np.zeros_like(w)
+    c_i = [c] * fed.num_clients
+    for t, S in enumerate(fed.cohorts):
+        D, dc = [], []
+        for i in S:
+            start = theta = np.where(personal, p[i], w)
+            for epochs, trained in phases:
+                step = fed.fresh_step(t)
+                for epoch in epochs:
+                    for x, y in fed.batches(t, i, epoch):
+                        g = mean_gradient(theta, x, y) + c - c_i[i]
+                        theta = step(theta, trained * g, trained * theta)
+            p[i] = theta
+            D_i = shared * (theta - start)
+            D.append(D_i)
+            if base == "scaffold":  # K counts the steps that moved the shared entries
+                K = shared_epochs * fed.num_steps(i) // E
+                new = c_i[i] - c + per_step(D_i, K, fed.lr(t))
+                dc.append(new - c_i[i])
+                c_i[i] = new
+        w = w + fed.mean(S, D, "examples" if base == "fedavg" else "uniform")
+        c = c + np.sum(dc, axis=0) / fed.num_clients
+        fed.info.append({"personal": np.where(personal, p, w)})
+        yield w
