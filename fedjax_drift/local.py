@@ -201,8 +201,13 @@ def train_with(
     def as_params(tree: Params) -> Params:  # the learning rate or a hyper-parameter may have a wider dtype
         return jax.tree.map(lambda a, like: a.astype(like.dtype), tree, start)
 
+    def where_trained(new: Params, old: Params) -> Params:
+        if work.trained is None:
+            return new
+        return jax.tree.map(lambda trained, new, old: new if trained else old, work.trained, new, old)
+
     def epoch(state: tuple, e: jax.Array) -> tuple:
-        epoch_key = jax.random.fold_in(work.key, e)
+        epoch_key = jax.random.fold_in(work.key, work.first_epoch + e)
         shuffle_key, noise_key = jax.random.split(epoch_key)
         batch = work.epoch(shuffle_key)
 
@@ -214,11 +219,12 @@ def train_with(
             carry = jax.tree.map(lambda new, old: new.astype(old.dtype), new_carry, carry)
             if correct:
                 g = as_params(correct(g, theta))
+            g = where_trained(g, tree.zeros_like(g))  # the other leaves do not enter the norm of the clipping
             u, memory = work.optimizer.update(g, memory, point)
-            theta = as_params(jax.tree.map(lambda theta, u: theta - work.lr * u, theta, u))
+            new = as_params(jax.tree.map(lambda theta, u: theta - work.lr * u, theta, u))
             if after:
-                theta = as_params(after(theta, k))
-            return theta, memory, total + value.astype(total.dtype), carry
+                new = as_params(after(new, k))
+            return where_trained(new, theta), memory, total + value.astype(total.dtype), carry
 
         # A straggler stops before its last epoch ends.
         steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
@@ -235,6 +241,8 @@ def train_with(
     state = (start, work.optimizer.init(start), jnp.zeros_like(work.lr), carry)
     measured: PyTree
     (theta, _, total, carry), measured = lax.scan(epoch, state, jnp.arange(work.epochs))
+    if work.hand_over:
+        theta = work.hand_over(theta)
     if work.watcher:
         work.watcher.done(start, theta, measured)
     return theta, carry, {"loss": total / jnp.maximum(work.num_steps, 1)}

@@ -195,6 +195,11 @@ class Work(NamedTuple):
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (key, one example) -> a random variant of it
     watcher: Watcher | None = None  # observes `local.train` while drift is measured
     lanes: str | None = None  # the axis of the `jax.vmap` over clients that train side by side; None: it trains alone
+    first_epoch: int = 0  # the number of the first epoch, which determines the keys of the epochs
+    trained: PyTree = None  # a bool for every leaf of the parameters, whether it is trained; None: all are trained
+    hand_over: Callable[[Params], Params] | None = None
+    """``hand_over(theta)`` takes the local model after the last step, and returns the model that `local.train` returns.
+    The part of the model that stays with the client is put aside here (`fd.algorithms.partly_shared`)."""
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
         """The logits [B, C] of the model in training mode."""
@@ -331,6 +336,22 @@ class Report(Protocol):
     def __call__(self, server: Any, mean: PyTree, context: Round, /) -> Metrics: ...
 
 
+class Personal(Protocol):
+    """The model that ONE client uses itself, for algorithms whose clients have models of their own.
+
+    `Simulation.evaluate_clients` evaluates it on the client's own test examples.
+
+    Args:
+      server: the server's variables after some round.
+      client: the client's state after its last round, or from `InitClient`.
+
+    Returns:
+      The parameters of the client's model, with the structure and the shapes of the global model.
+    """
+
+    def __call__(self, server: Any, client: PyTree, /) -> Params: ...
+
+
 class Algorithm(NamedTuple):
     """A federated algorithm: a tuple of pure functions.
 
@@ -349,6 +370,7 @@ class Algorithm(NamedTuple):
     name: str = "algorithm"
     finish: Finish | None = None  # updates client states after the server's update (VRL-SGD)
     report: Report | None = None  # computes metrics for `info`
+    personal: Personal | None = None  # the model of one client (Ditto, FedPer); None: clients use the global model
     requires: tuple[str, ...] = ()
     """Requirements, checked when a `Simulation` is created. "features", "head", "extractor", "cosine": the model has
     this field. "classifier": the model has the default loss. "sgd": local training without momentum and without another

@@ -180,6 +180,57 @@ def test_the_global_model_follows_the_oracle(
             assert float(info[name]) == pytest.approx(value, rel=10 * tolerance, abs=tolerance), name
 
 
+PERSONAL: list[Case] = [
+    ("ditto", {"lam": 0.3}, BITES | MOMENTUM),
+    ("ditto", {"personal_epochs": 3, "weighting": "uniform"}, {}),
+    ("pfedme", {"lam": 3.0}, BITES),
+    ("pfedme", {"lam": 2.0, "inner_steps": 2, "beta": 1.5, "inner_start": "local", "weighting": "examples"}, {}),
+    ("apfl", {"alpha": 0.3}, BITES),
+    ("apfl", {"adaptive": True, "alpha_decay": 0.02}, {}),
+    ("apfl", {"adaptive": True, "alpha_every": "round"}, {}),
+    ("partly_shared", {}, BITES | MOMENTUM),
+    ("partly_shared", {"base": "scaffold"}, BITES),
+    ("partly_shared", {"schedule": "alternate"}, BITES | MOMENTUM | {"epochs": 3}),
+    ("partly_shared", {"base": "scaffold", "schedule": "alternate", "base_epochs": 2}, {"epochs": 3}),
+    ("partly_shared", {"schedule": "frozen"}, BITES | MOMENTUM),
+]
+
+
+@pytest.mark.parametrize("algorithm, hyperparameters, changes", PERSONAL, ids=map(case_id, PERSONAL))
+def test_personal_models_follow_the_oracle(
+    algorithm: str, hyperparameters: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    options, ours, theirs = LOCAL | changes, dict(hyperparameters), dict(hyperparameters)
+    params = {"w": np.random.default_rng(1).normal(size=(FEATURES, CLASSES)), "b": np.zeros(CLASSES)}
+    if algorithm == "partly_shared":
+        ours |= {"base": getattr(fd.algorithms, ours.get("base", "fedavg"))(), "personal": "b"}
+        theirs["personal"] = slow.pack({"b": np.ones(CLASSES), "w": 0 * params["w"]}) > 0
+    with jax.enable_x64():
+        clients = label_skewed_clients(np.float64)
+        sim = fd.Simulation(
+            fd.Model(init=lambda key: jax.tree.map(jnp.asarray, params), apply=lambda p, x: x @ p["w"] + p["b"][None]),
+            fd.FederatedData.from_clients(clients),
+            getattr(fd.algorithms, algorithm)(**ours),
+            local=fd.LocalTraining(**options),
+            cohort_size=len(COHORTS[0]),
+            mesh=fd.clients_mesh(jax.devices()[:1]),
+        )
+        state = sim.init(jax.random.key(0))
+        local = slow.Local(**options)
+        federation = slow.Federation(clients, COHORTS, lambda *which: library_order(state.key, *which), local)
+        wanted = slow.simulate(ORACLES[algorithm], params, federation, **theirs)
+        for t, (cohort, want) in enumerate(zip(COHORTS, wanted, strict=True)):
+            state, _ = sim.round_fn(state, cohort)
+            assert np.linalg.norm(slow.pack(state.params) - slow.pack(want)) < 1e-9, f"after round {t}"
+            for i, theta in enumerate(federation.info[t]["personal"]):
+                client = jax.tree.map(lambda a, i=i: a[i], state.clients)
+                model = sim.algorithm.personal(state.server, client) if sim.algorithm.personal else state.params
+                assert np.linalg.norm(slow.pack(model) - theta) < 1e-9, f"client {i} after round {t}"
+        if "alpha" in federation.info[-1]:
+            np.testing.assert_allclose(state.clients.alpha, federation.info[-1]["alpha"], rtol=1e-9)
+            assert len(set(np.asarray(state.clients.alpha))) > 1
+
+
 @pytest.mark.parametrize("alpha, beta", [(1, 0), (0, 1)], ids=["W_k differ", "v_k differ"])
 @pytest.mark.parametrize(
     "algorithm, hyperparameters", [("feddc", {"alpha": 0.005, **CODE}), ("feddyn", {"alpha": 0.01})]

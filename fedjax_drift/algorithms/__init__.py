@@ -8,7 +8,9 @@ The files import `local`, `tree`, `types`, `checks`, `errors` and each other.
 
 from collections.abc import Callable
 
+from fedjax_drift.algorithms.apfl import apfl
 from fedjax_drift.algorithms.constrained import constrained
+from fedjax_drift.algorithms.ditto import ditto
 from fedjax_drift.algorithms.fedacg import fedacg
 from fedjax_drift.algorithms.fedadamw import fedadamw
 from fedjax_drift.algorithms.fedadc import fedadc
@@ -27,6 +29,7 @@ from fedjax_drift.algorithms.fedlesam import fedlesam
 from fedjax_drift.algorithms.fednova import fednova
 from fedjax_drift.algorithms.fedntd import fedntd
 from fedjax_drift.algorithms.fedopt import fedadagrad, fedadam, fedyogi
+from fedjax_drift.algorithms.fedper import fedbabu, fedbn, fedper, fedrep, lg_fedavg
 from fedjax_drift.algorithms.fedprox import fedprox
 from fedjax_drift.algorithms.fedreg import fedreg
 from fedjax_drift.algorithms.fedsam import fedsam, mofedsam
@@ -34,6 +37,8 @@ from fedjax_drift.algorithms.fedsmoo import fedsmoo
 from fedjax_drift.algorithms.fedspeed import fedspeed
 from fedjax_drift.algorithms.lfd import lfd
 from fedjax_drift.algorithms.moon import moon
+from fedjax_drift.algorithms.partly_shared import partly_shared
+from fedjax_drift.algorithms.pfedme import pfedme
 from fedjax_drift.algorithms.scaffold import scaffold
 from fedjax_drift.algorithms.slowmo import slowmo
 from fedjax_drift.algorithms.vrl_sgd import vrl_sgd
@@ -72,6 +77,15 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedsmoo": fedsmoo,
     "fedlesam": fedlesam,
     "fedadamw": fedadamw,
+    "ditto": ditto,
+    "pfedme": pfedme,
+    "apfl": apfl,
+    "partly_shared": partly_shared,
+    "fedper": fedper,
+    "fedrep": fedrep,
+    "fedbabu": fedbabu,
+    "lg_fedavg": lg_fedavg,
+    "fedbn": fedbn,
 }
 
 __all__ = [  # a literal list, because type checkers read it
@@ -108,4 +122,13 @@ __all__ = [  # a literal list, because type checkers read it
     "fedsmoo",
     "fedlesam",
     "fedadamw",
+    "ditto",
+    "pfedme",
+    "apfl",
+    "partly_shared",
+    "fedper",
+    "fedrep",
+    "fedbabu",
+    "lg_fedavg",
+    "fedbn",
 ]

@@ -1,7 +1,8 @@
-"""Per-client evaluation of the global model, before and after each client has fine-tuned it on its own examples.
+"""Per-client evaluation of the global model and of personal models.
 
-`Simulation.evaluate_clients` evaluates the model on each client's own test examples. `summary` computes statistics of
-the results over the clients, and `plots.fairness` plots their distribution.
+A personal model is that of the algorithm (Ditto, FedPer), otherwise the global model. It can be fine-tuned on the
+client's own examples first. `Simulation.evaluate_clients` evaluates the models on each client's own test examples.
+`summary` computes statistics of the results over the clients, and `plots.fairness` plots their distribution.
 """
 
 from __future__ import annotations
@@ -92,32 +93,43 @@ def chunks(data: FederatedData) -> Iterator[tuple[np.ndarray, ClientTests]]:
         yield ids.astype(np.int32), ClientTests(x, y, offset.astype(np.int32), size.astype(np.int32))
 
 
+class GlobalModel(NamedTuple):
+    """The server's variables, if the personal models start from the global model."""
+
+    params: PyTree
+
+
 @partitionable
-def fine_tuned(
+def personal_scores(
     engine: Engine,
+    fine_tune: bool,
     eval_batch_size: int,
     state: ServerState,
     rows: Rows,
     clients: Client,
     tests: ClientTests,
 ) -> dict[str, jax.Array]:
-    """Fine-tunes the global model on each client and evaluates the result on the client's test examples.
+    """Evaluates the personal models of C consecutive clients on their test examples.
 
-    Fine-tuning is local training with ``engine.local`` on the model's loss, without the terms of the algorithm.
+    fine_tune: whether each client fine-tunes its model first. This is local training with ``engine.local`` on the
+    model's loss, without the terms of the algorithm.
 
     Returns a dict from each score (loss, accuracy, ...) to its sum over the test examples of each client, [C].
     """
     lr = engine.local.rate(state.round)
     key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + 3)  # training uses 0..N + 2
-    shared = Shared(state.params, rows, key, state.round, lr, tests)
-    clients = clients._replace(place=jnp.arange(len(clients.id), dtype=jnp.int32))  # indices in ``tests``
+    shared = Shared(state.server, rows, key, state.round, lr, (tests, clients.id[0]))
     order, empty, dealt = deal_out(engine, clients, clients.steps)
     B = min(eval_batch_size, len(tests.x))
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        theta, _ = train(client_work(engine, shared, client, longest), shared.server)
-        x, y, offset, size = shared.extra
-        offset, size = offset[client.place], jnp.where(client.id < engine.num_clients, size[client.place], 0)
+        model_of = engine.algorithm and engine.algorithm.personal
+        theta = model_of(shared.server, state) if model_of else shared.server.params
+        if fine_tune:
+            theta, _ = train(client_work(engine, shared, client, longest), theta)
+        (x, y, offset, size), first = shared.extra
+        present, i = client.id < engine.num_clients, jnp.where(client.id < engine.num_clients, client.id - first, 0)
+        offset, size = offset[i], jnp.where(present, size[i], 0)
 
         def score(row: jax.Array) -> dict[str, jax.Array]:
             return score_rows(engine, engine.model.apply(theta, engine.decode(x[row])), y[row])
@@ -130,5 +142,5 @@ def fine_tuned(
         zero = {name: jnp.zeros((), a.dtype) for name, a in jax.eval_shape(score, jnp.arange(B)).items()}
         return (), lax.fori_loop(0, -(-size // B), batch, zero), ()
 
-    _, sums, _ = over_clients(engine, one, shared, dealt, ())
+    _, sums, _ = over_clients(engine, one, shared, dealt, state.clients)
     return jax.tree.map(partial(undealt, len(clients.id), order, empty), replicated(engine, sums))

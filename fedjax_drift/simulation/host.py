@@ -33,18 +33,15 @@ class Host:
         self.setup = setup
         self._stream = Stream(setup) if setup.streamed else None
 
-    def fetch(self, ids: np.ndarray) -> Fetched:
-        """Returns what a round with the cohort ``ids`` needs."""
-        places = np.arange(len(ids)) if self.setup.states_on_host else ids
-        return Fetched(*self.send(ids, places, self.setup.engine.local), ids)
-
-    def send(self, ids: np.ndarray, places: np.ndarray, local: LocalTraining) -> tuple[Arrays, Client]:
-        """Returns the data set and the `Client` records of the clients ``ids``.
+    def fetch(self, ids: np.ndarray, local: LocalTraining | None = None) -> Fetched:
+        """Returns what a round with the cohort ``ids`` needs.
 
         If the examples are streamed, the data set contains only the examples of these clients.
 
-        places: the indices of these clients' states in ServerState.clients.
+        local: the local training. Default: that of the simulation.
         """
+        local = self.setup.engine.local if local is None else local
+        places = np.arange(len(ids)) if self.setup.states_on_host else ids
         arrays, N, sizes = self.setup.arrays, self.setup.data.num_clients, self.setup.data.sizes_of(ids)
         if arrays.rows is not None:
             offsets = np.asarray(arrays.rows.offsets)[np.minimum(ids, N - 1)]
@@ -53,7 +50,8 @@ class Host:
             arrays = arrays._replace(rows=Rows(x, y))
         places = np.where(ids < N, places, self.setup.engine.state_rows)
         columns = (ids, sizes, offsets, local.steps(sizes), places)
-        return arrays, Client(*put([column.astype(np.int32) for column in columns], self.setup.everywhere))
+        clients = Client(*put([column.astype(np.int32) for column in columns], self.setup.everywhere))
+        return Fetched(arrays, clients, ids)
 
 
 @contextmanager

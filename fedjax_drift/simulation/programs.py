@@ -89,16 +89,20 @@ class Programs:
         """Returns the lowered program of this name for inspection: ``.compile()``, ``.as_text()``."""
         return getattr(self.compiled, name).lower(self.numbers, *arguments)
 
-    def fine_tuning(self, local: LocalTraining, sizes: Any, eval_batch_size: int) -> Callable:
-        """Returns the program ``(state, rows, clients, tests) -> scores`` for fine-tuning with ``local``.
+    def personal(self, local: LocalTraining | None, sizes: Any, eval_batch_size: int) -> Callable:
+        """Returns the program ``(state, rows, clients, tests) -> scores`` that evaluates the clients' own models.
 
-        See `personal.fine_tuned`.
+        local: the local training of the fine-tuning; None: without fine-tuning. See `personal.personal_scores`.
         """
-        by_rank = None if self.engine.rows_by_rank is None else rows_by_rank(sizes, local.steps(sizes))
-        engine = self.engine._replace(local=local, rows_by_rank=by_rank)
-        engine = engine._replace(algorithm=None, failures=None, aggregation=mean())  # type: ignore[arg-type]
-        form, numbers = split(engine)
-        return partial(launch, engine.mesh, _fine_tuning(form, eval_batch_size), _placed(engine, numbers))
+        engine = self.engine
+        if local is not None:
+            by_rank = None if engine.rows_by_rank is None else rows_by_rank(sizes, local.steps(sizes))
+            engine = engine._replace(local=local, rows_by_rank=by_rank)
+        if engine.algorithm.personal is None:  # different algorithms then share the program
+            engine = engine._replace(algorithm=None)  # type: ignore[arg-type]
+        form, numbers = split(engine._replace(failures=None, aggregation=mean()))
+        program = _personal(form, local is not None, eval_batch_size)
+        return partial(launch, engine.mesh, program, _placed(engine, numbers))
 
 
 def split(engine: Engine, constant: bool = False) -> tuple[hyper.Form, tuple[float, ...]]:
@@ -168,11 +172,11 @@ def _scoring(form: hyper.Form) -> tuple[Callable, Callable]:
 
 
 @lru_cache(KEPT)
-def _fine_tuning(form: hyper.Form, eval_batch_size: int) -> Callable:
-    def fine_tuned(numbers: Numbers, *arguments: Any) -> Any:
-        return personal.fine_tuned(hyper.join(form, numbers), eval_batch_size, *arguments)
+def _personal(form: hyper.Form, fine_tune: bool, eval_batch_size: int) -> Callable:
+    def scores(numbers: Numbers, *arguments: Any) -> Any:
+        return personal.personal_scores(hyper.join(form, numbers), fine_tune, eval_batch_size, *arguments)
 
-    return jax.jit(fine_tuned, out_shardings=_seen(form.value))
+    return jax.jit(scores, out_shardings=_seen(form.value))
 
 
 def _seen(engine: Engine) -> NamedSharding | None:

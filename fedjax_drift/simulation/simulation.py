@@ -526,23 +526,25 @@ class Simulation:
     def evaluate_clients(
         self, state: ServerState, fine_tune: LocalTraining | int | None = None
     ) -> dict[str, np.ndarray]:
-        """Evaluates the global model on the test examples of each client. The state does not change.
+        """Evaluates the global model, and the clients' own models, on the test examples of each client.
 
-        `fd.personal.summary` and `fd.plots.fairness` summarise the result.
+        Clients have models of their own if the algorithm says so (Ditto, FedPer), or if they fine-tune. The state does
+        not change. `fd.personal.summary` and `fd.plots.fairness` summarise the result.
 
         Args:
           state: from `init` or an earlier round.
-          fine_tune: if given, each client also trains a copy of the global model on its own training examples, with the
-            learning rate of this round, and the copy is evaluated too. It is plain training on the model's loss,
-            without the terms of the algorithm. Allowed values:
+          fine_tune: if given, each client also trains a copy of its model on its own training examples, with the
+            learning rate of this round, and the copy is evaluated. Its model is that of the algorithm, otherwise the
+            global model. It is plain training on the model's loss, without the terms of the algorithm. Allowed values:
 
             - an integer E >= 1: the local training of this simulation with E epochs.
             - a `LocalTraining`: this local training.
             - None (default): no fine-tuning.
 
         Returns:
-          A dict with ``loss`` and ``accuracy``, and with ``fine_tune`` also ``personal_loss`` and
-          ``personal_accuracy``. Each value is float [N], with NaN for a client without test examples.
+          A dict with ``loss`` and ``accuracy`` of the global model. If clients have models of their own, also
+          ``personal_loss`` and ``personal_accuracy``. Each value is float [N], with NaN for a client without test
+          examples.
 
         Raises:
           ValueError: the test set is not split by client. (Natural partitions, ``test_clients=`` and
@@ -562,28 +564,32 @@ class Simulation:
         rows, _ = self.executor.programs.launch_scoring("evaluate_rows", state.params, self.executor.test())
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         sums = {name: np.bincount(client, values, len(sizes)) for name, values in flat.items()}
-        if fine_tune is not None:
-            sums |= {f"personal_{name}": total for name, total in self._fine_tuned(state, fine_tune).items()}
+        if fine_tune is not None or self.algorithm.personal is not None:
+            sums |= {f"personal_{name}": total for name, total in self._personal_scores(state, fine_tune).items()}
         with np.errstate(invalid="ignore"):
             return {name: total / sizes for name, total in sums.items()}
 
-    def _fine_tuned(self, state: ServerState, local: LocalTraining) -> dict[str, np.ndarray]:
-        """Returns the scores of each client's fine-tuned copy of the global model, summed over its test examples,
-        [N]."""
+    def _personal_scores(self, state: ServerState, local: LocalTraining | None) -> dict[str, np.ndarray]:
+        """Returns the scores of each client's own model, summed over its test examples, [N].
+
+        local: the local training of the fine-tuning; None: without fine-tuning.
+        """
         setup, executor = self.setup, self.executor
-        validate.check_local(local, state.params, setup.engine.max_size)
-        validate.check_augment(local, self.data, setup.engine.decode)
-        state = state._replace(clients=())
+        if local is not None:
+            validate.check_local(local, state.params, setup.engine.max_size)
+            validate.check_augment(local, self.data, setup.engine.decode)
+        if self.algorithm.personal is None:
+            state = state._replace(server=personal.GlobalModel(state.params), clients=())
         chunks = []
         for ids, tests in personal.chunks(self.data):
-            arrays, clients = executor.host.send(ids, ids, local)
-            tests = put(tests, setup.everywhere)
+            fetched = executor.host.fetch(ids, local)
+            now, tests = executor.with_states(state, fetched), put(tests, setup.everywhere)
 
-            def call(rows: Any = arrays.rows, clients: Any = clients, tests: Any = tests) -> dict[str, jax.Array]:
-                program = executor.programs.fine_tuning(local, self.data.sizes, setup.eval_batch_size)
-                return program(state, rows, clients, tests)
+            def call(now: Any = now, fetched: Fetched = fetched, tests: Any = tests) -> dict[str, jax.Array]:
+                program = executor.programs.personal(local, self.data.sizes, setup.eval_batch_size)
+                return program(now, fetched.arrays.rows, fetched.cohort, tests)
 
-            chunks.append(jax.device_get(executor.fitting(call, state)))
+            chunks.append(jax.device_get(executor.fitting(call, now)))
         return {name: np.concatenate([sums[name] for sums in chunks])[: self.data.num_clients] for name in chunks[0]}
 
     def plan(self) -> Plan:

@@ -1,0 +1,72 @@
+"""FedPer, FedRep, FedBABU, LG-FedAvg and FedBN: FedAvg of a part of the model. partly_shared.py has the equations.
+
+FedPer      Arivazhagan, Aggarwal, Singh, Choudhary 2019, arXiv 1912.00818: the classifier is personal.
+FedRep      Collins, Hassani, Mokhtari, Shakkottai, ICML 2021, arXiv 2102.07078: a client first trains the classifier,
+            which is personal, and then the other layers.
+FedBABU     Oh, Kim, Yun, ICLR 2022, arXiv 2106.06042: the classifier keeps its initial value. To personalise the model,
+            fine-tune it.
+LG-FedAvg   Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency 2020, arXiv 2001.01523: all layers but the
+            classifier are personal.
+FedBN       Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, arXiv 2102.07623: the normalisation layers are personal.
+
+Deviations:
+- FedRep trains the classifier for E - base_epochs epochs and the other layers for base_epochs epochs. Clients have
+  weight 1, as in the paper. The authors' code uses n_i.
+- The authors' code of LG-FedAvg starts from a model that FedAvg has trained. Pass such a model to `Simulation.init`.
+- The paper of FedBN uses BatchNorm. Here, models have GroupNorm or LayerNorm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedjax_drift.algorithms.fedavg import fedavg
+from fedjax_drift.algorithms.partly_shared import partly_shared
+from fedjax_drift.types import Algorithm
+
+
+def fedper(personal: Any = "classifier", weighting: str = "examples") -> Algorithm:
+    """FedAvg with personal classifiers. A client keeps its classifier.
+
+    Args:
+      personal: the personal leaves, as in `partly_shared`. Default: the classifier of the models in `fd.models`.
+      weighting: the weight of a client in the mean: "examples" (n_i) or "uniform" (1).
+
+    Raises:
+      ValueError: no leaf is personal, or the weighting is unknown.
+    """
+    return partly_shared(fedavg(weighting=weighting), personal)._replace(name="fedper")
+
+
+def fedrep(personal: Any = "classifier", base_epochs: int = 1, weighting: str = "uniform") -> Algorithm:
+    """FedAvg with personal classifiers. In each round, a client first trains its classifier, and then the other layers.
+
+    Args:
+      personal, weighting: as in `fedper`.
+      base_epochs: epochs that train the other layers, in 1..E - 1. So E must be at least 2.
+
+    Raises:
+      ValueError: no leaf is personal, base_epochs is out of range, or the weighting is unknown.
+    """
+    return partly_shared(fedavg(weighting=weighting), personal, "alternate", base_epochs)._replace(name="fedrep")
+
+
+def fedbabu(personal: Any = "classifier", weighting: str = "uniform") -> Algorithm:
+    """FedAvg whose classifier keeps its initial value. Clients keep no state.
+
+    ``sim.evaluate_clients(state, fine_tune=1)`` personalises the model. Arguments and errors as in `fedper`.
+    """
+    return partly_shared(fedavg(weighting=weighting), personal, "frozen")._replace(name="fedbabu")
+
+
+def lg_fedavg(personal: Any = r"^(?!.*classifier)", weighting: str = "uniform") -> Algorithm:
+    """FedAvg of the classifier. A client keeps all other layers. Arguments and errors as in `fedper`."""
+    return partly_shared(fedavg(weighting=weighting), personal)._replace(name="lg_fedavg")
+
+
+def fedbn(personal: Any = "(?i)norm", weighting: str = "examples") -> Algorithm:
+    """FedAvg with personal normalisation layers, for clients whose inputs differ. Arguments and errors as in `fedper`.
+
+    By default, the leaves with "norm" in their path are personal.
+    """
+    return partly_shared(fedavg(weighting=weighting), personal)._replace(name="fedbn")

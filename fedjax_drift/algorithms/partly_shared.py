@@ -1,0 +1,149 @@
+"""Shares only a part of the model, with any base algorithm. The rest, the personal part, stays with the client.
+
+Client i:  start = (shared leaves of w, p_i)                                                         (1)
+           the update of the base algorithm, whose message is 0 on the personal leaves               (2)
+           p_i <- the personal leaves of theta_i                                                     (3)
+Server:    as the base algorithm
+
+p_i starts with the initial model. The personal leaves of w never move. So the model of client i is (shared leaves of w,
+p_i), which `evaluate_clients` evaluates. `evaluate` evaluates w, whose personal leaves are untrained. fedper.py has the
+algorithms of this kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.algorithms.fedavg import fedavg
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import train
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work
+
+
+class Client(NamedTuple):
+    base: PyTree  # the state of the base algorithm
+    personal: list[jax.Array]  # p_i, the personal leaves; [] if they are frozen
+
+
+def partly_shared(
+    base: Algorithm | None = None,
+    personal: str | Callable[[str], bool] | PyTree = "classifier",
+    schedule: str = "joint",
+    base_epochs: int = 1,
+) -> Algorithm:
+    """Any base algorithm, for the shared part of the model only. A client keeps its personal part.
+
+    Args:
+      base: the algorithm for the shared part. It must call `local.train` once per round, and its server's variables
+        must be a NamedTuple with a field params. Default: `fedavg()`.
+      personal: the personal leaves of the parameters. A regular expression that is searched in the path of a leaf, such
+        as "classifier/dense/kernel"; or a function from this path to a bool; or a pytree with a bool for every leaf.
+        Default: the classifier of the models in `fd.models`.
+      schedule: "joint" (default) trains all leaves together. "alternate" first trains the personal leaves for
+        E - base_epochs epochs, and then the shared leaves for base_epochs epochs, each with a new optimizer state.
+        "frozen" never trains the personal leaves, and clients do not keep them.
+      base_epochs: epochs of "alternate" that train the shared leaves, in 1..E - 1.
+
+    Raises:
+      ValueError: an argument is invalid, or no leaf is selected. Pass ``personal=lambda path: False`` to share
+        everything.
+    """
+    base = fedavg() if base is None else checks.instance("base", base, Algorithm, "pass fd.algorithms.scaffold()")
+    checks.choice("schedule", schedule, ("joint", "alternate", "frozen"))
+    base_epochs = checks.integer("base_epochs", base_epochs, 1)
+    if base.personal is not None:
+        raise ConfigurationError(f"base must be an algorithm without personal models, got {base.name}")
+    keeps = schedule != "frozen"
+
+    def leaves_of(params: Params) -> list[jax.Array]:
+        mask = jax.tree.leaves(personal_leaves(personal, params))
+        return [leaf for leaf, own in zip(jax.tree.leaves(params), mask, strict=True) if own and keeps]
+
+    def with_leaves(params: Params, leaves: list[jax.Array]) -> Params:
+        own = iter(leaves)
+        mask = personal_leaves(personal, params)
+        return jax.tree.map(lambda leaf, is_own: next(own) if is_own and keeps else leaf, params, mask)
+
+    def init_client(params: Params) -> Client:
+        return Client(base.init_client(params), leaves_of(params))
+
+    def client_update(server: Any, client: Client, work: Work) -> ClientResult:
+        start = with_leaves(server.params, client.personal)  # (1)
+        mask = personal_leaves(personal, start)
+        kept: list[list[jax.Array]] = []
+        if schedule == "alternate":
+            start, work = train_personal_first(work, start, mask)
+        if schedule != "joint":
+            work = work._replace(trained=jax.tree.map(lambda own: not own, mask))
+
+        def hand_over(theta: Params) -> Params:
+            kept.append(leaves_of(theta))  # (3)
+            return with_leaves(theta, leaves_of(start))  # so that D_i is 0 on the personal leaves
+
+        result = base.client_update(
+            server._replace(params=start), client.base, work._replace(hand_over=hand_over)
+        )  # (2)
+        if len(kept) != 1:
+            raise ConfigurationError(
+                f"base must call local.train once per round, got {base.name} with {len(kept)} calls"
+            )
+        return result._replace(state=Client(result.state, kept[0]))
+
+    def train_personal_first(work: Work, start: Params, mask: PyTree) -> tuple[Params, Work]:
+        """The model after the epochs that train the personal leaves, and the work of the other epochs."""
+        before = work.epochs - base_epochs
+        if before < 1:
+            raise ConfigurationError(
+                f"base_epochs must be less than the local epochs ({work.epochs}), got {base_epochs}: pass "
+                f"LocalTraining(epochs={base_epochs + 1}), so that the personal leaves are trained for an epoch"
+            )
+        steps = (before * work.num_batches).clip(max=work.num_steps)
+        start, _ = train(work._replace(epochs=before, num_steps=steps, trained=mask, watcher=None), start)
+        return start, work._replace(epochs=base_epochs, num_steps=work.num_steps - steps, first_epoch=before)
+
+    def finish(server: Any, client: Client) -> Client:
+        assert base.finish is not None
+        return client._replace(base=base.finish(server, client.base))
+
+    def model_of_client(server: Any, client: Client) -> Params:
+        return with_leaves(server.params, client.personal)
+
+    return base._replace(
+        init_client=init_client,
+        client_update=client_update,
+        finish=finish if base.finish is not None else None,
+        personal=model_of_client if keeps else None,
+        name="partly_shared",
+    )
+
+
+def personal_leaves(personal: str | Callable[[str], bool] | PyTree, params: Params) -> PyTree:
+    """A pytree with a bool for every leaf of the parameters, whether it is personal."""
+    if not isinstance(personal, str) and not callable(personal):
+        structures: list[Any] = [jax.tree.structure(values) for values in (personal, params)]
+        if structures[0] != structures[1] or not all(
+            isinstance(own, bool | np.bool) for own in jax.tree.leaves(personal)
+        ):
+            raise ConfigurationError(
+                "personal must be a regular expression, a function of a path, or a bool for every leaf of the "
+                f"parameters, got {checks.shown(personal)}"
+            )
+        return personal
+    paths = jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
+    )
+    if callable(personal):
+        return jax.tree.map(lambda path: bool(personal(path)), paths)
+    mask = jax.tree.map(lambda path: re.search(personal, path) is not None, paths)
+    if not any(jax.tree.leaves(mask)):
+        known = ", ".join(jax.tree.leaves(paths))
+        raise ConfigurationError(
+            f"personal must select leaves of the parameters ({known}), got {personal!r}, which selects none"
+        )
+    return mask

@@ -1,0 +1,92 @@
+"""pFedMe. Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, arXiv 2006.08848,
+algorithm 1.
+
+Client i:  w_i = x = w;  for each batch:
+           x <- x - inner_lr (g(x) + lam (x - w_i))           inner_steps times                      (1)
+           w_i <- w_i - eta_t lam (w_i - x)                                                          (2)
+           v_i = x, the personal model
+Server:    w <- w + beta mean_S (w_i - w)                                                            (3)
+
+(1) approximately minimises F_i(x) + (lam/2) ||x - w_i||^2 on the batch. (2) is a step on its minimum, the Moreau
+envelope of F_i, whose gradient at w_i is lam (w_i - x).
+
+Deviations:
+- In the paper and in the authors' code, all N clients train in every round, and the server averages |S| of them. Here
+  only the cohort trains.
+- (1) goes on from the x of the last batch, as in the authors' code. With `inner_start="local"`, it starts at w_i.
+- The weight of a client is 1, as in the paper. The authors' code uses n_i (`weighting="examples"`).
+- Clipping acts on the gradient in (1), and weight decay is added there. inner_lr does not decay.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from fedjax_drift import checks, tree
+from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift.local import train_with
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work
+
+
+class Client(NamedTuple):
+    v: Params  # v_i, the personal model
+
+
+def pfedme(
+    lam: float = 15.0,
+    inner_steps: int = 5,
+    inner_lr: float = 0.1,
+    beta: float = 1.0,
+    inner_start: str = "warm",
+    weighting: str = "uniform",
+) -> Algorithm:
+    """Personal models that minimise the client's loss near the global model. The state of a client is one model.
+
+    Args:
+      lam: strength of the proximal term, >= 0. Use a local learning rate with lr * lam <= 1 (the authors use 0.005),
+        and an inner_lr with inner_lr * lam < 2.
+      inner_steps: gradient steps per batch, >= 1.
+      inner_lr: learning rate of (1), > 0.
+      beta: factor of the mean update, > 0.
+      inner_start: the start of (1): "warm" (the x of the last batch, default) or "local" (w_i).
+      weighting: the weight of a client in the mean: "uniform" (1, default) or "examples" (n_i).
+
+    Raises:
+      ValueError: a value is out of range, an option is unknown, or local training uses momentum or another optimizer.
+    """
+    lam = checks.nonnegative("lam", lam)
+    inner_steps = checks.integer("inner_steps", inner_steps, 1)
+    inner_lr = checks.positive("inner_lr", inner_lr)
+    beta = checks.positive("beta", beta)
+    checks.choice("inner_start", inner_start, ("warm", "local"))
+    base = fedavg(beta, weighting)  # (3)
+
+    def client_update(server: Any, client: Client, work: Work) -> ClientResult:
+        w = server.params
+
+        def gradient(w_i: Params, batch: Batch, key: jax.Array, x: Params) -> tuple[jax.Array, Params, Params]:
+            def step(_: int, state: tuple[Params, jax.Array]) -> tuple[Params, jax.Array]:
+                x, _unused = state
+                value, g = jax.value_and_grad(work.loss)(x, batch, key)
+                g = jax.tree.map(lambda g, x, w_i: (g + lam * (x - w_i)).astype(g.dtype), g, x, w_i)
+                u, _ = work.optimizer.update(g, work.optimizer.init(x), x)  # clipping and weight decay
+                return jax.tree.map(lambda x, u: (x - inner_lr * u).astype(x.dtype), x, u), value  # (1)
+
+            begin = x if inner_start == "warm" else w_i
+            x, value = lax.fori_loop(0, inner_steps, step, (begin, jnp.zeros_like(work.lr)))
+            return value, jax.tree.map(lambda w_i, x: (lam * (w_i - x)).astype(x.dtype), w_i, x), x  # (2)
+
+        w_i, x, metrics = train_with(work._replace(optimizer=optax.identity()), w, gradient, w)
+        return ClientResult(tree.subtract(w_i, w), weight(work, weighting), Client(x), metrics)
+
+    def personal(server: Any, client: Client) -> Params:
+        return client.v
+
+    return base._replace(
+        init_client=Client, client_update=client_update, personal=personal, requires=("sgd",), name="pfedme"
+    )
