@@ -27,6 +27,7 @@ from fedjax_drift.records import rounds_to_target
 from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.run_folder import load_run
+from fedjax_drift.simulation import until
 from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.plan import Plan
 from fedjax_drift.simulation.planning import plan
@@ -77,6 +78,7 @@ __all__ = [
     "rounds_to_target",
     "stop_on_interrupt",
     "sweep",
+    "until",
     "use_compilation_cache",
     "use_cpu_devices",
 ]

@@ -1,4 +1,4 @@
-"""The global model on each client's own test rows, before and after the client has fine-tuned it."""
+"""The global model and the clients' own models on each client's own test rows, before and after fine-tuning."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def data() -> fd.FederatedData:
     return fd.FederatedData.from_clients([rows(n) for n in SIZES], test_clients=[rows(n) for n in TESTS])
 
 
-def simulate(data, devices=2, **options) -> fd.Simulation:
+def simulate(data, devices=2, algorithm=None, **options) -> fd.Simulation:
     mesh = fd.clients_mesh(jax.devices()[:devices])
     options = {"local": fd.LocalTraining(batch_size=50, lr=0.5, lr_decay=0.9), "eval_batch_size": 6} | options
     return fd.Simulation(
-        fd.models.linear((6,), CLASSES), data, fd.algorithms.fedavg(), mesh=mesh, cohort_size=5, **options
+        fd.models.linear((6,), CLASSES), data, algorithm or fd.algorithms.fedavg(), mesh=mesh, cohort_size=5, **options
     )
 
 
@@ -72,6 +72,31 @@ def test_it_does_not_matter_where(data, monkeypatch, where) -> None:
     elsewhere = simulate(data, **where).evaluate_clients(state, own)
     for name in plain:
         np.testing.assert_allclose(elsewhere[name], plain[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("where", [{"devices": 1}, {"bank": "host"}, {"bank": "sharded"}, {"stream": True}])
+def test_models_of_the_algorithm_by_hand(data, monkeypatch, where) -> None:
+    """Those of Ditto after two rounds, wherever their states are, and then fine-tuned from there."""
+    monkeypatch.setattr(personal, "CHUNK", 8)
+    sim = simulate(data, **where, algorithm=fd.algorithms.ditto(lam=0.1))
+    state = sim.init(jax.random.key(0))
+    for _ in range(2):
+        state, _ = sim.round_fn(state)
+    clients = state.clients.gather(np.arange(20)) if where.get("bank") == "host" else state.clients
+    found, ends = sim.evaluate_clients(state), np.cumsum(TESTS)
+    tuned = sim.evaluate_clients(state, fine_tune=1)
+    np.testing.assert_array_equal(found["loss"], tuned["loss"])
+    for i, (end, n) in enumerate(zip(ends, TESTS, strict=True)):
+        v = jax.tree.map(lambda a, i=i: np.asarray(a[i]), clients.v["classifier"]["dense"])
+        x, y = data.client(i)
+        g = scored(v, x, y)[2]
+        rate = 0.5 * 0.9**2
+        stepped = {"kernel": v["kernel"] - rate * x.T @ g / len(x), "bias": v["bias"] - rate * g.mean(0)}
+        own = slice(end - n, end)
+        for params, result in ((v, found), (stepped, tuned)):
+            loss = scored(params, data.x_test[own], data.y_test[own])[0]
+            wanted = loss.mean() if n else np.nan
+            np.testing.assert_allclose(result["personal_loss"][i], wanted, rtol=2e-5)
 
 
 def test_numbers_of_any_kind_become_pythons(data) -> None:

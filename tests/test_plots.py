@@ -219,12 +219,12 @@ def test_fairness_shows_quantiles_and_the_worst_tenth():
     before, after = figure.axes[0].lines
     np.testing.assert_allclose(before.get_xydata(), [[0, 20], [25, 20], [50, 40], [75, 60], [100, 100]])
     np.testing.assert_allclose(after.get_ydata()[1:], [30, 50, 70, 110])
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["FedAvg: 20 %", "FedAvg, fine-tuned: 30 %"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["FedAvg: 20 %", "FedAvg, own model: 30 %"]
     assert [t.get_text() for t in plots.fairness({"accuracy": accuracy}).legends[0].get_texts()] == [
         "all clients: 20 %"
     ]
     figure = plots.fairness({"loss": np.array([0.5, 2.0, np.nan]), "personal_loss": np.array([0.1, 0.2, np.nan])})
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["all clients: 2", "fine-tuned: 0.2"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["all clients: 2", "own model: 0.2"]
     assert figure.axes[0].lines[0].get_ydata().tolist() == [2.0, 2.0, 0.5] and "Loss" in figure.axes[0].get_ylabel()
     with pytest.raises(ValueError, match="scores of at least 1 client"):
         plots.fairness({"FedAvg": {"loss": np.array([np.nan])}})

@@ -116,14 +116,15 @@ def _accuracies(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> str:
 
 
 def clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
-    """Returns for each algorithm the accuracy on the clients' own test examples, before and after fine-tuning."""
+    """Returns for each algorithm the accuracies of the global model and of the clients' own models, on the clients' own
+    test examples."""
     width = max(map(len, ["own test data", *per_client]))
-    lines = [f"{'own test data':{width}}  clients    mean  worst 10 %  after an epoch: mean  worst 10 %"]
+    lines = [f"{'own test data':{width}}  clients    mean  worst 10 %  own model: mean  worst 10 %"]
     for algorithm, scores in per_client.items():
         known = [fd.personal.summary(scores[name]) for name in ("accuracy", "personal_accuracy")]
         (mean, worst), (own, own_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
         lines.append(f"{algorithm:{width}}  {known[0]['clients']:7.0f}  {mean:4.1f} %  {worst:8.1f} %  "
-                     f"{own:18.1f} %  {own_worst:8.1f} %")  # fmt: skip
+                     f"{own:13.1f} %  {own_worst:8.1f} %")  # fmt: skip
     return "\n".join(lines)
 
 

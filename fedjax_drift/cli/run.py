@@ -28,6 +28,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
 from fedjax_drift.simulation.progress import watched
 from fedjax_drift.simulation.sweep import check_sweepable
+from fedjax_drift.simulation.until import Until, has_ended
 from fedjax_drift.storage.checkpoint import restore_together, split_by_run
 from fedjax_drift.storage.files import lock_folder, replace_file, unused
 
@@ -108,11 +109,18 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
         "target accuracy in 0..1: report and plot the first round that reaches this accuracy",
         _target,
     )
+    group.add_argument("--stop-at-target", action="store_true", help="end a run when it reaches the target accuracy")
+    add(
+        group, "--patience", "N", "end a run after N evaluations without a better accuracy (without accuracies: loss). "
+        "With --validation, they are evaluations on held-out training examples", count,
+    )  # fmt: skip
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     group.add_argument(
-        "--per-client", action="store_true", help="at the end, evaluate the model on each client's own test data, "
-        "before and after one epoch of fine-tuning. If the data have one common test set, it is split: each "
-        "client gets test data with the label mix of its training data. With several seeds the mean is reported",
+        "--per-client", action="store_true", help="at the end, evaluate the global model and the client's own "
+        "model on each client's own test data. The own model is that of the algorithm (ditto, fedper), otherwise the "
+        "global model after one epoch on the client's training data. If the data have one common test set, it is "
+        "split: each client gets test data with the label mix of its training data. With several seeds the mean is "
+        "reported",
     )  # fmt: skip
     group = parser.add_argument_group("checkpoints")
     add(group, "--resume", "OUTPUT", "resume the run in this folder; see below")
@@ -180,10 +188,13 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
         raise ConfigurationError(
             f"--seeds must be 1 with --distributed, got {args.seeds}: leave one of the two options out"
         )
-    if args.target is not None and not args.eval_every:
-        raise ConfigurationError(
-            f"--target needs evaluations, got {args.target} with --eval-every 0: leave --eval-every 0 out"
-        )
+    for flag, value in (("--target", args.target), ("--patience", args.patience)):
+        if value is not None and not args.eval_every:
+            raise ConfigurationError(
+                f"{flag} needs evaluations, got {value} with --eval-every 0: leave one of them out"
+            )
+    if args.stop_at_target and args.target is None:
+        raise ConfigurationError("--stop-at-target needs a target, got none: pass --target 0.98, for example")
     if not args.distributed:
         use_devices(args.devices)
     parsed = assemble(args)
@@ -209,6 +220,11 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
         fd.logs.needs_tensorboard()
     checkpoints = _checkpoints(args, config, output)
     progress = not args.no_progress and watched()
+    until = _until(args)
+
+    def ended(history: list[dict[str, Any]]) -> bool:
+        each = [[record for record in history if record.get("seed", seed) == seed] for seed in seeds]
+        return all(len(one) == args.rounds or (until is not None and has_ended(until, one)) for one in each)
 
     def work() -> int:
         mesh = simulations[names[0]].mesh
@@ -223,34 +239,47 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
             else:
                 first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()], output, names))
 
-            def start(name: str, on_round: Callable[[dict[str, Any]], None]) -> Ended:
+            def start(name: str, history: list[dict[str, Any]], on_round: Callable[[dict[str, Any]], None]) -> Ended:
                 sim, kept = simulations[name], checkpoints.get(name)
                 if len(seeds) > 1:
                     runs = sim.sweep(
                         args.rounds, seeds, args.eval_every, params=params, progress=progress, checkpoints=kept,
                         on_round=lambda seed, _, record: on_round({"seed": seed, **record}),
-                        measure_every=config["measure"]["every"],
+                        measure_every=config["measure"]["every"], until=until,
                     )  # fmt: skip
                     states = {run.seed: run.state for run in runs}
                 else:
-                    state, history = before.pop(name, (None, []))
+                    state, _ = before.pop(name, (None, []))
                     state = sim.init(jax.random.key(args.seed), params) if state is None else state
+                    left = 0 if ended(history) else args.rounds - len(history)
                     state, _ = sim.run(
-                        state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
+                        state, left, args.eval_every, progress=progress, on_round=on_round,
                         measure_every=config["measure"]["every"], checkpoints=kept,
+                        until=until and (lambda new: until(history)),
                     )  # fmt: skip
                     states = {args.seed: state}
-                ended = [state for state in states.values() if int(state.round) == args.rounds]
-                if not args.per_client or len(ended) < len(seeds):
+                if not args.per_client or not ended(history):
                     return Ended(states, {})
-                scores = [sim.evaluate_clients(state, fine_tune=1) for state in ended]
+                fine_tune = 1 if sim.algorithm.personal is None else None
+                scores = [sim.evaluate_clients(state, fine_tune) for state in states.values()]
                 return Ended(states, {key: np.mean([each[key] for each in scores], axis=0) for key in scores[0]})
 
             histories = {name: history for name, (_, history) in before.items()}
             data = simulations[names[0]].data
-            return simulate(config, names, histories, start, output, progress, data, final_table)
+            return simulate(config, names, histories, start, ended, output, progress, data, final_table)
 
     return work
+
+
+def _until(args: argparse.Namespace) -> Until | None:
+    """The rule of --stop-at-target and --patience that ends a run early, or None."""
+    rules = []
+    if args.stop_at_target:
+        rules.append(fd.until.reaches(accuracy=args.target))
+    if args.patience is not None:
+        by_loss, by_accuracy = fd.until.stalls("loss", args.patience), fd.until.stalls("accuracy", args.patience)
+        rules.append(lambda history: (by_accuracy if "accuracy" in history[-1] else by_loss)(history))
+    return (lambda history: any(rule(history) for rule in rules)) if rules else None
 
 
 def _restored(
@@ -305,18 +334,20 @@ def simulate(
     config: Mapping[str, Any],
     names: Sequence[str],
     before: Mapping[str, Sequence[dict[str, Any]]],
-    start: Callable[[str, Callable[[dict[str, Any]], None]], Ended],
+    start: Callable[[str, list[dict[str, Any]], Callable[[dict[str, Any]], None]], Ended],
+    ended: Callable[[list[dict[str, Any]]], bool],
     output: Path,
     progress: bool,
     data: fd.FederatedData,
     final_table: Callable[..., str],
 ) -> int:
-    """Runs one algorithm after another with ``start(name, on_round)``. After Ctrl-C, it reports the completed rounds.
+    """Runs one algorithm after another. After Ctrl-C, it reports the completed rounds.
 
     With several processes, only the first writes files. If an algorithm fails, for example because its model has
     diverged, the next one runs.
 
-    before: the histories of the algorithms that were restored.
+    before: the histories of the algorithms that were restored. start: ``start(name, history, on_round)`` runs an
+    algorithm. ended: ``ended(history)``, whether all rounds have been run, or the runs have ended early.
     """
     writes = fd.distributed.is_first()
     if writes:
@@ -345,19 +376,18 @@ def simulate(
                 log({"algorithm": name, **record})
 
             files = [model_file(output, name, seed if several else None) for seed in config["seeds"]]
-            complete = config["rounds"] * len(files)
-            if len(history) == complete and all(file.exists() for file in files) and not config["per_client"]:
+            if ended(history) and all(file.exists() for file in files) and not config["per_client"]:
                 continue
             if not progress:
                 print(f"running {name}: {rounds_to_do(len(history) // len(files), config['rounds'])}", flush=True)
             try:
-                end = start(name, keep)
+                end = start(name, history, keep)
                 per_client |= {name: end.scores} if end.scores else {}
                 if writes:
                     for file, seed in zip(files, config["seeds"], strict=True):
                         with written(file, output) as new:
                             fd.models.save_params(end.states[seed].params, new)
-                interrupted = len(history) < complete  # Simulation.run ends early on Ctrl-C
+                interrupted = not ended(history)  # Simulation.run returns normally after Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
             except SystemExit as ending:  # SIGTERM: there is no time for plots
@@ -385,10 +415,10 @@ def simulate(
         print("\n" + final_table(records, config["target"]))
     if any("accuracy" in scores for scores in per_client.values()):
         print("\n" + clients_table(per_client))
-    ended = [f"stopped: {', '.join(stopped)}"] if stopped else []
-    ended.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(names_written)}")
-    ended += [resume] * (interrupted and config["checkpoints"]["keep"] > 0)
-    print("", *[line for text in ended for line in wrap(text, "", "  ")], sep="\n")
+    closing = [f"stopped: {', '.join(stopped)}"] if stopped else []
+    closing.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(names_written)}")
+    closing += [resume] * (interrupted and config["checkpoints"]["keep"] > 0)
+    print("", *[line for text in closing for line in wrap(text, "", "  ")], sep="\n")
     return 130 if interrupted else 1 if stopped else 0
 
 

@@ -28,8 +28,9 @@ SHOWN_ROUNDS = 30
 def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
     """Plots the accuracy of every client on its own test examples, sorted, the worst client first.
 
-    If there is no accuracy, it plots the loss. A dashed line shows the values after each client has fine-tuned its copy
-    of the model, if they were computed. The worst 10 % of the clients are shaded. Their mean is in the legend.
+    If there is no accuracy, it plots the loss. A dashed line shows the values of the clients' own models, if they were
+    computed: those of the algorithm, or copies of the global model that the clients have fine-tuned. The worst 10 % of
+    the clients are shaded. Their mean is in the legend.
 
     Args:
       scores: the result of `Simulation.evaluate_clients`, or a dict from the name of a run to such a result.
@@ -51,7 +52,7 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
     figure = new_figure(6.5, 4.2)
     axes = figure.subplots()
     for i, (name, result) in enumerate(named.items()):
-        for entry, linestyle, note in ((key, "-", ""), (f"personal_{key}", "--", "fine-tuned")):
+        for entry, linestyle, note in ((key, "-", ""), (f"personal_{key}", "--", "own model")):
             values = np.sort(numbers(f"scores[{entry!r}]", result.get(entry, [])))
             values = factor * values[np.isfinite(values)]
             if values.size:

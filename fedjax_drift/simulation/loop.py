@@ -107,6 +107,8 @@ class Loop:
       on_record: ``on_record(run, record)`` is called for each record, until it raises an exception.
       complaints: ``complaints(run, t, info, record) -> {kind: message}`` returns the warnings about a round. Each kind
         is issued once per run.
+      until: ``until(run, history)`` is called after each evaluation. The loop ends when it has returned True for every
+        run.
     """
 
     def __init__(
@@ -120,10 +122,12 @@ class Loop:
         savers: Savers | None,
         on_record: Callable[[int, Record], None] | None,
         complaints: Callable[[int, int, dict, Record], Mapping[str, str]],
+        until: Callable[[int, list[Record]], bool] | None = None,
     ) -> None:
         self.tracks, self.mesh, self.schedule = tracks, mesh, schedule
         self.bar, self.stop, self.savers = bar, stop, savers
-        self.on_record, self.complaints = on_record, complaints
+        self.on_record, self.complaints, self.until = on_record, complaints, until
+        self._ended: set[int] = set()  # runs for which `until` has returned True
         self.histories: list[list[Record]] = [[] for _ in range(num_runs)]
         self.seconds = float("inf")  # the duration of a recent round of all runs together
         self.terminated = False  # whether SIGTERM has ended the loop, in this process or in another one
@@ -185,8 +189,18 @@ class Loop:
                 if schedule.evaluates(t) and savers.follows_best:
                     self._catch_up(0)
                     savers.consider(self.states(), self.histories)
+            if schedule.evaluates(t) and self._all_ended():
+                break
             self._catch_up(len(self.tracks))
         return t
+
+    def _all_ended(self) -> bool:
+        """Whether `until` has returned True for every run. Waits for the evaluation of the newest states."""
+        if self.until is None:
+            return False
+        self._catch_up(0)
+        self._ended |= {run for run, history in enumerate(self.histories) if history and self.until(run, history)}
+        return len(self._ended) == len(self.histories)
 
     def _score(self) -> None:
         """Dispatches the evaluation of the newest state of each track.

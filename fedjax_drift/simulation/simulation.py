@@ -36,6 +36,7 @@ from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
+from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
@@ -341,8 +342,9 @@ class Simulation:
         on_round: Callable[[Record], None] | None = None,
         measure_every: int = 1,
         checkpoints: Checkpoints | str | os.PathLike | None = None,
+        until: Until | None = None,
     ) -> tuple[ServerState, list[Record]]:
-        """Runs ``rounds`` rounds from ``state``.
+        """Runs ``rounds`` rounds from ``state``, or fewer with ``until``.
 
         If rounds are short, several rounds are dispatched together, about 0.1 s of work at a time. Their records are
         made at the same time, and ``seconds`` in each record is the mean duration of these rounds.
@@ -365,6 +367,10 @@ class Simulation:
             ``checkpoints.restore(sim)`` restores it. With checkpoints, SIGTERM stops the run like Ctrl-C and then
             raises SystemExit(143). A stopped run does not evaluate its last round, so the resumed run has the same
             records as a run that was never stopped.
+          until: a rule that ends the run early, such as ``fd.until.reaches(accuracy=0.98)`` or
+            ``fd.until.stalls("accuracy", evaluations=10)``. ``until(history)`` is called after each evaluation, with
+            the records of this call of `run`. The run ends with this round if it returns True. The best state is kept
+            by ``checkpoints``, and ``checkpoints.restore(sim, "best")`` returns it.
 
         Returns:
           The last state, and the history: a list with one record per round. A record is a dict with
@@ -393,6 +399,7 @@ class Simulation:
         rounds, eval_every, measure_every, progress = validate.check_run(rounds, eval_every, measure_every, progress)
         if on_round is not None:
             checks.function("on_round", on_round, "it is called with each record")
+        validate.check_until(until, eval_every, self.data.x_test is not None)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             checkpoints = Checkpoints(checkpoints)
         setup = self.setup
@@ -422,6 +429,7 @@ class Simulation:
                 [track], 1, self.mesh, schedule, bar, stop, savers,
                 None if on_round is None else lambda run, entry: on_round(entry),
                 lambda run, t, info, entry: complaints(t, info, entry, setup.update_leaves),
+                None if until is None else lambda run, history: until(history),
             )  # fmt: skip
             (history,) = loop.histories
             loop.run(t, lambda error: attach_to(error, state=track.state, history=history))
@@ -442,6 +450,7 @@ class Simulation:
         on_round: Callable[[int, dict[str, Any], Record], None] | None = None,
         measure_every: int = 1,
         checkpoints: Checkpoints | str | os.PathLike | None = None,
+        until: Until | None = None,
     ) -> list[Run]:
         """Runs this simulation with many seeds in one program. See `fd.sweep` for the arguments.
 
@@ -449,7 +458,7 @@ class Simulation:
         """
         return sweep(
             lambda: self, rounds, seeds, eval_every=eval_every, params=params, start=start, together=together,
-            progress=progress, on_round=on_round, measure_every=measure_every, checkpoints=checkpoints,
+            progress=progress, on_round=on_round, measure_every=measure_every, checkpoints=checkpoints, until=until,
         )  # fmt: skip
 
     # --- measurements and evaluation ----------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.simulation.turns import Layout, Planned, Setting, TurnPrograms, TurnTrack, compiled, of_form, turns
+from fedjax_drift.simulation.until import Until, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, split_by_run
 from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import Specification
@@ -107,6 +108,7 @@ def sweep(
     on_round: Callable[[int, Setting, Record], None] | None = None,
     measure_every: int = 1,
     checkpoints: Checkpoints | str | os.PathLike | None = None,
+    until: Until | None = None,
 ) -> list[Run]:
     """Runs every setting with every seed, for ``rounds`` rounds each.
 
@@ -146,6 +148,8 @@ def sweep(
         or ``lr=0.1-seed-0`` if lr differs between settings. To resume a sweep that was stopped or killed, call `sweep`
         again with the same folder. ``rounds`` is the total number of rounds per run, and the returned histories include
         the earlier rounds. With checkpoints, SIGTERM stops the sweep like Ctrl-C and then raises SystemExit(143).
+      until: a rule that ends the sweep early, as in `Simulation.run`. All runs continue until the rule has returned
+        True for each of them, because they advance together.
 
     Returns:
       A list with one `Run` per setting and seed, ordered by setting and then by seed. A ``history`` has the
@@ -176,6 +180,7 @@ def sweep(
     all_seeds, all_settings = _check_seeds(seeds), _check_settings(build, settings)
     simulations = _build_all(build, all_settings)
     setup = simulations[0].setup
+    validate.check_until(until, eval_every, setup.data.x_test is not None)
     if params is not None:
         tree.check_layout(params, setup.state.params, "params must be shaped like model.init's")
     varied = _varied(all_settings)
@@ -198,6 +203,9 @@ def sweep(
         states, before = restore_together(run_checkpoints, specifications, rounds)
     first = 0 if states is None else int(states[0].round)
     last = rounds if run_checkpoints else first + rounds
+    ended = {run for run, history in enumerate(before) if until is not None and has_ended(until, history)}
+    if len(ended) == len(planned):
+        last = first
     schedule = Schedule(
         last,
         eval_every if setup.data.x_test is not None else 0,
@@ -225,6 +233,9 @@ def sweep(
         of_run = f"seed {planned[run].seed}{_shown(planned[run].setting)}"
         return {kind: f"{of_run}, {text}" for kind, text in messages.items()}
 
+    def ends(run: int, history: list[Record]) -> bool:
+        return until is not None and (run in ended or until(before[run] + history))
+
     on_cpu = setup.mesh.devices.flat[0].platform == "cpu"
     layout = _layout(setup, len(planned), together if isinstance(together, int) else 1 if on_cpu else len(planned))
     constant = False  # whether hyper-parameters are constants of the programs
@@ -236,7 +247,9 @@ def sweep(
                 for entry in itertools.chain(*before):
                     bar.update(entry)
                 tracks = [TurnTrack(setup, of_turns, layout, turn) for turn in turns(given, layout)]
-                loop = Loop(tracks, len(planned), setup.mesh, schedule, bar, stop, None, report, complain)
+                loop = Loop(
+                    tracks, len(planned), setup.mesh, schedule, bar, stop, None, report, complain, until and ends
+                )
 
                 def attach(error: Exception, loop: Loop = loop) -> None:
                     if any(loop.histories):

@@ -133,6 +133,19 @@ def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -
     )
 
 
+def check_until(until: Any, eval_every: int, has_test: bool) -> None:
+    """Checks the rule that ends a run early, and that there are evaluations for it."""
+    if until is None:
+        return
+    checks.function("until", until, "pass fd.until.reaches(accuracy=0.98), for example; None means all rounds")
+    if not (eval_every and has_test):
+        missing = "eval_every=0" if has_test else "no test set"
+        raise ConfigurationError(
+            f"until needs evaluations, got {missing}: pass eval_every=10, and data with test=(x, y) or "
+            "data.with_validation(0.1)"
+        )
+
+
 def check_key(key: Any) -> jax.Array:
     """Checks a key, and returns it as a typed key. A raw key, uint32 [2], is wrapped."""
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == (2,):

@@ -1,0 +1,88 @@
+"""Rules that end a run early: `Simulation.run(until=...)` and `fd.sweep(until=...)`.
+
+A rule is a function from the history of a run to a bool. It is called after every evaluation, with the records of all
+rounds so far. The run ends with this round if the rule returns True.
+
+    sim.run(state, 1000, until=fd.until.reaches(accuracy=0.98))
+    sim.run(state, 1000, until=fd.until.stalls("accuracy", evaluations=10))
+    sim.run(state, 1000, until=lambda history: history[-1]["loss"] < 0.1 or history[-1]["round"] == 500)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.types import Record
+
+Until = Callable[[Sequence[Record]], bool]
+
+
+def reaches(**targets: float) -> Until:
+    """A rule that ends a run when all metrics reach their targets in the same evaluation.
+
+    Args:
+      targets: names of metrics in the records, and their targets. A metric must be at least its target, or at most its
+        target if the name ends in "loss". For example ``reaches(accuracy=0.98)``.
+
+    Raises:
+      ValueError: no target is given, or a target is not a finite number. The rule raises it if a record has no such
+        metric.
+    """
+    if not targets:
+        raise ConfigurationError("reaches needs at least 1 target, got none: pass reaches(accuracy=0.98), for example")
+    goals = {
+        name: checks.number(name, value, "a finite number", lambda v: True, computed=False)
+        for name, value in targets.items()
+    }
+
+    def rule(history: Sequence[Record]) -> bool:
+        return all(gain(history[-1], name) >= gain({name: goal}, name) for name, goal in goals.items())
+
+    return rule
+
+
+def stalls(metric: str = "accuracy", evaluations: int = 10, by: float = 0.0) -> Until:
+    """A rule that ends a run after a number of evaluations without improvement ("patience").
+
+    Use it with data whose test set is held out from the training examples (`FederatedData.with_validation`). Otherwise
+    the test set decides when to stop.
+
+    Args:
+      metric: the name of a metric in the records. The largest value is best, or the smallest if the name ends in
+        "loss".
+      evaluations: >= 1. The run ends when none of so many evaluations in a row is better than the best one before.
+      by: >= 0. A value counts as better only if it is better by more than this.
+
+    Raises:
+      ValueError: an argument is out of range. The rule raises it if a record has no such metric.
+    """
+    metric = checks.text("metric", metric, 'an entry of the records such as "accuracy"')
+    evaluations = checks.integer("evaluations", evaluations, 1)
+    by = checks.nonnegative("by", by, computed=False)
+
+    def rule(history: Sequence[Record]) -> bool:
+        gain(history[-1], metric)
+        values = [gain(record, metric) for record in history if metric in record]
+        best, since = values[0], 0
+        for value in values[1:]:
+            best, since = (value, 0) if value > best + by else (best, since + 1)
+        return since >= evaluations
+
+    return rule
+
+
+def has_ended(until: Until, history: Sequence[Record]) -> bool:
+    """Whether the rule has returned True after one of the evaluations in a history."""
+    evaluated = [i for i, record in enumerate(history, 1) if "loss" in record]
+    return any(until(history[:i]) for i in reversed(evaluated))
+
+
+def gain(record: Record, metric: str) -> float:
+    """The value of a metric, with the sign for which larger is better."""
+    if metric not in record:
+        raise ConfigurationError(
+            f"until must use a metric of the evaluated records, got {metric!r}: they have {', '.join(sorted(record))}"
+        )
+    return -record[metric] if metric.endswith("loss") else record[metric]
