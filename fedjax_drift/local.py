@@ -201,10 +201,11 @@ def train_with(
     def as_params(tree: Params) -> Params:  # the learning rate or a hyper-parameter may have a wider dtype
         return jax.tree.map(lambda a, like: a.astype(like.dtype), tree, start)
 
-    def where_trained(new: Params, old: Params) -> Params:
-        if work.trained is None:
-            return new
-        return jax.tree.map(lambda trained, new, old: new if trained else old, work.trained, new, old)
+    part = work.part
+
+    def only(mask: PyTree, new: Params, old: Params) -> Params:
+        """The leaves of ``new`` where the mask is True, otherwise those of ``old``."""
+        return jax.tree.map(lambda chosen, new, old: new if chosen else old, mask, new, old)
 
     def epoch(state: tuple, e: jax.Array) -> tuple:
         epoch_key = jax.random.fold_in(work.key, work.first_epoch + e)
@@ -218,13 +219,17 @@ def train_with(
             value, g, new_carry = gradient(point, examples, jax.random.fold_in(noise_key, k), carry)
             carry = jax.tree.map(lambda new, old: new.astype(old.dtype), new_carry, carry)
             if correct:
-                g = as_params(correct(g, theta))
-            g = where_trained(g, tree.zeros_like(g))  # the other leaves do not enter the norm of the clipping
+                corrected = as_params(correct(g, theta))
+                g = only(part.personal, g, corrected) if part else corrected
+            if part:
+                g = only(part.trained, g, tree.zeros_like(g))  # the others do not enter the norm of the clipping
             u, memory = work.optimizer.update(g, memory, point)
             new = as_params(jax.tree.map(lambda theta, u: theta - work.lr * u, theta, u))
             if after:
                 new = as_params(after(new, k))
-            return where_trained(new, theta), memory, total + value.astype(total.dtype), carry
+            if part:
+                new = only(part.trained, new, theta)
+            return new, memory, total + value.astype(total.dtype), carry
 
         # A straggler stops before its last epoch ends.
         steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
@@ -241,8 +246,8 @@ def train_with(
     state = (start, work.optimizer.init(start), jnp.zeros_like(work.lr), carry)
     measured: PyTree
     (theta, _, total, carry), measured = lax.scan(epoch, state, jnp.arange(work.epochs))
-    if work.hand_over:
-        theta = work.hand_over(theta)
+    if part:
+        theta = part.hand_over(theta)
     if work.watcher:
         work.watcher.done(start, theta, measured)
     return theta, carry, {"loss": total / jnp.maximum(work.num_steps, 1)}

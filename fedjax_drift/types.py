@@ -170,6 +170,16 @@ class Watcher(NamedTuple):
     model theta_i after the last epoch. ``measured`` has the measurements after each epoch, leaves [E, ...]."""
 
 
+class Part(NamedTuple):
+    """How `local.train` treats a part of the model that stays with the client (`fd.algorithms.partly_shared`)."""
+
+    personal: PyTree  # a bool for every leaf of the parameters: it stays with the client. No algorithm corrects it
+    trained: PyTree  # a bool for every leaf: it is trained
+    hand_over: Callable[[Params], Params]
+    """``hand_over(theta)`` takes the local model after the last step, and returns the model that `local.train`
+    returns."""
+
+
 class Work(NamedTuple):
     """The inputs of one client's update in one round, apart from the server's variables and the client's state."""
 
@@ -196,10 +206,7 @@ class Work(NamedTuple):
     watcher: Watcher | None = None  # observes `local.train` while drift is measured
     lanes: str | None = None  # the axis of the `jax.vmap` over clients that train side by side; None: it trains alone
     first_epoch: int = 0  # the number of the first epoch, which determines the keys of the epochs
-    trained: PyTree = None  # a bool for every leaf of the parameters, whether it is trained; None: all are trained
-    hand_over: Callable[[Params], Params] | None = None
-    """``hand_over(theta)`` takes the local model after the last step, and returns the model that `local.train` returns.
-    The part of the model that stays with the client is put aside here (`fd.algorithms.partly_shared`)."""
+    part: Part | None = None  # None: the whole model is shared
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
         """The logits [B, C] of the model in training mode."""

@@ -4,7 +4,7 @@ FedPer      Arivazhagan, Aggarwal, Singh, Choudhary 2019, arXiv 1912.00818: the 
 FedRep      Collins, Hassani, Mokhtari, Shakkottai, ICML 2021, arXiv 2102.07078: a client first trains the classifier,
             which is personal, and then the other layers.
 FedBABU     Oh, Kim, Yun, ICLR 2022, arXiv 2106.06042: the classifier keeps its initial value. To personalise the model,
-            fine-tune it.
+            fine-tune all layers.
 LG-FedAvg   Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency 2020, arXiv 2001.01523: all layers but the
             classifier are personal.
 FedBN       Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, arXiv 2102.07623: the normalisation layers are personal.

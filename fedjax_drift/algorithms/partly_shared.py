@@ -5,9 +5,11 @@ Client i:  start = (shared leaves of w, p_i)                                    
            p_i <- the personal leaves of theta_i                                                     (3)
 Server:    as the base algorithm
 
-p_i starts with the initial model. The personal leaves of w never move. So the model of client i is (shared leaves of w,
-p_i), which `evaluate_clients` evaluates. `evaluate` evaluates w, whose personal leaves are untrained. fedper.py has the
-algorithms of this kind.
+p_i starts with the initial model. The terms that the base algorithm adds to the gradient act on the shared leaves only.
+The personal leaves of w never move. So the model of client i is (shared leaves of w, p_i), which `evaluate_clients`
+evaluates. `evaluate` evaluates w, whose personal leaves are untrained. fedper.py has the algorithms of this kind.
+
+Deviations:  none. Combinations with other algorithms than FedAvg are our own.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, Part, PyTree, Work
 
 
 class Client(NamedTuple):
@@ -74,26 +77,29 @@ def partly_shared(
         return Client(base.init_client(params), leaves_of(params))
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:
+        if "params" not in getattr(server, "_fields", ()):
+            raise ConfigurationError(
+                f"base must keep the global model in a field params of a NamedTuple, got {base.name}: use another base"
+            )
         start = with_leaves(server.params, client.personal)  # (1)
         mask = personal_leaves(personal, start)
-        kept: list[list[jax.Array]] = []
+        shared, everything = jax.tree.map(lambda own: not own, mask), jax.tree.map(lambda own: True, mask)
         if schedule == "alternate":
             start, work = train_personal_first(work, start, mask)
-        if schedule != "joint":
-            work = work._replace(trained=jax.tree.map(lambda own: not own, mask))
+        kept: list[list[jax.Array]] = []
 
         def hand_over(theta: Params) -> Params:
             kept.append(leaves_of(theta))  # (3)
             return with_leaves(theta, leaves_of(start))  # so that D_i is 0 on the personal leaves
 
-        result = base.client_update(
-            server._replace(params=start), client.base, work._replace(hand_over=hand_over)
-        )  # (2)
+        work = work._replace(part=Part(mask, everything if schedule == "joint" else shared, hand_over))
+        result = base.client_update(server._replace(params=start), client.base, work)  # (2)
         if len(kept) != 1:
             raise ConfigurationError(
-                f"base must call local.train once per round, got {base.name} with {len(kept)} calls"
+                f"base must call local.train once per round, got {base.name} with {len(kept)} calls: use another base"
             )
-        return result._replace(state=Client(result.state, kept[0]))
+        message = without_personal(result.message, start, mask)
+        return result._replace(message=message, state=Client(result.state, kept[0]))
 
     def train_personal_first(work: Work, start: Params, mask: PyTree) -> tuple[Params, Work]:
         """The model after the epochs that train the personal leaves, and the work of the other epochs."""
@@ -103,9 +109,11 @@ def partly_shared(
                 f"base_epochs must be less than the local epochs ({work.epochs}), got {base_epochs}: pass "
                 f"LocalTraining(epochs={base_epochs + 1}), so that the personal leaves are trained for an epoch"
             )
-        steps = (before * work.num_batches).clip(max=work.num_steps)
-        start, _ = train(work._replace(epochs=before, num_steps=steps, trained=mask, watcher=None), start)
-        return start, work._replace(epochs=base_epochs, num_steps=work.num_steps - steps, first_epoch=before)
+        steps, mean_steps = (before * work.num_batches).clip(max=work.num_steps), work.mean_steps // work.epochs
+        part = Part(mask, mask, lambda theta: theta)
+        start, _ = train(work._replace(epochs=before, num_steps=steps, part=part, watcher=None), start)
+        rest = work._replace(epochs=base_epochs, num_steps=work.num_steps - steps, first_epoch=before)
+        return start, rest._replace(mean_steps=base_epochs * mean_steps)
 
     def finish(server: Any, client: Client) -> Client:
         assert base.finish is not None
@@ -121,6 +129,22 @@ def partly_shared(
         personal=model_of_client if keeps else None,
         name="partly_shared",
     )
+
+
+def without_personal(message: PyTree, params: Params, mask: PyTree) -> PyTree:
+    """The message with zeros on the personal leaves of all its parts that are shaped like the parameters."""
+    structure: Any = jax.tree.structure(params)
+
+    def is_like_params(part: PyTree) -> bool:
+        same: Any = jax.tree.structure(part)
+        return same == structure and jax.tree.map(jnp.shape, part) == jax.tree.map(jnp.shape, params)
+
+    def masked(part: PyTree) -> PyTree:
+        if not is_like_params(part):
+            return part
+        return jax.tree.map(lambda own, leaf: jnp.zeros_like(leaf) if own else leaf, mask, part)
+
+    return jax.tree.map(masked, message, is_leaf=is_like_params)
 
 
 def personal_leaves(personal: str | Callable[[str], bool] | PyTree, params: Params) -> PyTree:

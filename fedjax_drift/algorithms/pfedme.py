@@ -15,7 +15,7 @@ Deviations:
   only the cohort trains.
 - (1) goes on from the x of the last batch, as in the authors' code. With `inner_start="local"`, it starts at w_i.
 - The weight of a client is 1, as in the paper. The authors' code uses n_i (`weighting="examples"`).
-- Clipping acts on the gradient in (1), and weight decay is added there. inner_lr does not decay.
+- Clipping acts on g(x) + lam (x - w_i) in (1). Weight decay is then added. inner_lr does not decay.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def pfedme(
     """Personal models that minimise the client's loss near the global model. The state of a client is one model.
 
     Args:
-      lam: strength of the proximal term, >= 0. Use a local learning rate with lr * lam <= 1 (the authors use 0.005),
-        and an inner_lr with inner_lr * lam < 2.
+      lam: strength of the proximal term, >= 0. With 0, the global model does not move. Use a local learning rate with
+        lr * lam <= 1 (the authors use 0.005), and an inner_lr with inner_lr * lam < 2.
       inner_steps: gradient steps per batch, >= 1.
       inner_lr: learning rate of (1), > 0.
       beta: factor of the mean update, > 0.

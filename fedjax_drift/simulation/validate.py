@@ -46,7 +46,7 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             "Algorithm",
             algorithm,
             ("init_server", "init_client", "client_update", "server_update"),
-            ("observe", "finish", "report"),
+            ("observe", "finish", "report", "personal"),
         ),
     ):
         for name in (*needed, *(name for name in optional if getattr(value, name) is not None)):
