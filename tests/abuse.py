@@ -227,20 +227,37 @@ def algorithms() -> Iterator[Call]:
         **dict.fromkeys(
             ("server_lr", "alpha", "tau", "eta_s", "eta_p", "temperature", "label_temperature"), positive()
         ),
-        **dict.fromkeys(("mu", "margin"), nonnegative()),
+        **dict.fromkeys(("mu", "margin", "rho", "lam", "weight_decay", "alpha_decay"), nonnegative()),
         **dict.fromkeys(("beta", "b1", "b2"), fraction()),
-        **dict.fromkeys(("window", "pseudo_steps"), integer()),
+        **dict.fromkeys(("window", "pseudo_steps", "inner_steps", "base_epochs"), integer()),
+        **dict.fromkeys(("eps", "inner_lr", "feddyn_alpha"), positive()),
         "v_0": optional(nonnegative()),
+        "personal_epochs": optional(integer()),
+        "base": without_none(only(fd.Algorithm)),
+        "personal": Kind([value for value in ANYTHING if not isinstance(value, str) and not callable(value)]),
         "literal": Kind([*TEXTS, *THINGS, 0.5, [1], {"a": 1}, None], [True, False, (), []]),
     }
-    of_gamma = {"fedadc": optional(nonnegative()), "fedreg": Kind([*NO_NUMBER, 0, 1.5, -1], [1, 0.5, Fraction(1, 2)])}
+    share = Kind([*NO_NUMBER, 0, 1.5, -1], [1, 0.5, Fraction(1, 2)])
+    of_one = {
+        ("fedadc", "gamma"): optional(nonnegative()),
+        ("fedreg", "gamma"): share,
+        **dict.fromkeys([("fedcm", "alpha"), ("mofedsam", "alpha")], share),
+        **dict.fromkeys([("fedspeed", "alpha"), ("apfl", "alpha")], Kind([*NO_NUMBER, 1.5, -1], [0, 1, 0.5])),
+        **dict.fromkeys(
+            [("fedadamw", "alpha"), ("fedacg", "beta"), ("fedntd", "beta"), ("fedlc", "tau")], nonnegative()
+        ),
+        ("fedacg", "lam"): fraction(),
+        **dict.fromkeys([("fedspeed", "lam"), ("pfedme", "beta")], positive()),
+    }
     required = {"mu": 0.1, "alpha": 0.1, "beta": 0.5, "server_lr": 0.1}
     for name, factory in fd.algorithms.ALGORITHMS.items():
         found = {}
         for option, parameter in inspect.signature(factory).parameters.items():
             default = parameter.default
             by_type = flag() if isinstance(default, bool) else choice(default) if isinstance(default, str) else None
-            found[option] = by_type or (of_gamma[name] if option == "gamma" else kinds[option])
+            if option == "personal":  # a regular expression, not a choice
+                by_type = None
+            found[option] = by_type or (of_one[name, option] if (name, option) in of_one else kinds[option])
         given = {option: value for option, value in required.items() if option in found}
         yield Call(f"fd.algorithms.{name}", factory, given, found)
 

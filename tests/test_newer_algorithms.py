@@ -250,7 +250,9 @@ BAD = [
     ),
     (lambda: alg.partly_shared(alg.ditto()), r"base must be an algorithm without personal models, got ditto"),
     (lambda: run(alg.fedper(), 1), r"personal must select leaves of the parameters \(hidden, out\), got 'classifier'"),
-    (lambda: run(alg.fedper(personal=[True]), 1), r"personal must be a regular expression, a function of a path, or a"),
+    (lambda: run(alg.fedper(personal=[True]), 1), r"personal must have a bool for every leaf of the parameters"),
+    (lambda: alg.fedper(personal=3), r"personal must be a regular expression, a function of a path, or a pytree with"),
+    (lambda: alg.fedper(personal="("), r"personal must be a regular expression, got '\('"),
     (
         lambda: run(alg.fedrep(personal="out"), 1, epochs=1),
         r"base_epochs must be less than the local epochs \(1\), got 1",

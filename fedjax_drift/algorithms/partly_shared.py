@@ -14,15 +14,13 @@ Deviations:  none. Combinations with other algorithms than FedAvg are our own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, leaves
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
@@ -62,15 +60,16 @@ def partly_shared(
     base_epochs = checks.integer("base_epochs", base_epochs, 1)
     if base.personal is not None:
         raise ConfigurationError(f"base must be an algorithm without personal models, got {base.name}")
+    leaves.check("personal", personal)
     keeps = schedule != "frozen"
 
     def leaves_of(params: Params) -> list[jax.Array]:
-        mask = jax.tree.leaves(personal_leaves(personal, params))
+        mask = jax.tree.leaves(leaves.select("personal", personal, params))
         return [leaf for leaf, own in zip(jax.tree.leaves(params), mask, strict=True) if own and keeps]
 
-    def with_leaves(params: Params, leaves: list[jax.Array]) -> Params:
-        own = iter(leaves)
-        mask = personal_leaves(personal, params)
+    def with_leaves(params: Params, values: list[jax.Array]) -> Params:
+        own = iter(values)
+        mask = leaves.select("personal", personal, params)
         return jax.tree.map(lambda leaf, is_own: next(own) if is_own and keeps else leaf, params, mask)
 
     def init_client(params: Params) -> Client:
@@ -82,7 +81,7 @@ def partly_shared(
                 f"base must keep the global model in a field params of a NamedTuple, got {base.name}: use another base"
             )
         start = with_leaves(server.params, client.personal)  # (1)
-        mask = personal_leaves(personal, start)
+        mask = leaves.select("personal", personal, start)
         shared, everything = jax.tree.map(lambda own: not own, mask), jax.tree.map(lambda own: True, mask)
         if schedule == "alternate":
             start, work = train_personal_first(work, start, mask)
@@ -145,29 +144,3 @@ def without_personal(message: PyTree, params: Params, mask: PyTree) -> PyTree:
         return jax.tree.map(lambda own, leaf: jnp.zeros_like(leaf) if own else leaf, mask, part)
 
     return jax.tree.map(masked, message, is_leaf=is_like_params)
-
-
-def personal_leaves(personal: str | Callable[[str], bool] | PyTree, params: Params) -> PyTree:
-    """A pytree with a bool for every leaf of the parameters, whether it is personal."""
-    if not isinstance(personal, str) and not callable(personal):
-        structures: list[Any] = [jax.tree.structure(values) for values in (personal, params)]
-        if structures[0] != structures[1] or not all(
-            isinstance(own, bool | np.bool) for own in jax.tree.leaves(personal)
-        ):
-            raise ConfigurationError(
-                "personal must be a regular expression, a function of a path, or a bool for every leaf of the "
-                f"parameters, got {checks.shown(personal)}"
-            )
-        return personal
-    paths = jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
-    )
-    if callable(personal):
-        return jax.tree.map(lambda path: bool(personal(path)), paths)
-    mask = jax.tree.map(lambda path: re.search(personal, path) is not None, paths)
-    if not any(jax.tree.leaves(mask)):
-        known = ", ".join(jax.tree.leaves(paths))
-        raise ConfigurationError(
-            f"personal must select leaves of the parameters ({known}), got {personal!r}, which selects none"
-        )
-    return mask

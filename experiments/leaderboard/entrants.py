@@ -1,0 +1,136 @@
+"""The algorithms with the ranges from which their hyper-parameters are drawn, and the federations.
+
+The ranges were written down before any run. Every algorithm gets the same number of settings (`SETTINGS`). Setting j
+has the same learning rate for all algorithms that share a range of learning rates.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import fedjax_drift as fd
+
+SETTINGS = 8  # settings that are tried per algorithm and federation
+TUNING_ROUNDS, ROUNDS = 40, 100
+CLIENTS, COHORT, EPOCHS, BATCH_SIZE = 100, 10, 2, 50
+EVAL_EVERY = 2
+PARTITIONS, SEEDS = 2, 5  # every seed runs on both partitions
+
+
+class Range(NamedTuple):
+    """An interval of a hyper-parameter. Values are drawn uniformly, or uniformly in the logarithm."""
+
+    low: float
+    high: float
+    log: bool = True
+
+    def at(self, u: float) -> float:
+        """The value at the fraction u of the interval, with three digits."""
+        if self.log:
+            value = math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low)))
+        else:
+            value = self.low + u * (self.high - self.low)
+        return float(f"{value:.3g}")
+
+
+class Entrant(NamedTuple):
+    """One algorithm of the comparison."""
+
+    factory: Callable[..., fd.Algorithm]
+    ranges: dict[str, Range]
+    """The hyper-parameters that are drawn, besides the learning rate. All others have their defaults."""
+    down: int = 1  # models that a client receives per round
+    up: int = 1  # models that a client sends per round
+    lr: Range = Range(0.01, 1.0)
+    cosine: bool = False  # whether the network ends in cosines, as LfD requires
+    fixed: dict[str, Any] = {}  # arguments that differ from the defaults
+
+    def settings(self, federation: str) -> list[dict[str, float]]:
+        """The settings to try. They are the same whenever this is called."""
+        names = [name for name in self.ranges if name != "lr"]
+        shared = np.random.default_rng(zlib.crc32(federation.encode()))
+        # One learning rate from each of the equal parts of the range, in random order.
+        rates = [self.lr.at((part + shared.uniform()) / SETTINGS) for part in shared.permutation(SETTINGS)]
+        own = np.random.default_rng(zlib.crc32(f"{federation} {self.factory.__name__}".encode()))
+        return [{"lr": rate, **{name: self.ranges[name].at(own.uniform()) for name in names}} for rate in rates]
+
+
+alg = fd.algorithms
+MU, ALPHA, RHO, MOMENTUM = Range(1e-4, 1.0), Range(1e-3, 1.0), Range(5e-3, 0.5), Range(0.3, 0.95, log=False)
+ADAPTIVE = {"server_lr": Range(1e-3, 1.0), "tau": Range(1e-4, 1e-1)}
+ENTRANTS = {
+    "FedAvg": Entrant(alg.fedavg, {}),
+    "FedProx": Entrant(alg.fedprox, {"mu": MU}),
+    "FedAvgM": Entrant(alg.fedavgm, {"beta": MOMENTUM}),
+    "FedAdam": Entrant(alg.fedadam, ADAPTIVE),
+    "FedYogi": Entrant(alg.fedyogi, ADAPTIVE),
+    "FedAdagrad": Entrant(alg.fedadagrad, ADAPTIVE),
+    "SlowMo": Entrant(alg.slowmo, {"beta": MOMENTUM}),
+    "FedADC": Entrant(alg.fedadc, {"beta": MOMENTUM}, down=2),
+    "SCAFFOLD": Entrant(alg.scaffold, {}, down=2, up=2),
+    "VRL-SGD": Entrant(alg.vrl_sgd, {}),
+    "FedDyn": Entrant(alg.feddyn, {"alpha": ALPHA}),
+    "FedDC": Entrant(alg.feddc, {"alpha": ALPHA}, down=2, up=2),
+    "FedEve": Entrant(alg.fedeve, {}),
+    "FedGVR": Entrant(alg.fedgvr, {"mu": MU}, down=2, up=2),
+    "FedGM": Entrant(alg.fedgm, {"mu": MU, "beta": MOMENTUM}),
+    "FedGVRGM": Entrant(alg.fedgvrgm, {"mu": MU, "beta": MOMENTUM}, down=2, up=2),
+    "MOON": Entrant(alg.moon, {"mu": Range(1e-2, 10.0)}),
+    "LfD": Entrant(alg.lfd, {"temperature": Range(0.05, 0.5), "margin": Range(0.01, 0.3, log=False)}, cosine=True),
+    "FedNova": Entrant(alg.fednova, {}),
+    "FedCM": Entrant(alg.fedcm, {"alpha": Range(0.03, 0.5)}, down=2),
+    "FedSAM": Entrant(alg.fedsam, {"rho": RHO}),
+    "MoFedSAM": Entrant(alg.mofedsam, {"rho": RHO, "alpha": Range(0.03, 0.5)}, down=2),
+    "FedACG": Entrant(alg.fedacg, {"beta": MU, "lam": MOMENTUM}),
+    "FedNTD": Entrant(alg.fedntd, {"beta": Range(0.1, 3.0)}),
+    "FedLC": Entrant(alg.fedlc, {"tau": Range(0.1, 3.0)}),
+    "FedExP": Entrant(alg.fedexp, {"eps": Range(1e-4, 1.0)}),
+    "FedSpeed": Entrant(alg.fedspeed, {"rho": RHO, "lam": ALPHA}),
+    "FedSMOO": Entrant(alg.fedsmoo, {"rho": RHO, "alpha": ALPHA}, down=2, up=2),
+    "FedLESAM": Entrant(alg.fedlesam, {"rho": RHO}),
+    "FedAdamW": Entrant(alg.fedadamw, {"alpha": Range(0.05, 1.0, log=False)}, down=2, lr=Range(1e-4, 1e-2)),
+    "Ditto": Entrant(alg.ditto, {"lam": Range(1e-2, 3.0)}),
+    "pFedMe": Entrant(alg.pfedme, {"lam": Range(1.0, 30.0), "inner_lr": Range(1e-2, 0.2)}, lr=Range(1e-3, 0.1)),
+    "APFL": Entrant(alg.apfl, {"alpha": Range(0.1, 0.9, log=False)}),
+    "FedPer": Entrant(alg.fedper, {}),
+    "FedRep": Entrant(alg.fedrep, {}),
+    "FedBABU": Entrant(alg.fedbabu, {}),
+    "LG-FedAvg": Entrant(alg.lg_fedavg, {}),
+    "FedReg": Entrant(alg.fedreg, {"gamma": Range(0.25, 0.5, log=False), "eta_s": Range(0.05, 0.5)}),
+}
+
+
+class Federation(NamedTuple):
+    """A data set, a network and a partition."""
+
+    dataset: str
+    model: Callable[..., fd.Model]
+    alpha: float | None  # of the Dirichlet distribution; None: two classes per client
+    target: float  # the test accuracy of "rounds to target"
+
+    def data(self, seed: int) -> fd.FederatedData:
+        """The federation with one of its partitions. Each client has test examples with its label mix."""
+        if self.alpha is None:
+            partition = fd.partition.classes(CLIENTS, per_client=2, seed=seed)
+        else:
+            partition = fd.partition.dirichlet(CLIENTS, alpha=self.alpha, seed=seed)
+        return fd.datasets.load(self.dataset, partition=partition).with_client_tests(seed)
+
+
+NN, CNN = fd.models.mnist_2nn, fd.models.cifar_cnn
+FEDERATIONS = {
+    "MNIST, Dirichlet 0.1": Federation("mnist", NN, 0.1, 0.93),
+    "Fashion-MNIST, Dirichlet 0.1": Federation("fashion_mnist", NN, 0.1, 0.78),
+    "MNIST, 2 classes": Federation("mnist", NN, None, 0.93),
+    "Fashion-MNIST, 2 classes": Federation("fashion_mnist", NN, None, 0.78),
+    "MNIST, Dirichlet 0.6": Federation("mnist", NN, 0.6, 0.96),
+    "Fashion-MNIST, Dirichlet 0.6": Federation("fashion_mnist", NN, 0.6, 0.84),
+    "CIFAR-10, Dirichlet 0.6": Federation("cifar10", CNN, 0.6, 0.55),
+    "CIFAR-10, Dirichlet 0.1": Federation("cifar10", CNN, 0.1, 0.40),
+    "CIFAR-10, 2 classes": Federation("cifar10", CNN, None, 0.40),
+}

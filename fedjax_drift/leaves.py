@@ -1,0 +1,66 @@
+"""Selects leaves of a model's parameters: by a regular expression, by a function of their path, or one by one.
+
+The path of a leaf is the names on the way to it, such as "classifier/dense/kernel".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.types import Params, PyTree
+
+Selection = str | Callable[[str], bool] | PyTree
+"""A regular expression that is searched in the path of a leaf; or a function from this path to a bool; or a pytree with
+a bool for every leaf."""
+
+
+def check(name: str, selection: Any) -> None:
+    """Raises ConfigurationError unless the argument ``name`` is of one of the three kinds."""
+    if isinstance(selection, str):
+        try:
+            re.compile(selection)
+        except re.error as error:
+            raise ConfigurationError(f"{name} must be a regular expression, got {selection!r} ({error})") from error
+    elif not callable(selection):
+        bools = jax.tree.leaves(selection)
+        if not bools or selection is bools[0] or not all(isinstance(each, bool | np.bool) for each in bools):
+            raise ConfigurationError(
+                f"{name} must be a regular expression, a function of a path, or a pytree with a bool for every leaf of "
+                f"the parameters, got {checks.shown(selection)}"
+            )
+
+
+def select(name: str, selection: Selection, params: Params) -> PyTree:
+    """A pytree with a bool for every leaf of the parameters, whether it is selected.
+
+    Raises ConfigurationError if a regular expression selects no leaf, or if a pytree has another structure.
+    """
+    paths = jax.tree_util.tree_map_with_path(lambda path, _: path_of(path), params)
+    known = ", ".join(jax.tree.leaves(paths))
+    if isinstance(selection, str):
+        mask = jax.tree.map(lambda path: re.search(selection, path) is not None, paths)
+        if not any(jax.tree.leaves(mask)):
+            raise ConfigurationError(
+                f"{name} must select leaves of the parameters ({known}), got {selection!r}, which selects none"
+            )
+        return mask
+    if callable(selection):
+        return jax.tree.map(lambda path: bool(selection(path)), paths)
+    structures: list[Any] = [jax.tree.structure(values) for values in (selection, params)]
+    if structures[0] != structures[1]:
+        raise ConfigurationError(
+            f"{name} must have a bool for every leaf of the parameters ({known}), got {checks.shown(selection)}"
+        )
+    return selection
+
+
+def path_of(path: Any) -> str:
+    """The path of a leaf as text, from the path that `jax.tree_util.tree_leaves_with_path` gives."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
