@@ -16,10 +16,10 @@ import numpy as np
 import fedjax_drift as fd
 
 SETTINGS = 8  # settings that are tried per algorithm and federation
-TUNING_ROUNDS, ROUNDS = 40, 100
+TUNING_ROUNDS, ROUNDS = 25, 60
 CLIENTS, COHORT, EPOCHS, BATCH_SIZE = 100, 10, 2, 50
 EVAL_EVERY = 2
-PARTITIONS, SEEDS = 2, 5  # every seed runs on both partitions
+SEEDS = ((0, 1, 2), (3, 4))  # the seeds of the runs on each of the two partitions
 
 
 class Range(NamedTuple):
