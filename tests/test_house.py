@@ -81,7 +81,9 @@ def test_imports_go_down() -> None:
     for module in inside:
         if room(module) == "algorithms" and module != "fedjax_drift.algorithms":
             below = {room(other) for other in GRAPH[module]}
-            assert below <= {"types", "tree", "leaves", "local", "checks", "errors", "algorithms", "data"}, f"{module}: {below}"
+            assert below <= {"types", "tree", "leaves", "local", "checks", "errors", "algorithms", "data"}, (
+                f"{module}: {below}"
+            )
 
 
 def test_every_room_says_what_lives_there() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Entrant(NamedTuple):
     up: int = 1  # models that a client sends per round
     lr: Range = Range(0.01, 1.0)
     cosine: bool = False  # whether the network ends in cosines, as LfD requires
-    fixed: dict[str, Any] = {}  # arguments that differ from the defaults
+    personal: bool = False  # whether clients have models of their own, or share only a part of the model
 
     def settings(self, federation: str) -> list[dict[str, float]]:
         """The settings to try. They are the same whenever this is called."""
@@ -94,13 +94,15 @@ ENTRANTS = {
     "FedSMOO": Entrant(alg.fedsmoo, {"rho": RHO, "alpha": ALPHA}, down=2, up=2),
     "FedLESAM": Entrant(alg.fedlesam, {"rho": RHO}),
     "FedAdamW": Entrant(alg.fedadamw, {"alpha": Range(0.05, 1.0, log=False)}, down=2, lr=Range(1e-4, 1e-2)),
-    "Ditto": Entrant(alg.ditto, {"lam": Range(1e-2, 3.0)}),
-    "pFedMe": Entrant(alg.pfedme, {"lam": Range(1.0, 30.0), "inner_lr": Range(1e-2, 0.2)}, lr=Range(1e-3, 0.1)),
-    "APFL": Entrant(alg.apfl, {"alpha": Range(0.1, 0.9, log=False)}),
-    "FedPer": Entrant(alg.fedper, {}),
-    "FedRep": Entrant(alg.fedrep, {}),
-    "FedBABU": Entrant(alg.fedbabu, {}),
-    "LG-FedAvg": Entrant(alg.lg_fedavg, {}),
+    "Ditto": Entrant(alg.ditto, {"lam": Range(1e-2, 3.0)}, personal=True),
+    "pFedMe": Entrant(
+        alg.pfedme, {"lam": Range(1.0, 30.0), "inner_lr": Range(1e-2, 0.2)}, lr=Range(1e-3, 0.1), personal=True
+    ),
+    "APFL": Entrant(alg.apfl, {"alpha": Range(0.1, 0.9, log=False)}, personal=True),
+    "FedPer": Entrant(alg.fedper, {}, personal=True),
+    "FedRep": Entrant(alg.fedrep, {}, personal=True),
+    "FedBABU": Entrant(alg.fedbabu, {}, personal=True),
+    "LG-FedAvg": Entrant(alg.lg_fedavg, {}, personal=True),
     "FedReg": Entrant(alg.fedreg, {"gamma": Range(0.25, 0.5, log=False), "eta_s": Range(0.05, 0.5)}),
 }
 

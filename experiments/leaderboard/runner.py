@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def builder(setup: Federation, entrant: Entrant, data: fd.FederatedData) -> Call
 
     def build(lr: float, **options: float) -> fd.Simulation:
         local = fd.LocalTraining(epochs=entrants.EPOCHS, batch_size=entrants.BATCH_SIZE, lr=lr)
-        algorithm = entrant.factory(**entrant.fixed, **options)
+        algorithm = entrant.factory(**options)
         return fd.Simulation(model, data, algorithm, local=local, cohort_size=entrants.COHORT)
 
     return build
@@ -137,7 +138,9 @@ def sweep(
     on_round: Callable[..., None] | None = None,
 ) -> list[fd.Run]:
     """Runs a sweep. Raises KeyboardInterrupt if Ctrl-C has ended it early."""
-    runs = fd.sweep(build, rounds, seeds, settings, entrants.EVAL_EVERY, progress=progress, on_round=on_round)
+    with warnings.catch_warnings():  # a setting with a large learning rate may diverge, and is not chosen
+        warnings.simplefilter("ignore", RuntimeWarning)
+        runs = fd.sweep(build, rounds, seeds, settings, entrants.EVAL_EVERY, progress=progress, on_round=on_round)
     if any(int(jax.device_get(run.state.round)) < rounds for run in runs):
         raise KeyboardInterrupt
     return runs
