@@ -41,6 +41,16 @@ def test_a_sampled_fedavg_scatters_about_the_same_fixed_point() -> None:
     assert np.linalg.norm(w - fixed_point, axis=1).mean() > 1
 
 
+def test_sharpness_aware_correctors_end_at_a_distance_proportional_to_rho() -> None:
+    far, near = (
+        experiment.distances(experiment.models(QUADRATICS, experiment.NEWER[name], 4, 200)[-20:], OPTIMUM)
+        for name in ("FedSpeed, rho = 0.1", "FedSpeed, rho = 0.01")
+    )
+    assert far.mean() == pytest.approx(10 * near.mean(), rel=0.05) and far.mean() < 0.05 * BIAS
+    w = experiment.models(QUADRATICS, experiment.NEWER["FedNova"], 20, 60)[-1]
+    assert np.linalg.norm(w - QUADRATICS.fixed_point(experiment.LR, experiment.STEPS)) < 1e-4
+
+
 @pytest.mark.parametrize(("cohort_size", "rounds"), [(20, 40), (4, 200)])
 @pytest.mark.parametrize("name", ["SCAFFOLD", "VRL-SGD", "FedDyn, alpha = 1", "FedDC, alpha = 1"])
 def test_correctors_reach_the_optimum(name, cohort_size, rounds) -> None:
