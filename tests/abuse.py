@@ -435,6 +435,7 @@ def federated_data() -> Iterator[Call]:
     yield Call("data.redealt", DATA.redealt, {}, {"alpha": optional(dealing())})
     yield Call("data.with_client_tests", DATA.with_client_tests, {}, {"seed": seed()})
     share = Kind([*NO_NUMBER, 0, 1, 1.0, -0.1, 2, 1e-50], [0.9, np.float32(0.5), Fraction(1, 2)])
+    yield Call("data.with_validation_clients", DATA.with_validation_clients, {}, {"share": share, "seed": seed()})
     yield Call("data.with_validation", DATA.with_validation, {"share": 0.5}, {"share": share, "seed": seed()})
     yield Call("data.decode", DATA.decode, {}, {"x": Kind(TEXTS, [X, X.tolist(), jnp.asarray(X)], NO_ARRAY)})
     regimes = {

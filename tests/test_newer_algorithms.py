@@ -155,24 +155,23 @@ def test_limits() -> None:
     fedavg, uniform = parameters(alg.fedavg(), **CLIP), parameters(alg.fedavg(weighting="uniform"), **CLIP)
     for same in (alg.fedntd(beta=0.0), alg.fedlc(tau=0.0), alg.partly_shared(personal=lambda path: False)):
         assert_same(parameters(same, **CLIP), fedavg)
-    for same in (alg.fedcm(alpha=1.0), alg.fedsam(rho=0.0), alg.fedacg(0.0, 0.0), alg.fedexp(eps=1e9)):
+    for same in (alg.fedcm(alpha=1.0), alg.fedsam(rho=0.0), alg.fedexp(eps=1e9), alg.fedlesam(rho=0.0)):
         assert_same(parameters(same, **CLIP), uniform)
-    assert_same(parameters(alg.fedlesam(rho=0.0), **CLIP), uniform)
     assert_same(parameters(alg.fednova(), equal=True, momentum=0.5), parameters(alg.fedavg(), equal=True, momentum=0.5))
     assert_same(parameters(alg.mofedsam(rho=0.0), **CLIP), parameters(alg.fedcm(), **CLIP))
     assert_same(parameters(alg.mofedsam(alpha=1.0), **CLIP), parameters(alg.fedsam(), **CLIP))
     prox = parameters(alg.fedprox(0.3, weighting="uniform"), **CLIP)
     assert_same(parameters(alg.fedacg(0.3, 0.0), **CLIP), prox)
     feddyn = parameters(alg.feddyn(0.3), **CLIP)
-    for same in (alg.fedspeed(rho=0.0, lam=0.3), alg.fedspeed(alpha=0.0, lam=0.3), alg.fedsmoo(rho=0.0, alpha=0.3)):
+    for same in (alg.fedspeed(alpha=0.0, lam=0.3), alg.fedsmoo(rho=0.0, alpha=0.3)):
         assert_same(parameters(same, **CLIP), feddyn)
     with pytest.raises(AssertionError):
         assert_same(parameters(alg.fedspeed(rho=0.5, lam=0.3), **CLIP), feddyn, 1e-2)
     adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.01))
     local = {"lr": 0.01, "rounds": 1}
     wanted = parameters(alg.fedavg(weighting="uniform"), optimizer=adamw, **local)
-    for blocks in ("leaf", "none"):  # in round 0 there is neither a global direction nor a second moment
-        assert_same(parameters(alg.fedadamw(blocks=blocks), **local), wanted)
+    # In round 0 there is neither a global direction nor a second moment.
+    assert_same(parameters(alg.fedadamw(), **local), wanted)
 
 
 def test_limits_of_one_step_and_of_equal_clients() -> None:
@@ -209,9 +208,8 @@ def test_limits_of_personal_models() -> None:
     alone = run(alg.ditto(lam=0.0), rounds=1, epochs=1, batch_size=25)
     assert_same(strong.clients.v, alone.clients.v)
     uniform = parameters(alg.fedavg(weighting="uniform"))
-    for share in (0.0, 0.3, 1.0):
-        assert_same(run(alg.apfl(alpha=share)).params, uniform)
     mixed = run(alg.apfl(alpha=0.0))
+    assert_same(mixed.params, uniform)
     assert_same(alg.apfl(alpha=0.0).personal(mixed.server, jax.tree.map(lambda a: a[3], mixed.clients)), mixed.params)
     assert_same(run(alg.apfl(alpha=1.0)).clients.v, run(alg.ditto(lam=0.0)).clients.v)
     assert_same(run(alg.pfedme(lam=0.0)).params, start.params)

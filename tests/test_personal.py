@@ -163,6 +163,24 @@ def test_validation_rows_come_from_every_client() -> None:
     assert data.with_validation(0.99).sizes.tolist() == [1, 1, 1, 1]
 
 
+def test_validation_clients_never_train() -> None:
+    sizes = np.array([1, 4, 10, 25, 3])
+    x, y = np.arange(43, dtype=np.float32)[:, None], np.arange(43) % 3
+    data = fd.FederatedData(x, y, sizes, x[:3], y[:3], client_names=list("abcde"))
+    cut = data.with_validation_clients(0.4, seed=1)
+    assert cut.num_clients == 3 and cut.test_sizes is None
+    kept = [data.id_of(name) for name in cut.client_names]
+    assert kept == sorted(kept) and (cut.sizes == sizes[kept]).all()
+    for new, old in enumerate(kept):
+        np.testing.assert_array_equal(cut.client(new)[0], data.client(old)[0])
+    held = [data.client(i) for i in range(5) if i not in kept]
+    np.testing.assert_array_equal(cut.x_test, np.concatenate([x for x, _ in held]))
+    np.testing.assert_array_equal(cut.y_test, np.concatenate([y for _, y in held]))
+    assert data.with_validation_clients(0.99).num_clients == 1 and data.with_validation_clients(0.01).num_clients == 4
+    with pytest.raises(ValueError, match="needs at least 2 clients, got 1"):
+        data.with_validation_clients(0.99).with_validation_clients()
+
+
 def test_bad_input(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))

@@ -385,6 +385,36 @@ class FederatedData:
             x_test=self.x[test], y_test=self.y[test], test_sizes=held,
         )  # fmt: skip
 
+    def with_validation_clients(self, share: float = 0.1, seed: int = 0) -> FederatedData:
+        """Returns the data without some of the clients, whose training examples replace the test set.
+
+        Choose hyper-parameters with these data to score models on clients that never train. The other clients get new
+        ids, in the same order. The test examples are not split by client. The examples are copied, also those of a
+        memory map.
+
+        Args:
+          share: the share of the clients to hold out, in (0, 1). Their number is rounded, and is in 1..N - 1.
+          seed: random seed, >= 0, that chooses the clients.
+
+        Raises:
+          ValueError: a value is out of range, or there is only one client.
+        """
+        fix = "0.1 holds out a tenth of the clients"
+        share = checks.number("share", share, "in (0, 1)", lambda v: 0 < v < 1, fix, computed=False)
+        rng, N = np.random.default_rng(checks.integer("seed", seed, 0, math.inf)), self.num_clients
+        if N == 1:
+            raise ConfigurationError(
+                "with_validation_clients needs at least 2 clients, got 1: use with_validation, which holds out examples"
+            )
+        is_held = rng.permutation(N) < min(max(round(share * N), 1), N - 1)
+        of_held = np.repeat(is_held, self.sizes)
+        names = self.client_names
+        return replace(
+            self, x=self.x[~of_held], y=self.y[~of_held], sizes=self.sizes[~is_held],
+            x_test=self.x[of_held], y_test=self.y[of_held], test_sizes=None,
+            client_names=None if names is None else tuple(names[i] for i in np.flatnonzero(~is_held)),
+        )  # fmt: skip
+
     def label_counts(self) -> np.ndarray:
         """Returns the number of training examples of each class at each client, int64 [N, C]. Needs integer labels."""
         _check_classes(self.y, "label counts need")
