@@ -52,13 +52,29 @@ def select(name: str, selection: Selection, params: Params) -> PyTree:
             )
         return mask
     if callable(selection):
-        return jax.tree.map(lambda path: bool(selection(path)), paths)
+        return jax.tree.map(lambda path: _chosen(name, selection, path), paths)
     structures: list[Any] = [jax.tree.structure(values) for values in (selection, params)]
     if structures[0] != structures[1]:
         raise ConfigurationError(
             f"{name} must have a bool for every leaf of the parameters ({known}), got {checks.shown(selection)}"
         )
     return selection
+
+
+def _chosen(name: str, selection: Callable[[str], bool], path: str) -> bool:
+    """The answer of a function for one path. Raises ConfigurationError unless it is a bool."""
+    try:
+        chosen = selection(path)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{name} must be a function of a path such as {path!r}, got one that fails: {checks.first_line(error)}"
+        ) from error
+    if not isinstance(chosen, bool | np.bool):
+        raise ConfigurationError(
+            f"{name} must be a function from a path to True or False, got one that returns {checks.shown(chosen)} for "
+            f"{path!r}"
+        )
+    return bool(chosen)
 
 
 def path_of(path: Any) -> str:

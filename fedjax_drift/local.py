@@ -203,6 +203,9 @@ def train_with(
 
     part = work.part
 
+    def returned(theta: Params) -> Params:
+        return part.handed_over(theta) if part else theta
+
     def only(mask: PyTree, new: Params, old: Params) -> Params:
         """The leaves of ``new`` where the mask is True, otherwise those of ``old``."""
         return jax.tree.map(lambda chosen, new, old: new if chosen else old, mask, new, old)
@@ -241,13 +244,14 @@ def train_with(
             state = lax.fori_loop(0, steps, step, state)
         else:  # with one k for the whole group, its batches are slices of the shuffled order, and not gathers
             state = lax.fori_loop(0, lax.pmax(steps, work.lanes), step_of_group, state)
-        return state, work.watcher.after_epoch(start, state[0]) if work.watcher else ()
+        return state, work.watcher.after_epoch(start, returned(state[0])) if work.watcher else ()
 
     state = (start, work.optimizer.init(start), jnp.zeros_like(work.lr), carry)
     measured: PyTree
     (theta, _, total, carry), measured = lax.scan(epoch, state, jnp.arange(work.epochs))
     if part:
-        theta = part.hand_over(theta)
+        part.keep(theta)
+    theta = returned(theta)
     if work.watcher:
         work.watcher.done(start, theta, measured)
     return theta, carry, {"loss": total / jnp.maximum(work.num_steps, 1)}

@@ -175,9 +175,8 @@ class Part(NamedTuple):
 
     personal: PyTree  # a bool for every leaf of the parameters: it stays with the client. No algorithm corrects it
     trained: PyTree  # a bool for every leaf: it is trained
-    hand_over: Callable[[Params], Params]
-    """``hand_over(theta)`` takes the local model after the last step, and returns the model that `local.train`
-    returns."""
+    keep: Callable[[Params], None]  # ``keep(theta)`` is called once, with the local model after the last step
+    handed_over: Callable[[Params], Params]  # ``handed_over(theta)`` is the model that `local.train` returns for theta
 
 
 class Work(NamedTuple):

@@ -8,7 +8,17 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from test_drift_algorithms import COHORTS, MODEL, assert_same, federate, models_after, quadratics, run, states_after
+from test_drift_algorithms import (
+    COHORTS,
+    MODEL,
+    assert_same,
+    federate,
+    models_after,
+    quadratics,
+    ragged,
+    run,
+    states_after,
+)
 
 import fedjax_drift as fd
 
@@ -145,6 +155,27 @@ def test_personal_models_by_hand() -> None:
     state = states_after(federate(alg.pfedme(lam=1.0, inner_steps=2, inner_lr=0.5), epochs=1), 1)[-1]
     np.testing.assert_allclose(state.clients.v, [1, 4])
     assert float(state.params) == pytest.approx(5 / 4)
+
+
+def test_what_a_user_found() -> None:
+    # FedNova's coefficients where their closed forms cancel: mu -> 0 is FedAvg, momentum near 1 is a sum.
+    equal = {"equal": True, "rounds": 2}
+    assert_same(parameters(alg.fednova(mu=1e-9), **equal), parameters(alg.fedavg(), **equal))
+    # A straggler of FedRep does a step on the shared leaves, by whose number SCAFFOLD divides.
+    base = alg.partly_shared(alg.scaffold(), "out", "alternate")
+    data, local = ragged(), fd.LocalTraining(epochs=3, batch_size=4)
+    sim = fd.Simulation(MODEL, data, base, local=local, cohort_size=6, stragglers=1.0)
+    state, info = sim.round_fn(sim.init(jax.random.key(0)))
+    assert np.isfinite(ravel_pytree((state.server, state.clients))[0]).all() and (np.asarray(info["loss"]) > 0).all()
+    # Drift of a partly shared model is that of its shared part: alone, a client is the mean.
+    sim = fd.Simulation(MODEL, data, alg.partly_shared(personal="out"), local=local, cohort_size=1)
+    found = sim.measure(sim.init(jax.random.key(0)), "updates", cohort=[3])
+    assert float(found["update_cosine"][0, -1]) == pytest.approx(1)
+    # tau = 0 among others in a sweep is FedAvg, as it is alone.
+    build = lambda tau: fd.Simulation(MODEL, data, alg.fedlc(tau), cohort_size=3)  # noqa: E731
+    runs = fd.sweep(build, 1, settings=[{"tau": 0.0}, {"tau": 1.0}], progress=False)
+    alone, _ = build(0.0).run(build(0.0).init(jax.random.key(0)), 1)
+    assert_same(*jax.device_get((runs[0].state.params, alone.params)))
 
 
 def parameters(algorithm, **options) -> jax.Array:

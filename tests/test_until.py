@@ -31,6 +31,7 @@ def test_rules_by_hand() -> None:
     assert fd.until.reaches(accuracy=0.5)(history) and not fd.until.reaches(accuracy=0.51)(history)
     assert fd.until.reaches(accuracy=0.5, loss=1.5)(history) and not fd.until.reaches(accuracy=0.5, loss=1.4)(history)
     assert [fd.until.stalls("accuracy", 1)(history[:t]) for t in (1, 3, 5)] == [False, False, True]
+    assert not fd.until.stalls("loss", 2)(records(loss=[np.nan, 2.0, 1.0, 0.5]))  # NaN is never the best
     assert not fd.until.stalls("loss", 2)(history) and fd.until.stalls("loss", 2, by=1.0)(history)
 
 
@@ -70,6 +71,8 @@ def test_bad_input(sim) -> None:
     state = sim.init(jax.random.key(0))
     for until, options, message in (
         ("accuracy", {}, r"until must be a function, got 'accuracy': pass fd.until.reaches\(accuracy=0.98\)"),
+        (fd.until.reaches, {}, r"until must be a rule, got fd.until.reaches without its arguments"),
+        (lambda history: "no", {}, r"until must return True or False, got 'no'"),
         (fd.until.stalls(), {"eval_every": 0}, r"until needs evaluations, got eval_every=0: pass eval_every=10"),
         (
             fd.until.reaches(acuracy=1),

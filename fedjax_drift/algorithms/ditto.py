@@ -56,7 +56,7 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
 
         own = work._replace(watcher=None)  # drift is that of theta_i
         if personal_epochs is not None:
-            steps = work.num_steps * personal_epochs // work.epochs  # a straggler does a part of them
+            steps = -(-work.num_steps * personal_epochs // work.epochs)  # a straggler does a part of them
             own = own._replace(epochs=personal_epochs, num_steps=steps)
         v, own_metrics = train(own, start=client.v, correct=attract)
         metrics = {**metrics, "personal_loss": own_metrics["loss"]}

@@ -105,6 +105,7 @@ def fedadamw(
         D, v, K = mean
         w = jax.tree.map(lambda w, D: w + D, server.params, D)  # (4)
         Delta = jax.tree.map(lambda D: -D / (context.lr * jnp.where(K > 0, K, 1)), D)  # (4)
+        v = jax.tree.map(lambda v: jnp.maximum(v, 0), v)  # with the noise of differential privacy it may be negative
         return Server(w, Delta, v, server.steps + K)  # (5)
 
     return Algorithm(init_server, lambda params: (), client_update, server_update, requires=("sgd",), name="fedadamw")

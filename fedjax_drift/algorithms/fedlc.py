@@ -51,7 +51,7 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask") -> 
         def calibrated(logits: jax.Array) -> jax.Array:
             n = jnp.broadcast_to(work.label_counts(logits.shape[-1]).astype(logits.dtype), logits.shape)
             z = logits - tau * jnp.maximum(n, 1e-8) ** -0.25  # (1)
-            return jnp.where(n > 0, z, -jnp.inf) if missing == "mask" else z
+            return jnp.where((n > 0) | (tau == 0), z, -jnp.inf) if missing == "mask" else z
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             z = calibrated(work.logits(theta, batch.x, key))
@@ -59,10 +59,10 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask") -> 
                 return batch_mean(cross_entropy(z, batch.y), batch.mask)
             y = jax.nn.one_hot(batch.y, z.shape[-1], dtype=bool)
             value = jax.nn.logsumexp(jnp.where(y, -jnp.inf, z), axis=-1) - jnp.where(y, z, 0).sum(-1)
-            return batch_mean(value.reshape(len(value), -1).mean(1), batch.mask)
+            value = jnp.where(tau == 0, cross_entropy(z, batch.y), value.reshape(len(value), -1).mean(1))
+            return batch_mean(value, batch.mask)
 
         theta, metrics = train(work, start=w, loss=loss)
         return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, metrics)
 
-    base = fedavg()._replace(requires=("classifier",), name="fedlc")
-    return base._replace(client_update=client_update) if checks.used(tau) else base
+    return fedavg()._replace(client_update=client_update, requires=("classifier",), name="fedlc")

@@ -41,6 +41,11 @@ class Server(NamedTuple):
         """w, the global model."""
         return self.base.params
 
+    @property
+    def client_mean(self) -> Params | None:
+        """The mean of the cohort's models, if the base algorithm has it (FedDyn)."""
+        return getattr(self.base, "client_mean", None)
+
 
 class Client(NamedTuple):
     base: PyTree  # the state of the base algorithm

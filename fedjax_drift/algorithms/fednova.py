@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
@@ -53,10 +54,7 @@ def fednova(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
             return jax.tree.map(lambda g, theta, w: g + mu * (theta - w), g, theta, w)  # (1)
 
         theta, metrics = train(work, start=w, correct=pull if proximal else None)
-        if proximal:
-            a = (1 - (1 - work.lr * mu) ** K) / (work.lr * mu)  # (2)
-        else:
-            a = (K - r * (1 - r**K) / (1 - r)) / (1 - r)  # (2)
+        a = coefficients(work, 1 - work.lr * mu) if proximal else coefficients(work, r, summed=True)  # (2)
         A = K if proximal else a  # (3)
         normalised = jax.tree.map(lambda D: D / jnp.where(K > 0, a, 1), tree.subtract(theta, w))
         return ClientResult((normalised, A), weight(work, "examples"), client, metrics)
@@ -67,3 +65,17 @@ def fednova(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
 
     needs = ("sgd",) if proximal else ("sgd or momentum",)
     return fedavg()._replace(client_update=client_update, server_update=server_update, requires=needs, name="fednova")
+
+
+def coefficients(work: Work, r: jax.Array | float, summed: bool = False) -> jax.Array:
+    """1 + r + ... + r^(K_i - 1), or with ``summed`` the sum of these sums for 1..K_i steps.
+
+    The steps are counted one by one, because the closed forms of (2) cancel if r is close to 1.
+    """
+
+    def step(_: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        direction = 1 + r * sums[0]
+        return direction, sums[1] + direction
+
+    zero = jnp.zeros_like(work.lr)
+    return lax.fori_loop(0, work.num_steps, step, (zero, zero))[summed]

@@ -5,11 +5,15 @@ Client i:  start = (shared leaves of w, p_i)                                    
            p_i <- the personal leaves of theta_i                                                     (3)
 Server:    as the base algorithm
 
-p_i starts with the initial model. The terms that the base algorithm adds to the gradient act on the shared leaves only.
-The personal leaves of w never move. So the model of client i is (shared leaves of w, p_i), which `evaluate_clients`
+p_i starts with the initial model. The terms that the base algorithm adds to the computed gradient act on the shared
+leaves only (FedProx, SCAFFOLD, FedDyn). Those in its loss, and the perturbations of SAM, act on all leaves. The
+personal leaves of w never move. So the model of client i is (shared leaves of w, p_i), which `evaluate_clients`
 evaluates. `evaluate` evaluates w, whose personal leaves are untrained. fedper.py has the algorithms of this kind.
 
-Deviations:  none. Combinations with other algorithms than FedAvg are our own.
+Drift is measured on the shared leaves. With "alternate", the epochs that train the personal leaves are not measured.
+
+Deviations:  none. Combinations with other algorithms than FedAvg are our own. A base that keeps its last local model
+(MOON, LfD) keeps it with the personal leaves from before the training of that round.
 """
 
 from __future__ import annotations
@@ -87,11 +91,13 @@ def partly_shared(
             start, work = train_personal_first(work, start, mask)
         kept: list[list[jax.Array]] = []
 
-        def hand_over(theta: Params) -> Params:
+        def keep(theta: Params) -> None:
             kept.append(leaves_of(theta))  # (3)
-            return with_leaves(theta, leaves_of(start))  # so that D_i is 0 on the personal leaves
 
-        work = work._replace(part=Part(mask, everything if schedule == "joint" else shared, hand_over))
+        def handed_over(theta: Params) -> Params:  # D_i is then 0 on the personal leaves
+            return with_leaves(theta, leaves_of(start))
+
+        work = work._replace(part=Part(mask, everything if schedule == "joint" else shared, keep, handed_over))
         result = base.client_update(server._replace(params=start), client.base, work)  # (2)
         if len(kept) != 1:
             raise ConfigurationError(
@@ -108,8 +114,10 @@ def partly_shared(
                 f"base_epochs must be less than the local epochs ({work.epochs}), got {base_epochs}: pass "
                 f"LocalTraining(epochs={base_epochs + 1}), so that the personal leaves are trained for an epoch"
             )
-        steps, mean_steps = (before * work.num_batches).clip(max=work.num_steps), work.mean_steps // work.epochs
-        part = Part(mask, mask, lambda theta: theta)
+        # A straggler, too, does a step on the shared leaves, because algorithms divide by the number of these steps.
+        steps = (before * work.num_batches).clip(max=(work.num_steps - 1).clip(0))
+        mean_steps = work.mean_steps // work.epochs
+        part = Part(mask, mask, lambda theta: None, lambda theta: theta)
         start, _ = train(work._replace(epochs=before, num_steps=steps, part=part, watcher=None), start)
         rest = work._replace(epochs=base_epochs, num_steps=work.num_steps - steps, first_epoch=before)
         return start, rest._replace(mean_steps=base_epochs * mean_steps)

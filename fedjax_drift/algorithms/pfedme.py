@@ -75,7 +75,8 @@ def pfedme(
                 value, g = jax.value_and_grad(work.loss)(x, batch, key)
                 g = jax.tree.map(lambda g, x, w_i: (g + lam * (x - w_i)).astype(g.dtype), g, x, w_i)
                 u, _ = work.optimizer.update(g, work.optimizer.init(x), x)  # clipping and weight decay
-                return jax.tree.map(lambda x, u: (x - inner_lr * u).astype(x.dtype), x, u), value  # (1)
+                x = jax.tree.map(lambda x, u: (x - inner_lr * u).astype(x.dtype), x, u)  # (1)
+                return x, value.astype(work.lr.dtype)
 
             begin = x if inner_start == "warm" else w_i
             x, value = lax.fori_loop(0, inner_steps, step, (begin, jnp.zeros_like(work.lr)))

@@ -55,7 +55,9 @@ def clipped(norm: float) -> Aggregation:
     """The weighted mean of messages that are scaled down to a global norm of at most ``norm``.
 
     Clipping bounds the influence of one hostile or diverging client. The norm is computed over the whole message. In
-    SCAFFOLD, for example, this is the model update together with the change of the control variate.
+    SCAFFOLD, for example, this is the model update together with the change of the control variate. FedNova, FedCM,
+    FedExP and FedAdamW also send a number (of steps, or a squared norm), which counts in the norm, too. So clipping
+    changes them more than others, and the noise of `private` disturbs these numbers.
 
     Clipping changes the message, but not the state that the client keeps. Server variables that track the mean of the
     client states (SCAFFOLD's c, FedDyn's h) can therefore differ from that mean. A message with values that are not

@@ -36,7 +36,7 @@ from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
-from fedjax_drift.simulation.until import Until
+from fedjax_drift.simulation.until import Until, ends
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
@@ -429,7 +429,7 @@ class Simulation:
                 [track], 1, self.mesh, schedule, bar, stop, savers,
                 None if on_round is None else lambda run, entry: on_round(entry),
                 lambda run, t, info, entry: complaints(t, info, entry, setup.update_leaves),
-                None if until is None else lambda run, history: until(history),
+                None if until is None else lambda run, history: ends(until, history),
             )  # fmt: skip
             (history,) = loop.histories
             loop.run(t, lambda error: attach_to(error, state=track.state, history=history))

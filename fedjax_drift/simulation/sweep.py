@@ -31,7 +31,7 @@ from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.simulation.turns import Layout, Planned, Setting, TurnPrograms, TurnTrack, compiled, of_form, turns
-from fedjax_drift.simulation.until import Until, has_ended
+from fedjax_drift.simulation.until import Until, ends, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, split_by_run
 from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import Specification
@@ -233,8 +233,8 @@ def sweep(
         of_run = f"seed {planned[run].seed}{_shown(planned[run].setting)}"
         return {kind: f"{of_run}, {text}" for kind, text in messages.items()}
 
-    def ends(run: int, history: list[Record]) -> bool:
-        return until is not None and (run in ended or until(before[run] + history))
+    def run_ends(run: int, history: list[Record]) -> bool:
+        return until is not None and (run in ended or ends(until, before[run] + history))
 
     on_cpu = setup.mesh.devices.flat[0].platform == "cpu"
     layout = _layout(setup, len(planned), together if isinstance(together, int) else 1 if on_cpu else len(planned))
@@ -248,7 +248,7 @@ def sweep(
                     bar.update(entry)
                 tracks = [TurnTrack(setup, of_turns, layout, turn) for turn in turns(given, layout)]
                 loop = Loop(
-                    tracks, len(planned), setup.mesh, schedule, bar, stop, None, report, complain, until and ends
+                    tracks, len(planned), setup.mesh, schedule, bar, stop, None, report, complain, until and run_ends
                 )
 
                 def attach(error: Exception, loop: Loop = loop) -> None:

@@ -10,7 +10,11 @@ rounds so far. The run ends with this round if the rule returns True.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
+
+import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
@@ -73,16 +77,29 @@ def stalls(metric: str = "accuracy", evaluations: int = 10, by: float = 0.0) -> 
     return rule
 
 
+def ends(until: Until, history: Sequence[Record]) -> bool:
+    """The answer of a rule. Raises ConfigurationError unless it is a bool."""
+    answer = until(history)
+    if not isinstance(answer, bool | np.bool):
+        raise ConfigurationError(f"until must return True or False, got {checks.shown(answer)}")
+    return bool(answer)
+
+
 def has_ended(until: Until, history: Sequence[Record]) -> bool:
     """Whether the rule has returned True after one of the evaluations in a history."""
     evaluated = [i for i, record in enumerate(history, 1) if "loss" in record]
-    return any(until(history[:i]) for i in reversed(evaluated))
+    return any(ends(until, history[:i]) for i in reversed(evaluated))
 
 
 def gain(record: Record, metric: str) -> float:
-    """The value of a metric, with the sign for which larger is better."""
+    """The value of a metric, with the sign for which larger is better. -inf for NaN."""
     if metric not in record:
         raise ConfigurationError(
             f"until must use a metric of the evaluated records, got {metric!r}: they have {', '.join(sorted(record))}"
         )
-    return -record[metric] if metric.endswith("loss") else record[metric]
+    value = checks.one_in(record[metric])
+    if not isinstance(value, Real):
+        raise ConfigurationError(f"until must use a metric with one number per round, got {metric!r}")
+    if math.isnan(value):  # a diverged model is never better
+        return -math.inf
+    return float(-value if metric.endswith("loss") else value)

@@ -18,6 +18,7 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.round.aggregation import Aggregation
+from fedjax_drift.simulation.until import reaches, stalls
 from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, cross_entropy
 
 ROUNDS = 2**31 - 1  # most rounds, because a state counts them in int32
@@ -137,7 +138,10 @@ def check_until(until: Any, eval_every: int, has_test: bool) -> None:
     """Checks the rule that ends a run early, and that there are evaluations for it."""
     if until is None:
         return
-    checks.function("until", until, "pass fd.until.reaches(accuracy=0.98), for example; None means all rounds")
+    fix = "pass fd.until.reaches(accuracy=0.98), for example; None means all rounds"
+    checks.function("until", until, fix)
+    if until in (reaches, stalls):
+        raise ConfigurationError(f"until must be a rule, got fd.until.{until.__name__} without its arguments: {fix}")
     if not (eval_every and has_test):
         missing = "eval_every=0" if has_test else "no test set"
         raise ConfigurationError(
