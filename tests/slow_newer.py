@@ -387,11 +387,10 @@ def apfl(
     w: Vector,
     alpha: float = 0.5,
     adaptive: bool = False,
-    mix: str = "parameters",
     alpha_every: str = "step",
     alpha_decay: float = 0.0,
 ) -> Iterator[Vector]:
-    """Deng et al. 2020: the mixture alpha_i v + (1 - alpha_i) theta, of parameters or of logits, trains v."""
+    """Deng et al. 2020: the mixture alpha_i v + (1 - alpha_i) theta, trains v."""
     v = np.tile(w, (fed.num_clients, 1))
     alphas = np.full(fed.num_clients, float(alpha))
     for t, S in enumerate(fed.cohorts):
@@ -401,25 +400,16 @@ def apfl(
             for k, (x, y) in enumerate(local_batches(fed, t, i)):
                 a = alphas[i]
                 new_theta = step(theta, mean_gradient(theta, x, y), theta)
-                if mix == "parameters":
-                    g = mean_gradient(a * v[i] + (1 - a) * theta, x, y)
-                    by_v, by_alpha = a * g, (v[i] - theta) @ g
-                else:
-                    z_v, z = logits(v[i], x), logits(new_theta, x)
-                    errors = softmax(a * z_v + (1 - a) * z) - one_hot(y, z.shape[1])
-                    by_v, by_alpha = a * from_logits(errors, x), (errors * (z_v - z)).sum() / len(x)
+                g = mean_gradient(a * v[i] + (1 - a) * theta, x, y)
+                by_v, by_alpha = a * g, (v[i] - theta) @ g
                 v[i] = step(v[i], by_v, v[i])
                 if adaptive and (alpha_every == "step" or k == 0):
                     alphas[i] = np.clip(a - fed.lr(t) * (by_alpha + alpha_decay * a), 0, 1)
                 theta = new_theta
             D.append(theta - w)
         w = w + fed.mean(S, D)
-        shown = {"alpha": alphas.copy()} if adaptive or mix == "outputs" else {}
-        if mix == "outputs":
-            shown["v"] = v.copy()
-        else:
-            shown["personal"] = alphas[:, None] * v + (1 - alphas[:, None]) * w
-        fed.info.append(shown)
+        shown = {"alpha": alphas.copy()} if adaptive else {}
+        fed.info.append(shown | {"personal": alphas[:, None] * v + (1 - alphas[:, None]) * w})
         yield w
 
 

@@ -60,7 +60,7 @@ def test_it_runs_is_resumed_and_makes_a_page(tiny, monkeypatch) -> None:
 
 
 def test_statistics_by_hand() -> None:
-    assert report.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == {"d": True, "a": True, "c": False, "b": False}
+    assert report.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
     assert report.critical_difference(10, 20) == pytest.approx(3.029, abs=0.001)  # Demsar 2006: q = 3.164
     assert report.half_width(np.array([1.0, 2.0, 3.0])) == pytest.approx(4.303 / 3**0.5, abs=1e-3)
 

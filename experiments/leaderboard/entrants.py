@@ -52,12 +52,13 @@ class Entrant(NamedTuple):
 
     def settings(self, federation: str) -> list[dict[str, float]]:
         """The settings to try. They are the same whenever this is called."""
-        names = [name for name in self.ranges if name != "lr"]
         shared = np.random.default_rng(zlib.crc32(federation.encode()))
         # One learning rate from each of the equal parts of the range, in random order.
         rates = [self.lr.at((part + shared.uniform()) / SETTINGS) for part in shared.permutation(SETTINGS)]
         own = np.random.default_rng(zlib.crc32(f"{federation} {self.factory.__name__}".encode()))
-        return [{"lr": rate, **{name: self.ranges[name].at(own.uniform()) for name in names}} for rate in rates]
+        return [
+            {"lr": rate, **{name: values.at(own.uniform()) for name, values in self.ranges.items()}} for rate in rates
+        ]
 
 
 alg = fd.algorithms

@@ -14,10 +14,10 @@ from scipy import stats
 
 from experiments.leaderboard import entrants, runner
 from experiments.leaderboard.entrants import ENTRANTS, FEDERATIONS
+from experiments.tables.comparison import holm, quantile
 
 LAST = 3  # the final accuracy is the mean of the last evaluations
 BASELINE = "FedAvg"
-Results = dict[str, dict[str, list[dict[str, Any]]]]  # federation -> entrant -> runs
 TEXT = f"""\
 # Leaderboard
 
@@ -118,7 +118,8 @@ def row(federation: str, name: str, result: Mapping[str, Any]) -> Row:
 def table(federation: str, rows: Sequence[Row]) -> str:
     target = FEDERATIONS[federation].target
     base = next((one for one in rows if one.name == BASELINE), None)
-    significant = holm({one.name: paired_p(one, base) for one in rows if base and one.name != BASELINE})
+    p_values = {one.name: paired_p(one, base) for one in rows if base and one.name != BASELINE}
+    significant = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     lines = [
         f"## {federation}\n",
         f"| algorithm | accuracy (%) | vs {BASELINE} | rounds to {100 * target:g} % | CPU s | MB | worst 10 % | "
@@ -151,21 +152,13 @@ def table(federation: str, rows: Sequence[Row]) -> str:
 
 def half_width(values: np.ndarray) -> float:
     """Half the width of the 95 % t interval of the mean."""
-    return float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
+    return float(quantile(len(values)) * values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def paired_p(one: Row, base: Row) -> float:
     """The p-value of the paired t test of the accuracies. 1 if all differences are the same."""
     differences = one.accuracy - base.accuracy
     return float(stats.ttest_1samp(differences, 0).pvalue) if differences.std() > 0 else 1.0
-
-
-def holm(p: Mapping[str, float], level: float = 0.05) -> dict[str, bool]:
-    """Whether each hypothesis is rejected, with Holm's correction."""
-    rejected: dict[str, bool] = {}
-    for position, name in enumerate(sorted(p, key=lambda name: p[name])):
-        rejected[name] = all(rejected.values()) and p[name] <= level / (len(p) - position)
-    return rejected
 
 
 def blocks(tables: Mapping[str, Sequence[Row]], names: Sequence[str]) -> list[list[float]]:

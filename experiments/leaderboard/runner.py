@@ -7,7 +7,6 @@ partition are lost when the process is killed. The files are replaced atomically
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import numpy as np
 import fedjax_drift as fd
 from experiments.leaderboard import entrants
 from experiments.leaderboard.entrants import Entrant, Federation
-from experiments.tables.runner import commit, hardware
+from experiments.tables.runner import commit, five_digits, hardware, write_lines
 
 VALIDATION = 0.1  # share of each client's training examples that chooses the setting
 TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has
@@ -53,12 +52,12 @@ def run(federation: str, name: str, output: Path, progress: bool | None, say: Sa
         best = max(tried, key=lambda one: one["score"])["setting"]
         result = {"federation": federation, "entrant": name, "tried": tried, "best": best, "runs": []}
         result |= {"commit": commit(), "hardware": hardware(), "date": time.strftime("%Y-%m-%d")}
-        write(file, result)
+        write_lines(file, [result])
     done = {one["partition"] for one in result["runs"]}
     for partition in [number for number in range(len(entrants.SEEDS)) if number not in done]:
         say(f"{federation}, {name}: {result['best']}, partition {partition}")
         result["runs"] += final(setup, entrant, result["best"], partition, progress)
-        write(file, result)
+        write_lines(file, [result])
 
 
 def tune(setup: Federation, entrant: Entrant, settings: list[dict], progress: bool | None) -> list[dict[str, Any]]:
@@ -144,15 +143,3 @@ def sweep(
     if any(int(jax.device_get(run.state.round)) < rounds for run in runs):
         raise KeyboardInterrupt
     return runs
-
-
-def five_digits(value: float) -> float | None:
-    """The value with five significant digits. None if it is not finite."""
-    return float(f"{value:.5g}") if np.isfinite(value) else None
-
-
-def write(file: Path, result: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(file.name + ".new")
-    new.write_text(json.dumps(result, separators=(",", ":"), allow_nan=False) + "\n")
-    os.replace(new, file)

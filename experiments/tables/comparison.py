@@ -90,13 +90,13 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
     if not marks or not variance or not score.sign or len(known) < n:
         return text, ""
     theirs = variance if printed.std is None else printed.std**2
-    half = _quantile(n) * math.sqrt(variance / n + theirs)
+    half = quantile(n) * math.sqrt(variance / n + theirs)
     if abs(gap) + half <= margin(score, printed):
         return text, EQUAL
     return text, OPEN if abs(gap) <= half else BETTER if gap * score.sign > 0 else WORSE
 
 
-def _quantile(n: int) -> float:
+def quantile(n: int) -> float:
     """Returns the quantile of Student's t with n - 1 degrees of freedom for a 95 % confidence interval."""
     from scipy.stats import t
 
@@ -139,7 +139,7 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> C
     if not np.ptp(gaps):
         return Comparison("open", f"{gaps[0]:+.{digits}f} for every seed{within}", math.nan)
     error = gaps.std(ddof=1) / math.sqrt(len(gaps))
-    half = _quantile(len(gaps)) * error
+    half = quantile(len(gaps)) * error
     low, high = gaps.mean() - half, gaps.mean() + half
     better, worse = low > 0 and not late[0], high < 0 and not late[1]
     bound = " (a bound: not all reached the target)" if any(late) else ""

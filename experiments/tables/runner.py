@@ -104,7 +104,7 @@ def _as_json(result: Result) -> dict[str, Any]:
     return result._asdict() | {"series": list(columns.values())}
 
 
-def _write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+def write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     """Writes one line of JSON per entry. The file is replaced atomically: a kill leaves the old or the new file."""
     new = file.with_name(file.name + ".new")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,14 +125,14 @@ def kept_series(history: Sequence[Record], eval_every: int, every_round: Iterabl
         for name, value in record.items():
             if name not in BOOKKEEPING and (evaluated or name in every_round):
                 rounds.setdefault(name, []).append(t)
-                values.setdefault(name, []).append(_five_digits(value))
+                values.setdefault(name, []).append(five_digits(value))
     return {name: Series(rounds[name], values[name]) for name in rounds}
 
 
-def _five_digits(value: Any) -> Any:
+def five_digits(value: Any) -> Any:
     """Rounds a number or a list of numbers to five significant digits. A number that is not finite becomes None."""
     if isinstance(value, list):
-        return [_five_digits(each) for each in value]
+        return [five_digits(each) for each in value]
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
@@ -264,7 +264,7 @@ def _run_cell(
             runs = _sweep(cell, group, folder, parsed, progress)
             results = read_results(output / cell.file)
             results |= {run.seed: _result(cell, run, len(group), parsed) for run in runs}
-            _write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
+            write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
             for seed in {*group, *results} - (set(seeds) - set(group)):  # a killed process may have left some
                 shutil.rmtree(folder / f"seed-{seed}", ignore_errors=True)
 
@@ -483,7 +483,7 @@ def _tune(
     scores = [score(kept_series(run.history, parsed.eval_every, ())) for run in runs]
     share = table.tune.get("validation")
     tuned = [
-        Tuned(dict(run.setting), _five_digits(value), rounds, share) for run, value in zip(runs, scores, strict=True)
+        Tuned(dict(run.setting), five_digits(value), rounds, share) for run, value in zip(runs, scores, strict=True)
     ]
-    _write_lines(tuning_file(cell, output), [each._asdict() for each in tuned])
+    write_lines(tuning_file(cell, output), [each._asdict() for each in tuned])
     shutil.rmtree(folder)

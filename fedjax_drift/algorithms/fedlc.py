@@ -47,9 +47,11 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask") -> 
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params
+        x = jax.eval_shape(lambda: work.epoch(work.key)(jnp.int32(0)).x)
+        counts = work.label_counts(jax.eval_shape(work.model.apply, w, x).shape[-1])  # once, and not in every step
 
         def calibrated(logits: jax.Array) -> jax.Array:
-            n = jnp.broadcast_to(work.label_counts(logits.shape[-1]).astype(logits.dtype), logits.shape)
+            n = jnp.broadcast_to(counts.astype(logits.dtype), logits.shape)
             z = logits - tau * jnp.maximum(n, 1e-8) ** -0.25  # (1)
             return jnp.where((n > 0) | (tau == 0), z, -jnp.inf) if missing == "mask" else z
 

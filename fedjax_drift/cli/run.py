@@ -191,7 +191,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
     for flag, value in (("--target", args.target), ("--patience", args.patience)):
         if value is not None and not args.eval_every:
             raise ConfigurationError(
-                f"{flag} needs evaluations, got {value} with --eval-every 0: leave one of them out"
+                f"{flag} needs evaluations, got {value} with --eval-every 0: leave --eval-every 0 out"
             )
     if args.stop_at_target and args.target is None:
         raise ConfigurationError("--stop-at-target needs a target, got none: pass --target 0.98, for example")

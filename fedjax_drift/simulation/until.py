@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Real
 
 import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.storage.checkpoint import score
 from fedjax_drift.types import Record
 
 Until = Callable[[Sequence[Record]], bool]
@@ -97,9 +97,7 @@ def gain(record: Record, metric: str) -> float:
         raise ConfigurationError(
             f"until must use a metric of the evaluated records, got {metric!r}: they have {', '.join(sorted(record))}"
         )
-    value = checks.one_in(record[metric])
-    if not isinstance(value, Real):
+    if not isinstance(record[metric], int | float):
         raise ConfigurationError(f"until must use a metric with one number per round, got {metric!r}")
-    if math.isnan(value):  # a diverged model is never better
-        return -math.inf
-    return float(-value if metric.endswith("loss") else value)
+    value = score([record], metric)
+    return -math.inf if value is None else value  # a diverged model is never better
