@@ -17,11 +17,15 @@ Axis letters, in every shape comment of the library:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_drift.errors import ConfigurationError
@@ -86,6 +90,9 @@ class Model(NamedTuple):
     Classifiers with two or more logits have a metric "accuracy" by default. A metric of this name in the returned dict
     replaces it. Example for one logit and labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``."""
 
+    merged: Callable[[Params], Params] | None = None
+    """``merged(params)`` -> the parameters of the whole model, if only a part of it is trained (`fd.models.lora`)."""
+
     def computing_in(self, dtype: Any) -> Model:
         """Returns the same model with a forward pass in ``dtype``, such as ``jnp.bfloat16``.
 
@@ -95,8 +102,13 @@ class Model(NamedTuple):
         With bfloat16, an accelerator multiplies matrices faster. The precision is 8 bits with bfloat16, 11 bits with
         TF32 and 24 bits with float32.
 
-        Raises ValueError unless ``dtype`` is a floating-point dtype.
+        Raises ValueError unless ``dtype`` is a floating-point dtype, and if the model has frozen parameters. Call it on
+        the whole model, before `fd.models.lora` or `fd.models.trainable`.
         """
+        if self.merged is not None:
+            raise ConfigurationError(
+                "computing_in must be called on the whole model: fd.models.lora(model.computing_in(dtype), ...)"
+            )
         try:
             floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
         except TypeError:  # not a dtype
@@ -153,6 +165,45 @@ class Model(NamedTuple):
         from fedjax_drift import adapters
 
         return cls(**adapters.nnx_fields(module, input_shape, options))
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """Parameters of a model that are not trained. They are never sent to clients, and checkpoints do not contain them.
+
+    The functions of a model that need them capture a `Frozen`. Compiled programs take its arrays as an argument, so
+    that the arrays are no constants of the programs, and all programs share one copy on each device.
+    """
+
+    shapes: PyTree  # leaves `jax.ShapeDtypeStruct`
+    arrays: Callable[[], PyTree]  # returns the arrays; called outside of programs at most once
+
+    @classmethod
+    def of(cls, make: Callable[[], PyTree]) -> Frozen:
+        """The arrays that ``make()`` returns. It is called when they are first needed, and only once."""
+
+        @cache
+        def arrays() -> PyTree:
+            with jax.ensure_compile_time_eval():  # inside of a program, too, they are arrays, not tracers
+                return make()
+
+        return cls(jax.eval_shape(make), arrays)
+
+    @cached_property
+    def checksum(self) -> str:
+        """Names the values of the arrays in checkpoints."""
+        crc = 0
+        for leaf in jax.tree.leaves(self.arrays()):
+            crc = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, crc)
+        return f"{crc:08x}"
+
+    def replaced(self, arrays: PyTree) -> Frozen:
+        """The same with other arrays, or with shapes instead of arrays, for `jax.eval_shape`."""
+        return Frozen(self.shapes, lambda: jax.tree.map(_zeros_if_shape, arrays))
+
+
+def _zeros_if_shape(array: Any) -> Any:
+    return jnp.zeros(array.shape, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array
 
 
 class Watcher(NamedTuple):

@@ -17,6 +17,7 @@ import optax
 from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.models import ranking
+from fedjax_drift.models.adapted import lora, merge, trainable
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
 from fedjax_drift.models.pretrained import load_params, save_params
@@ -34,6 +35,8 @@ __all__ = [
     "lenet5",
     "linear",
     "load_params",
+    "lora",
+    "merge",
     "mnist_2nn",
     "mnist_cnn",
     "resnet18",
@@ -41,6 +44,7 @@ __all__ = [
     "simple_cnn",
     "simple_fl_lenet",
     "text_classifier",
+    "trainable",
 ]
 
 

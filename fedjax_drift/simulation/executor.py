@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -43,18 +44,18 @@ class Executor:
 
     def __init__(self, setup: Setup, description: Callable[[], str]) -> None:
         self.setup = setup
-        self.programs = Programs(setup.engine, setup.states_on_host)
+        self.programs = Programs(setup.engine, setup.model, setup.states_on_host)
         self.host = Host(setup)
         self._description = description
         self._fits = False  # whether a round has run with the current number of lanes
 
     def use_lanes(self, lanes: int) -> None:
         self.setup = self.setup.with_lanes(lanes)
-        self.programs = Programs(self.setup.engine, self.setup.states_on_host, self.programs.constant)
+        self.programs = replace(self.programs, engine=self.setup.engine)
         self._fits = False
 
     def use_constants(self) -> None:
-        self.programs = Programs(self.setup.engine, self.setup.states_on_host, constant=True)
+        self.programs = replace(self.programs, constant=True)
 
     def launch(self, name: str, *arguments: Any) -> Any:
         """Calls the program of this name."""

@@ -10,6 +10,9 @@ compared:
 
 Programs are compiled for a form and take the numbers as arguments. Simulations with equal forms share their programs.
 
+The frozen parameters of a model (`types.Frozen`) are arguments of the programs as well. `frozen` finds them, `bind` and
+`join` replace them. Only their shapes are a part of the form.
+
 - A number is a finite Python float other than 0. A 0 is a part of the form, because it often switches something off
   (momentum, weight decay), which needs a different program.
 - Two functions are equal if they have the same code and capture equal values, and if the global variables that they
@@ -30,6 +33,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from fedjax_drift.types import Frozen, PyTree
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "numpy", "scipy", "builtins", "functools", "math", "operator")
@@ -55,15 +60,38 @@ def split(value: Any, fixed: Sequence[str] = ()) -> tuple[Form, tuple[float, ...
     walk = _Walk()
     walk.fields(value, fixed)
     if walk.recursive:  # if a function calls itself, all numbers stay in the form
-        walk = _Walk(frozen=1)
+        walk = _Walk(constant=1)
         walk.fields(value, fixed)
     form = Form(tuple(walk.key), value, tuple(fixed), walk.traced or len(walk.key) > LONG)
     return form, tuple(walk.numbers)
 
 
-def join(form: Form, numbers: Sequence[Any]) -> Any:
-    """Returns the value that has this form and these numbers. The numbers may be tracers."""
-    return _Walk(new_numbers=iter(numbers)).fields(form.value, form.fixed) if numbers else form.value
+def join(form: Form, numbers: Sequence[Any], arrays: Sequence[PyTree] = ()) -> Any:
+    """Returns the value that has this form, these numbers and these frozen arrays. They may be tracers."""
+    if not numbers:
+        return bind(form.value, arrays)
+    return _Walk(new_numbers=iter(numbers), new_arrays=iter(arrays)).fields(form.value, form.fixed)
+
+
+def frozen(value: Any) -> tuple[Frozen, ...]:
+    """Returns the frozen parameters inside a value, in order."""
+    walk = _Walk(constant=1)
+    walk.visit(value)
+    return tuple(walk.arrays)
+
+
+def bind(value: Any, arrays: Sequence[PyTree]) -> Any:
+    """Returns the value with other arrays in the place of its frozen parameters."""
+    return _Walk(new_arrays=iter(arrays), constant=1).visit(value) if arrays else value
+
+
+def without_arrays(value: Any) -> Any:
+    """Returns the value with frozen parameters that have shapes, but no arrays.
+
+    Programs can be traced for it, and it keeps no memory.
+    """
+    shapes = [each.shapes for each in frozen(value)]
+    return _Walk(new_arrays=iter(shapes), constant=1).visit(value) if shapes else value
 
 
 class _Same:
@@ -86,11 +114,15 @@ class _Walk:
     The key describes everything but the numbers. Forms are equal if their keys are equal.
     """
 
-    def __init__(self, new_numbers: Iterator[Any] | None = None, frozen: int = 0) -> None:
+    def __init__(
+        self, new_numbers: Iterator[Any] | None = None, new_arrays: Iterator[PyTree] | None = None, constant: int = 0
+    ) -> None:
         self.new_numbers = new_numbers  # None: the numbers stay
-        self.frozen = frozen  # > 0: numbers are a part of the key
+        self.new_arrays = new_arrays  # None: the frozen parameters stay
+        self.constant = constant  # > 0: numbers are a part of the key
         self.key: list[Any] = []  # hashable entries
         self.numbers: list[float] = []
+        self.arrays: list[Frozen] = []
         self.traced = self.recursive = False
         self.seen: dict[int, int] = {}  # id of a visited object -> number of objects visited before it
         self.replaced: dict[int, Any] = {}  # id of a cell or a function -> the cell or function in its place
@@ -103,16 +135,16 @@ class _Walk:
         parts = {name: self.visit(getattr(value, name), name in fixed) for name in value._fields}
         return value._replace(**parts)
 
-    def visit(self, value: Any, frozen: bool = False) -> Any:
-        """Visits a value and returns it with the new numbers. frozen: its numbers stay, as a part of the key."""
-        self.frozen += frozen
+    def visit(self, value: Any, constant: bool = False) -> Any:
+        """Visits a value and returns it with the new numbers. constant: its numbers stay, as a part of the key."""
+        self.constant += constant
         try:
             return self._visit(value)
         finally:
-            self.frozen -= frozen
+            self.constant -= constant
 
     def _visit(self, value: Any) -> Any:
-        if isinstance(value, float) and value and math.isfinite(value) and not self.frozen:
+        if isinstance(value, float) and value and math.isfinite(value) and not self.constant:
             self.key.append(float)
             self.numbers.append(float(value))
             return value if self.new_numbers is None else next(self.new_numbers)
@@ -131,6 +163,8 @@ class _Walk:
             self.key.append((functools.partial, len(value.args), *value.keywords))
             named = {name: self.visit(argument) for name, argument in value.keywords.items()}
             return functools.partial(self.visit(value.func), *map(self.visit, value.args), **named)
+        elif isinstance(value, Frozen):
+            return self.frozen_parameters(value)
         elif isinstance(value, MethodType):
             self.key.append(MethodType)
             return MethodType(self.visit(value.__func__), self.visit(value.__self__))
@@ -145,6 +179,15 @@ class _Walk:
             self.contents(value)
         return value
 
+    def frozen_parameters(self, value: Frozen) -> Frozen:
+        """Visits frozen parameters and returns them with the new arrays. Several functions may share them."""
+        if not self.visited(value):
+            leaves, structure = jax.tree.flatten(value.shapes)
+            self.key += [Frozen, structure, *((leaf.shape, leaf.dtype) for leaf in leaves)]
+            self.arrays.append(value)
+            self.replaced[id(value)] = value if self.new_arrays is None else value.replaced(next(self.new_arrays))
+        return self.replaced[id(value)]
+
     def visited(self, value: Any) -> bool:
         """Whether this object has been visited before. Marks it as visited."""
         if visited := id(value) in self.seen:
@@ -156,7 +199,7 @@ class _Walk:
         """Visits a function and returns it with the new numbers in its closure and its defaults."""
         if self.visited(function):
             in_itself = id(function) not in self.replaced
-            self.recursive |= in_itself and not self.frozen and not library
+            self.recursive |= in_itself and not self.constant and not library
             return self.replaced.get(id(function), function)
         self.key += [function.__code__, _Same(function.__globals__)]
         defaults = self.visit(function.__defaults__, library)
@@ -175,7 +218,7 @@ class _Walk:
         self.replaced[id(function)] = copy
         return copy
 
-    def cell(self, cell: CellType, frozen: bool) -> CellType:
+    def cell(self, cell: CellType, constant: bool) -> CellType:
         """Visits a variable of a closure. Returns a new cell if the value has new numbers. Closures may share cells."""
         if self.visited(cell):
             return self.replaced.get(id(cell), cell)
@@ -184,7 +227,7 @@ class _Walk:
         except ValueError:  # the variable has no value yet
             self.key.append("empty")
             return cell
-        new = self.visit(value, frozen)
+        new = self.visit(value, constant)
         self.replaced[id(cell)] = cell if new is value else CellType(new)
         return self.replaced[id(cell)]
 
@@ -198,7 +241,7 @@ class _Walk:
             if name in function.__globals__:
                 value = function.__globals__[name]
                 self.key.append(name)
-                self.visit(value, frozen=True)
+                self.visit(value, constant=True)
                 if isinstance(value, ModuleType) and not _of_a_library(value):
                     plain = {other: vars(value).get(other) for other in names}
                     self.key += [pair for pair in plain.items() if isinstance(pair[1], PLAIN)]
@@ -229,8 +272,8 @@ class _Walk:
         """Visits the parts of a container or the attributes of an object, unless it has been visited."""
         if not self.visited(value):
             for name, part in parts.items():
-                self.visit(name, frozen=True)
-                self.visit(part, frozen=True)
+                self.visit(name, constant=True)
+                self.visit(part, constant=True)
 
 
 def _comparable(value: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from fedjax_drift.simulation import hyper
 from fedjax_drift.tree import nbytes
 from fedjax_drift.types import Model
 
@@ -50,7 +51,8 @@ def lane_of(model: Model, decode: Callable[[jax.Array], jax.Array], x: Any, y: A
     params = jax.eval_shape(model.init, jax.random.key(0))
     batch = [jax.ShapeDtypeStruct((B, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in (x, y)]
     forward = jax.make_jaxpr(lambda params, x, y: model.loss(model.apply(params, decode(x)), y))(params, *batch)
-    return Lane(platform, nbytes(params), max(0, sum(_products(forward.jaxpr, platform)) - nbytes(params)))
+    shared = nbytes([frozen.shapes for frozen in hyper.frozen(model)])
+    return Lane(platform, nbytes(params), max(0, sum(_products(forward.jaxpr, platform)) - nbytes(params) - shared))
 
 
 def _products(jaxpr: Jaxpr, platform: str, constants: Sequence[Any] = ()) -> Iterator[int]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -16,14 +17,15 @@ from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.memory import memory_of
-from fedjax_drift.devices.mesh import AXIS, clients_mesh, put
+from fedjax_drift.devices.mesh import AXIS, clients_mesh, is_described, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
+from fedjax_drift.simulation import hyper
 from fedjax_drift.simulation.lanes import Lane, fastest
 from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.tree import nbytes
-from fedjax_drift.types import THREEFRY, PyTree, ServerState
+from fedjax_drift.types import THREEFRY, Frozen, Model, PyTree, ServerState
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,22 @@ def shardings_of(engine: Engine) -> ServerState:
     everywhere = NamedSharding(engine.mesh, P())
     clients = NamedSharding(engine.mesh, P(AXIS)) if engine.sharded else everywhere
     return ServerState(*(everywhere, everywhere, everywhere, clients))  # type: ignore[arg-type]
+
+
+_PLACED: WeakKeyDictionary[Frozen, dict[Mesh, PyTree]] = WeakKeyDictionary()
+
+
+def frozen_parameters(model: Model, mesh: Mesh) -> tuple[PyTree, ...]:
+    """Returns the frozen parameters of a model, on every device. Simulations with the same parameters share them."""
+
+    def place(frozen: Frozen) -> PyTree:
+        copies = _PLACED.setdefault(frozen, {})
+        if mesh not in copies:
+            with jax.ensure_compile_time_eval():  # a Simulation made inside jax.jit must not leave tracers here
+                copies[mesh] = put(frozen.shapes if is_described(mesh) else frozen.arrays(), NamedSharding(mesh, P()))
+        return copies[mesh]
+
+    return tuple(place(frozen) for frozen in hyper.frozen(model))
 
 
 def moved(tree: PyTree, shardings: PyTree) -> PyTree:

@@ -39,9 +39,11 @@ class Plan(NamedTuple):
     examples: int
     """The examples of the clients, and their sizes."""
     client_states: int
+    frozen: int
+    """The parameters of the model that are not trained (`fd.models.lora`)."""
     arguments: int
-    """All arguments of the program: the examples, the client states and the server's variables, as the compiler stores
-    them (a TPU pads arrays to whole tiles)."""
+    """All arguments of the program: the examples, the client states, the frozen parameters and the server's variables,
+    as the compiler stores them (a TPU pads arrays to whole tiles)."""
     results: int
     """The results of the program that do not overwrite its arguments."""
     temporary: int
@@ -76,6 +78,7 @@ class Plan(NamedTuple):
             "lanes": f"{self.lanes}; about {self.most_lanes} fit",
             "examples": _gib(self.examples),
             "client states": _gib(self.client_states),
+            **({"frozen parameters": _gib(self.frozen)} if self.frozen else {}),
             "arguments, as stored": _gib(self.arguments),
             "results": _gib(self.results),
             "temporary": _gib(self.temporary),
@@ -127,6 +130,7 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
         most_lanes=max(0, int(min(per_device, lanes * left / max(1, memory.temp_size_in_bytes)))),
         examples=_bytes_on_one_device(setup.arrays.rows),
         client_states=_bytes_on_one_device(_state(setup).clients),
+        frozen=_bytes_on_one_device(programs.frozen),
         arguments=memory.argument_size_in_bytes,
         results=results,
         temporary=memory.temp_size_in_bytes,

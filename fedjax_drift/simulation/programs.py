@@ -1,7 +1,8 @@
 """The compiled programs of a simulation. Simulations that differ only in hyper-parameters share these programs.
 
 The first argument of a program is the hyper-parameters, that is, the numbers that `hyper.split` separates from the
-engine. So another learning rate, mu or alpha does not trigger recompilation.
+engine. So another learning rate, mu or alpha does not trigger recompilation. The second argument is the model's frozen
+parameters (`types.Frozen`), which are empty for a model that is trained whole.
 
 An engine describes a round. The programs of the 64 most recently used forms of engines (`hyper.Form`) are cached, even
 if their simulations no longer exist. So a function that creates a simulation, runs it and returns can be called again
@@ -26,31 +27,33 @@ from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.round.aggregation import mean
 from fedjax_drift.round.cohort import draw
-from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.engine import Engine, TestRows
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.round import init, round_fn, rounds
 from fedjax_drift.simulation import hyper
-from fedjax_drift.simulation.placement import shardings_of
+from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
+from fedjax_drift.types import Model, Params, PyTree
 
 KEPT = 64  # number of engine forms whose programs are cached
 MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
 CONTINUOUS = ("algorithm", "local", "failures", "aggregation")  # the fields of an engine that contain numbers
 SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # the fields that an evaluation uses
 Numbers = tuple[Any, ...]
+Arrays = tuple[PyTree, ...]
 
 
 class Compiled(NamedTuple):
     """Jitted functions, compiled when they are first called."""
 
-    init: Callable  # (numbers, key, params) -> state
-    round: Callable  # (numbers, state, arrays, cohort) -> (state, info)
+    init: Callable  # (numbers, frozen, key, params) -> state
+    round: Callable  # (numbers, frozen, state, arrays, cohort) -> (state, info)
     donating_round: Callable  # the same as `round`, but the state is overwritten
-    rounds: Callable  # (numbers, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; the state is overwritten
-    measure: Callable  # (numbers, names, state, arrays, cohort) -> measures
+    rounds: Callable  # (numbers, frozen, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; overwrites the state
+    measure: Callable  # (numbers, frozen, names, state, arrays, cohort) -> measures
     draw: Callable  # (key, t) -> ids
-    evaluate: Callable  # (params, test) -> scores
-    evaluate_rows: Callable  # (params, test) -> (scores of each example, logits)
+    evaluate: Callable  # (frozen, params, test) -> scores
+    evaluate_rows: Callable  # (frozen, params, test) -> (scores of each example, logits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,7 @@ class Programs:
     """The programs of one engine, and its hyper-parameters. A program is compiled when it is first called."""
 
     engine: Engine
+    model: Model  # with the arrays of its frozen parameters, which the engine's model does not have
     one_state: bool  # whether `init` creates the state of one client only, because a client store keeps the states
     constant: bool = False  # whether hyper-parameters are constants of the programs instead of arguments
 
@@ -77,17 +81,22 @@ class Programs:
         """The hyper-parameters, on the devices."""
         return self._form[1]
 
+    @property
+    def frozen(self) -> Arrays:
+        """The frozen parameters of the model, on the devices."""
+        return frozen_parameters(self.model, self.engine.mesh)
+
     def launch(self, name: str, *arguments: Any) -> Any:
         """Waits until the devices are ready, and calls the program of this name with the hyper-parameters."""
-        return launch(self.engine.mesh, getattr(self.compiled, name), self.numbers, *arguments)
+        return launch(self.engine.mesh, getattr(self.compiled, name), self.numbers, self.frozen, *arguments)
 
     def launch_scoring(self, name: str, *arguments: Any) -> Any:
         """Calls an evaluation, which takes no hyper-parameters."""
-        return launch(self.engine.mesh, getattr(self.compiled, name), *arguments)
+        return launch(self.engine.mesh, getattr(self.compiled, name), self.frozen, *arguments)
 
     def lower(self, name: str, *arguments: Any) -> Any:
         """Returns the lowered program of this name for inspection: ``.compile()``, ``.as_text()``."""
-        return getattr(self.compiled, name).lower(self.numbers, *arguments)
+        return getattr(self.compiled, name).lower(self.numbers, self.frozen, *arguments)
 
     def personal(self, local: LocalTraining | None, sizes: Any, eval_batch_size: int) -> Callable:
         """Returns the program ``(state, rows, clients, tests) -> scores`` that evaluates the clients' own models.
@@ -102,7 +111,7 @@ class Programs:
             engine = engine._replace(algorithm=None)  # type: ignore[arg-type]
         form, numbers = split(engine._replace(failures=None, aggregation=mean()))
         program = _personal(form, local is not None, eval_batch_size)
-        return partial(launch, engine.mesh, program, _placed(engine, numbers))
+        return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 
 
 def split(engine: Engine, constant: bool = False) -> tuple[hyper.Form, tuple[float, ...]]:
@@ -137,11 +146,13 @@ def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
     state, seen = shardings_of(engine), _seen(engine)
 
     def jit(function: Callable, *fixed: Any, changes: dict[str, Any] | None = None, **options: Any) -> Callable:
-        """Jits ``function(engine, *fixed, ...)`` as a function of the numbers. changes: fields of the engine to
-        replace."""
+        """Jits ``function(engine, *fixed, ...)`` as a function of the numbers and the frozen parameters.
 
-        def of_numbers(numbers: Numbers, *arguments: Any) -> Any:
-            return function(hyper.join(form, numbers)._replace(**(changes or {})), *fixed, *arguments)
+        changes: fields of the engine to replace.
+        """
+
+        def of_numbers(numbers: Numbers, frozen: Arrays, *arguments: Any) -> Any:
+            return function(hyper.join(form, numbers, frozen)._replace(**(changes or {})), *fixed, *arguments)
 
         of_numbers.__name__ = function.__name__
         return jax.jit(of_numbers, **options)
@@ -151,9 +162,9 @@ def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
     return Compiled(
         init=jit(init, changes={"state_rows": 1} if one_state else None, out_shardings=state),
         round=jit(round_fn, out_shardings=(state, seen)),
-        donating_round=jit(round_fn, donate_argnums=1, out_shardings=(state, seen)),
-        rounds=jit(rounds, MOST_ROUNDS, donate_argnums=1, out_shardings=(state, seen)),
-        measure=drift.allowing_nan(jit(drift.measure, static_argnums=1, out_shardings=seen)),
+        donating_round=jit(round_fn, donate_argnums=2, out_shardings=(state, seen)),
+        rounds=jit(rounds, MOST_ROUNDS, donate_argnums=2, out_shardings=(state, seen)),
+        measure=drift.allowing_nan(jit(drift.measure, static_argnums=2, out_shardings=seen)),
         draw=jax.jit(partial(draw, engine)),
         evaluate=score,
         evaluate_rows=score_rows,
@@ -165,16 +176,20 @@ def _scoring(form: hyper.Form) -> tuple[Callable, Callable]:
     """Returns the evaluation programs. Different algorithms with the same model and data share them."""
     engine: Engine = form.value
     seen = _seen(engine)
-    return (
-        jax.jit(partial(evaluate, engine), out_shardings=seen),
-        jax.jit(partial(evaluate_rows, engine), out_shardings=seen),
-    )
+
+    def score(frozen: Arrays, params: Params, test: TestRows) -> dict[str, jax.Array]:
+        return evaluate(hyper.bind(engine, frozen), params, test)
+
+    def score_rows(frozen: Arrays, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
+        return evaluate_rows(hyper.bind(engine, frozen), params, test)
+
+    return jax.jit(score, out_shardings=seen), jax.jit(score_rows, out_shardings=seen)
 
 
 @lru_cache(KEPT)
 def _personal(form: hyper.Form, fine_tune: bool, eval_batch_size: int) -> Callable:
-    def scores(numbers: Numbers, *arguments: Any) -> Any:
-        return personal.personal_scores(hyper.join(form, numbers), fine_tune, eval_batch_size, *arguments)
+    def scores(numbers: Numbers, frozen: Arrays, *arguments: Any) -> Any:
+        return personal.personal_scores(hyper.join(form, numbers, frozen), fine_tune, eval_batch_size, *arguments)
 
     return jax.jit(scores, out_shardings=_seen(form.value))
 

@@ -28,7 +28,7 @@ from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.round import init
 from fedjax_drift.round.train import any_update, uploaded
-from fedjax_drift.simulation import validate
+from fedjax_drift.simulation import hyper, validate
 from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.placement import Placement, moved, shardings_of
 from fedjax_drift.storage.client_store import ClientStore
@@ -41,7 +41,8 @@ class Setup:
     """The checked arguments of a simulation, with all defaults filled in. `assemble` creates it."""
 
     data: FederatedData
-    engine: Engine
+    model: Model
+    engine: Engine  # its model is without the arrays of frozen parameters
     arrays: Arrays  # the data set on the devices
     measures: tuple[str, ...]  # names of the drift measures to compute in every round
     on_nonfinite: str
@@ -173,6 +174,7 @@ def assemble(
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
 
     mesh = placement.devices()
+    model_with_arrays, model = model, hyper.without_arrays(model)
     capacity = _bernoulli_capacity(N, clients_asked) if sampling == "bernoulli" else clients_asked
     decoded = partial(decode, mean=data.mean, std=data.std)
     shapes = validate.check_model(model, data, decoded)
@@ -225,6 +227,7 @@ def assemble(
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)
     return Setup(
         data=data,
+        model=model_with_arrays,
         engine=engine,
         arrays=arrays,
         measures=measures,

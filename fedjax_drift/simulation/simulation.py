@@ -130,7 +130,7 @@ class Simulation:
     @property
     def model(self) -> Model:
         """The model that is trained."""
-        return self.setup.engine.model
+        return self.setup.model
 
     @property
     def algorithm(self) -> Algorithm:
@@ -184,7 +184,13 @@ class Simulation:
             state=setup.state,
             shardings=setup.shardings,
             client_store=setup.client_store,
-            identity=identity(setup.engine, setup.data, setup.on_nonfinite, setup.client_store, setup.state),
+            identity=identity(
+                setup.engine._replace(model=setup.model),
+                setup.data,
+                setup.on_nonfinite,
+                setup.client_store,
+                setup.state,
+            ),
             admit=setup.admit,
             reopen=self.reopen,
         )

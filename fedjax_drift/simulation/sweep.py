@@ -24,7 +24,7 @@ from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
-from fedjax_drift.simulation import programs, validate
+from fedjax_drift.simulation import hyper, programs, validate
 from fedjax_drift.simulation.executor import UNTRACEABLE, out_of_memory
 from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
@@ -35,7 +35,7 @@ from fedjax_drift.simulation.until import Until, ends, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, split_by_run
 from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import Specification
-from fedjax_drift.types import Params, Record, ServerState
+from fedjax_drift.types import Params, PyTree, Record, ServerState
 
 
 class Simulated(Protocol):
@@ -439,6 +439,9 @@ def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
     yield from _differs("on_nonfinite", a.on_nonfinite, b.on_nonfinite)
     yield from _differs("bank", a.client_store, b.client_store)
     yield from _differs("measure", a.measures, b.measures)
+    for one, other in zip(hyper.frozen(a.model), hyper.frozen(b.model), strict=True):
+        if one is not other:
+            yield from _differs("frozen parameters with checksum", one.checksum, other.checksum)
     for name in ("name", "requires"):
         yield from _differs(f"the algorithm's {name}", *[getattr(e.algorithm, name) for e in engines])
     for name in ("observe", "finish", "report"):
@@ -512,7 +515,12 @@ def _compiled(
 
 
 def _traced_engine(
-    build: Callable[..., Simulated], fixed: Setting, setup: Setup, static: Engine, values: Setting
+    build: Callable[..., Simulated],
+    fixed: Setting,
+    setup: Setup,
+    static: Engine,
+    values: Setting,
+    frozen: tuple[PyTree, ...],
 ) -> Engine:
     """Returns the engine for traced values. Its static fields are those of the engine of the first setting."""
     try:
@@ -524,4 +532,5 @@ def _traced_engine(
         ) from error
     if traced.data is not setup.data:
         raise ConfigurationError("build must use the same data set in all calls: create it once, outside build")
-    return static._replace(**{name: getattr(traced.engine, name) for name in ("model", *programs.CONTINUOUS)})
+    engine = static._replace(**{name: getattr(traced.engine, name) for name in ("model", *programs.CONTINUOUS)})
+    return hyper.bind(engine, frozen)

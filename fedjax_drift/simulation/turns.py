@@ -27,10 +27,12 @@ from fedjax_drift.round.round import init, rounds
 from fedjax_drift.simulation import hyper, programs
 from fedjax_drift.simulation.executor import with_measured
 from fedjax_drift.simulation.loop import rounds_of_one
+from fedjax_drift.simulation.placement import frozen_parameters
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
 
 Setting = dict[str, Any]
+Frozen = programs.Arrays  # the frozen parameters of the model, the same for all runs
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -68,26 +70,30 @@ class TurnPrograms(NamedTuple):
     The first axis of values, keys, states and results is the runs of a turn.
     """
 
-    init: Callable[..., ServerState]  # (values, key, params)
-    rounds: Callable[..., tuple[ServerState, dict]]  # (values, state, arrays, n); infos [runs, MOST_ROUNDS, ...]
-    measure: Callable[..., dict]  # (values, state, arrays)
-    evaluate: Callable[..., dict]  # (values, server, test)
+    init: Callable[..., ServerState]  # (values, key, frozen, params)
+    rounds: Callable[
+        ..., tuple[ServerState, dict]
+    ]  # (values, state, frozen, arrays, n); infos [runs, MOST_ROUNDS, ...]
+    measure: Callable[..., dict]  # (values, state, frozen, arrays)
+    evaluate: Callable[..., dict]  # (values, server, frozen, test)
 
 
-def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
-    """The programs for the engines ``engine_of(values)``."""
+def compiled(engine_of: Callable[[PyTree, Frozen], Engine], measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
+    """The programs for the engines ``engine_of(values, frozen)``."""
 
-    def turn_init(values: PyTree, key: jax.Array, params: Params | None) -> ServerState:
-        return init(engine_of(values), key, params)
+    def turn_init(values: PyTree, key: jax.Array, frozen: Frozen, params: Params | None) -> ServerState:
+        return init(engine_of(values, frozen), key, params)
 
-    def turn_rounds(values: PyTree, state: ServerState, arrays: Arrays, n: jax.Array) -> tuple[ServerState, dict]:
-        return rounds(engine_of(values), programs.MOST_ROUNDS, state, arrays, n)
+    def turn_rounds(
+        values: PyTree, state: ServerState, frozen: Frozen, arrays: Arrays, n: jax.Array
+    ) -> tuple[ServerState, dict]:
+        return rounds(engine_of(values, frozen), programs.MOST_ROUNDS, state, arrays, n)
 
-    def turn_measure(values: PyTree, state: ServerState, arrays: Arrays) -> dict:
-        return drift.measure(engine_of(values), measures, state, arrays, None)
+    def turn_measure(values: PyTree, state: ServerState, frozen: Frozen, arrays: Arrays) -> dict:
+        return drift.measure(engine_of(values, frozen), measures, state, arrays, None)
 
-    def turn_evaluate(values: PyTree, server: Any, test: TestRows) -> dict:
-        engine = engine_of(values)
+    def turn_evaluate(values: PyTree, server: Any, frozen: Frozen, test: TestRows) -> dict:
+        engine = engine_of(values, frozen)
         return server_scores(lambda params: evaluate(engine, params, test), server)
 
     def of_turn(program: Callable, shared: int, **options: Any) -> Callable:
@@ -108,10 +114,10 @@ def compiled(engine_of: Callable[[PyTree], Engine], measures: tuple[str, ...], l
         return jax.jit(on_devices, **options)
 
     return TurnPrograms(
-        init=of_turn(turn_init, 1),
-        rounds=of_turn(turn_rounds, 2, donate_argnums=1),
-        measure=drift.allowing_nan(of_turn(turn_measure, 1)),
-        evaluate=of_turn(turn_evaluate, 1),
+        init=of_turn(turn_init, 2),
+        rounds=of_turn(turn_rounds, 3, donate_argnums=1),
+        measure=drift.allowing_nan(of_turn(turn_measure, 2)),
+        evaluate=of_turn(turn_evaluate, 2),
     )
 
 
@@ -130,7 +136,7 @@ def _several(program: Callable, shared: int, *arguments: Any) -> Any:
 @lru_cache(programs.KEPT)
 def of_form(form: hyper.Form, measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
     """The programs for runs that differ in their seeds and in the numbers of their engine."""
-    return compiled(lambda numbers: hyper.join(form, numbers), measures, layout)
+    return compiled(lambda numbers, frozen: hyper.join(form, numbers, frozen), measures, layout)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -180,13 +186,14 @@ class TurnTrack:
         self.setup, self.compiled, self.layout, self.turn = setup, compiled, layout, turn
         # The examples are replicated in a sweep. If the runs are apart, each device evaluates on the whole test set.
         self.arrays = rows.place(setup.data, setup.mesh, "devices", setup.eval_batch_size, whole_test=layout.apart)
+        self.frozen = frozen_parameters(setup.model, setup.mesh)
         self.state: ServerState
 
     def start(self, params: Params | None, states: Sequence[ServerState] | None) -> None:
         """Starts from ``states``, or at round 0 if it is None. States are copied because rounds donate their input."""
         if states is None:
             params = None if params is None else jax.device_put(params, NamedSharding(self.layout.mesh, P()))
-            self.state = self._launch("init", self.turn.key, params)
+            self.state = self._launch("init", self.turn.key, self.frozen, params)
             return
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[states[run] for run in self.turn.runs])
         self.state = copied(jax.device_put(stacked, self.layout.sharding), self.layout.sharding)
@@ -198,12 +205,12 @@ class TurnTrack:
         """Does nothing: the data are already on the devices."""
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
-        measures = self._launch("measure", self.state, self.arrays) if measured else {}
-        self.state, infos = self._launch("rounds", self.state, self.arrays, np.int32(n))
+        measures = self._launch("measure", self.state, self.frozen, self.arrays) if measured else {}
+        self.state, infos = self._launch("rounds", self.state, self.frozen, self.arrays, np.int32(n))
         return with_measured(self.setup, infos, drift.of_one_round(measures, axis=1))
 
     def score(self) -> dict[str, jax.Array]:
-        return self._launch("evaluate", self.state.server, self.arrays.test)
+        return self._launch("evaluate", self.state.server, self.frozen, self.arrays.test)
 
     def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
         for place, run in self.turn.places():

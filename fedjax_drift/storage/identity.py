@@ -33,7 +33,7 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.tree import described, layout
-from fedjax_drift.types import ServerState
+from fedjax_drift.types import Frozen, ServerState
 
 CODE = "<code>"  # the last part of the name of an entry for the code of a function
 MOST_BYTES = 10**9  # `fingerprint` reads only some rows of a larger array
@@ -93,6 +93,8 @@ def settings(value: Any, name: str) -> dict[str, Any]:
     def walk(value: Any, name: str) -> None:
         if isinstance(value, (np.generic, np.ndarray, jax.Array)):
             value = _of_array(value)
+        if isinstance(value, Frozen):
+            value = value.checksum
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # 1 and 1.0 are the same setting
         if value is None or isinstance(value, bool | int | float | str):

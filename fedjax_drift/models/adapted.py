@@ -1,0 +1,217 @@
+"""Training a part of a model: some of its parameters (`trainable`), or low-rank adapters (`lora`).
+
+The other parameters are frozen. The `params` of the returned model are only the trained ones. So messages, client
+states, the server's variables and checkpoints have their size, and every algorithm works without a change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import checks, leaves
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.models import low_rank
+from fedjax_drift.models.low_rank import LowRank
+from fedjax_drift.types import Frozen, Model, Params, PyTree
+
+Named = dict[str, Any]  # path of a leaf -> its value
+
+
+def trainable(model: Model, which: leaves.Selection, base: Params | None = None) -> Model:
+    """Returns a model that trains only some of the parameters.
+
+    >>> import fedjax_drift as fd
+    >>> head = fd.models.trainable(fd.models.lenet5(), "classifier")
+    >>> jax.tree.map(jnp.shape, head.init(jax.random.key(0)))
+    {'classifier/bias': (62,), 'classifier/kernel': (84, 62)}
+
+    Args:
+      model: the whole model.
+      which: the parameters to train. A regular expression that is searched in the path of a leaf, such as
+        "classifier/kernel"; or a function from this path to a bool; or a pytree with a bool for every leaf.
+      base: the parameters of the whole model, such as pretrained ones. Training starts with the selected ones, and the
+        others are frozen. Default: the frozen parameters are those of ``model.init(jax.random.key(0))`` for all seeds,
+        and the trained ones are initialised with the key of the simulation.
+
+    Returns:
+      A model whose parameters are a dict from the path of a leaf to an array. `merge` returns those of the whole model.
+
+    Raises:
+      ValueError: ``which`` selects no leaf, or ``base`` does not have the structure and shapes of the model's
+        parameters.
+    """
+    shapes = _shapes(model)
+    selected = _selected("which", which, shapes)
+    if not selected:
+        raise ConfigurationError("which must select a leaf of the parameters, got a selection of none")
+    frozen = _frozen(model, base, shapes, lambda path: path not in selected)
+    init = _initial(model, base, shapes, selected)
+
+    def full(params: Params) -> Params:
+        return _unnamed({**frozen.arrays(), **params}, shapes)
+
+    return _training(model, init, full)
+
+
+def lora(
+    model: Model,
+    rank: int = 8,
+    where: leaves.Selection = "kernel",
+    alpha: float | None = None,
+    *,
+    whole: leaves.Selection | None = None,
+    base: Params | None = None,
+) -> Model:
+    """Returns a model that trains low-rank adapters (LoRA, arXiv 2106.09685).
+
+    A selected matrix W [in, out] is replaced by W + (alpha / rank) A B, with A [in, rank] and B [rank, out]. Only A and
+    B are trained. W is frozen. A starts with uniform random numbers in +-1 / sqrt(in), as in the authors' code. B
+    starts with zeros, so the first model is the base model. Products with W are computed as x W + (x A) B.
+
+    >>> import fedjax_drift as fd
+    >>> adapted = fd.models.lora(fd.models.mnist_2nn(), rank=4, where="layers_0/kernel")
+    >>> fd.models.num_parameters(fd.models.mnist_2nn()), fd.models.num_parameters(adapted)
+    (199210, 3936)
+
+    Args:
+      model: the whole model.
+      rank: the rank of the adapters, >= 1. Default: 8.
+      where: the matrices with an adapter, selected as in `trainable`. Leaves with fewer than two axes are skipped. A
+        leaf with more than two axes, such as [depth, in, out], is a stack of matrices, each with its own adapter.
+        Default: all leaves with "kernel" in their path.
+      alpha: the scale of the adapters, > 0. Default: ``rank``, so that the factor is 1.
+      whole: parameters that are trained whole besides the adapters, such as "classifier". Default: none.
+      base: the parameters of the whole model, such as pretrained ones. Default: ``model.init(jax.random.key(0))``.
+
+    Returns:
+      A model whose parameters are a dict from the path of a leaf to ``{"a": A, "b": B}``, or to an array for a
+      parameter that is trained whole. `merge` returns the parameters of the whole model.
+
+    Raises:
+      ValueError: an argument is out of range, or no matrix is selected; or ``rank`` is larger than a side of a selected
+        matrix; or a leaf is selected by ``where`` and by ``whole``; or ``base`` does not fit the model.
+    """
+    rank = checks.integer("rank", rank, 1)
+    scale = 1.0 if alpha is None else checks.positive("alpha", alpha) / rank
+    shapes = _shapes(model)
+    named_shapes = _named(shapes)
+    adapted = [path for path in _selected("where", where, shapes) if named_shapes[path].ndim >= 2]
+    trained = [] if whole is None else _selected("whole", whole, shapes)
+    if not adapted:
+        raise ConfigurationError(
+            f"where must select a matrix of the parameters ({', '.join(named_shapes)}), got {checks.shown(where)}"
+        )
+    if both := [path for path in adapted if path in trained]:
+        raise ConfigurationError(f"where and whole must select different parameters, but both select {both[0]}")
+    for path in adapted:
+        if rank > (side := min(named_shapes[path].shape[-2:])):
+            raise ConfigurationError(
+                f"rank must be at most {side}, the smaller side of {path} {[*named_shapes[path].shape]}, got {rank}: "
+                "use a smaller rank, or leave this matrix out of where="
+            )
+    frozen = _frozen(model, base, shapes, lambda path: path not in trained)
+    init_trained = _initial(model, base, shapes, trained)
+
+    def init(key: jax.Array) -> Params:
+        keys = [jax.random.fold_in(key, i) for i in range(len(adapted))]
+        adapters = {path: _adapter(k, named_shapes[path], rank) for path, k in zip(adapted, keys, strict=True)}
+        return {**init_trained(key), **adapters}
+
+    def full(params: Params) -> Params:
+        weights = {**frozen.arrays(), **{path: params[path] for path in trained}}
+        for path in adapted:
+            a, b = params[path]["a"], params[path]["b"]
+            weights[path] = LowRank(weights[path], a, scale * b)
+        return _unnamed(weights, shapes)
+
+    return _training(model, init, full)
+
+
+def merge(model: Model, params: Params) -> Params:
+    """Returns the parameters of the whole model from those of a model of `trainable` or `lora`.
+
+    Raises ValueError if the model is trained whole, or if the parameters are not those of this model.
+    """
+    merged = checks.instance("model", model, Model, "pass the model that lora returned").merged
+    if merged is None:
+        raise ConfigurationError("model must come from fd.models.trainable or fd.models.lora, got one trained whole")
+    _check_layout("params", params, _shapes(model), "pass state.params of a simulation of this model")
+    return merged(params)
+
+
+def _adapter(key: jax.Array, matrix: jax.ShapeDtypeStruct, rank: int) -> dict[str, jax.Array]:
+    *leading, inputs, outputs = matrix.shape
+    limit = 1 / math.sqrt(inputs)
+    a = jax.random.uniform(key, (*leading, inputs, rank), matrix.dtype, -limit, limit)
+    return {"a": a, "b": jnp.zeros((*leading, rank, outputs), matrix.dtype)}
+
+
+def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[[Params], PyTree]) -> Model:
+    """The model with other parameters. ``full(params)`` returns those of the whole model, which may be low-rank."""
+
+    def with_full(function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(params: Params, *inputs: jax.Array) -> jax.Array:
+            outputs = low_rank.applied(function, full(params), *inputs)
+            return outputs.astype(jnp.result_type(*jax.tree.leaves(params)))  # the base may be bfloat16
+
+        return forward
+
+    names = ("apply", "train_apply", "features", "head", "extractor")
+    functions: dict[str, Any] = {
+        name: with_full(given) for name in names if (given := getattr(model, name)) is not None
+    }
+    return model._replace(init=init, merged=lambda params: low_rank.matrices(full(params)), **functions)
+
+
+def _shapes(model: Model) -> PyTree:
+    checks.instance("model", model, Model, "fd.models.lenet5(), for example")
+    return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def _selected(name: str, selection: leaves.Selection, shapes: PyTree) -> list[str]:
+    """The paths of the selected leaves."""
+    leaves.check(name, selection)
+    mask = jax.tree.leaves(leaves.select(name, selection, shapes))
+    return [path for path, chosen in zip(_named(shapes), mask, strict=True) if chosen]
+
+
+def _frozen(model: Model, base: Params | None, shapes: PyTree, wanted: Callable[[str], bool]) -> Frozen:
+    """Parameters of the base, by path."""
+    if base is not None:
+        _check_layout("base", base, shapes, "pass all parameters of this model")
+    make = (lambda: jax.jit(model.init)(jax.random.key(0))) if base is None else (lambda: base)
+    return Frozen.of(lambda: {path: value for path, value in _named(make()).items() if wanted(path)})
+
+
+def _initial(model: Model, base: Params | None, shapes: PyTree, paths: Sequence[str]) -> Callable[[jax.Array], Named]:
+    """The function from a key to the first values of the parameters with these paths."""
+    if not paths:
+        return lambda key: {}
+    if base is None:
+        return lambda key: {path: value for path, value in _named(model.init(key)).items() if path in paths}
+    values = _frozen(model, base, shapes, lambda path: path in paths)
+    return lambda key: values.arrays()
+
+
+def _check_layout(name: str, params: Any, shapes: PyTree, fix: str) -> None:
+    """Raises ConfigurationError unless the parameters have these shapes. They may have other dtypes."""
+    got, wanted = (
+        {leaves.path_of(path): tuple(jnp.shape(leaf)) for path, leaf in jax.tree.leaves_with_path(each)}
+        for each in (params, shapes)
+    )
+    if wrong := [path for path in {**wanted, **got} if got.get(path) != wanted.get(path)]:
+        shown = [list(each[wrong[0]]) if wrong[0] in each else "nothing" for each in (wanted, got)]
+        raise ConfigurationError(f"{name} must have {shown[0]} at {wrong[0]}, got {shown[1]}: {fix}")
+
+
+def _named(params: PyTree) -> Named:
+    return {leaves.path_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def _unnamed(named: Named, shapes: PyTree) -> PyTree:
+    return jax.tree.unflatten(jax.tree.structure(shapes), [named[path] for path in _named(shapes)])
