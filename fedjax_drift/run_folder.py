@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fedjax_drift import checks, logs
 from fedjax_drift.data import files
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.models import MODELS
+from fedjax_drift.models import MODELS, TRAINED
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.types import Model, Params, Record
 
@@ -60,8 +60,10 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
         with files.opened(folder / CONFIG) as config:
             settings = json.loads(config.read())
             algorithms, seeds = list(map(str, settings["algorithms"])), list(map(int, settings["seeds"]))
-            options = {key: _tuples(value) for key, value in settings["model"].items() if key != "parameters"}
-            model = MODELS[options.pop("name")](**options)
+            model = _made(MODELS, settings["model"])
+            if part := settings.get("train"):  # settings of earlier versions do not have it
+                init = settings["init"]
+                model = _made(TRAINED, part, model, base=None if init is None else load_params(model, init))
     except (ValueError, FileNotFoundError) as error:
         raise ConfigurationError(
             f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read: {error}"
@@ -77,6 +79,12 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
             f"fedjax-drift run --resume {folder}"
         )
     return LoadedRun(algorithm, seed, settings, history, model, load_params(model, file))
+
+
+def _made(factories: dict[str, Any], settings: dict[str, Any], *arguments: Any, **more: Any) -> Model:
+    """The model that the settings of a run describe."""
+    options = {key: _tuples(value) for key, value in settings.items() if key not in ("name", "parameters")}
+    return factories[settings["name"]](*arguments, **options, **more)
 
 
 def _chosen(name: str, value: Any, allowed: Sequence[Any], folder: Path) -> Any:

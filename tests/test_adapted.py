@@ -16,6 +16,7 @@ from test_trajectories import CLASSES, COHORTS, FEATURES, LOCAL, label_skewed_cl
 
 import fedjax_drift as fd
 from fedjax_drift import tree
+from fedjax_drift.cli import main
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.models import low_rank
 from fedjax_drift.simulation.placement import frozen_parameters
@@ -235,6 +236,21 @@ def test_sweeps_train_adapters_as_single_runs_do() -> None:
         state, _ = sim.run(sim.init(jax.random.key(run.seed)), 2, progress=False)
         for got, want in zip(jax.tree.leaves(run.state.params), jax.tree.leaves(state.params), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_the_command_line_trains_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network = fd.models.mnist_2nn(5, (30,))
+    base, init = network.init(jax.random.key(7)), tmp_path / "base.npz"
+    fd.models.save_params(base, init)
+    words = "run --dataset synthetic:num_clients=8 --model mnist_2nn --algorithm fedavg --cohort 4 --rounds 2".split()
+    for train in ("lora:rank=2,where=layers,whole=classifier", "trainable:classifier"):
+        output = tmp_path / train.partition(":")[0]
+        assert main([*words, f"--train={train}", f"--init={init}", f"--output={output}"]) == 0
+        run = fd.load_run(output)
+        assert run.settings["train"]["parameters"] == tree.size(run.params) < run.settings["model"]["parameters"]
+        merged = fd.models.merge(run.model, run.params)
+        np.testing.assert_array_equal(merged["layers_0"]["bias"], base["layers_0"]["bias"])
+        assert not np.array_equal(merged["classifier"]["dense"]["kernel"], base["classifier"]["dense"]["kernel"])
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,12 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     group.add_argument(
         "--cosine", action="store_true", help="use a classifier whose logits are cosines, as lfd requires"
     )
+    add(
+        group, "--train", "NAME[:key=value]", "train a part of the model: lora:rank=8,where=kernel,whole=classifier "
+        "trains adapters of rank 8 for the matrices whose path matches `where`, and the parameters that match `whole`; "
+        "trainable:classifier trains the parameters that match. The other parameters are those of --init, or random "
+        "(default: train the whole model)",
+    )  # fmt: skip
     add(group, "--init", "FILE", "npz file with the initial parameters (default: random)")
     add(group, "--rounds", "N", "number of rounds", count, 50)
     add(group, "--cohort", "K", "clients per round", count, 10)

@@ -42,7 +42,7 @@ from fedjax_drift.devices.mesh import use_cpu_devices
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures.drift import MEASURES
-from fedjax_drift.models import MODELS, num_parameters
+from fedjax_drift.models import MODELS, TRAINED, num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
@@ -189,6 +189,10 @@ def assemble(
             )
 
     computed = model.computing_in(jnp.bfloat16) if args.bfloat16 else model
+    params = None if args.init is None else load_params(model, args.init)
+    part = None if args.train is None else parse_spec("train", args.train, TRAINED, hidden=("model", "base"))
+    if part is not None:
+        computed, params = TRAINED[part.name](computed, base=params, **part.options), None
     options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
     options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure, "aggregation": _aggregation(args)}
     options |= {name: getattr(args, name) for name in FAILURES}
@@ -204,6 +208,7 @@ def assemble(
         "source": datasets.found(dataset.name, args.data_dir, **dataset.options),
         "data": summary(data),
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
+        "train": None if part is None else _part(part, computed),
         "init": args.init,
         "algorithms": {each.text: _resolved(each) for each in written},
         "local": {f.name: getattr(local, f.name) for f in dataclasses.fields(local) if f.name not in FUNCTIONS}
@@ -232,7 +237,6 @@ def assemble(
             "platform": platform.platform(),
         },
     }  # fmt: skip
-    params = None if args.init is None else load_params(model, args.init)
     return ParsedRun(simulations, data, params, config, args.rounds, args.eval_every, measure_every, args.seed)
 
 
@@ -309,6 +313,11 @@ def _model(args: argparse.Namespace, dataset: Spec, data: FederatedData) -> tupl
     own |= {"sizes": movielens.sizes(data)} if "sizes" in takes else {}
     found = found._replace(options={k: v for k, v in own.items() if k in takes} | found.options)
     return found, MODELS[found.name](**found.options)
+
+
+def _part(part: Spec, model: Model) -> dict[str, Any]:
+    """The settings of the part of the model that is trained."""
+    return {"name": part.name, **part.options, "parameters": num_parameters(model)}
 
 
 def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:

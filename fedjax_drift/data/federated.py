@@ -241,7 +241,13 @@ class FederatedData:
 
     @classmethod
     def of_shapes(
-        cls, num_clients: int, rows_per_client: int, shape: Sequence[int], dtype: Any = np.uint8, test_rows: int = 0
+        cls,
+        num_clients: int,
+        rows_per_client: int,
+        shape: Sequence[int],
+        dtype: Any = np.uint8,
+        test_rows: int = 0,
+        label_shape: Sequence[int] = (),
     ) -> FederatedData:
         """Returns data whose examples and labels are all zero, and which take no memory: for `fd.plan`.
 
@@ -250,6 +256,8 @@ class FederatedData:
           rows_per_client: number of training examples of every client, >= 1.
           shape: the shape of one example, such as (28, 28, 1).
           dtype: of the examples. Default: uint8, for images.
+          label_shape: the shape of the label of one example. Default: (), a class. For next-token prediction, pass
+            ``shape=(T,), dtype=np.int32, label_shape=(T,)``.
           test_rows: number of test examples, >= 0. Some algorithms evaluate the global model in every round.
 
         Raises:
@@ -258,9 +266,12 @@ class FederatedData:
         N = checks.integer("num_clients", num_clients, 1)
         rows = N * checks.integer("rows_per_client", rows_per_client, 1)
         test, shape = checks.integer("test_rows", test_rows, 0), checks.shape("shape", shape)
+        label_shape = checks.shape("label_shape", label_shape)
 
         def pair(rows: int) -> Pair:
-            return np.broadcast_to(np.zeros((), dtype), (rows, *shape)), np.broadcast_to(np.int32(0), (rows,))
+            return np.broadcast_to(np.zeros((), dtype), (rows, *shape)), np.broadcast_to(
+                np.int32(0), (rows, *label_shape)
+            )
 
         x, y = pair(rows)
         x_test, y_test = pair(test) if test else (None, None)

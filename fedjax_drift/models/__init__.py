@@ -257,6 +257,8 @@ MODELS: dict[str, Any] = {
     "drug_target": drug_target,
 }
 
+TRAINED: dict[str, Any] = {"lora": lora, "trainable": trainable}  # functions of a model that train a part of it
+
 
 def num_parameters(model: Model) -> int:
     """d, the number of parameters of a model."""
