@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_drift.data import datasets, files, image_files
+from fedjax_drift.data import datasets, dialogue, files, image_files
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import by_writer, dirichlet, iid
 
@@ -395,3 +395,29 @@ def test_real_files(real: str, name: str, rows: int | None, test_rows: int | Non
 def test_real_mnist_writers(real: str) -> None:
     data = load("mnist", by_writer(), real)
     assert data.num_clients == 539 and data.sizes.min() == 19 and data.sizes.max() == 131
+
+
+# ---------------------------------------------------------------- dialogue
+
+
+def test_dialogue_is_what_its_speakers_say() -> None:
+    data = load("dialogue", num_clients=3, num_rows=20, length=40, seed=5)
+    assert data.x.shape == data.y.shape == (54, 40) and (data.test_sizes == 2).all()
+    np.testing.assert_array_equal(data.x[:, 1:], data.y[:, :-1])
+    assert data.x.min() == 1 and data.x.max() <= 27
+    text = "".join(dialogue.CHARACTERS[i - 1] for i in data.x[0])
+    assert set(text.split()[1:-1]) <= set(dialogue.WORDS) and len(dialogue.WORDS) == len(set(dialogue.WORDS)) == 88
+    np.testing.assert_array_equal(load("dialogue", num_clients=4, num_rows=20, length=40, seed=5).x[:54], data.x)
+    assert not np.array_equal(load("dialogue", num_clients=3, num_rows=20, length=40, seed=6).x, data.x)
+
+
+def test_dialogues_entropy_rate_is_that_of_its_text() -> None:
+    chain = next(dialogue.speakers(1, 1.0, 5))
+    (ids,) = dialogue.passages(chain, 1, 60_000, np.random.default_rng(0))
+    words = "".join(dialogue.CHARACTERS[i - 1] for i in ids).split()[1:-1]
+    numbers = [dialogue.WORDS.index(word) for word in words]
+    surprise = -np.log(chain[numbers[:-1], numbers[1:]]).sum()
+    rate = datasets.dialogue_entropy(1, 1.0, 5)[0]
+    np.testing.assert_allclose(surprise / len(" ".join(words[1:]) + " "), rate, rtol=0.02)
+    assert datasets.dialogue_entropy().mean() == pytest.approx(0.562, abs=5e-4)
+    assert rate < datasets.dialogue_entropy(1, 0.0, 5)[0]

@@ -34,6 +34,7 @@ FAILURES = ("dropout", "stragglers", "over_selection", "deadline", "speed_spread
 DEFAULT_MODEL = {
     "synthetic": "linear",
     "glyphs": "lenet5",
+    "dialogue": "decoder",
     "femnist": "lenet5",
     "mnist": "mnist_2nn",
     "fashion_mnist": "mnist_2nn",
@@ -195,7 +196,7 @@ def add_data(group: Any, required: bool) -> None:
         group, "--partition", "PARTITIONER", "how the data are partitioned into clients: iid, dirichlet:ALPHA (smaller "
         "ALPHA is more heterogeneous), dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the "
         "examples sorted by label), classes:K (each client has exactly K labels) or by_writer (default: the natural "
-        "clients of glyphs, femnist, synthetic and movielens, otherwise iid)",
+        "clients of glyphs, femnist, synthetic, movielens and dialogue, otherwise iid)",
     )  # fmt: skip
     add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
     add(
@@ -243,7 +244,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         group, "--model", "NAME[:key=value]", f"one of {', '.join(MODELS)} (default: lenet5 for glyphs and femnist, "
         "mnist_2nn for mnist and fashion_mnist, emnist_nn for emnist, resnet18 for tiny_imagenet, cifar_cnn for the "
         "other photographs, linear for synthetic, din for movielens, text_classifier for agnews, drug_target for "
-        "bindingdb)",
+        "bindingdb, decoder for dialogue)",
     )  # fmt: skip
     group.add_argument(
         "--cosine", action="store_true", help="use a classifier whose logits are cosines, as lfd requires"

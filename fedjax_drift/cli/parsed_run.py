@@ -278,7 +278,7 @@ def partition_text(args: argparse.Namespace) -> str:
 
 
 def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition | None:
-    natural = dataset.name in ("glyphs", "femnist", "synthetic", "movielens")
+    natural = dataset.name in ("glyphs", "femnist", "synthetic", "movielens", "dialogue")
     if args.partition is None and natural:
         for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
             if value is not None:

@@ -1,8 +1,8 @@
 """The data sets by name: `load("mnist", partition=...)` returns a `FederatedData`.
 
-`synthetic` and `glyphs` are generated. The others are read from files in `data_dir` (by default $FEDJAX_DRIFT_DATA,
-then the cache). These are npz files or the files that the authors of the data set publish. If there is no file,
-`mnist`, `fashion_mnist`, `emnist` (except the letters split), `cifar10` and `cifar100` are read from
+`synthetic`, `glyphs` and `dialogue` are generated. The others are read from files in `data_dir` (by default
+$FEDJAX_DRIFT_DATA, then the cache). These are npz files or the files that the authors of the data set publish. If there
+is no file, `mnist`, `fashion_mnist`, `emnist` (except the letters split), `cifar10` and `cifar100` are read from
 tensorflow-datasets.
 
 `DATASETS` has one loader per data set: (data_dir, seed, natural, *, options of the data set) -> `Samples`. natural:
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import files, generated, images, movielens, tasks
+from fedjax_drift.data import dialogue, files, generated, images, movielens, tasks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
 from fedjax_drift.data.federated_files import from_leaf as from_leaf
@@ -34,6 +34,7 @@ from fedjax_drift.errors import ConfigurationError
 DATASETS: dict[str, Callable[..., Samples]] = {
     "synthetic": generated.synthetic,
     "glyphs": generated.glyphs,
+    "dialogue": generated.dialogue,
     "mnist": images.mnist,
     "fashion_mnist": images.fashion_mnist,
     "emnist": images.emnist,
@@ -54,6 +55,7 @@ OPTIONS = {
 CLASSES = {
     "synthetic": 5,
     "glyphs": 62,
+    "dialogue": 28,
     "mnist": 10,
     "fashion_mnist": 10,
     "emnist": EMNIST["letters"],
@@ -107,10 +109,10 @@ def load(
       name: one of `NAMES`. The docstring of ``DATASETS[name]`` lists classes, examples, options and source.
       partition: a partitioner of `fedjax_drift.partition`, or any function of labels [M] and ``writer=`` (ids [M] or
         None) that returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, one per
-        user for `movielens`, the clients of the generator for `synthetic`, and ``iid(100, seed)`` for the others. With
-        the default partition of `glyphs`, `femnist`, `movielens` and `synthetic` (variant="fedprox") every client has
-        its own test examples, unless the test set comes from other writers than the training set. Any other partition
-        leaves the test set pooled.
+        user for `movielens`, the clients of the generator for `synthetic` and `dialogue`, and ``iid(100, seed)`` for
+        the others. With the default partition of `glyphs`, `dialogue`, `femnist`, `movielens` and `synthetic`
+        (variant="fedprox") every client has its own test examples, unless the test set comes from other writers than
+        the training set. Any other partition leaves the test set pooled.
       data_dir: the folder of the files; no other place is searched. Default: `$FEDJAX_DRIFT_DATA` if set, then the
         cache (`$FEDJAX_DRIFT_CACHE` or ``~/.cache/fedjax_drift``), then tensorflow-datasets (`$TFDS_DATA_DIR` or
         ``~/tensorflow_datasets``).
@@ -241,6 +243,22 @@ def synthetic(
         iid_data=iid_data,
         seed=seed,
     )
+
+
+def dialogue_entropy(num_clients: int = 100, alpha: float = 1.0, seed: int = 0) -> np.ndarray:
+    """The entropy rate of each client's text in `load("dialogue", ...)` with these options, [N], in nats per character.
+
+    It is the smallest possible loss of a model that knows the speaker and all earlier text. With the defaults, the mean
+    over the clients is 0.562. On passages of 64 characters, whose first characters have little context, the smallest
+    mean loss is 0.60, and 0.68 for a model that only knows the average speaker. Equal probabilities for all 27
+    characters give 3.296.
+
+    Raises ValueError if an argument is out of the range of `load`.
+    """
+    options = _checked("dialogue", {"num_clients": num_clients, "alpha": alpha})
+    seed = checks.integer("seed", seed, 0, math.inf)
+    chains = dialogue.speakers(options["num_clients"], options["alpha"], seed)
+    return np.array([dialogue.entropy_rate(chain) for chain in chains])
 
 
 def num_classes(name: str, **options: Any) -> int:

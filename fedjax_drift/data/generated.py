@@ -1,9 +1,10 @@
-"""The generated data sets: synthetic linear classification and characters. They need no files."""
+"""The generated data sets: synthetic linear classification, characters and text. They need no files."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from fedjax_drift.data import dialogue as text
 from fedjax_drift.data import federated_files, files
 from fedjax_drift.data.sources import DataDir, Samples, of_classes, pair
 
@@ -87,3 +88,33 @@ def glyphs(
     train = of_classes(train, used, "training", num_classes)
     test = of_classes(test, test_used, "test", num_classes)
     return Samples(train, test, writer[used], test_writer[test_used])
+
+
+def dialogue(
+    data_dir: DataDir,
+    seed: int,
+    natural: bool,
+    *,
+    num_clients: int = 100,
+    num_rows: int = 50,
+    length: int = 64,
+    alpha: float = 1.0,
+) -> Samples:
+    """Generated text of `num_clients` speakers, for language models such as `fd.models.decoder`: 28 character ids.
+
+    An example is a passage of `length` characters, int32 [length]. Its labels are the characters that follow each of
+    them, int32 [length]. The ids are 1 for a space and 2..27 for a..z. The id 0 does not occur. A speaker has
+    `num_rows` >= 2 passages, of which 10 %, at least one, are the speaker's test examples.
+
+    Speakers use the same 88 words, and order them by Markov chains. The log-odds that word j follows word i are
+    2 G_ij + alpha S_ij with standard normal entries, where G is the same for all speakers and S belongs to one.
+    alpha >= 0 makes speakers differ. `fd.datasets.dialogue_entropy` gives the entropy rates, which no model's loss can
+    be below.
+    """
+    rng = np.random.default_rng([seed, 1])
+    said = [text.passages(chain, num_rows, length + 1, rng) for chain in text.speakers(num_clients, alpha, seed)]
+    rows = np.concatenate(said)
+    writer = np.repeat(np.arange(num_clients, dtype=np.int32), num_rows)
+    is_test = np.arange(len(rows)) % num_rows < max(1, num_rows // 10)
+    x, y = rows[:, :-1], rows[:, 1:]
+    return Samples((x[~is_test], y[~is_test]), (x[is_test], y[is_test]), writer[~is_test], writer[is_test])
