@@ -594,8 +594,10 @@ class Net(nn.Module):
 def models() -> Iterator[Call]:
     kinds = {
         "input_shape": shape(),
-        **dict.fromkeys(("num_classes", "width", "filters"), integer()),
-        **dict.fromkeys(("cosine", "projection"), flag()),
+        **dict.fromkeys(("num_classes", "width", "filters", "depth", "length"), integer()),
+        **dict.fromkeys(("heads", "patch"), integer(sound=[1, np.int64(2)])),
+        **dict.fromkeys(("cosine", "projection", "bert", "remat"), flag()),
+        "dropout": Kind([*NO_NUMBER, -1, 1], [0, np.float32(0.5)]),
         "vocabulary": integer(2),
         "ligand": integer(16, sound=[np.int64(20)]),
         "test_negatives": integer(9, sound=[np.int64(9)]),
@@ -606,9 +608,14 @@ def models() -> Iterator[Call]:
         "units": integer(1),
         "dense": Kind([*ANYTHING, (0,) * 3, (1,) * 2], [(2,) * 3, [2] * 3]),
     }
+    blocks = {"depth": 1, "width": 12, "heads": 1}  # each width of INTEGERS has this number of heads
+    small: dict[str, dict] = dict.fromkeys(("vit", "encoder", "decoder"), blocks)
     for name, make in fd.models.MODELS.items():
         yield Call(
-            f"fd.models.{name}", make, {}, {option: kinds[option] for option in inspect.signature(make).parameters}
+            f"fd.models.{name}",
+            make,
+            small.get(name, {}),
+            {option: kinds[option] for option in inspect.signature(make).parameters},
         )
     params = jax.device_get(MODEL.init(jax.random.key(0)))
     fd.models.save_params(params, "params.npz")

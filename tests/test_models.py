@@ -31,6 +31,9 @@ COUNTS = {
     "din": 205_398,
     "text_classifier": 1_305_988,
     "drug_target": 214_146,
+    "vit": 2_693_578,
+    "encoder": 2_965_508,
+    "decoder": 805_120,
 }
 
 

@@ -7,6 +7,7 @@ the tests check it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +22,19 @@ from fedjax_drift.models.adapted import lora, merge, trainable
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
 from fedjax_drift.models.pretrained import load_params, save_params
+from fedjax_drift.models.transformers import Decoder, Encoder, ViT
 from fedjax_drift.types import Model
 
 __all__ = [
     "MODELS",
     "cifar_cnn",
     "cosine_logits",
+    "decoder",
     "din",
     "drug_target",
     "emnist_cnn",
     "emnist_nn",
+    "encoder",
     "fedadc_cnn",
     "lenet5",
     "linear",
@@ -45,6 +49,7 @@ __all__ = [
     "simple_fl_lenet",
     "text_classifier",
     "trainable",
+    "vit",
 ]
 
 
@@ -232,6 +237,130 @@ def drug_target(
     return _model(Projected(encoder, num_classes, cosine), (ligand + 1000,), input_dtype=jnp.int32)
 
 
+def vit(
+    num_classes: int = 10,
+    input_shape: tuple[int, ...] = (32, 32, 3),
+    patch: int = 4,
+    width: int = 192,
+    depth: int = 6,
+    heads: int = 3,
+    dropout: float = 0.0,
+    cosine: bool = False,
+    remat: bool = False,
+) -> Model:
+    """A vision transformer (Dosovitskiy et al., ICLR 2021) with pre-norm blocks and a class token.
+
+    The default has 2,693,578 parameters: the width and the heads of DeiT-tiny, and half of its blocks. With
+    ``depth=12``, which is DeiT-tiny's, it has 5,362,762 parameters.
+
+    Args:
+      num_classes: number of classes C.
+      input_shape: (height, width, channels) of the images.
+      patch: side of the square patches in pixels. It must divide height and width. For 28x28 images use 4 or 7.
+      width: width W of the blocks. A multiple of ``heads``.
+      depth: number of blocks.
+      heads: number of attention heads.
+      dropout: dropout rate of the embeddings, and of the outputs of attention and MLP, in [0, 1). Default: 0.
+      cosine: as for the other models.
+      remat: if True, the backward pass computes each block again instead of keeping its intermediate values. A step
+        then needs less memory and about a third more time.
+
+    Raises:
+      ValueError: ``patch`` does not divide the image, ``heads`` does not divide ``width``, or a value is out of range.
+    """
+    image = checks.shape("input_shape", input_shape, 3)
+    patch = checks.integer("patch", patch, 1, min(image[:2]))
+    if image[0] % patch or image[1] % patch:
+        raise ConfigurationError(
+            f"patch must divide the height and the width of the images, got {patch} for {image[0]}x{image[1]}: use "
+            f"patch={math.gcd(*image[:2])}, or a divisor of it"
+        )
+    options = _blocks(width, depth, heads, dropout, remat) | _classes(num_classes, cosine)
+    return _transformer(ViT, image, image=image, patch=patch, **options)
+
+
+def encoder(
+    num_classes: int = 4,
+    vocabulary: int = 20_000,
+    length: int = 64,
+    width: int = 128,
+    depth: int = 2,
+    heads: int = 2,
+    dropout: float = 0.0,
+    bert: bool = False,
+    cosine: bool = False,
+    remat: bool = False,
+) -> Model:
+    """A transformer that classifies texts. An example has token ids in 0..vocabulary-1, where 0 is padding.
+
+    The default has the sizes of BERT-tiny and 2,965,508 parameters. Padding is masked.
+
+    Args:
+      num_classes: number of classes C.
+      vocabulary: number of token ids, >= 2.
+      length: the largest number of tokens of an example.
+      width, depth, heads, dropout, remat: as in `vit`.
+      bert: if True, the architecture is BERT's (Devlin et al., NAACL 2019): post-norm blocks, and the features are a
+        dense layer with tanh of the first token's output. `names.BERT` then loads its weights. If False (default), the
+        blocks have pre-norm, which trains without warm-up, and the features are the mean over all tokens.
+      cosine: as for the other models.
+
+    Raises:
+      ValueError: ``heads`` does not divide ``width``, or a value is out of range.
+    """
+    options = _blocks(width, depth, heads, dropout, remat) | _classes(num_classes, cosine) | _tokens(vocabulary, length)
+    return _transformer(Encoder, (options["length"],), bert=checks.flag("bert", bert), **options)
+
+
+def decoder(
+    vocabulary: int = 28,
+    length: int = 64,
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    dropout: float = 0.0,
+    remat: bool = False,
+) -> Model:
+    """A language model with GPT-2's architecture: token ids [B, T] -> logits [B, T, vocabulary] of the next tokens.
+
+    The label of a position is the id of the next token, so labels are [B, T]. The default fits the data set `dialogue`
+    and has 805,120 parameters. The output layer shares the table of the token embeddings.
+
+    Args:
+      vocabulary: number of token ids, >= 2.
+      length: the largest number of tokens T of an example.
+      width, depth, heads, dropout, remat: as in `vit`.
+
+    Raises:
+      ValueError: ``heads`` does not divide ``width``, or a value is out of range.
+    """
+    options = _blocks(width, depth, heads, dropout, remat) | _tokens(vocabulary, length)
+    return _transformer(Decoder, (options["length"],), **options)
+
+
+def _blocks(width: int, depth: int, heads: int, dropout: float, remat: bool) -> dict[str, Any]:
+    """The checked options that all transformers have."""
+    width, heads = checks.integer("width", width, 1), checks.integer("heads", heads, 1)
+    if width % heads:
+        raise ConfigurationError(f"heads must divide width, got {heads} for width={width}: use heads=1, for example")
+    depth, dropout = checks.integer("depth", depth, 1), checks.fraction("dropout", dropout)
+    return {"width": width, "depth": depth, "heads": heads, "dropout": dropout, "remat": checks.flag("remat", remat)}
+
+
+def _classes(num_classes: int, cosine: bool) -> dict[str, Any]:
+    return {"num_classes": checks.integer("num_classes", num_classes, 1), "cosine": checks.flag("cosine", cosine)}
+
+
+def _tokens(vocabulary: int, length: int) -> dict[str, Any]:
+    return {"vocabulary": checks.integer("vocabulary", vocabulary, 2), "length": checks.integer("length", length, 1)}
+
+
+def _transformer(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
+    input_dtype = jnp.float32 if len(input_shape) == 3 else jnp.int32
+    model = Model.from_nnx(lambda rngs: network(**options, rngs=rngs), input_shape, input_dtype=input_dtype)
+    return model._replace(cosine=options.get("cosine", False))
+
+
 def _model(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     num_classes = checks.integer("num_classes", network.num_classes, 1, 2**31 - 1)
     network = network.clone(num_classes=num_classes, cosine=checks.flag("cosine", network.cosine))
@@ -255,6 +384,9 @@ MODELS: dict[str, Any] = {
     "din": din,
     "text_classifier": text_classifier,
     "drug_target": drug_target,
+    "vit": vit,
+    "encoder": encoder,
+    "decoder": decoder,
 }
 
 TRAINED: dict[str, Any] = {"lora": lora, "trainable": trainable}  # functions of a model that train a part of it
