@@ -79,6 +79,7 @@ def transformer_like(p: Any, x: jax.Array) -> jax.Array:
         return jnp.tanh(jax.jit(jnp.matmul)(h, kernel)), None
 
     h, _ = jax.lax.scan(block, x @ p["in"], p["blocks"])
+    h, _ = jax.lax.scan(lambda h, row: (h + row[None], None), h, p["in"])
     each = jnp.einsum("bi,kij->kbj", h, p["heads"]) + jnp.einsum("kij,bi->kbj", p["heads"], h)
     both = jnp.einsum("kbi,kij->kbj", each, p["heads"])
     tied = jax.nn.relu(both.sum(0) + h.astype(jnp.float32)) @ p["in"].T

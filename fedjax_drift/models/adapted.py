@@ -81,9 +81,9 @@ def lora(
     Args:
       model: the whole model.
       rank: the rank of the adapters, >= 1. Default: 8.
-      where: the matrices with an adapter, selected as in `trainable`. Leaves with fewer than two axes are skipped. A
-        leaf with more than two axes, such as [depth, in, out], is a stack of matrices, each with its own adapter.
-        Default: all leaves with "kernel" in their path.
+      where: the matrices with an adapter, selected as in `trainable`. Leaves with fewer than two axes, and leaves with
+        the name "bias" or "scale", are skipped. A leaf with more than two axes, such as [depth, in, out], is a stack of
+        matrices, each with its own adapter. Default: all leaves with "kernel" in their path.
       alpha: the scale of the adapters, > 0. Default: ``rank``, so that the factor is 1.
       whole: parameters that are trained whole besides the adapters, such as "classifier". Default: none.
       base: the parameters of the whole model, such as pretrained ones. Default: ``model.init(jax.random.key(0))``.
@@ -100,7 +100,7 @@ def lora(
     scale = 1.0 if alpha is None else checks.positive("alpha", alpha) / rank
     shapes = _shapes(model)
     named_shapes = _named(shapes)
-    adapted = [path for path in _selected("where", where, shapes) if named_shapes[path].ndim >= 2]
+    adapted = [path for path in _selected("where", where, shapes) if _is_matrix(path, named_shapes[path])]
     trained = [] if whole is None else _selected("whole", whole, shapes)
     if not adapted:
         raise ConfigurationError(
@@ -142,6 +142,11 @@ def merge(model: Model, params: Params) -> Params:
         raise ConfigurationError("model must come from fd.models.trainable or fd.models.lora, got one trained whole")
     _check_layout("params", params, _shapes(model), "pass state.params of a simulation of this model")
     return merged(params)
+
+
+def _is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf is a matrix or a stack of them. The stacked biases of several layers are not."""
+    return leaf.ndim >= 2 and path.rpartition("/")[2] not in ("bias", "scale")
 
 
 def _adapter(key: jax.Array, matrix: jax.ShapeDtypeStruct, rank: int) -> dict[str, jax.Array]:

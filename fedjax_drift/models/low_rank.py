@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -45,10 +46,17 @@ def applied(function: Callable[..., PyTree], params: PyTree, *inputs: Any) -> Py
     leaves = jax.tree.leaves(params, is_leaf=is_low_rank)
     if not any(map(is_low_rank, leaves)):
         return function(params, *inputs)
-    shapes = jax.tree.map(lambda leaf: jax.typeof(leaf.w if is_low_rank(leaf) else leaf), params, is_leaf=is_low_rank)
-    program, outputs = jax.make_jaxpr(function, return_shape=True)(shapes, *inputs)
+    program, outputs = jax.make_jaxpr(function, return_shape=True)(
+        jax.tree.map(_shape, params, is_leaf=is_low_rank), *jax.tree.map(_shape, inputs)
+    )
     results = _evaluated(program, [*leaves, *jax.tree.leaves(inputs)])
     return jax.tree.unflatten(jax.tree.structure(outputs), map(_dense, results))
+
+
+def _shape(value: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array or of a sum W + A B, without a sharding, which differs inside of `jax.shard_map`."""
+    array = value.w if is_low_rank(value) else value
+    return jax.ShapeDtypeStruct(jnp.shape(array), array.dtype)
 
 
 def _dense(value: Any) -> Any:
@@ -124,6 +132,7 @@ def _scan(options: dict[str, Any], inputs: list[Any]) -> list[Any]:
     """A scan over stacked matrices, such as those of the blocks of a transformer."""
     consts, carried = options["num_consts"], options["num_carry"]
     constants, start, stacked = inputs[:consts], inputs[consts:][:carried], inputs[consts + carried :]
+    stacked = [_dense(value) if is_low_rank(value) and value.w.ndim == 2 else value for value in stacked]
 
     def step(carry: list[Any], each: list[Any]) -> tuple[list[Any], list[Any]]:
         results = [_dense(value) for value in _evaluated(options["jaxpr"], [*constants, *carry, *each])]
