@@ -230,6 +230,16 @@ def array(name: str, value: Any) -> np.ndarray:
     return result if result.dtype.isnative else result.astype(result.dtype.newbyteorder("="))
 
 
+def floating_dtype(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a floating-point dtype."""
+    try:
+        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:  # not a dtype
+        floating = False
+    if not floating:
+        raise ConfigurationError(f"{name} must be floating-point, got {value}: pass jnp.bfloat16, for example")
+
+
 def nearest(value: Any, known: Iterable[str]) -> str:
     """``: did you mean 'x'?`` if one of the known names is similar to the value, else ""."""
     if not isinstance(value, str):

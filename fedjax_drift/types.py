@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 
 PyTree = Any
@@ -109,12 +110,7 @@ class Model(NamedTuple):
             raise ConfigurationError(
                 "computing_in must be called on the whole model: fd.models.lora(model.computing_in(dtype), ...)"
             )
-        try:
-            floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-        except TypeError:  # not a dtype
-            floating = False
-        if not floating:
-            raise ConfigurationError(f"dtype must be floating-point, got {dtype}: pass jnp.bfloat16, for example")
+        checks.floating_dtype("dtype", dtype)
 
         def cast(to: Any, tree: PyTree) -> PyTree:
             return jax.tree.map(lambda a: a.astype(to) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)

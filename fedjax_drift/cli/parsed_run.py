@@ -190,9 +190,14 @@ def assemble(
 
     computed = model.computing_in(jnp.bfloat16) if args.bfloat16 else model
     params = None if args.init is None else load_params(model, args.init)
-    part = None if args.train is None else parse_spec("train", args.train, TRAINED, hidden=("model", "base"))
+    part = (
+        None
+        if args.train is None
+        else parse_spec("train", args.train, TRAINED, hidden=("model", "base", "frozen_dtype"))
+    )
     if part is not None:
-        computed, params = TRAINED[part.name](computed, base=params, **part.options), None
+        stored = jnp.bfloat16 if args.bfloat16 else None
+        computed, params = TRAINED[part.name](computed, base=params, frozen_dtype=stored, **part.options), None
     options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
     options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure, "aggregation": _aggregation(args)}
     options |= {name: getattr(args, name) for name in FAILURES}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import textwrap
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift.cli.flags import HIDDEN, add, add_run, count, parse_spec
@@ -21,6 +23,10 @@ examples:
       --rows-per-client 195 --cohort 3400 --algorithm scaffold --model lenet5
   fedjax-drift plan --topology v5e:2x2,v5e:4x4,h100:8 --dataset cifar10 \\
       --clients 100 --rows-per-client 500 --algorithm feddc --model resnet18
+  fedjax-drift plan --topology v5e:4x4 --dataset dialogue:length=512 \\
+      --clients 1000 --rows-per-client 64 --cohort 64 --algorithm scaffold \\
+      --model decoder:vocabulary=32000,length=512,width=2048,depth=18,heads=16,remat=true \\
+      --train lora:rank=8 --bfloat16 --batch 4
 """
 DIGITS, PHOTOS = ("mnist", "fashion_mnist", "emnist", "femnist", "glyphs"), ("cifar10", "cifar100", "cinic10")
 SHAPES = dict.fromkeys(DIGITS, (28, 28, 1)) | dict.fromkeys(PHOTOS, (32, 32, 3)) | {"tiny_imagenet": (64, 64, 3)}
@@ -42,7 +48,7 @@ def fill_plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         group, "--rows-per-client", "N", "number of training examples of each client. The data set is then not read; "
-        "only the shape of its images is used", count,
+        "only the shape of its images or texts is used", count,
     )  # fmt: skip
     parser.set_defaults(command=plan_command)
 
@@ -64,10 +70,10 @@ def plan_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], 
 def _shapes(args: argparse.Namespace) -> fd.FederatedData:
     """Returns data of the right shape. Its partition has no effect."""
     dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
-    if dataset.name not in SHAPES:
+    if dataset.name not in SHAPES and dataset.name != "dialogue":
         raise ConfigurationError(
-            f"--rows-per-client needs a data set of images ({', '.join(SHAPES)}), got {dataset.name}: leave it out, so "
-            "that the data are read"
+            f"--rows-per-client needs a data set of images or text ({', '.join(SHAPES)}, dialogue), got "
+            f"{dataset.name}: leave it out, so that the data are read"
         )
     if args.validation is not None:
         raise ConfigurationError(
@@ -75,7 +81,10 @@ def _shapes(args: argparse.Namespace) -> fd.FederatedData:
         )
     args.partition = "iid" if args.partition is None else args.partition
     clients = 100 if args.clients is None else args.clients
-    return fd.FederatedData.of_shapes(clients, args.rows_per_client, SHAPES[dataset.name], test_rows=10_000)
+    if dataset.name != "dialogue":
+        return fd.FederatedData.of_shapes(clients, args.rows_per_client, SHAPES[dataset.name], test_rows=10_000)
+    tokens = (dataset.options.get("length", inspect.signature(DATASETS["dialogue"]).parameters["length"].default),)
+    return fd.FederatedData.of_shapes(clients, args.rows_per_client, tokens, np.int32, 1000, label_shape=tokens)
 
 
 def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:

@@ -427,12 +427,15 @@ class FederatedData:
         )  # fmt: skip
 
     def label_counts(self) -> np.ndarray:
-        """Returns the number of training examples of each class at each client, int64 [N, C]. Needs integer labels."""
-        _check_classes(self.y, "label counts need")
-        client = np.repeat(np.arange(self.num_clients), self.sizes)
-        classes = int(self.y.max()) + 1
-        flat = np.bincount(client * classes + self.y.astype(np.int64), minlength=self.num_clients * classes)
-        return flat.reshape(self.num_clients, classes)
+        """Returns the number of training labels of each class at each client, int64 [N, C].
+
+        Raises ValueError unless the labels are integers. An example may have several labels, such as the tokens of a
+        text.
+        """
+        _check_classes(self.y, "label counts need", several=True)
+        classes, ends = int(self.y.max()) + 1, np.cumsum(self.sizes)
+        labels = (self.y[end - n : end].reshape(-1) for end, n in zip(ends, self.sizes, strict=True))
+        return np.stack([np.bincount(each.astype(np.int64), minlength=classes) for each in labels])
 
     def __repr__(self) -> str:
         test = "no test set" if self.x_test is None else f"{len(self.x_test):,} test examples"
@@ -534,9 +537,12 @@ def integers_as_int32(y: np.ndarray) -> np.ndarray:
     return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
 
 
-def _check_classes(y: np.ndarray, needs: str) -> None:
-    if not np.issubdtype(y.dtype, np.integer) or y.ndim != 1:
-        raise ConfigurationError(f"{needs} integer labels, one per example, got {y.dtype}{list(y.shape)}")
+def _check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:
+    """several: whether an example may have several labels."""
+    if not np.issubdtype(y.dtype, np.integer) or (y.ndim != 1 and not several):
+        raise ConfigurationError(
+            f"{needs} integer labels{'' if several else ', one per example'}, got {y.dtype}{list(y.shape)}"
+        )
     if y.min() < 0:
         raise ConfigurationError(f"{needs} labels >= 0, got {y.min()}: number the classes from 0")
 
