@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fedjax_drift.data import partition
+from fedjax_drift.data import assignment, partition
 from fedjax_drift.data.partition import by_writer, classes, dirichlet, iid, shards
 
 ALPHAS = (5e-324, 1e-6, 0.01, 0.3, 100.0, 1e6, 1e300)
@@ -52,7 +52,7 @@ def test_every_recipe_keeps_its_promises():
 
 def test_equal_sizes_differ_by_at_most_one_whatever_the_numbers():
     for rows, clients in itertools.product((60_000, 50_000, 1001, 1000), (3, 7, 100, 499, 1000)):
-        sizes = partition._apportion(rows, np.ones(clients))
+        sizes = assignment.apportion(rows, np.ones(clients))
         assert sizes.sum() == rows and set(sizes) <= {rows // clients, -(-rows // clients)}
 
 
@@ -136,8 +136,8 @@ def test_dealing_all_turns_at_once_has_the_law_of_dealing_one_by_one():
     y, rng = np.repeat(np.arange(3), class_sizes), np.random.default_rng(0)
     at_once, one_by_one = np.zeros((2, draws, 3, 3))
     for k in range(draws):
-        mixes = partition._log_gamma(rng, alpha, (3, 3))
-        np.add.at(at_once[k], (partition._assign_by_turns(rng, y, class_sizes, sizes, mixes), y), 1)
+        mixes = assignment.log_gamma(rng, alpha, (3, 3))
+        np.add.at(at_once[k], (assignment.assign_by_turns(rng, y, class_sizes, sizes, mixes), y), 1)
         one_by_one[k] = deal_one_by_one(rng, class_sizes, sizes, alpha)
     for moment in (lambda x: x, np.square):
         error = np.sqrt((moment(at_once).var(0) + moment(one_by_one).var(0)) / draws)
@@ -147,13 +147,13 @@ def test_dealing_all_turns_at_once_has_the_law_of_dealing_one_by_one():
 
 def test_a_used_up_class_leaves_the_ratios_of_the_others():
     mixes = np.array([[0.0, -2000.0, -2000.0 - np.log(3)]])  # classes 1 and 2 underflow beside 0
-    drawn = partition._draw(np.random.default_rng(0), mixes, np.array([False, True, True]), np.zeros(20_000, int))
+    drawn = assignment._draw(np.random.default_rng(0), mixes, np.array([False, True, True]), np.zeros(20_000, int))
     assert np.bincount(drawn, minlength=3)[0] == 0
     assert (drawn == 1).mean() == pytest.approx(3 / 4, abs=0.015)
 
 
 def test_repair_takes_from_the_largest():
-    assert partition._top_up(np.array([0, 9, 3, 7, 1]), 3).tolist() == [3, 5, 3, 6, 3]
+    assert assignment.top_up(np.array([0, 9, 3, 7, 1]), 3).tolist() == [3, 5, 3, 6, 3]
     parts = dirichlet(50, 1e-6, seed=0, prior="class", min_size=15)(LABELS)
     sizes = np.array([len(rows) for rows in parts])
     assert sizes.min() == 15 and (sizes == 15).sum() > 25  # a draw fills six clients
