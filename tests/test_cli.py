@@ -89,6 +89,12 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         (["--algorithm", "fedavg", "--partition", "iid", "--clients", "999"], "use num_clients <= 120"),
         (["--algorithm", "fedavg", "--clients", "3"], "--clients needs --partition, got 3"),
         (["--algorithm", "fedavg", "--partition", "shards:2", "--size-sigma", "1"], "no effect on shards, got 1.0"),
+        (["--algorithm", "fedavg", "--partition", "iid:sizes=liner"], "did you mean 'linear'?"),
+        (
+            ["--algorithm", "fedavg", "--partition", "iid:sizes=60+50", "--clients", "2"],
+            "sizes must sum to 120, the number of examples, got 110",
+        ),
+        (["--algorithm", "fedavg", "--partition", "distribution:nowhere.txt"], "nowhere.txt not found"),
         (["--algorithm", "fedavg", "--model", "lenet5"], "CNN does not accept examples of shape (30,)"),
         (["--algorithm", "fedavg", "--dataset", "mnits"], "did you mean 'mnist'?"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "nowhere/mnist.npz"),

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 from fedjax_drift.data import assignment, partition
-from fedjax_drift.data.partition import by_writer, classes, dirichlet, iid, shards
+from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, shards
 
 ALPHAS = (5e-324, 1e-6, 0.01, 0.3, 100.0, 1e6, 1e300)
 # Gaps, a negative label, a class of one row, sizes that no tested N divides.
 LABELS = np.random.default_rng(7).permutation(np.repeat([-3, 0, 1, 2, 40, 41], [1, 7, 90, 400, 251, 250]))
 SKEWED = np.random.default_rng(8).permutation(np.repeat([0, 1, 2, 3], [28000, 8000, 3000, 1000]))
+
+
+def weights(clients: int, sigma: float) -> np.ndarray:
+    return np.random.default_rng(5).lognormal(0, sigma, (clients, 6))
 
 
 def recipes(seed: int) -> list[partition.Partition]:
@@ -23,6 +27,11 @@ def recipes(seed: int) -> list[partition.Partition]:
         *(classes(n, k, seed) for n, k in ((1, 6), (2, 3), (6, 1))),
         *(dirichlet(n, a, seed, prior=prior, size_sigma=sigma) for n, a, prior, sigma in dealt),
         *(dirichlet(99, a, seed, size_sigma=2.0, min_size=5) for a in ALPHAS),
+        *(iid(n, seed, sizes=rule) for n in numbers for rule in ("linear", "square", "exponential")),
+        *(dirichlet(99, a, seed, sizes="exponential", min_size=5) for a in ALPHAS),
+        *(dirichlet(4, a, seed, prior, sizes=(1, 900, 90, 8)) for a in ALPHAS for prior in ("client", "global")),
+        *(distribution(n, weights(n, sigma), seed) for n in numbers for sigma in (0.0, 2.0)),
+        distribution(2, [[1, 1, 0, 1, 0, 1], [0, 1, 1, 1, 1, 0]], seed, min_per_label=1),
         *(
             dirichlet(n, a, seed, prior="class", min_size=size)
             for n, a, size in itertools.product(numbers, ALPHAS, (1, 5, 10))
@@ -34,16 +43,16 @@ def recipes(seed: int) -> list[partition.Partition]:
 
 @pytest.mark.filterwarnings("error")
 def test_every_recipe_keeps_its_promises():
-    other_seed = iter(recipes(seed=4))
-    for recipe in recipes(seed=3):
-        parts, again, other = recipe(LABELS), recipe(LABELS), next(other_seed)(LABELS)
+    for recipe, other_recipe in zip(recipes(seed=3), recipes(seed=4), strict=True):
+        parts, again, other = recipe(LABELS), recipe(LABELS), other_recipe(LABELS)
         arguments = recipe.arguments
         sizes = np.array([len(rows) for rows in parts])
         assert len(parts) == recipe.num_clients, recipe
         assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in parts), recipe
         np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(LABELS.size), repr(recipe))
         assert sizes.min() >= arguments.get("min_size", 1), recipe
-        if arguments.get("size_sigma") == 0 and arguments.get("prior") != "class":
+        assert eval(repr(recipe)) == recipe != other_recipe
+        if arguments.get("size_sigma") == 0 and arguments.get("prior") != "class" and "sizes" not in arguments:
             assert sizes.max() - sizes.min() <= 1, recipe
         assert all(map(np.array_equal, parts, again)), recipe
         if len(parts) > 1:
@@ -180,6 +189,33 @@ def test_classes_gives_exactly_that_many_labels(clients, per_client):
         assert max(sizes) - min(sizes) <= 1
 
 
+def test_sizes_follow_their_rule():
+    y = np.arange(3850) % 7
+    sizes = {rule: np.array([len(rows) for rows in iid(10, sizes=rule)(y)]) for rule in ("linear", "square")}
+    assert sizes["linear"].tolist() == [70 * i for i in range(1, 11)]
+    assert sizes["square"].tolist() == [10 * i**2 for i in range(1, 11)]
+    exponential = [len(rows) for rows in dirichlet(9, 0.3, sizes="exponential")(y)]
+    assert exponential[0] == 1 and np.diff(np.log(exponential[4:])) == pytest.approx(np.ones(4), abs=0.02)
+    given = (1, 3000, 49, 800)
+    for recipe in (iid(4, sizes=given), dirichlet(4, 0.1, sizes=given), dirichlet(4, 9.0, sizes=np.array(given))):
+        assert tuple(len(rows) for rows in recipe(y)) == given
+
+
+def test_distribution_splits_each_label_in_proportion():
+    y = np.repeat([4, 5, 9], [600, 60, 10])
+    counts = np.array([[100, 0, 3], [200, 30, 3], [300, 30, 4]])
+
+    def table(recipe: partition.Partition) -> np.ndarray:
+        return np.array([[(y[rows] == label).sum() for label in (4, 5, 9)] for rows in recipe(y)])
+
+    assert (table(distribution(3, counts)) == counts).all()
+    at_least = table(distribution(3, [[1e-9, 0, 1], [1e300, 1, 1], [1e-9, 0, 1]], min_per_label=3))
+    assert at_least.tolist() == [[3, 0, at_least[0, 2]], [594, 60, at_least[1, 2]], [3, 0, at_least[2, 2]]]
+    assert at_least[:, 2].min() == 3
+    first, last = distribution(2, [[1e-9, 1e-9, 1e-9], [1, 1, 1]])(y)  # nobody is empty
+    assert len(first) == 1 and len(last) == 669
+
+
 def test_rows_of_one_label_are_shuffled():
     one_label = np.zeros(1000, int)
     for recipe in (iid(2), shards(2, 1), classes(2, 1), *(dirichlet(2, 100, prior=p) for p in partition.PRIORS)):
@@ -235,6 +271,18 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: classes(2, 0), "per_client must be an integer >= 1, got 0"),
         (lambda: classes(2, 2)(LABELS), "per_client must be in 3..6 for 6 labels and 2 clients, got 2"),
         (lambda: classes(9, 7)(LABELS), "per_client must be in 1..6 for 6 labels and 9 clients, got 7"),
+        (lambda: iid(2, sizes="cubic"), "sizes must be one of 'linear', 'square', 'exponential', got 'cubic'"),
+        (lambda: iid(2, sizes=(5, 0)), "or 2 integers >= 1, one per client, got (5, 0)"),
+        (lambda: iid(2, size_sigma=1, sizes="linear"), "pass either sizes or size_sigma, got sizes='linear' and"),
+        (lambda: iid(2, sizes=(500, 500))(LABELS), "sizes must sum to 999, the number of examples, got 1000"),
+        (lambda: dirichlet(2, 1, prior="class", sizes="linear"), "sizes must be None with prior='class', got 'linear'"),
+        (lambda: dirichlet(2, 1, sizes=(5, 4), min_size=5), "or 2 integers >= 5, one per client, got (5, 4)"),
+        (lambda: distribution(3, np.ones((2, 3))), "must have shape [3, C], one row per client and one column per"),
+        (lambda: distribution(2, [[1, -1], [1, 1]]), "weights must be finite numbers >= 0, got -1..1"),
+        (lambda: distribution(2, [[1, 0], [1, 0]]), "for every label, got none for label 1: leave it out"),
+        (lambda: distribution(2, [[0, 0], [1, 1]]), "for every client, got none for client 0: leave it out"),
+        (lambda: distribution(2, np.ones((2, 5)))(LABELS), "weights must have 6 columns, one per label of the data"),
+        (lambda: distribution(2, np.ones((2, 6)), 0, 4)(LABELS), "label -3 must have at least 8 examples"),
         (lambda: classes(9, 2)(LABELS), "label -3 must have at least 3 examples"),
         (lambda: shards(100, 10)(LABELS), "use per_client <= 9 or num_clients <= 99"),
         (

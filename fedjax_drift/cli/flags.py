@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import optax
 
+from fedjax_drift import checks
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.checks import nearest
 from fedjax_drift.data import augment, partition
@@ -49,11 +51,25 @@ DEFAULT_MODEL = {
 }
 
 
+def distribution(num_clients: int, file: str, seed: int = 0, min_per_label: int = 0) -> partition.Partition:
+    """Returns `partition.distribution` with the weights of a text file, one line of numbers per client."""
+    path = checks.path("file", file)
+    try:
+        weights = np.loadtxt(path, ndmin=2)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} must have one line per client, with one number per label, got {checks.first_line(error)}: write "
+            "it with numpy.savetxt"
+        ) from error
+    return partition.distribution(num_clients, weights, seed, min_per_label)
+
+
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "iid": partition.iid,
     "dirichlet": partition.dirichlet,
     "shards": partition.shards,
     "classes": partition.classes,
+    "distribution": distribution,
     "by_writer": partition.by_writer,
 }
 
@@ -173,7 +189,9 @@ def parse_spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]]
 def _option(text: str, default: Any) -> Any:
     if isinstance(default, str):  # "none" is then a string, not None
         return text
-    return tuple(_value(part) for part in text.split("+")) if isinstance(default, tuple) else _value(text)
+    value = _value(text)
+    several = isinstance(default, tuple) or default is None and isinstance(value, str) and "+" in value
+    return tuple(_value(part) for part in text.split("+")) if several else value
 
 
 def _value(text: str) -> bool | int | float | str | None:
@@ -195,8 +213,10 @@ def add_data(group: Any, required: bool) -> None:
     add(
         group, "--partition", "PARTITIONER", "how the data are partitioned into clients: iid, dirichlet:ALPHA (smaller "
         "ALPHA is more heterogeneous), dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the "
-        "examples sorted by label), classes:K (each client has exactly K labels) or by_writer (default: the natural "
-        "clients of glyphs, femnist, synthetic, movielens and dialogue, otherwise iid)",
+        "examples sorted by label), classes:K (each client has exactly K labels), distribution:FILE (the weights of "
+        "the labels, one line per client) or by_writer. iid and dirichlet take the sizes of the clients, as in "
+        "iid:sizes=linear (or square, exponential, or numbers as in 100+200+300). Default: the natural clients of "
+        "glyphs, femnist, synthetic, movielens and dialogue, otherwise iid",
     )  # fmt: skip
     add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
     add(

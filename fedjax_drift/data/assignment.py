@@ -6,12 +6,18 @@ Shapes: M examples, N clients, C distinct labels.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
 from fedjax_drift.errors import ConfigurationError
 
 ATTEMPTS = 100  # of `split_classes` before small clients are filled up
+SIZE_RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "linear": np.log,
+    "square": lambda i: 2 * np.log(i),
+    "exponential": lambda i: i,
+}  # the logarithm of the size of client i in 1..N, up to a constant
 
 
 def assign_by_turns(
@@ -92,11 +98,20 @@ def split_classes(
             sizes += counts[c]
         if sizes.min() >= min_size:
             break
+    return assign_counts(rng, y, counts, min_size)
+
+
+def assign_counts(rng: np.random.Generator, y: np.ndarray, counts: np.ndarray, min_size: int) -> np.ndarray:
+    """Returns the client of each example, where client i gets counts[c, i] examples of the label that is number c.
+
+    Clients below min_size then get random examples of the clients that are largest.
+    """
+    num_clients, sizes = counts.shape[1], counts.sum(axis=0)
     owner = np.empty(y.size, np.int64)
     client_of_count = np.tile(np.arange(num_clients), len(counts))
     owner[by_label(rng, y)] = np.repeat(client_of_count, counts.ravel())
 
-    change = top_up(sizes, min_size) - sizes  # all 0, unless all attempts have failed
+    change = top_up(sizes, min_size) - sizes  # all 0, unless a client is too small
     rows = by_label(rng, owner)
     rank = np.arange(y.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     moved = rows[rank < -change[owner[rows]]]
@@ -104,10 +119,29 @@ def split_classes(
     return owner
 
 
-def client_sizes(rng: np.random.Generator, num_rows: int, num_clients: int, sigma: float, min_size: int) -> np.ndarray:
-    """Returns equal (sigma = 0) or log-normal sizes [N] >= min_size that sum to num_rows."""
+def client_sizes(
+    rng: np.random.Generator,
+    num_rows: int,
+    num_clients: int,
+    sigma: float,
+    min_size: int,
+    sizes: str | tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """Returns sizes [N] >= min_size that sum to num_rows.
+
+    They are given, or follow one of the `SIZE_RULES`. With sizes=None they are equal (sigma = 0) or log-normal.
+    """
     require_rows(num_rows, num_clients, "min_size", min_size)
-    log_size = sigma * rng.standard_normal(num_clients)
+    if isinstance(sizes, tuple):
+        if (total := sum(sizes)) != num_rows:
+            raise ConfigurationError(
+                f"sizes must sum to {num_rows}, the number of examples, got {total}: every example is used exactly once"
+            )
+        return np.array(sizes)
+    if sizes is None:
+        log_size = sigma * rng.standard_normal(num_clients)
+    else:
+        log_size = SIZE_RULES[sizes](np.arange(1, num_clients + 1))
     return top_up(apportion(num_rows, np.exp(log_size - log_size.max())), min_size)
 
 

@@ -17,7 +17,7 @@ legal input. The result only depends on the arguments and the data. Shapes: M ex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,10 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.data.assignment import (
+    SIZE_RULES,
     apportion,
     assign_by_turns,
+    assign_counts,
     by_label,
     client_sizes,
     log_gamma,
@@ -36,6 +38,8 @@ from fedjax_drift.data.assignment import (
 from fedjax_drift.errors import ConfigurationError
 
 PRIORS = ("client", "class", "global")
+Sizes = str | Sequence[int] | np.ndarray | None
+Weights = Sequence[Sequence[float]] | np.ndarray
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +84,7 @@ class Partition:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.arguments.items())})"
 
 
-def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0) -> Partition:
+def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0, sizes: Sizes = None) -> Partition:
     """Shuffles the examples and splits them into N parts.
 
     Args:
@@ -89,19 +93,30 @@ def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0) -> Partition:
       size_sigma: with 0 (default) the sizes differ by at most one. With size_sigma > 0 they are drawn from
         LogNormal(log(M/N), size_sigma) and rescaled to sum to M, each at least 1, as in the code of FedDyn's and
         FedDC's authors. size_sigma is the standard deviation of the logarithm, 0.3 in their experiments.
+      sizes: the sizes of the clients, instead of size_sigma. "linear", "square" and "exponential": client i in 0..N-1
+        gets a number of examples in proportion to i + 1, (i + 1)^2 or e^(i + 1), rounded, and at least 1. Or a sequence
+        of N integers >= 1 that sum to M. Default: None, see size_sigma.
 
     Raises:
-      ValueError: a value is out of range. Calling the partitioner raises it if M < N.
+      ValueError: a value is out of range, or sizes and size_sigma are both given. Calling the partitioner raises it if
+        M < N, or if the given sizes do not sum to M.
+
+    Flower's LinearPartitioner, SquarePartitioner, ExponentialPartitioner and SizePartitioner have such sizes. They give
+    contiguous blocks of the data set without shuffling it. The first three add all examples that are lost by rounding
+    to the last client, and refuse a data set if a client would be empty. The last one may leave examples out.
     """
     num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
     size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual", computed=False)
+    arguments: dict[str, Any] = {"num_clients": num_clients, "seed": seed, "size_sigma": size_sigma}
+    if sizes is not None:
+        arguments["sizes"] = sizes = _checked_sizes(sizes, num_clients, size_sigma, min_size=1)
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         rng = np.random.default_rng(seed)
-        sizes = client_sizes(rng, y.size, num_clients, size_sigma, min_size=1)
-        return rng.permutation(np.repeat(np.arange(num_clients), sizes))
+        numbers = client_sizes(rng, y.size, num_clients, size_sigma, 1, sizes)
+        return rng.permutation(np.repeat(np.arange(num_clients), numbers))
 
-    return Partition("iid", {"num_clients": num_clients, "seed": seed, "size_sigma": size_sigma}, owners)
+    return Partition("iid", arguments, owners)
 
 
 def dirichlet(
@@ -112,6 +127,7 @@ def dirichlet(
     size_sigma: float = 0.0,
     min_size: int | None = None,
     capped: bool = True,
+    sizes: Sizes = None,
 ) -> Partition:
     """Assigns different label distributions to the clients, drawn from a Dirichlet distribution.
 
@@ -119,7 +135,8 @@ def dirichlet(
 
     - prior="client": each client draws its label distribution from Dir(alpha 1_C). The examples are assigned one at a
       time: a client that is not full is chosen at random, and a class is drawn from its distribution. If no example of
-      this class is left, the class is drawn again. (Code of FedDyn's and FedDC's authors.)
+      this class is left, the class is drawn again. (Code of FedDyn's and FedDC's authors. With sizes=, Flower's
+      InnerDirichletPartitioner, which draws other random numbers, and may leave examples out.)
     - prior="global": the same with Dir(alpha p), where p are the label frequencies of the data. With C equally frequent
       labels, alpha here has the same effect as alpha / C with prior="client". (Hsu et al., arXiv 1909.06335; FedGVRGM.)
     - prior="class": each class is split over the clients by Dir(alpha 1_N). Clients that already have M/N examples or
@@ -140,19 +157,21 @@ def dirichlet(
       capped: for prior="class" only. If it is False, clients with M/N examples or more can receive more, as in the
         library of FedEve's authors. In that library clients may be empty. Here every client has at least one example,
         so min_size=1 is the closest setting.
+      sizes: the sizes of the clients, instead of size_sigma, as in `iid`. It must be None with prior="class".
 
     Raises:
-      ValueError: a value is out of range or unknown, size_sigma > 0 with prior="class", or capped=False with another
-        prior. Calling the partitioner raises it if M < N min_size.
+      ValueError: a value is out of range or unknown, size_sigma > 0 or sizes with prior="class", or capped=False with
+        another prior. Calling the partitioner raises it if M < N min_size, or if the given sizes do not sum to M.
     """
     num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
     size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual", computed=False)
     checks.choice("prior", prior, PRIORS)
     alpha = checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one", computed=False)
-    if prior == "class" and size_sigma > 0:
+    if prior == "class" and (size_sigma > 0 or sizes is not None):
+        name, allowed, got = ("size_sigma", 0, size_sigma) if size_sigma > 0 else ("sizes", None, sizes)
         raise ConfigurationError(
-            f"size_sigma must be 0 with prior='class', got {size_sigma!r}: use prior='client' or prior='global' for "
-            "log-normal sizes"
+            f"{name} must be {allowed} with prior='class', got {checks.shown(got)}: use prior='client' or "
+            "prior='global' to choose the sizes"
         )
     default = 10 if prior == "class" else 1
     min_size = default if min_size is None else checks.integer("min_size", min_size, 1)
@@ -169,16 +188,18 @@ def dirichlet(
         if prior != "class":
             raise ConfigurationError(f"capped=False needs prior='class', got prior={prior!r}: leave capped out")
         arguments["capped"] = False
+    if sizes is not None:
+        arguments["sizes"] = sizes = _checked_sizes(sizes, num_clients, size_sigma, min_size)
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         rng = np.random.default_rng(seed)
         classes, class_sizes = np.unique(y, return_counts=True)
         if prior == "class":
             return split_classes(rng, y, class_sizes, num_clients, alpha, min_size, capped)
-        sizes = client_sizes(rng, y.size, num_clients, size_sigma, min_size)
+        numbers = client_sizes(rng, y.size, num_clients, size_sigma, min_size, sizes)
         p = class_sizes / y.size if prior == "global" else np.ones(classes.size)
         mixes = log_gamma(rng, alpha * p, (num_clients, classes.size))
-        return assign_by_turns(rng, y, class_sizes, sizes, mixes)
+        return assign_by_turns(rng, y, class_sizes, numbers, mixes)
 
     return Partition("dirichlet", arguments, owners)
 
@@ -259,6 +280,75 @@ def classes(num_clients: int, per_client: int, seed: int = 0) -> Partition:
     return Partition("classes", {"num_clients": num_clients, "per_client": per_client, "seed": seed}, owners)
 
 
+def distribution(num_clients: int, weights: Weights, seed: int = 0, min_per_label: int = 0) -> Partition:
+    """Splits the examples of every label in given proportions over the clients.
+
+    Of the examples of a label, client i gets the share weights[i, c] / sum_j weights[j, c], rounded, chosen at random.
+    So ``distribution(data.num_clients, data.label_counts())`` gives other examples with the same number of examples of
+    each label to each client, if the labels are 0..C-1 and each is as frequent as in ``data``. A client that would be
+    empty gets a random example of the client that is largest.
+
+    Args:
+      num_clients: N >= 1.
+      weights: [N, C] finite numbers >= 0. Column c is for the label that is number c in increasing order. Every row and
+        every column has a number > 0.
+      seed: random seed, >= 0.
+      min_per_label: >= 0. Every client first gets this number of examples of each label that it has a weight > 0 for.
+        Only the others are split in proportion. Default: 0.
+
+    Raises:
+      ValueError: a value is out of range. Calling the partitioner raises it if the data do not have C labels, if M < N,
+        or if a label has too few examples for min_per_label.
+
+    Flower's DistributionPartitioner has the transposed weights of those labels only that a client has: client i has
+    the labels i, i + 1, ... (mod C), num_unique_labels_per_partition of them, and N is a multiple of C. It adds all
+    examples of a label that are lost by rounding to one random client. With rescale=False it leaves examples out.
+    """
+    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
+    min_per_label = checks.integer("min_per_label", min_per_label, 0)
+    table = checks.array("weights", weights)
+    if table.ndim != 2 or len(table) != num_clients or table.shape[1] == 0:
+        raise ConfigurationError(
+            f"weights must have shape [{num_clients}, C], one row per client and one column per label, got "
+            f"{list(table.shape)}: transpose it, or use another num_clients"
+        )
+    if not np.isfinite(table).all() or not (table >= 0).all():
+        raise ConfigurationError(f"weights must be finite numbers >= 0, got {table.min()}..{table.max()}")
+    for axis, what in ((1, "client"), (0, "label")):
+        if not (positive := (table > 0).any(axis)).all():
+            raise ConfigurationError(
+                f"weights must have a number > 0 for every {what}, got none for {what} {int(np.argmin(positive))}: "
+                "leave it out of weights" + (" and of the data" if what == "label" else "")
+            )
+    arguments = {
+        "num_clients": num_clients,
+        "weights": tuple(map(tuple, table.tolist())),
+        "seed": seed,
+        "min_per_label": min_per_label,
+    }
+
+    def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
+        require_rows(y.size, num_clients, "min_size", 1)
+        labels, class_sizes = np.unique(y, return_counts=True)
+        if len(labels) != table.shape[1]:
+            raise ConfigurationError(
+                f"weights must have {len(labels)} columns, one per label of the data, got {table.shape[1]}: leave out "
+                "the columns of labels without examples"
+            )
+        least = min_per_label * (table > 0)
+        if (few := class_sizes < least.sum(axis=0)).any():
+            c = int(np.argmax(few))
+            raise ConfigurationError(
+                f"label {labels[c]} must have at least {least[:, c].sum()} examples, min_per_label={min_per_label} for "
+                f"each of its clients, got {class_sizes[c]}: use a smaller min_per_label"
+            )
+        split = zip(class_sizes - least.sum(axis=0), table.T / table.max(axis=0)[:, None], strict=True)
+        counts = least.T + [apportion(total, shares) for total, shares in split]
+        return assign_counts(np.random.default_rng(seed), y, counts, min_size=1)
+
+    return Partition("distribution", arguments, owners)
+
+
 def by_writer() -> Partition:
     """Assigns one client to each writer, in increasing order of the writers' ids: a natural partition.
 
@@ -283,3 +373,20 @@ def by_writer() -> Partition:
         return np.unique(writer, return_inverse=True)[1]
 
     return Partition("by_writer", {}, owners)
+
+
+def _checked_sizes(sizes: Any, num_clients: int, size_sigma: float, min_size: int) -> str | tuple[int, ...]:
+    if size_sigma > 0:
+        raise ConfigurationError(
+            f"pass either sizes or size_sigma, got sizes={checks.shown(sizes)} and size_sigma={size_sigma}: leave one "
+            "out"
+        )
+    if isinstance(sizes, str):
+        return checks.choice("sizes", sizes, SIZE_RULES)
+    numbers = checks.array("sizes", sizes)
+    if numbers.shape != (num_clients,) or numbers.dtype.kind not in "iu" or numbers.min() < min_size:
+        raise ConfigurationError(
+            f"sizes must be one of {', '.join(map(repr, SIZE_RULES))}, or {num_clients} integers >= {min_size}, one "
+            f"per client, got {checks.shown(sizes)}"
+        )
+    return tuple(numbers.tolist())
