@@ -8,7 +8,8 @@ tensorflow-datasets.
 `DATASETS` has one loader per data set: (data_dir, seed, natural, *, options of the data set) -> `Samples`. natural:
 whether the caller asked for ``by_writer()``. `mnist` then also reads the writers of its examples.
 
-`from_leaf`, `from_fedjax` and `from_tff` read federations from your own files.
+`from_leaf`, `from_fedjax` and `from_tff` read federations from your own files. `from_huggingface`, `from_flwr`,
+`from_pandas` and `from_torch` read the data sets of other libraries.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import dialogue, files, generated, images, movielens, tasks
+from fedjax_drift.data import dialogue, files, generated, images, movielens, tables, tasks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
 from fedjax_drift.data.federated_files import from_leaf as from_leaf
 from fedjax_drift.data.federated_files import from_tff as from_tff
 from fedjax_drift.data.femnist import femnist
-from fedjax_drift.data.partition import by_writer, classes, dirichlet, iid, shards
+from fedjax_drift.data.flower import from_flwr as from_flwr
+from fedjax_drift.data.frames import from_pandas as from_pandas
+from fedjax_drift.data.huggingface import from_huggingface as from_huggingface
+from fedjax_drift.data.pairs import from_torch as from_torch
+from fedjax_drift.data.partition import by_writer, iid
 from fedjax_drift.data.sources import EMNIST, FEMNIST, FILES, GET, DataDir, Samples, filenames, flat, prepare, tfds_name
 from fedjax_drift.errors import ConfigurationError
 
@@ -91,12 +96,10 @@ LOWEST = {
 }
 SPREADS = ("alpha", "beta")
 
-Partition = Callable[..., list[np.ndarray]]
-
 
 def load(
     name: str,
-    partition: Partition | None = None,
+    partition: tables.Partition | None = None,
     data_dir: DataDir = None,
     *,
     standardize: bool | None = None,
@@ -130,10 +133,7 @@ def load(
       ImportError: the source needs a package that is not installed.
     """
     options = _checked(name, options)
-    if partition is not None and (not callable(partition) or partition in (iid, dirichlet, shards, classes, by_writer)):
-        raise ConfigurationError(
-            f"partition must be a partitioner such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
-        )
+    tables.check_partitioner(partition)
     files.folders(data_dir)
     standardize = name != "femnist" if standardize is None else checks.flag("standardize", standardize)
     seed = checks.integer("seed", seed, 0, math.inf)
@@ -170,17 +170,12 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _partitioned(name: str, samples: Samples, partitioner: Partition, standardize: bool) -> FederatedData:
+def _partitioned(name: str, samples: Samples, partitioner: tables.Partition, standardize: bool) -> FederatedData:
     (x, y), test, writer, test_writer, mean, std = samples
     if not standardize:
         mean = std = None
     if partitioner != by_writer() or writer is None or (writer[1:] < writer[:-1]).any():
-        try:
-            parts = partitioner(y, writer=writer)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"partition must be a function of labels and writer=, got a function that raises: {error}"
-            ) from error
+        parts = tables.split(partitioner, y, writer)
         return FederatedData.from_partition(x, y, parts, test, mean=mean, std=std, name=name)
     # The examples are already grouped by writer. They are not copied, because glyphs has half a gigabyte.
     ids, sizes = np.unique(writer, return_counts=True)

@@ -1,0 +1,182 @@
+"""Columns of Hugging Face datasets, which are Arrow tables, as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data import tables
+from fedjax_drift.errors import ConfigurationError
+
+ROWS = 1024  # read at once, of images and of data sets that are not in the order of their table
+
+
+class Reading(NamedTuple):
+    """How columns are converted to arrays. See `from_huggingface`."""
+
+    length: int | None
+    padding: int
+    truncate: bool
+    dtype: np.dtype | None
+
+
+def reading(length: int | None, padding: int, truncate: bool, dtype: Any) -> Reading:
+    """Returns the checked options."""
+    length = None if length is None else checks.integer("length", length, 1)
+    padding = checks.integer("padding", padding, -(2**31), checks.LARGE)
+    return Reading(length, padding, checks.flag("truncate", truncate), tables.checked_dtype(dtype))
+
+
+def check_dataset(name: str, dataset: Any) -> Any:
+    """Returns the data set. Raises ValueError unless it is a `datasets.Dataset` with examples."""
+    import datasets
+
+    if not isinstance(dataset, datasets.Dataset):
+        fix = "load it without streaming=True" if isinstance(dataset, datasets.IterableDataset) else "load_dataset"
+        raise ConfigurationError(f"{name} must be a datasets.Dataset, got a {type(dataset).__name__}: {fix}")
+    if dataset.format["type"] == "custom":
+        raise ConfigurationError(
+            f"{name} must have no transform (set_transform), because it would not be applied: use dataset.map"
+        )
+    if len(dataset) == 0:
+        raise ConfigurationError(f"{name} must have at least 1 example, got 0")
+    return dataset
+
+
+def table(dataset: Any, x: str | Sequence[str], y: str, client: str | None, options: Reading) -> tables.Table:
+    """Returns the columns of a data set of M examples as a table."""
+    tables.column_names(x, y, client, dataset.column_names)
+    return tables.Table(
+        lambda rows: tables.gather(inputs(dataset, x, options), len(dataset), rows, f"column {x!r}"),
+        tables.gather(labels(dataset, y, options), len(dataset), None, f"column {y!r}"),
+        None if client is None else clients(dataset, client),
+    )
+
+
+def inputs(dataset: Any, x: str | Sequence[str], options: Reading) -> Iterator[np.ndarray]:
+    """Yields the inputs of consecutive examples, [n, ...]."""
+    names = [x] if isinstance(x, str) else list(x)
+    fix = "convert it to numbers with dataset.map, for example by a tokenizer"
+    for columns in _batches(dataset, names):
+        arrays = [_array(columns[name], dataset.features[name], name, options, fix) for name in names]
+        yield tables.inputs(arrays, names, options.dtype)
+
+
+def labels(dataset: Any, y: str, options: Reading) -> Iterator[np.ndarray]:
+    """Yields the labels of consecutive examples, [n] or [n, length]."""
+    import datasets
+
+    fix = f"number the classes with dataset.class_encode_column({y!r})"
+    is_class = isinstance(dataset.features[y], datasets.ClassLabel)
+    for columns in _batches(dataset, [y]):
+        array = tables.labels(_array(columns[y], dataset.features[y], y, options, fix))
+        if is_class and array.min() < 0:
+            raise ConfigurationError(
+                f"column {y!r} must have classes >= 0, got {array.min()}, which stands for an unknown label: leave "
+                "these examples out with dataset.filter, or, if it is the test set, pass another one as test="
+            )
+        yield array
+
+
+def clients(dataset: Any, name: str) -> np.ndarray:
+    """Returns the client of each example [M], integers or strings."""
+    import pyarrow as pa
+
+    parts = []
+    for columns in _batches(dataset, [name]):
+        column = columns[name]
+        _check_complete(column, name)
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            encoded = column.dictionary_encode()
+            parts.append(np.array(encoded.dictionary.to_pylist(), str)[encoded.indices.to_numpy()])
+        elif pa.types.is_integer(column.type):
+            parts.append(column.to_numpy())
+        else:
+            raise ConfigurationError(f"column {name!r} must have integers or strings as clients, got {column.type}")
+    return np.concatenate(parts)
+
+
+def _batches(dataset: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the Arrow arrays of consecutive examples. They are views unless rows of the data set were selected."""
+    import datasets
+
+    view = dataset.select_columns(list(dict.fromkeys(names))).with_format("arrow")
+    in_order = dataset._indices is None
+    has_images = any(isinstance(dataset.features[name], datasets.Image) for name in names)
+    for part in [view[:]] if in_order else view.iter(ROWS):
+        for batch in part.to_batches(ROWS if has_images else None):
+            yield dict(zip(batch.schema.names, batch.columns, strict=True))
+
+
+def _array(column: Any, feature: Any, name: str, options: Reading, fix: str) -> np.ndarray:
+    import datasets
+
+    if not isinstance(feature, datasets.Image):
+        return _numbers(column, name, options, fix)
+    _check_complete(column, name)
+    decoder = datasets.Image(mode=feature.mode)
+    mode = f"convert them with dataset.cast_column({name!r}, datasets.Image(mode='RGB'))"
+    images = [tables.pixels(decoder.decode_example(one), f"column {name!r}", mode) for one in column.to_pylist()]
+    if len(shapes := sorted({image.shape for image in images})) > 1:
+        raise ConfigurationError(
+            f"column {name!r} must have images of one size, got {list(shapes[0])} and {list(shapes[-1])}: resize them "
+            "with dataset.map"
+        )
+    return np.stack(images)
+
+
+def _numbers(column: Any, name: str, options: Reading, fix: str, is_inner: bool = False) -> np.ndarray:
+    """Returns numbers [n], or lists of numbers [n, ...]. The outer lists are padded if a length is given."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    kind, is_kind = column.type, pa.types
+    _check_complete(column, name)
+    if is_kind.is_integer(kind) or is_kind.is_floating(kind) or is_kind.is_boolean(kind):
+        return column.to_numpy(zero_copy_only=False)
+    if not (is_kind.is_list(kind) or is_kind.is_large_list(kind) or is_kind.is_fixed_size_list(kind)):
+        raise ConfigurationError(f"column {name!r} must have numbers, or lists of numbers, got {kind}: {fix}")
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    values = _numbers(column.flatten(), name, options, fix, is_inner=True)
+    if options.length is not None and not is_inner:
+        return _padded(values, lengths, name, options)
+    if len(lengths) and lengths.min() < lengths.max():
+        raise ConfigurationError(
+            f"column {name!r} must have lists of one length, got {lengths.min()} to {lengths.max()}: pass length=, "
+            "to which shorter lists are padded"
+        )
+    return values.reshape(len(lengths), *lengths[:1], *values.shape[1:])
+
+
+def _padded(values: np.ndarray, lengths: np.ndarray, name: str, options: Reading) -> np.ndarray:
+    """Returns the lists, whose values are consecutive, padded or cut to options.length."""
+    length = options.length or 0
+    if lengths.max() > length and not options.truncate:
+        raise ConfigurationError(
+            f"column {name!r} must have lists of at most length={length} values, got {lengths.max()}: use a larger "
+            "length, or truncate=True"
+        )
+    if (lengths == length).all():
+        return values.reshape(len(lengths), length, *values.shape[1:])
+    try:
+        padded = np.full((len(lengths), length, *values.shape[1:]), options.padding, values.dtype)
+    except OverflowError as error:
+        raise ConfigurationError(
+            f"padding must be in the range of {values.dtype}, the dtype of column {name!r}, got {options.padding}"
+        ) from error
+    place = np.arange(length)
+    is_value = place < lengths[:, None]
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    padded[is_value] = values[(starts[:, None] + place)[is_value]]
+    return padded
+
+
+def _check_complete(column: Any, name: str) -> None:
+    if column.null_count:
+        raise ConfigurationError(
+            f"column {name!r} must have no missing values, got {column.null_count}: {tables.FILL} with dataset.filter"
+        )

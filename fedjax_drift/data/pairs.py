@@ -1,0 +1,130 @@
+"""Federations from map-style data sets of PyTorch: pairs of an input and a label."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data import tables
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.errors import ConfigurationError
+
+ClientOf = Sequence[int] | Sequence[str] | np.ndarray | Callable[[int], int | str]
+
+
+def from_torch(
+    dataset: Any,
+    client_of: ClientOf | None = None,
+    partition: tables.Partition | None = None,
+    test: Any = None,
+    *,
+    test_client_of: ClientOf | None = None,
+    channels_first: bool = False,
+    client_tests: bool | None = None,
+    name: str = "data",
+) -> FederatedData:
+    """Creates a federation from a map-style `torch.utils.data.Dataset` of pairs (input, label).
+
+    Any object with ``len(dataset)`` and ``dataset[k] -> (input, label)`` works. Each example is read once, with its
+    transforms, so random augmentation in a transform would be frozen: use `LocalTraining(augment=)` instead. A
+    TensorDataset is read without a loop.
+
+    Inputs and labels are tensors, arrays or numbers; inputs may also be grey or RGB images of Pillow. Arrays of
+    integers keep their dtype. Other arrays become float32, and so do inputs that are single numbers, as features [1].
+    uint8 arrays [H, W] are grey images, and get a channel axis.
+
+    Args:
+      dataset: M examples of one shape.
+      client_of: the client of each example: M integers or strings, or a function of the number of the example. The
+        clients are sorted, and their names are these values.
+      partition: a partitioner of `fd.partition`, which gets the labels. Pass either ``client_of`` or ``partition``.
+      test: the test set, such a data set. Default: no test set.
+      test_client_of: the client of each test example, like ``client_of``. Default: the test set is pooled.
+      channels_first: whether the inputs are arrays [C, H, W], as torchvision's ToTensor makes them. They become
+        [H, W, C], which the models of this library need.
+      client_tests: whether every client has its own test examples. Default: True if ``test_client_of`` is given and
+        all clients of the test set are training clients, otherwise the test set is pooled.
+      name: the name of the data set in plots and logs.
+
+    Raises:
+      ValueError: the examples are not pairs of numbers of one shape. Or an argument has a wrong value.
+    """
+    tables.check_clients(client_of, partition, "client_of")
+    channels_first = checks.flag("channels_first", channels_first)
+    train = _table("dataset", dataset, client_of, channels_first)
+    tests = None if test is None else _table("test", test, test_client_of, channels_first)
+    return tables.federation(train, tests, partition, client_tests, name, "dataset")
+
+
+def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_first: bool) -> tables.Table:
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+        raise ConfigurationError(
+            f"{argument} must be a map-style data set with len(dataset) >= 1 and dataset[k], got "
+            f"{checks.shown(dataset)}: read an iterable data set into a list"
+        )
+    x, y = _columns(argument, dataset)
+    if channels_first:
+        if x.ndim != 4:
+            raise ConfigurationError(
+                f"channels_first=True needs images [C, H, W], got inputs of shape {list(x.shape[1:])}: leave it out"
+            )
+        x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
+    inputs = tables.inputs([x], ["input"], None)
+    client = None if client_of is None else _clients(argument, client_of, len(dataset))
+    return tables.Table(lambda rows: inputs if rows is None else inputs[rows], tables.labels(y), client)
+
+
+def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
+    torch = sys.modules.get("torch")  # without it, nothing is a TensorDataset
+    if torch is not None and type(dataset) is torch.utils.data.TensorDataset and len(dataset.tensors) == 2:
+        x, y = dataset.tensors
+        return _array(x, f"{argument}: the inputs"), _array(y, f"{argument}: the labels")
+    columns: list[np.ndarray] = []
+    for k in range(len(dataset)):
+        example = dataset[k]
+        if not isinstance(example, tuple | list) or len(example) != 2:
+            raise ConfigurationError(
+                f"{argument}[{k}] must be a pair (input, label), got {checks.shown(example)}: wrap the data set"
+            )
+        pair = [_array(value, f"{argument}[{k}][{i}]") for i, value in enumerate(example)]
+        columns = columns or [np.empty((len(dataset), *value.shape), value.dtype) for value in pair]
+        for i, (column, value) in enumerate(zip(columns, pair, strict=True)):
+            if (value.shape, value.dtype) != (column.shape[1:], column.dtype):
+                raise ConfigurationError(
+                    f"{argument}[{k}][{i}] must be like that of the first example, {column.dtype}"
+                    f"{list(column.shape[1:])}, got {value.dtype}{list(value.shape)}: resize or pad the examples"
+                )
+            column[k] = value
+    return columns[0], columns[1]
+
+
+def _array(value: Any, name: str) -> np.ndarray:
+    """Returns a tensor, an array, a number or an image as an array."""
+    if hasattr(value, "mode") and hasattr(value, "getbands"):
+        return tables.pixels(value, name, "convert them with a transform, image.convert('RGB')")
+    try:
+        array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except Exception as error:  # a ragged list, or a tensor of a dtype that NumPy lacks
+        raise ConfigurationError(
+            f"{name} must be a tensor, an array or a number, got a {type(value).__name__} ({checks.first_line(error)})"
+        ) from error
+    if array.dtype.kind not in "biuf":
+        raise ConfigurationError(
+            f"{name} must be numbers, got {checks.shown(value)}: convert it with a transform, and number the classes"
+        )
+    return array
+
+
+def _clients(argument: str, client_of: ClientOf, rows: int) -> np.ndarray:
+    values = [client_of(k) for k in range(rows)] if callable(client_of) else client_of
+    clients = np.asarray(values)
+    if clients.shape != (rows,) or clients.dtype.kind not in "iuU":
+        raise ConfigurationError(
+            f"the clients of {argument} must be {rows} integers or strings, one per example, got {clients.dtype}"
+            f"{list(clients.shape)}"
+        )
+    return clients

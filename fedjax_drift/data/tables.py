@@ -1,0 +1,235 @@
+"""The shared part of the readers of other libraries' data: examples in some order become a `FederatedData`.
+
+A reader makes a `Table` of the training examples, one of the test examples, and calls `federation`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.data.partition import Partition as Partitioner
+from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, shards
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
+
+FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer)
+IGNORE_LABELS = ("iid", "by_writer")  # partitioners that work for any labels
+
+Partition = Callable[..., list[np.ndarray]]
+
+
+class Table(NamedTuple):
+    """M examples in the order of their source. The inputs are read last, in their final order, to copy them once."""
+
+    x: Callable[[np.ndarray | None], np.ndarray]
+    """``x(rows)`` returns the inputs of the examples ``rows``, or of all examples if rows is None."""
+    y: np.ndarray
+    """[M, ...]"""
+    client: np.ndarray | None = None
+    """[M], the client of each example, integers or strings. None if the source does not say."""
+
+
+def federation(
+    train: Table,
+    test: Table | None,
+    partition: Partition | None,
+    client_tests: bool | None,
+    name: str,
+    columns: str,
+) -> FederatedData:
+    """Creates a federation whose clients are those of the table, sorted, or those of a partition.
+
+    client_tests: whether the test set is split by client. None: if all clients of the test set are training clients.
+    columns: the names of the columns, for messages.
+    """
+    rows = np.arange(len(train.y))
+    partitioner = by_writer() if partition is None else partition
+    with naming(columns):
+        parts = split(partitioner, train.y, train.client)
+        dealt = FederatedData.from_partition(rows, train.y, parts)  # its inputs are the order of the examples
+    ids = np.unique(train.client) if partition is None and train.client is not None else None
+    x = train.x(None if np.array_equal(dealt.x, rows) else dealt.x)
+    x_test = y_test = test_sizes = None
+    if test is not None:
+        order, test_sizes = _test_order(test.client, ids, client_tests)
+        x_test, y_test = test.x(order), test.y if order is None else test.y[order]
+    elif client_tests:
+        raise ConfigurationError("client_tests=True needs a test set, got none: pass test=")
+    names = None if ids is None else tuple(map(str, ids))
+    with naming(columns):
+        return replace(
+            dealt, x=x, x_test=x_test, y_test=y_test, test_sizes=test_sizes, name=name, client_names=names
+        )  # fmt: skip
+
+
+def _test_order(
+    client: np.ndarray | None, ids: np.ndarray | None, client_tests: bool | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns the order of the test examples and how many each client has; (None, None) for a pooled test set."""
+    known = client is not None and ids is not None and bool(np.isin(client, ids).all())
+    if not (known if client_tests is None else checks.flag("client_tests", client_tests)):
+        return None, None
+    if client is None or ids is None or not known:
+        unknown = (
+            "no clients" if client is None or ids is None else f"client {client[~np.isin(client, ids)].tolist()[0]!r}"
+        )
+        raise ConfigurationError(
+            f"client_tests=True needs a test set whose clients are all training clients, got {unknown}: leave "
+            "client_tests out for a pooled test set"
+        )
+    owner = np.searchsorted(ids, client)
+    return np.argsort(owner, kind="stable"), np.bincount(owner, minlength=len(ids))
+
+
+def check_clients(client: Any, partition: Any, argument: str = "client") -> None:
+    """Raises ValueError unless exactly one of the two is given, and ``partition`` is a partitioner."""
+    if (client is None) == (partition is None):
+        got = "neither" if client is None else "both"
+        raise ConfigurationError(
+            f"pass either {argument}= or partition= to say what the clients are, got {got}: for example "
+            "partition=fd.partition.iid(100)"
+        )
+    check_partitioner(partition)
+
+
+def check_partitioner(partition: Any) -> None:
+    if partition is not None and (not callable(partition) or partition in FACTORIES):
+        raise ConfigurationError(
+            f"partition must be a partitioner such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
+        )
+
+
+def split(partitioner: Partition, y: np.ndarray, writer: np.ndarray | None) -> list[np.ndarray]:
+    """Returns the examples of each client. Labels that are not classes are for partitioners that ignore them."""
+    if isinstance(partitioner, Partitioner) and (y.ndim != 1 or y.dtype.kind not in "iu"):
+        if partitioner.name not in IGNORE_LABELS:
+            raise ConfigurationError(
+                f"partition must be fd.partition.iid for labels that are not one integer per example, got "
+                f"{partitioner!r} and labels of {y.dtype}{list(y.shape[1:])}: or pass the clients"
+            )
+        y = np.zeros(len(y), np.int64)
+    try:
+        return partitioner(y, writer=writer)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"partition must be a function of labels and writer=, got a function that raises: {error}"
+        ) from error
+
+
+def gather(blocks: Iterable[np.ndarray], total: int, rows: np.ndarray | None, name: str) -> np.ndarray:
+    """Joins consecutive blocks of ``total`` examples, and returns the examples ``rows``, or all for None.
+
+    The result is the only copy. A single block is not copied if rows is None.
+    """
+    picked = np.arange(total) if rows is None else rows
+    order = np.argsort(picked, kind="stable")
+    wanted, begin, joined = picked[order], 0, np.empty(0)
+    for block in blocks:
+        if len(block) == total:
+            return block if rows is None else block[rows]
+        joined = joined if begin else np.empty((len(picked), *block.shape[1:]), block.dtype)
+        if (block.shape[1:], block.dtype) != (joined.shape[1:], joined.dtype):
+            raise ConfigurationError(
+                f"{name} must have examples of one shape and dtype, got {joined.dtype}{list(joined.shape[1:])} and "
+                f"{block.dtype}{list(block.shape[1:])}: resize images, or pad lists with length="
+            )
+        first, last = np.searchsorted(wanted, (begin, begin + len(block)))
+        joined[order[first:last]] = block[wanted[first:last] - begin]
+        begin += len(block)
+    return joined
+
+
+def inputs(columns: Sequence[np.ndarray], names: Sequence[str], dtype: Any) -> np.ndarray:
+    """Returns the inputs [n, ...] of columns of numbers [n], or of one column of arrays [n, ...].
+
+    Columns of numbers become float32 features [n, F]. Arrays of integers keep their dtype, and other arrays become
+    float32. ``dtype`` replaces both. Grey images, uint8 [n, H, W], get a channel axis.
+    """
+    if len(columns) == 1 and columns[0].ndim > 1:
+        (array,) = columns
+        kept = array.dtype.kind in "iu" or array.dtype in (np.float16, np.float32)
+        array = array.astype((array.dtype if kept else np.float32) if dtype is None else dtype, copy=False)
+        return array[..., None] if array.dtype == np.uint8 and array.ndim == 3 else array
+    for column, name in zip(columns, names, strict=True):
+        if column.ndim != 1:
+            raise ConfigurationError(
+                f"column {name!r} must have one number per example to be stacked with other columns, got "
+                f"{column.dtype}{list(column.shape[1:])}: pass it alone"
+            )
+        if column.dtype.kind == "f" and not np.isfinite(column).all():
+            raise ConfigurationError(f"column {name!r} must have finite numbers, got NaN or infinity: {FILL}")
+    if len(columns) == 1:
+        return columns[0].astype(dtype or np.float32, copy=False)[:, None]
+    return np.stack([column.astype(dtype or np.float32, copy=False) for column in columns], axis=-1)
+
+
+FILL = "fill the missing values, or leave out their rows"
+
+
+def labels(array: np.ndarray) -> np.ndarray:
+    """Returns labels: integers as they are, True and False as int32, and other numbers as float32."""
+    if array.dtype.kind == "b":
+        return array.astype(np.int32)
+    return array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
+
+
+def pixels(image: Any, name: str, fix: str) -> np.ndarray:
+    """Returns a grey or RGB image of Pillow as uint8 [H, W, 1] or [H, W, 3]."""
+    if image.mode not in ("L", "RGB"):
+        raise ConfigurationError(
+            f"{name} must have grey or RGB images (mode 'L' or 'RGB'), got mode {image.mode!r}: {fix}"
+        )
+    return np.asarray(image).reshape(image.height, image.width, -1)
+
+
+def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]:
+    """Returns ``x`` as a list of columns. Raises ValueError unless all columns are known."""
+    listed = [x] if isinstance(x, str) else list(x) if isinstance(x, Sequence) else None
+    if not listed:
+        raise ConfigurationError(f"x must be the name of a column, or a list of names, got {checks.shown(x)}")
+    for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
+        if not isinstance(column, str) and (name, column) != ("client", None):
+            raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
+        if column is not None and column not in known:
+            raise ConfigurationError(
+                f"{name} must be one of the columns {', '.join(map(str, known))}, got {column!r}"
+                f"{checks.nearest(column, known)}"
+            )
+    return listed
+
+
+def checked_dtype(dtype: Any) -> np.dtype | None:
+    try:
+        result = None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        result = np.dtype(object)
+    if result is not None and result.kind not in "iuf":
+        raise ConfigurationError(
+            f"dtype must be an integer or a float dtype, got {checks.shown(dtype)}: or leave it out"
+        )
+    return result
+
+
+def require(package: str, extra: str, reader: str) -> None:
+    """Raises ImportError, with the pip command, unless the package is installed."""
+    try:
+        __import__(package)
+    except ImportError as error:
+        raise MissingPackageError(
+            f'{reader} needs {package.replace("_", "-")}: pip install "fedjax-drift[{extra}]"'
+        ) from error
+
+
+@contextlib.contextmanager
+def naming(columns: str) -> Iterator[None]:
+    """Adds the names of the columns to errors about the data."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{columns}: {error}") from error

@@ -1,0 +1,331 @@
+"""Data sets of other libraries become federations: Hugging Face, Flower, pandas, PyTorch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift.data import tables
+
+rng = np.random.default_rng(0)
+GREY = rng.integers(0, 256, (30, 5, 4), np.uint8)
+WHO = np.array(["bob", "ann", "cid"] * 10)
+LABELS = rng.integers(0, 3, 30)
+NUMBERS = rng.normal(size=(30, 2)).astype(np.float32)
+TOKENS = [list(range(1, 2 + k % 4)) for k in range(30)]  # 1 to 4 tokens
+
+
+@pytest.fixture
+def hf():
+    datasets = pytest.importorskip("datasets", reason="from_huggingface needs datasets")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+@pytest.fixture
+def images(hf):
+    """30 grey images of three writers."""
+    from PIL import Image
+
+    columns = {"image": [Image.fromarray(x) for x in GREY], "label": LABELS, "writer": WHO, "tokens": TOKENS}
+    features = {
+        "image": hf.Image(),
+        "label": hf.ClassLabel(num_classes=3),
+        "writer": hf.Value("string"),
+        "tokens": hf.List(hf.Value("int32")),
+    }
+    return hf.Dataset.from_dict(columns, hf.Features(features))
+
+
+def same(data: fd.FederatedData, x: np.ndarray, y: np.ndarray, rows: list[np.ndarray]) -> None:
+    """The clients of the data have these rows of x and y, in this order."""
+    assert data.sizes.tolist() == [len(part) for part in rows]
+    np.testing.assert_array_equal(data.x, x[np.concatenate(rows)])
+    np.testing.assert_array_equal(data.y, y[np.concatenate(rows)])
+    assert data.x.dtype == x.dtype
+
+
+def rows_of(who: np.ndarray) -> list[np.ndarray]:
+    return [np.flatnonzero(who == name) for name in np.unique(who)]
+
+
+@pytest.mark.parametrize("rows", [None, np.array([7, 2, 2, 9, 0])])
+@pytest.mark.parametrize("cuts", [[], [4], [1, 2, 8]])
+def test_gather_joins_blocks(rows, cuts) -> None:
+    x = np.arange(20).reshape(10, 2)
+    blocks = np.split(x, cuts)
+    joined = tables.gather(iter(blocks), 10, rows, "x")
+    np.testing.assert_array_equal(joined, x if rows is None else x[rows])
+    assert np.shares_memory(joined, x) == (rows is None and not cuts)
+
+
+def test_huggingface_images_of_writers(images, hf) -> None:
+    splits = hf.DatasetDict(train=images, test=images.select([0, 4, 3]))
+    data = fd.datasets.from_huggingface(splits, x="image", y="label", client="writer", name="faces")
+    same(data, GREY[..., None], LABELS, rows_of(WHO))
+    assert (data.client_names, data.name) == (("ann", "bob", "cid"), "faces")
+    assert data.test_sizes.tolist() == [1, 2, 0] and data.y_test.tolist() == LABELS[[4, 0, 3]].tolist()
+    pooled = fd.data.from_huggingface(splits, "image", "label", "writer", client_tests=False)
+    assert pooled.test_sizes is None and pooled.y_test.tolist() == LABELS[[0, 4, 3]].tolist()
+    others = images.select([0]).map(lambda row: {"writer": "eve"})
+    assert fd.data.from_huggingface(images, "image", "label", "writer", test=others).test_sizes is None
+    with pytest.raises(ValueError, match="are all training clients, got client 'eve'"):
+        fd.data.from_huggingface(images, "image", "label", "writer", test=others, client_tests=True)
+    colour = images.cast_column("image", hf.Image(mode="RGB")).shuffle(seed=1)  # an indices mapping
+    data = fd.data.from_huggingface(colour, "image", "label", partition=fd.partition.iid(4))
+    assert data.x.shape == (30, 5, 4, 3) and sorted(data.x[:, 0, 0, 2]) == sorted(GREY[:, 0, 0])
+
+
+def test_huggingface_partitions_of_numbers_and_lists(hf) -> None:
+    partition = fd.partition.dirichlet(4, alpha=0.5, seed=1)
+    parts = partition(LABELS)
+    nested = rng.normal(size=(30, 3, 2))
+    columns = {"a": NUMBERS[:, 0], "b": NUMBERS[:, 1], "nested": nested.tolist(), "label": LABELS, "id": LABELS + 5}
+    whole = hf.Dataset.from_dict(columns)
+    pieces = hf.concatenate_datasets([whole.select(range(9)), whole.select(range(9, 30))])  # two chunks
+    for dataset in (whole, pieces, pieces.select(list(range(30))[::-1]).select(list(range(30))[::-1])):
+        read = {"y": "label", "partition": partition}
+        same(fd.data.from_huggingface(dataset, x=["a", "b"], **read), NUMBERS, LABELS, parts)
+        same(fd.data.from_huggingface(dataset, x="nested", **read), nested.astype("f4"), LABELS, parts)
+        ids = fd.data.from_huggingface(dataset, x="id", dtype="int32", **read)
+        same(ids, (LABELS + 5).astype("i4")[:, None], LABELS, parts)
+    assert fd.data.from_huggingface(whole, "nested", "a", partition=fd.partition.iid(3)).y.dtype == np.float32
+
+
+def test_huggingface_tokens(images) -> None:
+    expected = np.array([(tokens + [0, 0, 0])[:3] for tokens in TOKENS], np.int32)
+    read = {"length": 3, "truncate": True, "partition": fd.partition.iid(2)}
+    data = fd.data.from_huggingface(images, x="tokens", y="tokens", **read)
+    same(data, expected, expected, fd.partition.iid(2)(LABELS))
+    padded = fd.data.from_huggingface(images, "tokens", "label", length=6, padding=-1, partition=fd.partition.iid(2))
+    assert sorted((padded.x >= 0).sum(1)) == sorted(map(len, TOKENS)) and (padded.x[:, 4:] == -1).all()
+
+
+def test_huggingface_files_stay_memory_mapped(hf, tmp_path) -> None:
+    columns = {"x": rng.normal(size=(30, 3, 2)).astype("f4"), "y": LABELS, "client": np.sort(WHO)}
+    dataset = hf.Dataset.from_dict(columns).cast_column("x", hf.Array2D((3, 2), "float32"))
+    dataset.save_to_disk(tmp_path)
+    dataset = hf.load_from_disk(tmp_path)
+    data = fd.data.from_huggingface(dataset, "x", "y", "client")
+    same(data, columns["x"], LABELS, rows_of(np.sort(WHO)))
+    file = dataset.data.column("x").chunk(0).storage.flatten().flatten().to_numpy()
+    assert np.shares_memory(data.x, file) and not file.flags.owndata
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": "tokens"}, "column 'tokens' must have lists of one length, got 1 to 4: pass length="),
+        ({"x": "tokens", "length": 3}, "column 'tokens' must have lists of at most length=3 values, got 4"),
+        ({"x": ["label", "tokens"], "length": 4}, "column 'tokens' must have one number per example to be stacked"),
+        ({"x": "writer"}, "column 'writer' must have numbers, or lists of numbers, got string: convert it"),
+        ({"y": "writer"}, "got string: number the classes with dataset.class_encode_column('writer')"),
+        ({"y": "lable"}, "got 'lable': did you mean 'label'?"),
+        ({"y": "tokens", "length": 4}, "partition must be fd.partition.iid for labels that are not one integer"),
+        ({"client": "writer"}, "pass either client= or partition= to say what the clients are, got both"),
+        ({"client": "image", "partition": None}, "column 'image' must have integers or strings as clients, got struct"),
+        ({"partition": fd.partition.dirichlet}, "partition must be a partitioner such as"),
+        ({"x": "rgba"}, "column 'rgba' must have grey or RGB images (mode 'L' or 'RGB'), got mode 'RGBA': convert"),
+        ({"x": "sizes"}, "column 'sizes' must have images of one size, got [2, 2, 1] and [3, 2, 1]: resize them"),
+        ({"x": "holes"}, "column 'holes' must have no missing values, got 1: fill the missing values"),
+        ({"y": "unknown"}, "column 'unknown' must have classes >= 0, got -1, which stands for an unknown label"),
+        ({"x": "nan"}, "column 'nan' must have finite numbers, got NaN or infinity"),
+        ({"x": "nans"}, "x='nans', y='label': training data: inputs must be finite, but example"),
+        ({"x": "tokens", "length": 4, "padding": 2**31 - 1, "dtype": "O"}, "dtype must be an integer or a float"),
+    ],
+)
+def test_huggingface_errors_name_the_column(images, hf, options, message) -> None:
+    from PIL import Image
+
+    odd = {
+        "rgba": [Image.new("RGBA", (2, 2))] * 30,
+        "sizes": [Image.new("L", (2, 2 + k % 2)) for k in range(30)],
+        "holes": [None, *range(29)],
+        "unknown": [-1] * 30,
+        "nan": [float("nan")] * 30,
+        "nans": [[1.0, float("nan")]] * 30,
+    }
+    features = {"rgba": hf.Image(), "sizes": hf.Image(), "unknown": hf.ClassLabel(num_classes=3)}
+    floats = {"nan": hf.Value("float32"), "nans": hf.List(hf.Value("float32")), "holes": hf.Value("int64")}
+    others = hf.Dataset.from_dict(odd, hf.Features(features | floats))
+    dataset = hf.concatenate_datasets([images, others], axis=1)
+    partition = fd.partition.dirichlet(2, 1.0)
+    with pytest.raises(ValueError) as error:
+        fd.data.from_huggingface(dataset, **({"x": "image", "y": "label", "partition": partition} | options))
+    assert message in str(error.value)
+
+
+def test_huggingface_refuses_what_is_no_data_set(images, hf) -> None:
+    transformed = images.with_transform(lambda rows: rows)
+    for dataset, message in (
+        (images.to_iterable_dataset(), "got a IterableDataset: load it without streaming=True"),
+        (transformed, "dataset must have no transform"),
+        (images.select([]), "dataset must have at least 1 example"),
+        (hf.DatasetDict(validation=images), "split must be one of 'validation', got 'train'"),
+        ([1], "dataset must be a datasets.Dataset, got a list"),
+    ):
+        with pytest.raises(ValueError) as error:
+            fd.data.from_huggingface(dataset, "image", "label", "writer")
+        assert message in str(error.value)
+
+
+@pytest.fixture
+def flwr(hf):
+    return pytest.importorskip("flwr_datasets", reason="from_flwr needs flwr-datasets")
+
+
+def test_flwr_partitions_become_clients(images, flwr) -> None:
+    p = flwr.partitioner
+    for partitioner in (
+        p.IidPartitioner(4),
+        p.DirichletPartitioner(3, "label", alpha=0.5, min_partition_size=2),
+        p.LinearPartitioner(5),
+        p.NaturalIdPartitioner("writer"),
+        p.InnerDirichletPartitioner([20, 4, 6], "label", alpha=0.5),
+    ):
+        partitioner.dataset = images
+        data = fd.datasets.from_flwr(partitioner, x="image", y="label", test=images.select(range(7)))
+        assert data.num_clients == partitioner.num_partitions
+        for i in range(data.num_clients):
+            part = partitioner.load_partition(i)
+            x, y = data.client(i)
+            np.testing.assert_array_equal(x[..., 0], np.stack([np.asarray(image) for image in part["image"]]))
+            np.testing.assert_array_equal(y, part["label"])
+        assert len(data.x_test) == 7 and data.test_sizes is None
+        is_natural = isinstance(partitioner, p.NaturalIdPartitioner)
+        assert data.client_names == (("ann", "bob", "cid") if is_natural else None)
+
+
+def test_flwr_federated_data_set(images, flwr, hf, tmp_path) -> None:
+    for split, rows in (("train", range(20)), ("test", range(20, 30)), ("more", range(4))):
+        images.remove_columns("image").select(rows).to_parquet(tmp_path / f"{split}.parquet")
+    files = {split: str(tmp_path / f"{split}.parquet") for split in ("train", "test", "more")}
+    load = {"dataset": "parquet", "data_files": files, "cache_dir": str(tmp_path), "shuffle": False}
+    read = {"x": "tokens", "y": "label", "length": 4}
+    pooled = flwr.FederatedDataset(partitioners={"train": 4}, **load)
+    data = fd.data.from_flwr(pooled, **read)
+    assert data.sizes.tolist() == [5] * 4 and data.test_sizes is None
+    assert data.y.tolist() == LABELS[:20].tolist() and data.y_test.tolist() == LABELS[20:].tolist()
+    assert len(fd.data.from_flwr(pooled, test="more", **read).x_test) == 4
+    each = flwr.FederatedDataset(partitioners={"train": 4, "test": 4}, **load)
+    assert fd.data.from_flwr(each, **read).test_sizes.tolist() == [3, 3, 2, 2]
+    for options, message in (
+        ({"split": "trian"}, "split must be one of 'train', got 'trian'"),
+        ({"test": "tset"}, "test must be a split of the data set, got 'tset'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fd.data.from_flwr(pooled, **read, **options)
+    with pytest.raises(ValueError, match="a Partitioner whose dataset is set, got a IidPartitioner|got <"):
+        fd.data.from_flwr(flwr.partitioner.IidPartitioner(2), **read)
+
+
+@pytest.fixture
+def pd():
+    return pytest.importorskip("pandas", reason="from_pandas needs pandas")
+
+
+@pytest.fixture
+def frame(pd):
+    numbers = {"a": NUMBERS[:, 0].astype("f8"), "b": NUMBERS[:, 1], "flag": LABELS > 1, "label": LABELS}
+    frame = pd.DataFrame(numbers | {"who": WHO, "id": (WHO == "ann") + 7, "kind": pd.Categorical(WHO)})
+    return frame.assign(maybe=pd.array([None, *range(29)], dtype="Int64"), sure=pd.array(range(30), dtype="Int64"))
+
+
+def test_pandas_columns(pd, frame) -> None:
+    data = fd.datasets.from_pandas(frame, x=["a", "b"], y="label", client="who", test=frame[:4])
+    same(data, NUMBERS, LABELS, rows_of(WHO))
+    assert data.client_names == ("ann", "bob", "cid") and data.test_sizes.tolist() == [1, 2, 1]
+    pooled = fd.data.from_pandas(frame, "a", "label", "id", test=frame[["a", "label"]])
+    assert pooled.client_names == ("7", "8") and pooled.sizes.tolist() == [20, 10] and pooled.test_sizes is None
+    partition = fd.partition.shards(3, per_client=1)
+    mixed = fd.data.from_pandas(frame, x=["flag", "sure"], y="flag", partition=partition, dtype="int32")
+    same(mixed, np.stack([LABELS > 1, np.arange(30)], 1).astype("i4"), LABELS > 1, partition((LABELS > 1) + 0))
+    assert fd.data.from_pandas(frame, "a", "b", partition=fd.partition.iid(2)).y.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": "maybe"}, "column 'maybe' must have no missing values, got 1, the first in row 0"),
+        ({"x": ["a", "kind"]}, "column 'kind' must be numeric, got categories: use their numbers"),
+        ({"y": "who"}, "number its values with pandas.factorize(frame['who'])[0]"),
+        ({"client": "a"}, "column 'a' must have integers or strings as clients, got floating"),
+        ({"client": None}, "pass either client= or partition= to say what the clients are, got neither"),
+        ({"x": ["a", "c"]}, "x must be one of the columns a, b, "),
+        ({"x": []}, "x must be the name of a column, or a list of names, got []"),
+        ({"frame": {"a": [1]}}, "frame must be a pandas.DataFrame with at least 1 row, got a dict"),
+        ({"client_tests": True}, "client_tests=True needs a test set, got none"),
+    ],
+)
+def test_pandas_errors_name_the_column(frame, options, message) -> None:
+    with pytest.raises(ValueError) as error:
+        fd.data.from_pandas(**({"frame": frame, "x": "a", "y": "label", "client": "who"} | options))
+    assert message in str(error.value)
+
+
+class Pairs:
+    """A map-style data set, as torch's."""
+
+    def __init__(self, x, y) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int):
+        return self.x[k], self.y[k]
+
+
+def test_torch_style_pairs_of_arrays_and_images() -> None:
+    from PIL import Image
+
+    pairs = Pairs(NUMBERS.astype("f8"), LABELS.tolist())
+    same(fd.datasets.from_torch(pairs, client_of=WHO), NUMBERS, LABELS, rows_of(WHO))
+    by_index = fd.data.from_torch(pairs, client_of=lambda k: WHO[k], test=pairs, test_client_of=WHO)
+    same(by_index, NUMBERS, LABELS, rows_of(WHO))
+    assert by_index.test_sizes.tolist() == [10, 10, 10] and by_index.client_names == ("ann", "bob", "cid")
+    faces = Pairs([Image.fromarray(x) for x in GREY], LABELS)
+    parts = fd.partition.iid(3)(LABELS)
+    same(fd.data.from_torch(faces, partition=fd.partition.iid(3)), GREY[..., None], LABELS, parts)
+    scalars = fd.data.from_torch(Pairs([0.5] * 30, LABELS), partition=fd.partition.iid(3))
+    assert scalars.x.shape == (30, 1) and scalars.x.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options", "message"),
+    [
+        (Pairs([np.zeros(2), np.zeros(3)], [0, 1]), {}, "dataset[1][0] must be like that of the first example, float"),
+        (Pairs([0.0, 1.0], ["cat", "dog"]), {}, "dataset[0][1] must be numbers, got 'cat'"),
+        ([(1, 2, 3)], {}, "dataset[0] must be a pair (input, label), got (1, 2, 3)"),
+        (iter([]), {}, "dataset must be a map-style data set"),
+        (Pairs(NUMBERS, LABELS), {"partition": None, "client_of": WHO[1:]}, "must be 30 integers or strings, one per"),
+        (Pairs(NUMBERS, LABELS), {"channels_first": True}, "channels_first=True needs images [C, H, W], got inputs of"),
+    ],
+)
+def test_torch_style_errors(pairs, options, message) -> None:
+    with pytest.raises(ValueError) as error:
+        fd.data.from_torch(pairs, **({"partition": fd.partition.iid(1)} | options))
+    assert message in str(error.value)
+
+
+def test_torch_tensors(monkeypatch) -> None:
+    torch = pytest.importorskip("torch", reason="tensors need torch")
+    colour = rng.random((30, 3, 5, 4)).astype("f4")
+    tensors = torch.utils.data.TensorDataset(torch.tensor(colour, requires_grad=True), torch.tensor(LABELS))
+    expected = np.moveaxis(colour, 1, -1)
+    looped = fd.data.from_torch(torch.utils.data.Subset(tensors, range(30)), client_of=WHO, channels_first=True)
+    same(looped, expected, LABELS, rows_of(WHO))
+    monkeypatch.setattr(type(tensors), "__getitem__", None)  # it is not called
+    same(fd.data.from_torch(tensors, client_of=WHO, channels_first=True), expected, LABELS, rows_of(WHO))
+
+
+@pytest.mark.parametrize(
+    ("reader", "package", "extra"),
+    [("from_huggingface", "datasets", "huggingface"), ("from_flwr", "flwr_datasets", "flwr"),
+     ("from_pandas", "pandas", "pandas")],
+)  # fmt: skip
+def test_a_missing_package_is_named(reader, package, extra, monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(ImportError, match=rf'pip install "fedjax-drift\[{extra}\]"'):
+        getattr(fd.data, reader)(None, x="x", y="y")
