@@ -468,6 +468,17 @@ def partitions() -> Iterator[Call]:
         "prior": choice("client", "global", "class"),
         "min_size": optional(integer()),
         "capped": Kind(flag().nonsense, [True]),
+        "sizes": optional(
+            Kind(
+                [v for v in ANYTHING if v is not None and not isinstance(v, tuple)],
+                ["linear", np.str_("square"), (3, 5), np.array([4, 4])],
+            )
+        ),
+        "weights": Kind(
+            [*ANYTHING, np.ones((3, 2)), np.zeros((2, 3)), [[1, -1], [1, 1]], [[np.nan, 1], [1, 1]]],
+            [np.ones((2, 3)), [[1, 0], [0, 1]], jnp.ones((2, 1))],
+        ),
+        "min_per_label": integer(0),
     }
     y = Kind([*(value for value in LABELS.nonsense if value is not FEWER), Y / 2, Y[None]], LABELS.odd)
     any_writer = Kind(either=ANYTHING)
@@ -477,12 +488,12 @@ def partitions() -> Iterator[Call]:
         fd.partition.dirichlet,
         fd.partition.shards,
         fd.partition.classes,
+        fd.partition.distribution,
         fd.partition.by_writer,
     ):
         takes = inspect.signature(make).parameters
-        given = {
-            name: value for name, value in (("num_clients", 2), ("alpha", 0.5), ("per_client", 2)) if name in takes
-        }
+        valid = {"num_clients": 2, "alpha": 0.5, "per_client": 2, "weights": np.ones((2, len(np.unique(Y))))}
+        given = {name: value for name, value in valid.items() if name in takes}
         yield Call(f"fd.partition.{make.__name__}", make, given, {name: kinds[name] for name in takes})
         writer = writers if make is fd.partition.by_writer else any_writer
         yield Call(f"{make.__name__}(...)(y)", make(**given), {"y": Y, "writer": Y}, {"y": y, "writer": writer})

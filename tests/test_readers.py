@@ -130,9 +130,14 @@ def test_huggingface_files_stay_memory_mapped(hf, tmp_path) -> None:
         ({"x": "sizes"}, "column 'sizes' must have images of one size, got [2, 2, 1] and [3, 2, 1]: resize them"),
         ({"x": "holes"}, "column 'holes' must have no missing values, got 1: fill the missing values"),
         ({"y": "unknown"}, "column 'unknown' must have classes >= 0, got -1, which stands for an unknown label"),
+        ({"x": "tokens", "length": 5, "padding": -(2**31) - 1}, "padding must be an integer"),
+        (
+            {"x": "bytes", "length": 5, "padding": -1},
+            "padding must be in the range of uint8, the dtype of column 'bytes'",
+        ),
         ({"x": "nan"}, "column 'nan' must have finite numbers, got NaN or infinity"),
         ({"x": "nans"}, "x='nans', y='label': training data: inputs must be finite, but example"),
-        ({"x": "tokens", "length": 4, "padding": 2**31 - 1, "dtype": "O"}, "dtype must be an integer or a float"),
+        ({"x": "tokens", "length": 4, "dtype": "O"}, "dtype must be an integer or a float"),
     ],
 )
 def test_huggingface_errors_name_the_column(images, hf, options, message) -> None:
@@ -145,10 +150,11 @@ def test_huggingface_errors_name_the_column(images, hf, options, message) -> Non
         "unknown": [-1] * 30,
         "nan": [float("nan")] * 30,
         "nans": [[1.0, float("nan")]] * 30,
+        "bytes": [[1, 2]] * 30,
     }
     features = {"rgba": hf.Image(), "sizes": hf.Image(), "unknown": hf.ClassLabel(num_classes=3)}
-    floats = {"nan": hf.Value("float32"), "nans": hf.List(hf.Value("float32")), "holes": hf.Value("int64")}
-    others = hf.Dataset.from_dict(odd, hf.Features(features | floats))
+    features |= {"nan": hf.Value("float32"), "nans": hf.List(hf.Value("float32")), "holes": hf.Value("int64")}
+    others = hf.Dataset.from_dict(odd, hf.Features(features | {"bytes": hf.List(hf.Value("uint8"))}))
     dataset = hf.concatenate_datasets([images, others], axis=1)
     partition = fd.partition.dirichlet(2, 1.0)
     with pytest.raises(ValueError) as error:
@@ -238,6 +244,7 @@ def test_pandas_columns(pd, frame) -> None:
     assert data.client_names == ("ann", "bob", "cid") and data.test_sizes.tolist() == [1, 2, 1]
     pooled = fd.data.from_pandas(frame, "a", "label", "id", test=frame[["a", "label"]])
     assert pooled.client_names == ("7", "8") and pooled.sizes.tolist() == [20, 10] and pooled.test_sizes is None
+    same(fd.data.from_pandas(frame, ["a", "b"], "label", "kind"), NUMBERS, LABELS, rows_of(WHO))
     partition = fd.partition.shards(3, per_client=1)
     mixed = fd.data.from_pandas(frame, x=["flag", "sure"], y="flag", partition=partition, dtype="int32")
     same(mixed, np.stack([LABELS > 1, np.arange(30)], 1).astype("i4"), LABELS > 1, partition((LABELS > 1) + 0))
@@ -254,7 +261,8 @@ def test_pandas_columns(pd, frame) -> None:
         ({"client": None}, "pass either client= or partition= to say what the clients are, got neither"),
         ({"x": ["a", "c"]}, "x must be one of the columns a, b, "),
         ({"x": []}, "x must be the name of a column, or a list of names, got []"),
-        ({"frame": {"a": [1]}}, "frame must be a pandas.DataFrame with at least 1 row, got a dict"),
+        ({"frame": {"a": [1]}}, "the frame must be a pandas.DataFrame with at least 1 row, got a dict"),
+        ({"test": np.eye(2)}, "test: the frame must be a pandas.DataFrame with at least 1 row, got a ndarray"),
         ({"client_tests": True}, "client_tests=True needs a test set, got none"),
     ],
 )

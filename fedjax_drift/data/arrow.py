@@ -11,7 +11,7 @@ from fedjax_drift import checks
 from fedjax_drift.data import tables
 from fedjax_drift.errors import ConfigurationError
 
-ROWS = 1024  # read at once, of images and of data sets that are not in the order of their table
+ROWS = 1024  # examples that are read at once if they are decoded or copied
 
 
 class Reading(NamedTuple):
@@ -35,7 +35,8 @@ def check_dataset(name: str, dataset: Any) -> Any:
     import datasets
 
     if not isinstance(dataset, datasets.Dataset):
-        fix = "load it without streaming=True" if isinstance(dataset, datasets.IterableDataset) else "load_dataset"
+        is_stream = isinstance(dataset, datasets.IterableDataset)
+        fix = "load it without streaming=True" if is_stream else "make one, for example with Dataset.from_dict"
         raise ConfigurationError(f"{name} must be a datasets.Dataset, got a {type(dataset).__name__}: {fix}")
     if dataset.format["type"] == "custom":
         raise ConfigurationError(
@@ -50,17 +51,20 @@ def table(dataset: Any, x: str | Sequence[str], y: str, client: str | None, opti
     """Returns the columns of a data set of M examples as a table."""
     tables.column_names(x, y, client, dataset.column_names)
     return tables.Table(
-        lambda rows: tables.gather(inputs(dataset, x, options), len(dataset), rows, f"column {x!r}"),
+        lambda rows: tables.gather(inputs(dataset, x, options, rows is None), len(dataset), rows, f"column {x!r}"),
         tables.gather(labels(dataset, y, options), len(dataset), None, f"column {y!r}"),
         None if client is None else clients(dataset, client),
     )
 
 
-def inputs(dataset: Any, x: str | Sequence[str], options: Reading) -> Iterator[np.ndarray]:
-    """Yields the inputs of consecutive examples, [n, ...]."""
+def inputs(dataset: Any, x: str | Sequence[str], options: Reading, whole: bool = True) -> Iterator[np.ndarray]:
+    """Yields the inputs of consecutive examples, [n, ...].
+
+    whole: whether a contiguous piece of the table is one block, which then is a view if its dtype does not change.
+    """
     names = [x] if isinstance(x, str) else list(x)
     fix = "convert it to numbers with dataset.map, for example by a tokenizer"
-    for columns in _batches(dataset, names):
+    for columns in _batches(dataset, names, whole):
         arrays = [_array(columns[name], dataset.features[name], name, options, fix) for name in names]
         yield tables.inputs(arrays, names, options.dtype)
 
@@ -99,16 +103,17 @@ def clients(dataset: Any, name: str) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _batches(dataset: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _batches(dataset: Any, names: Sequence[str], whole: bool = True) -> Iterator[dict[str, Any]]:
     """Yields the Arrow arrays of consecutive examples. They are views unless rows of the data set were selected."""
     import datasets
 
     view = dataset.select_columns(list(dict.fromkeys(names))).with_format("arrow")
     in_order = dataset._indices is None
-    has_images = any(isinstance(dataset.features[name], datasets.Image) for name in names)
+    whole &= not any(isinstance(dataset.features[name], datasets.Image) for name in names)
     for part in [view[:]] if in_order else view.iter(ROWS):
-        for batch in part.to_batches(ROWS if has_images else None):
-            yield dict(zip(batch.schema.names, batch.columns, strict=True))
+        for batch in part.to_batches(None if whole else ROWS):
+            if batch.num_rows:
+                yield dict(zip(batch.schema.names, batch.columns, strict=True))
 
 
 def _array(column: Any, feature: Any, name: str, options: Reading, fix: str) -> np.ndarray:

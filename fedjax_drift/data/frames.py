@@ -29,11 +29,6 @@ def from_pandas(
     The inputs are float32 [F], where F is the number of columns in ``x``. Integers and truth values are converted, too;
     pass ``dtype="int32"`` for ids and tokens. Integer labels stay integers. Other labels become float32.
 
-    >>> import pandas as pd  # doctest: +SKIP
-    >>> frame = pd.DataFrame({"who": ["ann", "bob", "ann"], "age": [1, 2, 3], "label": [0, 1, 0]})  # doctest: +SKIP
-    >>> from_pandas(frame, x=["age"], y="label", client="who").sizes  # doctest: +SKIP
-    array([2, 1], dtype=int32)
-
     Args:
       frame: one row per example.
       x: the column of the inputs, or a list of columns. They must be numeric.
@@ -53,20 +48,21 @@ def from_pandas(
     """
     tables.require("pandas", "pandas", "from_pandas")
     tables.check_clients(client, partition)
-    train = _table("frame", frame, x, y, client, dtype)
+    train = _table(frame, x, y, client, dtype)
     tests = None
     if test is not None:
         has_client = client is not None and client in getattr(test, "columns", ())
-        tests = _table("test", test, x, y, client if has_client else None, dtype)
+        with tables.naming("test"):
+            tests = _table(test, x, y, client if has_client else None, dtype)
     return tables.federation(train, tests, partition, client_tests, name, f"x={x!r}, y={y!r}")
 
 
-def _table(argument: str, frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype: Any) -> tables.Table:
+def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype: Any) -> tables.Table:
     import pandas as pd
 
     if not isinstance(frame, pd.DataFrame) or not len(frame):
         got = "no rows" if isinstance(frame, pd.DataFrame) else f"a {type(frame).__name__}"
-        raise ConfigurationError(f"{argument} must be a pandas.DataFrame with at least 1 row, got {got}")
+        raise ConfigurationError(f"the frame must be a pandas.DataFrame with at least 1 row, got {got}")
     names, dtype = tables.column_names(x, y, client, list(frame.columns)), tables.checked_dtype(dtype)
     columns = [_numbers(frame, name) for name in names]
     return tables.Table(
@@ -101,11 +97,11 @@ def _clients(frame: Any, name: str) -> np.ndarray:
     import pandas as pd
 
     column = _complete(frame, name)
-    values = column.to_numpy(object)
-    kind = pd.api.types.infer_dtype(values)
-    if kind not in ("string", "integer"):
+    if pd.api.types.is_integer_dtype(column.dtype):
+        return column.to_numpy(np.int64)
+    if (kind := pd.api.types.infer_dtype(column)) not in ("string", "categorical"):
         raise ConfigurationError(f"column {name!r} must have integers or strings as clients, got {kind}")
-    return values.astype(np.int64 if kind == "integer" else str)
+    return column.to_numpy(object).astype(str)
 
 
 def _complete(frame: Any, name: str) -> Any:

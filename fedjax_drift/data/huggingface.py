@@ -66,7 +66,8 @@ def from_huggingface(
     test_table = None
     if tests is not None:
         test_client = client if client in tests.column_names else None
-        test_table = arrow.table(tests, x, y, test_client, options)
+        with tables.naming("test"):
+            test_table = arrow.table(tests, x, y, test_client, options)
     train_table = arrow.table(train, x, y, client, options)
     return tables.federation(train_table, test_table, partition, client_tests, name, f"x={x!r}, y={y!r}")
 

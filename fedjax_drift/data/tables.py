@@ -19,6 +19,7 @@ from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribut
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer)
+FILL = "fill the missing values, or leave out their rows"
 IGNORE_LABELS = ("iid", "by_writer")  # partitioners that work for any labels
 
 Partition = Callable[..., list[np.ndarray]]
@@ -68,19 +69,18 @@ def federation(
         )  # fmt: skip
 
 
-def _test_order(
-    client: np.ndarray | None, ids: np.ndarray | None, client_tests: bool | None
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns the order of the test examples and how many each client has; (None, None) for a pooled test set."""
-    known = client is not None and ids is not None and bool(np.isin(client, ids).all())
-    if not (known if client_tests is None else checks.flag("client_tests", client_tests)):
+def _test_order(client: Any, ids: Any, client_tests: bool | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns the order of the test examples and how many each client has; (None, None) for a pooled test set.
+
+    client: the client of each test example, or None. ids: the training clients, sorted, or None for a partition.
+    """
+    unknown = None if client is None or ids is None else client[~np.isin(client, ids)].tolist()
+    if not (unknown == [] if client_tests is None else checks.flag("client_tests", client_tests)):
         return None, None
-    if client is None or ids is None or not known:
-        unknown = (
-            "no clients" if client is None or ids is None else f"client {client[~np.isin(client, ids)].tolist()[0]!r}"
-        )
+    if unknown is None or unknown:
+        got = f"client {unknown[0]!r}" if unknown else "no clients"
         raise ConfigurationError(
-            f"client_tests=True needs a test set whose clients are all training clients, got {unknown}: leave "
+            f"client_tests=True needs a test set whose clients are all training clients, got {got}: leave "
             "client_tests out for a pooled test set"
         )
     owner = np.searchsorted(ids, client)
@@ -125,7 +125,8 @@ def split(partitioner: Partition, y: np.ndarray, writer: np.ndarray | None) -> l
 def gather(blocks: Iterable[np.ndarray], total: int, rows: np.ndarray | None, name: str) -> np.ndarray:
     """Joins consecutive blocks of ``total`` examples, and returns the examples ``rows``, or all for None.
 
-    The result is the only copy. A single block is not copied if rows is None.
+    Each block is read once, so only one block and the result are in memory. A single block is not copied if rows is
+    None.
     """
     picked = np.arange(total) if rows is None else rows
     order = np.argsort(picked, kind="stable")
@@ -167,9 +168,6 @@ def inputs(columns: Sequence[np.ndarray], names: Sequence[str], dtype: Any) -> n
     if len(columns) == 1:
         return columns[0].astype(dtype or np.float32, copy=False)[:, None]
     return np.stack([column.astype(dtype or np.float32, copy=False) for column in columns], axis=-1)
-
-
-FILL = "fill the missing values, or leave out their rows"
 
 
 def labels(array: np.ndarray) -> np.ndarray:
