@@ -507,9 +507,19 @@ MODEL = fd.models.linear((4,), num_classes=2)
 PARAMS = {"classifier/dense/bias": np.ones(2, "f4"), "classifier/dense/kernel": np.ones((4, 2), "f4")}
 
 
-def load_params(folder: Path) -> Any:
-    params = fd.models.load_params(MODEL, folder / "params.npz")
+def make_safetensors(folder: Path) -> Path:
+    from safetensors import numpy
+
+    numpy.save_file(PARAMS, folder / "params.safetensors")
+    return folder / "params.safetensors"
+
+
+def load_params(folder: Path, name: str = "params.npz") -> Any:
+    params = fd.models.load_params(MODEL, folder / name)
     return [params["classifier"]["dense"][name] for name in ("bias", "kernel")]
+
+
+load_safetensors = functools.partial(load_params, name="params.safetensors")
 
 
 def safetensors(length: int, text: bytes) -> Change:
@@ -698,6 +708,11 @@ FORMATS = {
         "text": npz(**PARAMS | {"classifier/dense/bias": np.array(["a", "b"])}),
         "complex": npz(**PARAMS | {"classifier/dense/bias": np.ones(2, complex)}),
         "safetensors": safetensors(2, b"{}"), "long safetensors": safetensors(2**63, b"{}"),
+    }),
+    "parameters safetensors": Format(make_safetensors, load_safetensors, False, {
+        "no header": safetensors(2, b"{}"), "a long header": safetensors(2**63, b"{}"), "empty": written(""),
+        "a huge array": replaced('"shape":[2]', '"shape":[9]'), "an unknown dtype": replaced('"F32"', '"F99"'),
+        "complex": replaced('"F32","shape":[4,2]', '"C64","shape":[2,2]'), "an array twice": replaced("kernel", "bias"),
     }),
     "log": Format(make_log, load_log, False, {
         "not UTF-8": replaced("round", "\xff"), "deep": written("[" * 100_000 + "\n"),

@@ -275,7 +275,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "trainable:classifier trains the parameters that match. The other parameters are those of --init, or random "
         "(default: train the whole model)",
     )  # fmt: skip
-    add(group, "--init", "FILE", "npz file with the initial parameters (default: random)")
+    add(group, "--init", "FILE", "npz or safetensors file with the initial parameters (default: random)")
     add(group, "--rounds", "N", "number of rounds", count, 50)
     add(group, "--cohort", "K", "clients per round", count, 10)
     add(

@@ -17,7 +17,7 @@ import optax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.models import ranking
+from fedjax_drift.models import names, ranking
 from fedjax_drift.models.adapted import lora, merge, trainable
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
@@ -43,6 +43,7 @@ __all__ = [
     "merge",
     "mnist_2nn",
     "mnist_cnn",
+    "names",
     "resnet18",
     "save_params",
     "simple_cnn",

@@ -1,41 +1,76 @@
-"""Saves and loads the parameters of models. Also loads the parameters of PyTorch's ResNet-18."""
+"""Saves and loads the parameters of models. Also loads parameters that were trained elsewhere."""
 
 from __future__ import annotations
 
 import os
 import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, leaves
 from fedjax_drift.data import files
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.leaves import path_of
 from fedjax_drift.types import Model, Params
 
 STEM = "conv/kernel"
 TORCH_RESNET = re.compile(r"(?:layer(\d)\.(\d)\.)?(conv|bn|downsample\.)(\d)\.(weight|bias)")
+LAYER = "{layer}"
+
+Names = Mapping[str, Any]
+"""Paths of parameters and their names in a file. See `load_params`."""
 
 
 def save_params(params: Params, path: str | os.PathLike[str]) -> None:
-    """Saves parameters to an npz file for `load_params`.
+    """Saves parameters to a file for `load_params`, or for other programs.
 
-    The file has one array per leaf. The name of the array is the path of the leaf, such as "classifier/dense/bias".
+    The file has one array per leaf. The name of the array is the path of the leaf, such as "classifier/dense/bias". If
+    the name of the file ends with ".safetensors", it is a safetensors file, otherwise an npz file. Parameters in
+    bfloat16 need a safetensors file.
 
-    Raises ValueError for parameters that are empty or not numeric, and OSError if the file can't be written.
+    Raises ValueError for parameters that are empty or not numeric, ImportError if the package safetensors is needed and
+    not installed, and OSError if the file can't be written.
     """
     target = checks.path("path", path)
-    named = {_name(leaf_path): np.asarray(leaf) for leaf_path, leaf in jax.tree.leaves_with_path(params)}
+    named = {path_of(leaf_path): np.asarray(leaf) for leaf_path, leaf in jax.tree.leaves_with_path(params)}
     if not named:
         raise ConfigurationError(f"params must have at least one array, got {checks.shown(params)}: pass state.params")
     for name, leaf in named.items():
         checks.array(f"params, at {name or 'its root'},", leaf.reshape(-1))
-    with open(target, "wb") as file:
-        np.savez(file, **named)  # type: ignore[arg-type]
+        if leaf.dtype.kind == "V" and not _is_safetensors(target.name):
+            raise ConfigurationError(
+                f"params of the dtype {leaf.dtype} must be saved as safetensors, got {target.name}: name it "
+                f"{target.stem}.safetensors"
+            )
+    if _is_safetensors(target.name):  # which stores the bytes in the order of the memory
+        data = _safetensors(target).save({name: np.asarray(leaf, order="C") for name, leaf in named.items()})
+        target.write_bytes(data)
+    else:
+        with open(target, "wb") as file:
+            np.savez(file, **named)  # type: ignore[arg-type]
 
 
-def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
-    """Loads the parameters of a model from an npz file of `save_params`.
+def load_params(
+    model: Model, path: str | os.PathLike[str], names: Names | None = None, fresh: leaves.Selection | None = None
+) -> Params:
+    """Loads the parameters of a model from an npz or safetensors file, such as those of `save_params`.
+
+    To load parameters that another program has saved, pass ``names``, a dict from the paths of the model's parameters
+    to the names in the file. The tables `fd.models.names.VIT`, `BERT` and `GPT2` are for files of Hugging Face's
+    transformers. A value of the dict is either a name, or a tuple of one or more names and a function. The function
+    gets the arrays of these names, and returns the parameter:
+
+        {"dense/kernel": ("fc.weight", np.transpose), "dense/bias": "fc.bias"}
+
+    - A name is a regular expression. It may have a prefix in the file, so "fc.bias" also finds "model.fc.bias".
+    - A name with "{layer}" is for stacked parameters [depth, ...]. One array per layer is read, with 0, 1, ... in place
+      of "{layer}".
+    - Other arrays of the file are not used. Other paths of the dict are ignored.
 
     For `resnet18`, the file may also have the parameters of torchvision's ResNet-18. To export them in PyTorch, run
     ``numpy.savez(path, **{k: v.numpy() for k, v in resnet18(weights="DEFAULT").state_dict().items()})``.
@@ -43,65 +78,163 @@ def load_params(model: Model, path: str | os.PathLike[str]) -> Params:
     statistics are not used. The classifier is initialised randomly with key 0, because its classes differ. The stem is
     also initialised randomly, unless it is 7 x 7.
 
-    Raises FileNotFoundError if the file does not exist, and ValueError if it is not an npz file or its arrays do not
-    fit the model.
+    Args:
+      model: the model. Its parameters must all be in the file, or be selected by ``fresh``.
+      path: the file.
+      names: the names of the parameters in the file. Default: their paths.
+      fresh: the parameters that are initialised randomly with key 0 instead of loaded: a regular expression that is
+        searched in their paths such as "classifier", a function of the path, or a pytree of bools. Default: none.
+
+    Returns:
+      The parameters, with the dtypes of the model.
+
+    Raises:
+      FileNotFoundError: the file does not exist.
+      ImportError: it is a safetensors file, and the package safetensors is not installed.
+      ValueError: the file is neither an npz nor a safetensors file, is damaged, lacks parameters (the message lists
+        them), or has arrays of other shapes.
     """
     checks.instance("model", model, Model, "fd.models.lenet5(), for example")
     path = checks.path("path", path)
-    try:
-        arrays = files.arrays_of(path)
-    except ValueError as error:
-        what, fix = f"it is no npz ({files.one_line(error.__cause__)})", "write it with save_params"
-        if os.path.isfile(path) and _is_safetensors(path):
-            what = "it is a safetensors file, not an npz"
-            fix = (
-                'convert it with numpy.savez("params.npz", **safetensors.numpy.load_file(path)), with the names that '
-                "save_params uses"
-            )
-        raise ConfigurationError(f"cannot read parameters from {path}: {what}: {fix}") from error
-    for name, array in arrays.items():
-        if array.dtype.kind not in "biuf":
-            raise ConfigurationError(
-                f"{path}: {name} must be real numbers, got {array.dtype}: write it with save_params"
-            )
+    if fresh is not None:
+        leaves.check("fresh", fresh)
+    arrays = _read(path)
     expected = jax.eval_shape(model.init, jax.random.key(0))
-    shapes = {_name(leaf_path): leaf.shape for leaf_path, leaf in jax.tree.leaves_with_path(expected)}
+    shapes = {path_of(leaf_path): leaf.shape for leaf_path, leaf in jax.tree.leaves_with_path(expected)}
     initialised = set[str]()  # the parameters that are initialised randomly instead of loaded
-    if "layer1.0.conv1.weight" in arrays:
+    if fresh is not None:
+        selected = jax.tree.leaves(leaves.select("fresh", fresh, expected))
+        initialised = {name for name, is_fresh in zip(shapes, selected, strict=True) if is_fresh}
+    if names is not None:
+        wanted = {name: shape for name, shape in shapes.items() if name not in initialised}
+        arrays = _renamed(arrays, names, wanted, path)
+    elif "layer1.0.conv1.weight" in arrays:
         arrays = dict(filter(None, map(_of_torch, arrays, arrays.values())))
         other_stem = _shape(arrays, STEM) != shapes.get(STEM)
-        initialised = {name for name in shapes if "classifier" in name or (name == STEM and other_stem)}
+        initialised |= {name for name in shapes if "classifier" in name or (name == STEM and other_stem)}
     wrong = [
         name for name in {**shapes, **arrays} if name not in initialised and _shape(arrays, name) != shapes.get(name)
     ]
     if wrong:
-        held, wanted = (
+        held, wanted_shape = (
             "nothing" if shape is None else f"shape {list(shape)}"
             for shape in (_shape(arrays, wrong[0]), shapes.get(wrong[0]))
         )
         raise ConfigurationError(
-            f"{path} must have the model's parameters, got {held} for {wrong[0]}, which is {wanted} in the model "
-            f"({len(wrong)} arrays don't fit): use the model whose parameters were saved"
+            f"{path} must have the model's parameters, got {held} for {wrong[0]}, which is {wanted_shape} in the model "
+            f"({len(wrong)} arrays don't fit: {textwrap.shorten(', '.join(wrong), 900)}): use the model whose "
+            "parameters were saved, or select parameters with fresh= to initialise them randomly"
         )
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf if _name(path) in initialised else np.asarray(arrays[_name(path)], leaf.dtype),
+        lambda path, leaf: leaf if path_of(path) in initialised else np.asarray(arrays[path_of(path)], leaf.dtype),
         model.init(jax.random.key(0)) if initialised else expected,
     )
 
 
-def _is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Whether a file starts like a safetensors file: 8 bytes with the length of a header, then a JSON object."""
-    with open(path, "rb") as file:
-        length, brace = int.from_bytes(file.read(8), "little"), file.read(1)
-    return brace == b"{" and length < os.path.getsize(path)
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """Reads all arrays of a file. Those in bfloat16 become float32."""
+    if _is_safetensors(path.name):
+        with files.opened(path):
+            arrays = _safetensors(path).load_file(path)
+    else:
+        try:
+            arrays = files.arrays_of(path)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"cannot read parameters from {path}: it is no npz ({files.one_line(error.__cause__)}): write it with "
+                "save_params, or if it is a safetensors file, let its name end with .safetensors"
+            ) from error
+    for name, array in arrays.items():
+        if array.dtype.name == "bfloat16":
+            arrays[name] = array.astype(np.float32)
+        elif array.dtype.kind not in "biuf":
+            raise ConfigurationError(
+                f"{path}: {name} must be real numbers, got {array.dtype}: write it with save_params"
+            )
+    return arrays
+
+
+def _is_safetensors(filename: str) -> bool:
+    return filename.endswith(".safetensors")
+
+
+def _safetensors(path: Path) -> Any:
+    """The functions ``save`` and ``load_file`` of the package safetensors."""
+    try:
+        from safetensors import numpy
+    except ImportError as error:
+        raise MissingPackageError(
+            f'{path.name} needs the package safetensors: pip install "fedjax-drift[safetensors]"'
+        ) from error
+    return numpy
+
+
+def _renamed(
+    arrays: dict[str, np.ndarray], names: Names, shapes: dict[str, tuple[int, ...]], file: Path
+) -> dict[str, np.ndarray]:
+    """The parameters with these paths and shapes. Those that are not in the file are left out."""
+    renamed = {}
+    for path, (patterns, convert) in _checked_names(names).items():
+        if path not in shapes:
+            continue
+        stacked = any(LAYER in pattern for pattern in patterns)
+        depth = shapes[path][0] if stacked and shapes[path] else 1
+
+        def parameter(layer: int, path: str = path, patterns: Any = patterns, convert: Any = convert) -> Any:
+            found = [_find(arrays, pattern.replace(LAYER, str(layer)), file) for pattern in patterns]
+            if not all(found):
+                return None
+            inputs = [arrays[name] for name in found]
+            try:
+                return np.asarray(convert(*inputs))
+            except Exception as error:
+                raise ConfigurationError(
+                    f"names must have functions that accept the arrays of {file}, got an error for {path} from the "
+                    f"shapes {[[*array.shape] for array in inputs]}: {checks.first_line(error)}"
+                ) from error
+
+        layers = [parameter(layer) for layer in range(depth)]
+        if any(layer is None for layer in layers):
+            continue
+        if stacked and parameter(depth) is not None:
+            raise ConfigurationError(
+                f"{file} must have as many layers as the model, {depth}, got more for {path}: use a model of its depth"
+            )
+        alike = len({layer.shape for layer in layers}) == 1
+        renamed[path] = np.stack(layers) if stacked and alike else layers[0]
+    return renamed
+
+
+def _checked_names(names: Names) -> dict[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]]:
+    """Path -> (regular expressions of the file's names, function of their arrays)."""
+    checks.instance("names", names, Mapping, "fd.models.names.GPT2, for example")  # type: ignore[type-abstract]
+    checked = {}
+    for path, source in names.items():
+        patterns, convert = (source[:-1], source[-1]) if isinstance(source, tuple) else ((source,), lambda array: array)
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns) or not callable(convert):
+            raise ConfigurationError(
+                f"each value of names must be a name or a tuple of names and a function, got {checks.shown(source)} "
+                f"for {checks.shown(path)}"
+            )
+        for pattern in patterns:
+            leaves.check(f"names[{path!r}]", pattern)
+        checked[path] = patterns, convert
+    return checked
+
+
+def _find(names: Iterable[str], pattern: str, file: Path) -> str:
+    """The name that matches, with any prefix that ends with a dot, or "". Raises ConfigurationError for several."""
+    compiled = re.compile(rf"(?:.*\.)?(?:{pattern})")
+    found = [name for name in names if compiled.fullmatch(name)]
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"names must find one array each in {file}, got {', '.join(found)} for {pattern!r}: write more of the name"
+        )
+    return found[0] if found else ""
 
 
 def _shape(arrays: dict[str, np.ndarray], name: str) -> tuple[int, ...] | None:
     return arrays[name].shape if name in arrays else None
-
-
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _of_torch(name: str, array: np.ndarray) -> tuple[str, np.ndarray] | None:

@@ -164,7 +164,7 @@ class ViT(nnx.Module):
 
 def embed(ids: jax.Array, tokens: nnx.Param, positions: nnx.Param) -> jax.Array:
     """int [B, T] -> [B, T, W], the sums of token and position embeddings. An id that is not in the table gives NaN."""
-    rows = tokens[...].at[ids.astype(jnp.int32)].get(mode="fill", fill_value=jnp.nan)
+    rows = jnp.asarray(tokens[...]).at[ids.astype(jnp.int32)].get(mode="fill", fill_value=jnp.nan)
     return rows + positions[: ids.shape[1]][None]
 
 
