@@ -14,6 +14,9 @@ import fedjax_drift as fd
 from fedjax_drift.models import load_params, save_params
 
 KEY = jax.random.key(3)
+W, H, VOCABULARY, LENGTH, LAYERS = 8, 2, 11, 6, 3
+RNG = np.random.default_rng(0)
+DRAWN = lambda *shape: RNG.normal(0, 0.5, shape).astype("f4")  # noqa: E731
 
 
 def same(one, other) -> bool:
@@ -126,6 +129,44 @@ def test_a_deeper_resnet_is_refused(tmp_path: Path):
         load_params(resnet18(stem=7), tmp_path / "resnet34.npz")
 
 
+# --- PyTorch's layout -------------------------------------------------------------------------------------------------
+
+
+def torch_conv2d(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, padding: int) -> np.ndarray:
+    """What torch.nn.functional.conv2d computes for images [B, C, H, W] and a weight [out, in, k, k]."""
+    x = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
+    windows = np.lib.stride_tricks.sliding_window_view(x, weight.shape[2:], (2, 3))  # [B, C, H, W, k, k]
+    return np.einsum("bchwij,ocij->bohw", windows, weight) + bias[:, None, None]
+
+
+def test_to_torch_has_pytorchs_layouts_and_flattening():
+    model = fd.models.lenet5(10)
+    params = model.init(KEY)
+    state = fd.models.to_torch(params)
+    images = RNG.normal(size=(3, 28, 28, 1)).astype("f4")
+    x = images.transpose(0, 3, 1, 2)
+    for i, padding in enumerate((2, 0)):
+        x = np.maximum(torch_conv2d(x, state[f"convs_{i}.weight"], state[f"convs_{i}.bias"], padding), 0)
+        B, C, height, width = x.shape
+        x = x.reshape(B, C, height // 2, 2, width // 2, 2).max((3, 5))
+    x = x.reshape(3, -1)  # flatten(1)
+    for name in ("denses_0", "denses_1"):
+        x = np.maximum(linear(x, state, name), 0)
+    np.testing.assert_allclose(linear(x, state, "classifier.dense"), model.apply(params, images), rtol=1e-4, atol=1e-5)
+
+
+def test_to_torch_unstacks_blocks_and_copies():
+    params = fd.models.vit(5, (6, 4, 3), 2, width=W, depth=LAYERS, heads=H).init(KEY)
+    state = fd.models.to_torch(params)
+    query = params["blocks"]["attention"]["query"]["kernel"]
+    np.testing.assert_array_equal(state["blocks.2.attention.query.weight"], query[2].T)
+    np.testing.assert_array_equal(state["blocks.0.mlp_norm.weight"], params["blocks"]["mlp_norm"]["scale"][0])
+    assert sum(array.size for array in state.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert all(array.flags.c_contiguous and array.flags.writeable for array in state.values())
+    resnet = fd.models.to_torch(fd.models.resnet18().init(KEY))
+    assert resnet["blocks_2.Conv_2.weight"].shape == (128, 64, 1, 1) and "norm.weight" in resnet
+
+
 # --- safetensors ------------------------------------------------------------------------------------------------------
 
 
@@ -157,10 +198,6 @@ def test_without_the_package_safetensors_its_command_is_named(tmp_path, monkeypa
 
 
 # --- the transformers of other programs, against a forward pass in NumPy ----------------------------------------------
-
-W, H, VOCABULARY, LENGTH, LAYERS = 8, 2, 11, 6, 3
-RNG = np.random.default_rng(0)
-DRAWN = lambda *shape: RNG.normal(0, 0.5, shape).astype("f4")  # noqa: E731
 
 
 def torch_linear(name: str, inputs: int, outputs: int) -> dict[str, np.ndarray]:

@@ -22,6 +22,7 @@ from fedjax_drift.models.adapted import lora, merge, trainable
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
 from fedjax_drift.models.pretrained import load_params, save_params
+from fedjax_drift.models.torch_layout import to_torch
 from fedjax_drift.models.transformers import Decoder, Encoder, ViT
 from fedjax_drift.types import Model
 
@@ -50,6 +51,7 @@ __all__ = [
     "simple_fl_lenet",
     "text_classifier",
     "trainable",
+    "to_torch",
     "vit",
 ]
 
