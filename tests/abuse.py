@@ -632,7 +632,12 @@ def models() -> Iterator[Call]:
     fd.models.save_params(params, "params.npz")
     of_params = {"params": Kind([*TEXTS, *THINGS, *ARRAYS[:2], None], [params], like=params), "path": path()}
     yield Call("fd.models.save_params", fd.models.save_params, {"params": params, "path": "some.npz"}, of_params)
-    of_file = {"model": only(fd.Model), "path": path()}
+    paths = {"classifier/dense/kernel": "kernel", "classifier/dense/bias": ("bias", np.asarray)}
+    names = Kind(
+        [*TEXTS, *THINGS, *ARRAYS[:2], 3, [1], {}, {"a": 3}, {"a": ()}, {"a": "("}, {1: "a"}], [None], like=paths
+    )
+    fresh = Kind(["(", "nowhere", 3, [], lambda path: 3], [None, ".", lambda path: True])
+    of_file = {"model": only(fd.Model), "path": path(), "names": names, "fresh": fresh}
     yield Call("fd.models.load_params", fd.models.load_params, {"model": MODEL, "path": "params.npz"}, of_file)
     dtype = Kind([int, 3, "adam", object(), [], "int32", ..., lambda: 0], [jnp.float32, "bfloat16", np.float16])
     yield Call("model.computing_in", MODEL.computing_in, {}, {"dtype": dtype})

@@ -404,6 +404,8 @@ def test_dialogue_is_what_its_speakers_say() -> None:
     data = load("dialogue", num_clients=3, num_rows=20, length=40, seed=5)
     assert data.x.shape == data.y.shape == (54, 40) and (data.test_sizes == 2).all()
     np.testing.assert_array_equal(data.x[:, 1:], data.y[:, :-1])
+    counts = data.label_counts()
+    assert counts.shape[0] == 3 and counts[1, 1] == (data.client(1)[1] == 1).sum() and (counts.sum(1) == 18 * 40).all()
     assert data.x.min() == 1 and data.x.max() <= 27
     text = "".join(dialogue.CHARACTERS[i - 1] for i in data.x[0])
     assert set(text.split()[1:-1]) <= set(dialogue.WORDS) and len(dialogue.WORDS) == len(set(dialogue.WORDS)) == 88

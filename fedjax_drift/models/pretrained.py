@@ -210,7 +210,7 @@ def _checked_names(names: Names) -> dict[str, tuple[tuple[str, ...], Callable[..
     checks.instance("names", names, Mapping, "fd.models.names.GPT2, for example")  # type: ignore[type-abstract]
     checked = {}
     for path, source in names.items():
-        patterns, convert = (source[:-1], source[-1]) if isinstance(source, tuple) else ((source,), lambda array: array)
+        *patterns, convert = source if isinstance(source, tuple) and source else (source, lambda array: array)
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns) or not callable(convert):
             raise ConfigurationError(
                 f"each value of names must be a name or a tuple of names and a function, got {checks.shown(source)} "
@@ -218,7 +218,7 @@ def _checked_names(names: Names) -> dict[str, tuple[tuple[str, ...], Callable[..
             )
         for pattern in patterns:
             leaves.check(f"names[{path!r}]", pattern)
-        checked[path] = patterns, convert
+        checked[path] = tuple(patterns), convert
     return checked
 
 

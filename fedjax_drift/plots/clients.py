@@ -181,14 +181,14 @@ def draw_label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
     counts = data.label_counts()
     N, C = counts.shape
     shown = np.arange(min(N, SHOWN_CLIENTS)) * N // min(N, SHOWN_CLIENTS)
-    share = 100 * counts[shown] / data.sizes[shown, None]
+    share = 100 * counts[shown] / counts[shown].sum(1, keepdims=True)
     image = axes.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=share.max(), interpolation="nearest")
     every = max(1, round(len(shown) / 10))
     axes.set_yticks(range(0, len(shown), every), [f"{i:,}" for i in shown[::every]])
     axes.set_xticks(label_ticks(C))
     subset = f"{len(shown)} of {N:,} clients" if len(shown) < N else f"{N:,} clients" if N > 1 else "1 client"
     axes.set(xlabel="Label", ylabel="Client", title=f"Label mix of {subset}")
-    figure.colorbar(image, ax=axes, label="Share of the client's examples (%)", fraction=0.05, pad=0.02)
+    figure.colorbar(image, ax=axes, label="Share of the client's labels (%)", fraction=0.05, pad=0.02)
 
 
 def label_ticks(labels: int) -> range:
