@@ -1,8 +1,8 @@
-"""The networks of the papers as `fd.Model`s.
+"""The networks of the papers, and three transformers, as `fd.Model`s.
 
 With ``cosine=True``, the last layer has no bias and returns the cosines between features and class weights (LfD). The
-weights use PyTorch's default initialisation, as in the papers' code. The docstrings give the number of parameters, and
-the tests check it.
+weights of the papers' networks use PyTorch's default initialisation, as in the papers' code. The docstrings give the
+number of parameters, and the tests check it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,13 @@ LAYER = "{layer}"
 
 Names = Mapping[str, Any]
 """Paths of parameters and their names in a file. See `load_params`."""
+
+
+class Source(NamedTuple):
+    """Where a parameter is in a file."""
+
+    patterns: list[str]  # regular expressions of the names in the file
+    convert: Callable[..., np.ndarray]  # from their arrays to the parameter
 
 
 def save_params(params: Params, path: str | os.PathLike[str]) -> None:
@@ -174,29 +181,15 @@ def _renamed(
 ) -> dict[str, np.ndarray]:
     """The parameters with these paths and shapes. Those that are not in the file are left out."""
     renamed = {}
-    for path, (patterns, convert) in _checked_names(names).items():
+    for path, source in _checked_names(names).items():
         if path not in shapes:
             continue
-        stacked = any(LAYER in pattern for pattern in patterns)
+        stacked = any(LAYER in pattern for pattern in source.patterns)
         depth = shapes[path][0] if stacked and shapes[path] else 1
-
-        def parameter(layer: int, path: str = path, patterns: Any = patterns, convert: Any = convert) -> Any:
-            found = [_find(arrays, pattern.replace(LAYER, str(layer)), file) for pattern in patterns]
-            if not all(found):
-                return None
-            inputs = [arrays[name] for name in found]
-            try:
-                return np.asarray(convert(*inputs))
-            except Exception as error:
-                raise ConfigurationError(
-                    f"names must have functions that accept the arrays of {file}, got an error for {path} from the "
-                    f"shapes {[[*array.shape] for array in inputs]}: {checks.first_line(error)}"
-                ) from error
-
-        layers = [parameter(layer) for layer in range(depth)]
+        *layers, next_layer = (_converted(path, source, layer, arrays, file) for layer in range(depth + 1))
         if any(layer is None for layer in layers):
             continue
-        if stacked and parameter(depth) is not None:
+        if stacked and next_layer is not None:
             raise ConfigurationError(
                 f"{file} must have as many layers as the model, {depth}, got more for {path}: use a model of its depth"
             )
@@ -205,8 +198,22 @@ def _renamed(
     return renamed
 
 
-def _checked_names(names: Names) -> dict[str, tuple[tuple[str, ...], Callable[..., np.ndarray]]]:
-    """Path -> (regular expressions of the file's names, function of their arrays)."""
+def _converted(path: str, source: Source, layer: int, arrays: dict[str, np.ndarray], file: Path) -> Any:
+    """A parameter, or one layer of it, or None if the file lacks it."""
+    found = [_find(arrays, pattern.replace(LAYER, str(layer)), file) for pattern in source.patterns]
+    if not all(found):
+        return None
+    inputs = [arrays[name] for name in found]
+    try:
+        return np.asarray(source.convert(*inputs))
+    except Exception as error:
+        raise ConfigurationError(
+            f"names must have functions that accept the arrays of {file}, got an error for {path} from the shapes "
+            f"{[[*array.shape] for array in inputs]}: {checks.first_line(error)}"
+        ) from error
+
+
+def _checked_names(names: Names) -> dict[str, Source]:
     checks.instance("names", names, Mapping, "fd.models.names.GPT2, for example")  # type: ignore[type-abstract]
     checked = {}
     for path, source in names.items():
@@ -218,7 +225,7 @@ def _checked_names(names: Names) -> dict[str, tuple[tuple[str, ...], Callable[..
             )
         for pattern in patterns:
             leaves.check(f"names[{path!r}]", pattern)
-        checked[path] = tuple(patterns), convert
+        checked[path] = Source(patterns, convert)
     return checked
 
 

@@ -3,7 +3,8 @@
 The blocks of a network have parameters of the same shapes, so these are stacked: "blocks/attention/query/kernel" is
 [depth, in, out], and `run` scans over the first axis. The compilation time then does not depend on the depth. Every
 kernel is a matrix [in, out] on its last two axes. The softmax and the statistics of layer normalisation are computed in
-float32, even if the model computes in bfloat16.
+float32, even if the model computes in bfloat16. Kernels are initialised with Xavier's uniform distribution, embeddings
+and positions with N(0, 0.02^2).
 
 Axis letters: B examples, T positions, W width, H heads.
 """
