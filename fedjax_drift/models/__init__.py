@@ -266,7 +266,7 @@ def vit(
       dropout: dropout rate of the embeddings, and of the outputs of attention and MLP, in [0, 1). Default: 0.
       cosine: as for the other models.
       remat: if True, the backward pass computes each block again instead of keeping its intermediate values. A step
-        then needs less memory and about a third more time.
+        then needs less memory, and computes about a third more.
 
     Raises:
       ValueError: ``patch`` does not divide the image, ``heads`` does not divide ``width``, or a value is out of range.
