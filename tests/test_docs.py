@@ -152,6 +152,7 @@ SMALL = {  # sizes in the notebooks' first cells
     "03_own_algorithm.ipynb": {"ROUNDS": 1, "EVERY": 1},
     "04_all_writers.ipynb": {"WRITERS": 10, "ROUNDS": 1, "SEEDS": 2},
     "05_to_a_tpu_slice.ipynb": {"ROUNDS": 1},
+    "06_adapters.ipynb": {"CLIENTS": 8, "COHORT": 4, "ROUNDS": 1, "PRETRAINING": 1},
 }
 LESS = {  # of what a notebook does several times, which takes longest
     '    "SCAFFOLD": fd.algorithms.scaffold(),\n    "FedDC": fd.algorithms.feddc(alpha=0.1),\n': "",
