@@ -8,70 +8,124 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks
+from fedjax_drift import batch_norm, checks
+from fedjax_drift.batch_norm import collections, linen_call
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.types import Params, PyTree, Statistics, whole
 
-Params = Any
+METHODS = {"apply": "__call__", "features": "features"}  # what `Statistics.forward` calls
 
 
-def linen_fields(module: Any, input_shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
+def linen_fields(
+    module: Any, input_shape: tuple[int, ...], statistics: str | None, options: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_linen`."""
     _check_linen(module)
     example = _example(input_shape, options)
-    # flax has two conventions for the argument that switches dropout on or off.
-    arguments = inspect.signature(type(module).__call__).parameters
-    training: dict[str, bool] = {}
-    evaluating: dict[str, bool] = {}
-    if "train" in arguments:
-        training, evaluating = {"train": True}, {"train": False}
-    elif "deterministic" in arguments:
-        training, evaluating = {"deterministic": False}, {"deterministic": True}
+    training, evaluating = (_mode(module, "__call__", train) for train in (True, False))
 
     def init(key: jax.Array) -> Params:
         params_key, dropout_key = jax.random.split(key)
         zeros = jnp.zeros(example.shape, example.dtype)
-        return module.init({"params": params_key, "dropout": dropout_key}, zeros, **evaluating)["params"]
+        variables = module.init({"params": params_key, "dropout": dropout_key}, zeros, **evaluating)
+        return variables["params"] if kept is None else whole(variables["params"], variables["batch_stats"])
 
     def variables_of(x: jax.Array) -> Any:
         key = jax.random.key(0)  # created while tracing, so that loading a model does not start JAX's backend
         return module.init({"params": key, "dropout": key}, x, **evaluating)
 
+    layers: dict[tuple[str, ...], Any] = {}
     try:
-        variables = jax.eval_shape(variables_of, example)
+        with batch_norm.noting(layers):
+            variables = jax.eval_shape(variables_of, example)
     except Exception as error:
         raise ConfigurationError(
             f"{type(module).__name__} does not accept examples of shape {tuple(input_shape)}: use a model for this "
             "shape, or pass the input_shape that the model accepts, such as (28, 28, 1); for token ids also pass "
             f"input_dtype=jnp.int32 ({first_line(error)})"
         ) from error
-    if extra := sorted(set(variables) - {"params"}):
+    if extra := sorted(set(variables) - {"params", "batch_stats"}):
         raise ConfigurationError(
-            f"a model must have no variables except parameters, but {type(module).__name__} has {', '.join(extra)}: "
-            "replace BatchNorm by GroupNorm (fd.models.layers.GroupNorm or flax.linen.GroupNorm)"
+            "a model must have no variables except parameters and running statistics, but "
+            f"{type(module).__name__} has {', '.join(extra)}: leave them out"
         )
+    owners = None
+    if "batch_stats" in variables:
+        owners = batch_norm.linen_owners(layers, variables["batch_stats"])
+    kept = batch_norm.check(type(module).__name__, owners, statistics)
 
     def method(name: str) -> Any:
         if not callable(getattr(type(module), name, None)):
             return None
-        return lambda params, x: module.apply({"params": params}, x, method=name)
+        mode = _mode(module, name, False)
+        return lambda params, x: linen_call(module, collections(params, kept), x, kept, name, **mode)
 
     def train_apply(params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
         return module.apply({"params": params}, x, **training, rngs={"dropout": key})
 
+    def forward(
+        params: Params, statistics: PyTree, x: jax.Array, key: jax.Array, mask: jax.Array, name: str
+    ) -> tuple[jax.Array, PyTree]:
+        mode = _mode(module, METHODS[name], True)
+        if kept != "frozen" and not mode:
+            raise ConfigurationError(
+                f"{METHODS[name]} of {type(module).__name__} must have an argument train, got none: write "
+                "nn.BatchNorm(use_running_average=not train)"
+            )
+        variables, rngs = collections(params, kept, statistics), {"dropout": key}
+        output, new = linen_call(
+            module, variables, x, kept, METHODS[name], mask, mutable=["batch_stats"], rngs=rngs, **mode
+        )
+        return output, new["batch_stats"]
+
     fields = {
         "init": init,
-        "apply": lambda params, x: module.apply({"params": params}, x, **evaluating),
-        "train_apply": train_apply if training else None,
+        "apply": lambda params, x: linen_call(module, collections(params, kept), x, kept, **evaluating),
+        "train_apply": train_apply if training and kept is None else None,
         "features": method("features"),
         "head": method("head"),
         "extractor": method("extractor"),
         "cosine": bool(getattr(module, "cosine", False)),
     }
+    if kept is not None:
+        fields["statistics"] = Statistics(kept, forward)
+        _try_training(fields, module, example)
     return fields | options
 
 
-def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[str, Any]) -> dict[str, Any]:
+def _mode(module: Any, method: str, train: bool) -> dict[str, bool]:
+    """The argument that switches a method of a linen module between training and evaluation; {} if it has none."""
+    arguments = inspect.signature(getattr(type(module), method)).parameters
+    if "train" in arguments:  # flax has two conventions for this argument
+        return {"train": train}
+    return {"deterministic": not train} if "deterministic" in arguments else {}
+
+
+def _try_training(fields: dict[str, Any], module: Any, example: jax.ShapeDtypeStruct) -> None:
+    """Traces a model with running statistics in training and in evaluation, so that its errors come early."""
+
+    def both(x: jax.Array) -> Any:
+        key = jax.random.key(0)
+        model = fields["init"](key)
+        mask = jnp.ones(x.shape[0], bool)
+        training = fields["statistics"].forward(model["params"], model["batch_stats"], x, key, mask, "apply")
+        return training, fields["apply"](model, x)
+
+    try:
+        jax.eval_shape(both, jax.ShapeDtypeStruct((2, *example.shape[1:]), example.dtype))
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(module).__name__} must accept a batch of 2 in training and in evaluation, got an error: write "
+            f"BatchNorm(use_running_average=not train) ({first_line(error)})"
+        ) from error
+
+
+def nnx_fields(
+    module: Any, input_shape: tuple[int, ...] | None, statistics: str | None, options: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_nnx`."""
     from flax import nnx
 
@@ -95,35 +149,49 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
             )
         return instance
 
-    def split(instance: Any) -> tuple[Any, Any, Any]:
-        graph, params, rest = nnx.split(instance, nnx.Param, ...)  # type: ignore[misc]
-        return graph, nnx.to_pure_dict(params), rest
+    def split(instance: Any) -> tuple[Any, Any, Any, Any]:
+        graph, params, statistics, rest = nnx.split(instance, nnx.Param, nnx.BatchStat, ...)
+        return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(statistics), rest
 
-    example = create(jax.random.key(0))
-    graph, _, rest = split(example)
-    if nnx.state(example, nnx.BatchStat):
-        raise ConfigurationError(
-            f"a model must have no variables except parameters, but {type(example).__name__} has running statistics: "
-            "replace BatchNorm by GroupNorm"
-        )
+    def init(key: jax.Array) -> Params:
+        _, params, statistics, _ = split(create(key))
+        return params if kept is None else whole(params, statistics)
+
+    example = nnx.eval_shape(lambda: create(jax.random.key(0)))  # without arrays: a module may be large
+    graph, _, _, rest = split(example)
+    if jax.tree.leaves(rest):  # for example, the state of dropout's random numbers
+        rest = jax.jit(lambda: split(create(jax.random.key(0)))[3])()
+    kept = batch_norm.check(type(example).__name__, batch_norm.nnx_owners(example), statistics)
     streams = sorted({state.tag for _, state in nnx.iter_graph(example) if isinstance(state, nnx.RngKey)})
 
-    def merge(params: Params, train: bool, key: jax.Array | None = None) -> Any:
-        instance = nnx.merge(graph, nnx.State(params), rest, copy=True)
+    def merge(variables: dict[str, PyTree], train: bool, key: jax.Array | None = None, mask: Any = None) -> Any:
+        states = [nnx.State(state) for state in variables.values()]
+        instance = nnx.merge(graph, *states, rest, copy=True)
         (instance.train if train else instance.eval)()
         if key is not None:
             keys: dict[str, Any] = {name: jax.random.fold_in(key, i) for i, name in enumerate(streams)}
             nnx.reseed(instance, **keys)
+        batch_norm.prepare_nnx(instance, kept, mask)
         return instance
+
+    def evaluated(params: Params) -> Any:
+        return merge(collections(params, kept), train=False)
 
     def method(name: str) -> Any:
         if not callable(getattr(type(example), name, None)):
             return None
-        return lambda params, x: getattr(merge(params, train=False), name)(x)
+        return lambda params, x: getattr(evaluated(params), name)(x)
+
+    def forward(
+        params: Params, statistics: PyTree, x: jax.Array, key: jax.Array, mask: jax.Array, name: str
+    ) -> tuple[jax.Array, PyTree]:
+        instance = merge(collections(params, kept, statistics), True, key, mask)
+        output = getattr(instance, METHODS[name])(x)
+        return output, nnx.to_pure_dict(nnx.state(instance, nnx.BatchStat))
 
     if input_shape is not None:
         try:
-            jax.eval_shape(lambda x: merge(split(example)[1], train=False)(x), example_input)
+            jax.eval_shape(lambda x: evaluated(init(jax.random.key(0)))(x), example_input)
         except Exception as error:
             raise ConfigurationError(
                 f"{type(example).__name__} does not accept examples of shape {example_input.shape[1:]}: pass the "
@@ -132,13 +200,21 @@ def nnx_fields(module: Any, input_shape: tuple[int, ...] | None, options: dict[s
             ) from error
 
     fields = {
-        "init": lambda key: split(create(key))[1],
-        "apply": lambda params, x: merge(params, train=False)(x),
-        "train_apply": (lambda params, x, key: merge(params, True, key)(x)) if streams else None,
+        "init": init,
+        "apply": lambda params, x: evaluated(params)(x),
+        "train_apply": (
+            (lambda params, x, key: merge(collections(params, kept), True, key)(x))
+            if streams and kept is None
+            else None
+        ),
         "features": method("features"),
         "head": method("head"),
         "extractor": method("extractor"),
     }
+    if kept is not None:
+        fields["statistics"] = Statistics(kept, forward)
+        if input_shape is not None:
+            _try_training(fields, example, example_input)
     return fields | options
 
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work
+from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work, whole
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,18 @@ def train_with(
     def as_params(tree: Params) -> Params:  # the learning rate or a hyper-parameter may have a wider dtype
         return jax.tree.map(lambda a, like: a.astype(like.dtype), tree, start)
 
-    part = work.part
+    part, running = work.part, work.statistics
+
+    def statistics_after(point: Params, batch: Batch, key: jax.Array, statistics: PyTree) -> PyTree:
+        """The running statistics after the forward pass for the gradient. XLA computes this pass only once."""
+        if running is None:
+            return ()
+        assert work.model.statistics is not None
+        _, new = work.model.statistics.forward(point, statistics, batch.x, key, batch.mask, "apply")
+        return tree.cast_like(new, statistics, "the running statistics after a forward pass")
+
+    def watched(theta: Params, statistics: PyTree) -> Params:
+        return theta if running is None else whole(theta, statistics)
 
     def returned(theta: Params) -> Params:
         return part.handed_over(theta) if part else theta
@@ -216,10 +227,11 @@ def train_with(
         batch = work.epoch(shuffle_key)
 
         def step(k: jax.Array, state: tuple) -> tuple:
-            theta, memory, total, carry = state
+            theta, memory, total, carry, statistics = state
             point = at(theta) if at else theta
-            examples = augmented(work, batch(k), epoch_key, k)
-            value, g, new_carry = gradient(point, examples, jax.random.fold_in(noise_key, k), carry)
+            examples, key = augmented(work, batch(k), epoch_key, k), jax.random.fold_in(noise_key, k)
+            value, g, new_carry = gradient(point, examples, key, carry)
+            statistics = statistics_after(point, examples, key, statistics)
             carry = jax.tree.map(lambda new, old: new.astype(old.dtype), new_carry, carry)
             if correct:
                 corrected = as_params(correct(g, theta))
@@ -232,7 +244,7 @@ def train_with(
                 new = as_params(after(new, k))
             if part:
                 new = only(part.trained, new, theta)
-            return new, memory, total + value.astype(total.dtype), carry
+            return new, memory, total + value.astype(total.dtype), carry, statistics
 
         # A straggler stops before its last epoch ends.
         steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
@@ -244,16 +256,22 @@ def train_with(
             state = lax.fori_loop(0, steps, step, state)
         else:  # with one k for the whole group, its batches are slices of the shuffled order, and not gathers
             state = lax.fori_loop(0, lax.pmax(steps, work.lanes), step_of_group, state)
-        return state, work.watcher.after_epoch(start, returned(state[0])) if work.watcher else ()
+        if work.watcher is None:
+            return state, ()
+        return state, work.watcher.after_epoch(begin, watched(returned(state[0]), state[-1]))
 
-    state = (start, work.optimizer.init(start), jnp.zeros_like(work.lr), carry)
+    statistics = () if running is None else running[-1]
+    begin = watched(start, statistics)
+    state = (start, work.optimizer.init(start), jnp.zeros_like(work.lr), carry, statistics)
     measured: PyTree
-    (theta, _, total, carry), measured = lax.scan(epoch, state, jnp.arange(work.epochs))
+    (theta, _, total, carry, statistics), measured = lax.scan(epoch, state, jnp.arange(work.epochs))
+    if running is not None:
+        running.append(statistics)
     if part:
         part.keep(theta)
     theta = returned(theta)
     if work.watcher:
-        work.watcher.done(start, theta, measured)
+        work.watcher.done(begin, watched(theta, statistics), measured)
     return theta, carry, {"loss": total / jnp.maximum(work.num_steps, 1)}
 
 

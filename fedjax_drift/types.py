@@ -52,6 +52,25 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
     return loss.mean(axis=tuple(range(1, loss.ndim)))
 
 
+class Statistics(NamedTuple):
+    """The running statistics of a model with BatchNorm. `Model.from_linen` and `Model.from_nnx` create it.
+
+    The parameters of such a model are a dict ``{"params": ..., "batch_stats": ...}`` (`whole`). An algorithm only sees
+    the parameters under "params".
+    """
+
+    kept: str  # "average", "local" or "frozen", see `Model.from_linen`
+    forward: Callable[[Params, PyTree, jax.Array, jax.Array, jax.Array, str], tuple[jax.Array, PyTree]]
+    """``forward(params, statistics, x [B, ...], key, mask [B], method) -> (output, statistics)``, in training mode.
+    ``params`` are those under "params". ``method`` is "apply" or "features". Examples whose mask is False do not
+    influence the others, and the returned statistics do not depend on them."""
+
+
+def whole(params: Params, statistics: PyTree) -> Params:
+    """The parameters of a model with running statistics."""
+    return {"params": params, "batch_stats": statistics}
+
+
 class Model(NamedTuple):
     """A model: the pure functions ``init`` and ``apply``. All other fields are optional.
 
@@ -90,6 +109,8 @@ class Model(NamedTuple):
 
     Classifiers with two or more logits have a metric "accuracy" by default. A metric of this name in the returned dict
     replaces it. Example for one logit and labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``."""
+    statistics: Statistics | None = None
+    """The running statistics of BatchNorm. None: all parameters are trained."""
 
     merged: Callable[[Params], Params] | None = None
     """``merged(params)`` -> the parameters of the whole model, if only a part of it is trained (`fd.models.lora`)."""
@@ -99,6 +120,7 @@ class Model(NamedTuple):
 
         Parameters and floating-point inputs are cast to ``dtype`` at the start of the forward pass. The logits are cast
         back to the dtype of the parameters before the loss. Gradients and updates have the dtype of the parameters.
+        Running statistics keep their dtype.
 
         With bfloat16, an accelerator multiplies matrices faster. The precision is 8 bits with bfloat16, 11 bits with
         TF32 and 24 bits with float32.
@@ -115,19 +137,32 @@ class Model(NamedTuple):
         def cast(to: Any, tree: PyTree) -> PyTree:
             return jax.tree.map(lambda a: a.astype(to) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
+        statistics = self.statistics
+
         def in_dtype(function: Callable) -> Any:
             def forward(params: Params, *inputs: jax.Array) -> jax.Array:
                 params_dtype = jnp.result_type(*jax.tree.leaves(params))
-                return cast(params_dtype, function(*cast(dtype, (params, *inputs))))
+                lowered = cast(dtype, params)
+                if statistics is not None:
+                    lowered = whole(lowered["params"], params["batch_stats"])
+                return cast(params_dtype, function(lowered, *cast(dtype, inputs)))
 
             return forward
 
+        def training(params: Params, old: PyTree, x: jax.Array, *inputs: Any) -> tuple[jax.Array, PyTree]:
+            assert statistics is not None
+            output, new = statistics.forward(cast(dtype, params), old, cast(dtype, x), *inputs)
+            return cast(jnp.result_type(*jax.tree.leaves(params)), output), new
+
         names = ("apply", "train_apply", "features", "head", "extractor")
         given = {name: function for name in names if (function := getattr(self, name)) is not None}
-        return self._replace(**{name: in_dtype(function) for name, function in given.items()})
+        lower = self._replace(**{name: in_dtype(function) for name, function in given.items()})
+        return lower._replace(statistics=statistics and statistics._replace(forward=training))
 
     @classmethod
-    def from_linen(cls, module: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
+    def from_linen(
+        cls, module: Any, input_shape: tuple[int, ...], *, statistics: str | None = None, **options: Any
+    ) -> Model:
         """Creates a model from a ``flax.linen`` module.
 
         If ``__call__`` of the module has an argument ``train`` or ``deterministic``, the library passes the right value
@@ -135,32 +170,48 @@ class Model(NamedTuple):
         ``features``, ``head`` or ``extractor``, they become the fields of the same name.
 
         Args:
-          module: an instance. Its only variables may be parameters.
+          module: an instance. Its only variables may be parameters, and the running statistics of BatchNorm.
           input_shape: the shape of one example, without the batch axis.
+          statistics: what happens to the running statistics. Required for a module with BatchNorm, whose parameters
+            are then a dict ``{"params": ..., "batch_stats": ...}``. In training, BatchNorm normalises with the batch
+            (without its padding), and `apply` with the running statistics.
+
+            - "average": clients update the statistics while they train, and the server averages them.
+            - "local": each client keeps its own, and never sends them. `Simulation.evaluate_clients` evaluates the
+              clients with their own statistics. The global model keeps the initial ones.
+            - "frozen": they keep their initial values. BatchNorm normalises with them in training, too.
           options: fields of `Model` to replace, such as ``loss=``. There is one more option: ``input_dtype``, the dtype
             of the inputs, by default float32. For token ids use ``input_dtype=jnp.int32``.
 
         Raises:
-          ValueError: the module does not accept the input shape, or it has running statistics (BatchNorm). Use
-            GroupNorm instead of BatchNorm.
+          ValueError: the module does not accept the input shape; it has running statistics (BatchNorm) and
+            ``statistics`` is missing, or the opposite; or it has other variables.
         """
         from fedjax_drift import adapters
 
-        return cls(**adapters.linen_fields(module, input_shape, options))
+        return cls(**adapters.linen_fields(module, input_shape, statistics, options))
 
     @classmethod
-    def from_nnx(cls, module: Any, input_shape: tuple[int, ...] | None = None, **options: Any) -> Model:
+    def from_nnx(
+        cls,
+        module: Any,
+        input_shape: tuple[int, ...] | None = None,
+        *,
+        statistics: str | None = None,
+        **options: Any,
+    ) -> Model:
         """Creates a model from a ``flax.nnx`` module, or from a function ``nnx.Rngs -> module``.
 
         A function is called with random numbers from the initialisation key, so every seed gives different initial
-        parameters. A module already has parameters. They are the initial parameters for every seed.
+        parameters. A module already has parameters. They are the initial parameters for every seed. The same holds for
+        the running statistics of BatchNorm.
 
-        ``options`` are as in `from_linen`. ``input_shape`` is optional. If it is given, the model is checked with an
+        ``statistics`` and ``options`` are as in `from_linen`. ``input_shape`` is optional. If it is given, the model is checked with an
         input of this shape.
         """
         from fedjax_drift import adapters
 
-        return cls(**adapters.nnx_fields(module, input_shape, options))
+        return cls(**adapters.nnx_fields(module, input_shape, statistics, options))
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,14 +304,39 @@ class Work(NamedTuple):
     lanes: str | None = None  # the axis of the `jax.vmap` over clients that train side by side; None: it trains alone
     first_epoch: int = 0  # the number of the first epoch, which determines the keys of the epochs
     part: Part | None = None  # None: the whole model is shared
+    statistics: list[PyTree] | None = None
+    """The running statistics: those that the client starts with, then those after each call of `local.train`. None: the
+    model has none."""
 
-    def logits(self, params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
-        """The logits [B, C] of the model in training mode."""
+    def logits(self, params: Params, x: jax.Array, key: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """The logits [B, C] of the model in training mode. A model with running statistics needs ``batch.mask``."""
+        if self.statistics is not None:
+            return self._normalised("apply", params, x, key, mask)
         return self.model.train_apply(params, x, key) if self.model.train_apply else self.model.apply(params, x)
+
+    def features(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        """The representation [B, F] before the classifier, without dropout. With running statistics, the model is in
+        training mode."""
+        if self.statistics is not None:
+            return self._normalised("features", params, batch.x, key, batch.mask)
+        assert self.model.features is not None
+        return self.model.features(params, batch.x)
 
     def loss(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
         """The mean loss over the examples of a batch, a scalar."""
-        return batch_mean(self.model.loss(self.logits(params, batch.x, key), batch.y), batch.mask)
+        return batch_mean(self.model.loss(self.logits(params, batch.x, key, batch.mask), batch.y), batch.mask)
+
+    def _normalised(
+        self, method: str, params: Params, x: jax.Array, key: jax.Array, mask: jax.Array | None
+    ) -> jax.Array:
+        """The output of a model with running statistics, in training mode."""
+        assert self.model.statistics is not None and self.statistics is not None
+        if mask is None:
+            raise ConfigurationError(
+                "work.logits needs the mask of the batch for a model with running statistics, got None: call "
+                "work.logits(params, batch.x, key, batch.mask)"
+            )
+        return self.model.statistics.forward(params, self.statistics[0], x, key, mask, method)[0]
 
 
 def batch_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -428,7 +504,8 @@ class Algorithm(NamedTuple):
     """Requirements, checked when a `Simulation` is created. "features", "head", "extractor", "cosine": the model has
     this field. "classifier": the model has the default loss. "sgd": local training without momentum and without another
     optimizer. "sgd or momentum": local training without another optimizer. "accuracy": the evaluation reports an
-    accuracy."""
+    accuracy. "one model": the model has no running statistics that clients update, because a client trains two models
+    with one call of `local.train`."""
 
 
 class ServerState(NamedTuple):

@@ -87,5 +87,9 @@ def apfl(alpha: float = 0.5, adaptive: bool = False, alpha_every: str = "step", 
         return mixed(client.alpha, client.v, server.params)
 
     return fedavg(weighting="uniform")._replace(  # (5)
-        init_client=init_client, client_update=client_update, personal=personal, requires=("sgd",), name="apfl"
+        init_client=init_client,
+        client_update=client_update,
+        personal=personal,
+        requires=("sgd", "one model"),
+        name="apfl",
     )

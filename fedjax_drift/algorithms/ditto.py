@@ -65,4 +65,6 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
     def personal(server: Any, client: Client) -> Params:
         return client.v
 
-    return base._replace(init_client=Client, client_update=client_update, personal=personal, name="ditto")
+    return base._replace(
+        init_client=Client, client_update=client_update, personal=personal, requires=("one model",), name="ditto"
+    )

@@ -56,7 +56,7 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask") -> 
             return jnp.where((n > 0) | (tau == 0), z, -jnp.inf) if missing == "mask" else z
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            z = calibrated(work.logits(theta, batch.x, key))
+            z = calibrated(work.logits(theta, batch.x, key, batch.mask))
             if denominator == "all":
                 return batch_mean(cross_entropy(z, batch.y), batch.mask)
             y = jax.nn.one_hot(batch.y, z.shape[-1], dtype=bool)

@@ -44,7 +44,7 @@ def fedntd(beta: float = 1.0, temperature: float = 1.0) -> Algorithm:
         w = server.params
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            logits = work.logits(theta, batch.x, key)
+            logits = work.logits(theta, batch.x, key, batch.mask)
             others = ~jax.nn.one_hot(batch.y, logits.shape[-1], dtype=bool)
             log_q, log_q_w = (
                 jnp.where(others, jax.nn.log_softmax(jnp.where(others, z / temperature, -jnp.inf)), 0)  # (2)

@@ -62,7 +62,7 @@ def lfd(
         active = client.seen if first == "none" else True
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            cos = work.logits(theta, batch.x, key)
+            cos = work.logits(theta, batch.x, key, batch.mask)
             cos_G, cos_P = model.apply(w, batch.x), model.apply(previous, batch.x)
             y = jax.nn.one_hot(batch.y, cos.shape[-1], dtype=cos.dtype)
             yhat = jax.nn.softmax((cos_G - cos_P) / (temperature * label_temperature))  # (7)

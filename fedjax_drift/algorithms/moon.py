@@ -58,15 +58,17 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algo
         w, previous, active, model = server.params, client.model, client.seen, work.model
         features = model.features
         assert features is not None  # `requires` below guarantees it
+        trains_otherwise = model.train_apply is not None or model.statistics is not None
         if first == "random_init":
             fresh = model.init(jax.random.fold_in(work.key, work.epochs))
             previous = jax.tree.map(lambda old, new: jnp.where(client.seen, old, new), previous, fresh)
             active = active | (work.t > 0)
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            z, z_glob, z_prev = (features(params, batch.x) for params in (theta, w, previous))
+            z = work.features(theta, batch, key)
+            z_glob, z_prev = features(w, batch.x), features(previous, batch.x)
             con = jax.nn.softplus((cosine(z, z_prev) - cosine(z, z_glob)) / temperature)  # (3)
-            if model.head and not model.train_apply:  # reuse the features for the logits
+            if model.head and not trains_otherwise:  # reuse the features for the logits
                 CE = batch_mean(model.loss(model.head(theta, z), batch.y), batch.mask)
             else:
                 CE = work.loss(theta, batch, key)

@@ -89,5 +89,5 @@ def pfedme(
         return client.v
 
     return base._replace(
-        init_client=Client, client_update=client_update, personal=personal, requires=("sgd",), name="pfedme"
+        init_client=Client, client_update=client_update, personal=personal, requires=("sgd", "one model"), name="pfedme"
     )

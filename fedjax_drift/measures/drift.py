@@ -43,6 +43,12 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, s
     """
     names = checks.choices("measure", names, MEASURES)
     for name in names:
+        local = engine.model.statistics is not None and engine.model.statistics.kept == "local"
+        if local and name not in ("updates", "labels"):
+            raise ConfigurationError(
+                f'measure={name!r} evaluates the global model, got a model with statistics="local", whose running '
+                'statistics only the clients have: use "updates", or statistics="average"'
+            )
         if name in TESTED and not has_test:
             raise ConfigurationError(f"measure={name!r} needs a test set, got none: pass test=(x, y) with the data")
         if name == "predictions" and engine.test_size < 2:
@@ -77,6 +83,11 @@ def allowing_nan(program: Callable) -> Callable:
 def of_one_round(measured: dict[str, jax.Array], *, axis: int) -> dict[str, jax.Array]:
     """The measures of one round with an additional axis for the round, of length 1."""
     return {name: jnp.expand_dims(values, axis) for name, values in measured.items()}
+
+
+def trained(engine: Engine, params: Params) -> Params:
+    """The leaves of the model that are trained: all but its running statistics."""
+    return params if engine.model.statistics is None else params["params"]
 
 
 class Training(NamedTuple):
@@ -151,13 +162,13 @@ def trainings(
         training = watched(engine, shared, old, work, lambda start, theta: ())
         aggregated, _ = check_finite(engine, client, training.result)
         weight = jnp.where(aggregated, training.result.weight, 0)
-        models = (training.theta, tree.subtract(training.theta, training.start))
+        models = (training.theta, trained(engine, tree.subtract(training.theta, training.start)))
         return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), (), ()
 
     w_S = mean_update = w  # placeholders if no measure needs the means
     if {"updates", "gradients"} & set(names):
         (sums, weight), _, _ = over_clients(engine, model_of, shared, today.dealt, states)
-        w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, w))
+        w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, trained(engine, w)))
     z_global = None if test is None else predictions(engine, w, test)
 
     def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -168,7 +179,7 @@ def trainings(
         def after_epoch(start: Params, theta: Params) -> dict[str, jax.Array]:
             measured: dict[str, jax.Array] = {}
             if "updates" in names:
-                D = tree.subtract(theta, start)
+                D = trained(engine, tree.subtract(theta, start))
                 measured["update_norm"] = jnp.sqrt(tree.dot(D, D))
                 scale = measured["update_norm"] * jnp.sqrt(tree.dot(mean_update, mean_update))
                 measured["update_cosine"] = jnp.where(scale == 0, 0, tree.dot(D, mean_update) / scale)

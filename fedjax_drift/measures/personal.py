@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from fedjax_drift import checks
+from fedjax_drift.algorithms.running_statistics import fine_tuned
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.local import train
 from fedjax_drift.round.cohort import deal_out, round_keys, undealt
 from fedjax_drift.round.engine import Client, Engine, Rows, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import score_rows
@@ -126,7 +126,7 @@ def personal_scores(
         model_of = engine.algorithm and engine.algorithm.personal
         theta = model_of(shared.server, state) if model_of else shared.server.params
         if fine_tune:
-            theta, _ = train(client_work(engine, shared, client, longest), theta)
+            theta = fine_tuned(client_work(engine, shared, client, longest), theta)
         (x, y, offset, size), first = shared.extra
         present, i = client.id < engine.num_clients, jnp.where(client.id < engine.num_clients, client.id - first, 0)
         offset, size = offset[i], jnp.where(present, size[i], 0)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, tree
+from fedjax_drift.algorithms.running_statistics import with_running_statistics
 from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import flat, leaf_shardings
@@ -42,6 +43,7 @@ class Setup:
 
     data: FederatedData
     model: Model
+    algorithm: Algorithm  # as given; that of the engine also handles running statistics
     engine: Engine  # its model is without the arrays of frozen parameters
     arrays: Arrays  # the data set on the devices
     measures: tuple[str, ...]  # names of the drift measures to compute in every round
@@ -172,6 +174,10 @@ def assemble(
     over_selected = clients_asked > cohort_size
     validate.check_aggregation(aggregation, sampling, over_selected, data)
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
+    given = algorithm
+    if model.statistics is not None:
+        validate.check_statistics(model.statistics.kept, algorithm, aggregation)
+        algorithm = with_running_statistics(algorithm, model.statistics.kept)
 
     mesh = placement.devices()
     model_with_arrays, model = model, hyper.without_arrays(model)
@@ -228,6 +234,7 @@ def assemble(
     return Setup(
         data=data,
         model=model_with_arrays,
+        algorithm=given,
         engine=engine,
         arrays=arrays,
         measures=measures,

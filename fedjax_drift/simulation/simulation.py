@@ -135,7 +135,7 @@ class Simulation:
     @property
     def algorithm(self) -> Algorithm:
         """The algorithm that is simulated."""
-        return self.setup.engine.algorithm
+        return self.setup.algorithm
 
     @property
     def local(self) -> LocalTraining:
@@ -406,6 +406,8 @@ class Simulation:
         if on_round is not None:
             checks.function("on_round", on_round, "it is called with each record")
         validate.check_until(until, eval_every, self.data.x_test is not None)
+        if eval_every and self.data.x_test is not None:
+            validate.warn_of_initial_statistics(self.model)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             checkpoints = Checkpoints(checkpoints)
         setup = self.setup
@@ -526,9 +528,10 @@ class Simulation:
         logit counts as misclassified. FedDyn and FedDC also keep the mean of the cohort's models. The scores of this
         mean have the prefix ``client_mean_``. The values are floats, or arrays under `jax.jit` and `jax.vmap`.
 
-        Warns if the loss is not finite. Raises ValueError if there is no test set.
+        Warns if the loss is not finite, or if only the clients have running statistics (``statistics="local"``). Raises ValueError if there is no test set.
         """
         state = self.setup.admit(state)
+        validate.warn_of_initial_statistics(self.model)
         scores = jax.tree.map(lambda v: v if traced(v) else float(v), self.executor.scores(state.server))
         if isinstance(scores["loss"], float) and not math.isfinite(scores["loss"]):
             checks.warn(
@@ -579,7 +582,7 @@ class Simulation:
         rows, _ = self.executor.programs.launch_scoring("evaluate_rows", state.params, self.executor.test())
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         sums = {name: np.bincount(client, values, len(sizes)) for name, values in flat.items()}
-        if fine_tune is not None or self.algorithm.personal is not None:
+        if fine_tune is not None or self.setup.engine.algorithm.personal is not None:
             sums |= {f"personal_{name}": total for name, total in self._personal_scores(state, fine_tune).items()}
         with np.errstate(invalid="ignore"):
             return {name: total / sizes for name, total in sums.items()}
@@ -593,7 +596,7 @@ class Simulation:
         if local is not None:
             validate.check_local(local, state.params, setup.engine.max_size)
             validate.check_augment(local, self.data, setup.engine.decode)
-        if self.algorithm.personal is None:
+        if setup.engine.algorithm.personal is None:
             state = state._replace(server=personal.GlobalModel(state.params), clients=())
         chunks = []
         for ids, tests in personal.chunks(self.data):

@@ -181,6 +181,8 @@ def sweep(
     simulations = _build_all(build, all_settings)
     setup = simulations[0].setup
     validate.check_until(until, eval_every, setup.data.x_test is not None)
+    if eval_every and setup.data.x_test is not None:
+        validate.warn_of_initial_statistics(setup.engine.model)
     if params is not None:
         tree.check_layout(params, setup.state.params, "params must be shaped like model.init's")
     varied = _varied(all_settings)

@@ -67,7 +67,9 @@ MISSING = {
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
     """Checks that the model, the local training and the data meet the requirements of the algorithm."""
     for name in algorithm.requires:
-        checks.choice("Algorithm.requires", name, (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy"))
+        checks.choice(
+            "Algorithm.requires", name, (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy", "one model")
+        )
         if name in MISSING and not getattr(model, name):
             needed = "whose logits are cosines" if name == "cosine" else f"with {name}"
             raise ConfigurationError(f"{algorithm.name} needs a model {needed}, got one without: {MISSING[name]}")
@@ -89,6 +91,34 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
     if algorithm.observe is not None and not has_test:
         raise ConfigurationError(
             f"{algorithm.name} evaluates the model in every round and needs a test set, got none: pass test=(x, y)"
+        )
+
+
+def check_statistics(kept: str, algorithm: Algorithm, aggregation: Aggregation) -> None:
+    """Checks that the algorithm and the aggregation can work with running statistics. kept: as in `Statistics`."""
+    if kept != "frozen" and "one model" in algorithm.requires:
+        raise ConfigurationError(
+            f"{algorithm.name} trains two models per client, which would share their running statistics, got "
+            f'statistics={kept!r}: use statistics="frozen", or GroupNorm instead of BatchNorm'
+        )
+    if kept == "local" and algorithm.observe is not None:
+        raise ConfigurationError(
+            f'{algorithm.name} uses the accuracy of the global model, got statistics="local", with which only the '
+            'clients have running statistics: use statistics="average"'
+        )
+    if kept == "average" and aggregation.noise_multiplier is not None:
+        raise ConfigurationError(
+            f'the noise of {aggregation.name} can make a running variance negative, got statistics="average": use '
+            'statistics="local" or "frozen", or GroupNorm instead of BatchNorm'
+        )
+
+
+def warn_of_initial_statistics(model: Model) -> None:
+    """Warns that the global model is evaluated with its initial running statistics, if only the clients update them."""
+    if model.statistics is not None and model.statistics.kept == "local":
+        checks.warn(
+            'with statistics="local" the global model has only the initial running statistics, so its scores say '
+            "little: use sim.evaluate_clients(state), which evaluates each client with its own, and eval_every=0"
         )
 
 

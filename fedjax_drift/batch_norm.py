@@ -1,0 +1,184 @@
+"""Calls flax modules with BatchNorm, whose parameters are then ``{"params": ..., "batch_stats": ...}``.
+
+The modules are written without masks, and with the layers of flax. Two things are changed while a module is called:
+
+- In training, BatchNorm does not see the padding of a batch. It normalises with the mean and the variance of the
+  examples, and updates its running statistics with them.
+- With "frozen", BatchNorm always normalises with its running statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import jax
+from jax import lax
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.types import Params, PyTree, whole
+
+KEPT = ("average", "local", "frozen")
+
+
+def check(name: str, owners: Iterable[Any] | None, kept: Any) -> str | None:
+    """Checks the option ``statistics`` of `Model.from_linen` and `Model.from_nnx`, and returns it.
+
+    name: of the module's class. owners: the objects that have running statistics; None if there are no statistics.
+    """
+    if kept is not None:
+        checks.choice("statistics", kept, KEPT)
+    if owners is None and kept is not None:
+        raise ConfigurationError(
+            f"statistics must be left out for {name}, which has no running statistics, got {kept!r}"
+        )
+    if owners is None:
+        return None
+    if kept is None:
+        raise ConfigurationError(
+            f"{name} has running statistics (BatchNorm), so statistics must say what happens to them, got None: pass "
+            'statistics="average" (clients update and send them, the server averages them), "local" (each client keeps '
+            'its own) or "frozen" (they keep their initial values, also in training); or replace BatchNorm by '
+            "GroupNorm (fd.models.layers.GroupNorm, flax.linen.GroupNorm or nnx.GroupNorm), which has none"
+        )
+    for owner in owners:
+        if not _is_batch_norm(owner):
+            raise ConfigurationError(
+                f"running statistics must be those of flax's BatchNorm, got those of {type(owner).__name__} in {name}: "
+                "use flax.linen.BatchNorm or nnx.BatchNorm, whose batch statistics leave out the padding of a batch"
+            )
+        if owner.axis_name is not None:
+            raise ConfigurationError(
+                f"axis_name of BatchNorm must be None, got {owner.axis_name!r} in {name}: leave it out, because a "
+                "client normalises with the statistics of its own batches"
+            )
+    return kept
+
+
+def _is_batch_norm(layer: Any) -> bool:
+    from flax import linen, nnx
+
+    return isinstance(layer, linen.BatchNorm | nnx.BatchNorm)
+
+
+def collections(params: Params, kept: str | None, statistics: PyTree = None) -> dict[str, PyTree]:
+    """The variables of a flax module, by collection. The gradient with respect to running statistics is 0.
+
+    statistics: None: they are a part of ``params``.
+    """
+    if kept is None:
+        return {"params": params}
+    if statistics is None:
+        params, statistics = params["params"], params["batch_stats"]
+    return whole(params, lax.stop_gradient(statistics))
+
+
+def rows(mask: jax.Array, x: jax.Array, given: jax.Array | None) -> jax.Array:
+    """The mask of BatchNorm for its input ``x [B, ...]``: True for examples, and where the module's mask is True.
+
+    mask: bool [B]. given: the mask that the module itself passes, or None.
+    """
+    if x.shape[0] != len(mask):
+        raise ConfigurationError(
+            f"the first axis of BatchNorm's input must be the batch, of length {len(mask)}, got {[*x.shape]}: do not "
+            "reshape or move it before BatchNorm, because the padding of a batch must be left out"
+        )
+    examples = mask.reshape(-1, *[1] * (x.ndim - 1))
+    return examples if given is None else examples & given
+
+
+# --- flax.linen -------------------------------------------------------------------------------------------------------
+
+
+def noting(layers: dict[tuple[str, ...], Any]) -> Any:
+    """A context in which the layers of linen modules are noted, by path, as they are called."""
+    from flax import linen
+
+    def note(next_call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layers[context.module.path] = context.module
+        return next_call(*args, **kwargs)
+
+    return linen.intercept_methods(note)
+
+
+def linen_owners(layers: dict[tuple[str, ...], Any], statistics: PyTree) -> list[Any]:
+    """The layers that have running statistics."""
+    from flax.traverse_util import flatten_dict
+
+    return [layers[path[:-1]] for path in flatten_dict(statistics)]
+
+
+def linen_call(
+    module: Any,
+    variables: dict[str, PyTree],
+    x: jax.Array,
+    kept: str | None,
+    method: str | None = None,
+    mask: jax.Array | None = None,
+    **options: Any,
+) -> Any:
+    """``module.apply``. mask: the examples of the batch, if BatchNorm is in training mode; otherwise None."""
+    with nullcontext() if kept is None else _linen_layers(kept, mask):
+        return module.apply(variables, x, method=method, **options)
+
+
+def _linen_layers(kept: str, mask: jax.Array | None) -> Any:
+    from flax import linen
+
+    def call(next_call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        norm = context.module
+        if not isinstance(norm, linen.BatchNorm) or context.method_name != "__call__":
+            return next_call(*args, **kwargs)
+        x = args[0] if args else kwargs["x"]
+        if kept == "frozen" and norm.use_running_average is not True:  # this call comes back here, with True
+            return norm.clone(parent=None, use_running_average=True).apply(norm.variables, x)
+        if mask is not None and kept != "frozen":
+            kwargs = kwargs | {"mask": rows(mask, x, kwargs.get("mask"))}
+        return next_call(*args, **kwargs)
+
+    return linen.intercept_methods(call)
+
+
+# --- flax.nnx ---------------------------------------------------------------------------------------------------------
+
+
+def nnx_owners(module: Any) -> list[Any] | None:
+    """The layers that have running statistics, or None."""
+    from flax import nnx
+
+    statistics = nnx.state(module, nnx.BatchStat)
+    if not statistics:
+        return None
+    layers = dict(nnx.iter_modules(module))
+    return [layers[path[:-1]] for path, _ in nnx.to_flat_state(statistics)]
+
+
+def prepare_nnx(module: Any, kept: str | None, mask: jax.Array | None) -> None:
+    """Changes the BatchNorm layers of a module, which is a copy. mask: as in `linen_call`."""
+    from flax import nnx
+
+    if kept is None:
+        return
+    for _, layer in nnx.iter_modules(module):
+        if isinstance(layer, nnx.BatchNorm):
+            object.__setattr__(layer, "__class__", _prepared(type(layer)))
+            object.__setattr__(layer, "call_options", {"mask": mask, "frozen": kept == "frozen"})
+
+
+@cache
+def _prepared(kind: type) -> type:
+    """The class of BatchNorm layers with the attribute ``call_options``."""
+
+    class Prepared(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, x: jax.Array, use_running_average: bool | None = None, **options: Any) -> Any:
+            mask = self.call_options["mask"]
+            if self.call_options["frozen"]:
+                use_running_average = True
+            elif mask is not None:
+                options["mask"] = rows(mask, x, options.get("mask"))
+            return super().__call__(x, use_running_average, **options)
+
+    return Prepared
