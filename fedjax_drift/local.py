@@ -21,7 +21,7 @@ from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work, whole
+from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work, batch_mean, whole
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,9 @@ def train(
     Returns:
       The local model theta_i, and the metrics ``{"loss": mean of the loss over the steps}``.
     """
+    if loss in (None, work.loss) and work.statistics is not None:
+        theta, _, metrics = _train(work, start, _normalised_gradient(work), (), correct, at, after)
+        return theta, metrics
     value_and_grad = jax.value_and_grad(loss or work.loss)
 
     def gradient(point: Params, batch: Batch, key: jax.Array, carry: PyTree) -> tuple[jax.Array, Params, PyTree]:
@@ -196,20 +199,54 @@ def train_with(
 
     Returns:
       The local model theta_i, the carried values after the last step, and the metrics of `train`.
+
+    For a model with running statistics, a step has one more forward pass.
     """
+
+    def also_statistics(
+        point: Params, batch: Batch, key: jax.Array, carry: PyTree, statistics: PyTree
+    ) -> tuple[jax.Array, Params, PyTree, PyTree]:
+        value, g, carry = gradient(point, batch, key, carry)
+        if work.model.statistics is not None and work.statistics is not None:
+            _, statistics = work.model.statistics.forward(point, statistics, batch.x, key, batch.mask, "apply")
+        return value, g, carry, statistics
+
+    return _train(work, start, also_statistics, carry, correct, at, after)
+
+
+def _normalised_gradient(work: Work) -> Callable:
+    """The gradient of `Work.loss`, with the running statistics after its forward pass."""
+    running = work.model.statistics
+    assert running is not None
+
+    def loss(params: Params, batch: Batch, key: jax.Array, statistics: PyTree) -> tuple[jax.Array, PyTree]:
+        logits, statistics = running.forward(params, statistics, batch.x, key, batch.mask, "apply")
+        return batch_mean(work.model.loss(logits, batch.y), batch.mask), statistics
+
+    def gradient(
+        point: Params, batch: Batch, key: jax.Array, carry: PyTree, statistics: PyTree
+    ) -> tuple[jax.Array, Params, PyTree, PyTree]:
+        (value, statistics), g = jax.value_and_grad(loss, has_aux=True)(point, batch, key, statistics)
+        return value, g, carry, statistics
+
+    return gradient
+
+
+def _train(
+    work: Work,
+    start: Params,
+    gradient: Callable[[Params, Batch, jax.Array, PyTree, PyTree], tuple[jax.Array, Params, PyTree, PyTree]],
+    carry: PyTree,
+    correct: Callable[[Params, Params], Params] | None,
+    at: Callable[[Params], Params] | None,
+    after: Callable[[Params, jax.Array], Params] | None,
+) -> tuple[Params, PyTree, Metrics]:
+    """The loop of `train_with`. ``gradient`` also gets and returns the running statistics, () if there are none."""
 
     def as_params(tree: Params) -> Params:  # the learning rate or a hyper-parameter may have a wider dtype
         return jax.tree.map(lambda a, like: a.astype(like.dtype), tree, start)
 
     part, running = work.part, work.statistics
-
-    def statistics_after(point: Params, batch: Batch, key: jax.Array, statistics: PyTree) -> PyTree:
-        """The running statistics after the forward pass for the gradient. XLA computes this pass only once."""
-        if running is None:
-            return ()
-        assert work.model.statistics is not None
-        _, new = work.model.statistics.forward(point, statistics, batch.x, key, batch.mask, "apply")
-        return tree.cast_like(new, statistics, "the running statistics after a forward pass")
 
     def watched(theta: Params, statistics: PyTree) -> Params:
         return theta if running is None else whole(theta, statistics)
@@ -230,8 +267,8 @@ def train_with(
             theta, memory, total, carry, statistics = state
             point = at(theta) if at else theta
             examples, key = augmented(work, batch(k), epoch_key, k), jax.random.fold_in(noise_key, k)
-            value, g, new_carry = gradient(point, examples, key, carry)
-            statistics = statistics_after(point, examples, key, statistics)
+            value, g, new_carry, new_statistics = gradient(point, examples, key, carry, statistics)
+            statistics = tree.cast_like(new_statistics, statistics, "the running statistics after a step")
             carry = jax.tree.map(lambda new, old: new.astype(old.dtype), new_carry, carry)
             if correct:
                 corrected = as_params(correct(g, theta))

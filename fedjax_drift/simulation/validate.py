@@ -19,7 +19,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.simulation.until import reaches, stalls
-from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, cross_entropy
+from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, Statistics, cross_entropy
 
 ROUNDS = 2**31 - 1  # most rounds, because a state counts them in int32
 
@@ -53,6 +53,11 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
         for name in (*needed, *(name for name in optional if getattr(value, name) is not None)):
             checks.function(f"{kind_name}.{name}", getattr(value, name))
     checks.flag("Model.cosine", model.cosine)
+    if model.statistics is not None and not isinstance(model.statistics, Statistics):
+        raise ConfigurationError(
+            f"Model.statistics must be of type Statistics, got {checks.shown(model.statistics)}: pass the option to "
+            'Model.from_linen(module, input_shape, statistics="average"), or leave it out'
+        )
 
 
 MISSING = {
