@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import batch_norm, checks
-from fedjax_drift.batch_norm import collections, linen_call
+from fedjax_drift.batch_norm import Statistics, collections, linen_call, whole
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Params, PyTree, Statistics, whole
 
+Params = Any
+PyTree = Any
 METHODS = {"apply": "__call__", "features": "features"}  # what `Statistics.forward` calls
 
 
@@ -59,7 +60,7 @@ def linen_fields(
         if not callable(getattr(type(module), name, None)):
             return None
         mode = _mode(module, name, False)
-        return lambda params, x: linen_call(module, collections(params, kept), x, kept, name, **mode)
+        return lambda params, x: linen_call(module, collections(params, kept), x, kept, mode, name)
 
     def train_apply(params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
         return module.apply({"params": params}, x, **training, rngs={"dropout": key})
@@ -73,15 +74,13 @@ def linen_fields(
                 f"{METHODS[name]} of {type(module).__name__} must have an argument train, got none: write "
                 "nn.BatchNorm(use_running_average=not train)"
             )
-        variables, rngs = collections(params, kept, statistics), {"dropout": key}
-        output, new = linen_call(
-            module, variables, x, kept, METHODS[name], mask, mutable=["batch_stats"], rngs=rngs, **mode
-        )
+        options = {"mutable": ["batch_stats"], "rngs": {"dropout": key}, **mode}
+        output, new = linen_call(module, collections(params, kept, statistics), x, kept, options, METHODS[name], mask)
         return output, new["batch_stats"]
 
     fields = {
         "init": init,
-        "apply": lambda params, x: linen_call(module, collections(params, kept), x, kept, **evaluating),
+        "apply": lambda params, x: linen_call(module, collections(params, kept), x, kept, evaluating),
         "train_apply": train_apply if training and kept is None else None,
         "features": method("features"),
         "head": method("head"),
@@ -150,7 +149,7 @@ def nnx_fields(
         return instance
 
     def split(instance: Any) -> tuple[Any, Any, Any, Any]:
-        graph, params, statistics, rest = nnx.split(instance, nnx.Param, nnx.BatchStat, ...)
+        graph, params, statistics, rest = nnx.split(instance, nnx.Param, nnx.BatchStat, ...)  # type: ignore[misc]
         return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(statistics), rest
 
     def init(key: jax.Array) -> Params:

@@ -9,19 +9,39 @@ The modules are written without masks, and with the layers of flax. Two things a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Params, PyTree, whole
 
+Params = Any
+PyTree = Any
 KEPT = ("average", "local", "frozen")
+
+
+class Statistics(NamedTuple):
+    """The running statistics of a model with BatchNorm. `Model.from_linen` and `Model.from_nnx` create it.
+
+    The parameters of such a model are a dict ``{"params": ..., "batch_stats": ...}`` (`whole`). An algorithm only sees
+    the parameters under "params".
+    """
+
+    kept: str  # "average", "local" or "frozen", see `Model.from_linen`
+    forward: Callable[[Params, PyTree, jax.Array, jax.Array, jax.Array, str], tuple[jax.Array, PyTree]]
+    """``forward(params, statistics, x [B, ...], key, mask [B], method) -> (output, statistics)``, in training mode.
+    ``params`` are those under "params". ``method`` is "apply" or "features". Examples whose mask is False do not
+    influence the others, and the returned statistics do not depend on them."""
+
+
+def whole(params: Params, statistics: PyTree) -> Params:
+    """The parameters of a model with running statistics."""
+    return {"params": params, "batch_stats": statistics}
 
 
 def check(name: str, owners: Iterable[Any] | None, kept: Any) -> str | None:
@@ -116,11 +136,11 @@ def linen_call(
     variables: dict[str, PyTree],
     x: jax.Array,
     kept: str | None,
+    options: dict[str, Any],
     method: str | None = None,
     mask: jax.Array | None = None,
-    **options: Any,
 ) -> Any:
-    """``module.apply``. mask: the examples of the batch, if BatchNorm is in training mode; otherwise None."""
+    """``module.apply`` with these options. mask: the examples of the batch, if BatchNorm is in training mode."""
     with nullcontext() if kept is None else _linen_layers(kept, mask):
         return module.apply(variables, x, method=method, **options)
 

@@ -20,8 +20,9 @@ import optax
 from jax import lax
 
 from fedjax_drift import checks, tree
+from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work, batch_mean, whole
+from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work, batch_mean
 
 
 @dataclass(frozen=True)

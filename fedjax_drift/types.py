@@ -29,6 +29,7 @@ import numpy as np
 import optax
 
 from fedjax_drift import checks
+from fedjax_drift.batch_norm import Statistics, whole
 from fedjax_drift.errors import ConfigurationError
 
 PyTree = Any
@@ -50,25 +51,6 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
     """Softmax cross-entropy with integer labels, [B]. The loss of a sequence is the mean over its positions."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, y)
     return loss.mean(axis=tuple(range(1, loss.ndim)))
-
-
-class Statistics(NamedTuple):
-    """The running statistics of a model with BatchNorm. `Model.from_linen` and `Model.from_nnx` create it.
-
-    The parameters of such a model are a dict ``{"params": ..., "batch_stats": ...}`` (`whole`). An algorithm only sees
-    the parameters under "params".
-    """
-
-    kept: str  # "average", "local" or "frozen", see `Model.from_linen`
-    forward: Callable[[Params, PyTree, jax.Array, jax.Array, jax.Array, str], tuple[jax.Array, PyTree]]
-    """``forward(params, statistics, x [B, ...], key, mask [B], method) -> (output, statistics)``, in training mode.
-    ``params`` are those under "params". ``method`` is "apply" or "features". Examples whose mask is False do not
-    influence the others, and the returned statistics do not depend on them."""
-
-
-def whole(params: Params, statistics: PyTree) -> Params:
-    """The parameters of a model with running statistics."""
-    return {"params": params, "batch_stats": statistics}
 
 
 class Model(NamedTuple):
@@ -206,8 +188,8 @@ class Model(NamedTuple):
         parameters. A module already has parameters. They are the initial parameters for every seed. The same holds for
         the running statistics of BatchNorm.
 
-        ``statistics`` and ``options`` are as in `from_linen`. ``input_shape`` is optional. If it is given, the model is checked with an
-        input of this shape.
+        ``statistics`` and ``options`` are as in `from_linen`. ``input_shape`` is optional. If it is given, the model is
+        checked with an input of this shape.
         """
         from fedjax_drift import adapters
 

@@ -191,7 +191,7 @@ def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int
         )
     sizes = tuple(checks.integer("each of sizes", size, 1) for size in checked_sizes.tolist())
     group = 1 + checks.integer("test_negatives", test_negatives, 9)
-    options = {"loss": binary_cross_entropy, "scores": ranking.scores(group)}
+    options: dict[str, Any] = {"loss": binary_cross_entropy, "scores": ranking.scores(group)}
     return Model.from_linen(DIN(sizes), (7,), input_dtype=jnp.int32, **options)
 
 

@@ -528,7 +528,8 @@ class Simulation:
         logit counts as misclassified. FedDyn and FedDC also keep the mean of the cohort's models. The scores of this
         mean have the prefix ``client_mean_``. The values are floats, or arrays under `jax.jit` and `jax.vmap`.
 
-        Warns if the loss is not finite, or if only the clients have running statistics (``statistics="local"``). Raises ValueError if there is no test set.
+        Warns if the loss is not finite, or if only the clients have running statistics (``statistics="local"``). Raises
+        ValueError if there is no test set.
         """
         state = self.setup.admit(state)
         validate.warn_of_initial_statistics(self.model)

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.batch_norm import Statistics
 from fedjax_drift.checks import first_line
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.simulation.until import reaches, stalls
-from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, Statistics, cross_entropy
+from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, cross_entropy
 
 ROUNDS = 2**31 - 1  # most rounds, because a state counts them in int32
 
