@@ -15,6 +15,12 @@ from fedjax_drift.errors import ConfigurationError
 
 Params = Any
 PyTree = Any
+EQUINOX = """static = eqx.partition(Net(jax.random.key(0)), eqx.is_inexact_array)[1]
+apply = lambda params, x: jax.vmap(eqx.combine(params, static))(x)
+model = fd.Model(lambda key: eqx.partition(Net(key), eqx.is_inexact_array)[0], apply)"""
+HAIKU = """network = hk.without_apply_rng(hk.transform(forward))
+init = lambda key: network.init(key, x)
+model = fd.Model(init, network.apply)"""
 METHODS = {"apply": "__call__", "features": "features"}  # what `Statistics.forward` calls
 
 
@@ -247,11 +253,11 @@ def _instead(module: Any, wanted: str) -> str:
     from flax import linen, nnx
 
     kinds = module.__mro__ if isinstance(module, type) else type(module).__mro__
-    if any(kind.__module__.partition(".")[0] == "equinox" for kind in kinds):
-        return (
-            "for an Equinox module use fd.Model(init=lambda key: eqx.partition(Net(key), eqx.is_inexact_array)[0], "
-            "apply=lambda params, x: jax.vmap(eqx.combine(params, static))(x))"
-        )
+    packages = {kind.__module__.partition(".")[0] for kind in kinds}
+    if "equinox" in packages:
+        return f"for an Equinox module write\n{EQUINOX}"
+    if "haiku" in packages:
+        return f"for a Haiku transform write, with a batch x,\n{HAIKU}"
     if wanted == "linen" and issubclass(kinds[0], nnx.Module):
         return "use Model.from_nnx"
     if wanted == "nnx" and issubclass(kinds[0], linen.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 import fedjax_drift as fd
+from fedjax_drift import adapters
 from fedjax_drift.models import MODELS, conv, layers, num_parameters
 
 COUNTS = {
@@ -328,7 +330,7 @@ def test_any_linen_module() -> None:
         def __call__(self, x):
             return nn.BatchNorm(use_running_average=False)(nn.Dense(3)(x))
 
-    with pytest.raises(ValueError, match="replace BatchNorm by GroupNorm"):
+    with pytest.raises(ValueError, match="or replace BatchNorm by GroupNorm"):
         fd.Model.from_linen(Normed(), (4,))
 
 
@@ -371,6 +373,12 @@ class Equinox:
     __module__ = "equinox._module"
 
 
+class Haiku:
+    """Stands for a transformed function of Haiku."""
+
+    __module__ = "haiku._src.transform"
+
+
 class Linen(nn.Module):
     def __call__(self, x):
         return x
@@ -388,10 +396,14 @@ class Nnx(nnx.Module):
         (lambda: fd.Model.from_linen(lambda x: x, (3,)), "got a function: use fd.Model"),
         (
             lambda: fd.Model.from_linen(Equinox(), (3,)),
-            "got a Equinox: for an Equinox module use fd.Model.*eqx.partition",
+            "got a Equinox: for an Equinox module write\nstatic = eqx.partition",
         ),
         (lambda: fd.Model.from_nnx(Linen()), "got a Linen: use Model.from_linen"),
-        (lambda: fd.Model.from_nnx(Equinox()), "eqx.partition.*eqx.combine"),
+        (lambda: fd.Model.from_nnx(Equinox()), "(?s)eqx.partition.*eqx.combine"),
+        (
+            lambda: fd.Model.from_linen(Haiku(), (3,)),
+            "got a Haiku: for a Haiku transform write, with a batch x,\nnetwork",
+        ),
         (lambda: fd.Model.from_nnx(nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))), "got a tuple: .* before nnx.split"),
         (
             lambda: fd.Model.from_nnx(lambda rngs: 3),
@@ -402,3 +414,9 @@ class Nnx(nnx.Module):
 def test_modules_of_another_kind_are_told_where_to_go(make, said) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize("lines", [adapters.EQUINOX, adapters.HAIKU])
+def test_the_page_on_models_has_the_lines_of_the_errors(lines) -> None:
+    page = Path(fd.__file__).parents[1] / "docs" / "data.md"
+    assert lines in page.read_text()  # where the tests of the pages run them

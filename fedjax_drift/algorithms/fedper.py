@@ -13,7 +13,8 @@ Deviations:
 - FedRep trains the classifier for E - base_epochs epochs and the other layers for base_epochs epochs. Clients have
   weight 1, as in the paper. The authors' code uses n_i.
 - The authors' code of LG-FedAvg starts from a model that FedAvg has trained. Pass such a model to `Simulation.init`.
-- The paper of FedBN uses BatchNorm. Here, models have GroupNorm or LayerNorm.
+- The paper of FedBN uses BatchNorm, whose running statistics also stay with the client. Here, this needs a model with
+  ``statistics="local"`` (`Model.from_linen`). The networks of `fd.models` have GroupNorm or LayerNorm.
 """
 
 from __future__ import annotations
