@@ -99,6 +99,12 @@ def linen_fields(
     return fields | options
 
 
+def _parameters(parts: tuple[Any, Any, Any, Any], kept: str | None) -> Params:
+    """The parameters of an nnx module, from its graph, its parameters, its running statistics and its other state."""
+    _, params, statistics, _ = parts
+    return params if kept is None else whole(params, statistics)
+
+
 def _mode(module: Any, method: str, train: bool) -> dict[str, bool]:
     """The argument that switches a method of a linen module between training and evaluation; {} if it has none."""
     arguments = inspect.signature(getattr(type(module), method)).parameters
@@ -158,10 +164,6 @@ def nnx_fields(
         graph, params, statistics, rest = nnx.split(instance, nnx.Param, nnx.BatchStat, ...)  # type: ignore[misc]
         return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(statistics), rest
 
-    def init(key: jax.Array) -> Params:
-        _, params, statistics, _ = split(create(key))
-        return params if kept is None else whole(params, statistics)
-
     example = nnx.eval_shape(lambda: create(jax.random.key(0)))  # without arrays: a module may be large
     graph, _, _, rest = split(example)
     if jax.tree.leaves(rest):  # for example, the state of dropout's random numbers
@@ -179,13 +181,10 @@ def nnx_fields(
         batch_norm.prepare_nnx(instance, kept, mask)
         return instance
 
-    def evaluated(params: Params) -> Any:
-        return merge(collections(params, kept), train=False)
-
     def method(name: str) -> Any:
         if not callable(getattr(type(example), name, None)):
             return None
-        return lambda params, x: getattr(evaluated(params), name)(x)
+        return lambda params, x: getattr(merge(collections(params, kept), train=False), name)(x)
 
     def forward(
         params: Params, statistics: PyTree, x: jax.Array, key: jax.Array, mask: jax.Array, name: str
@@ -194,19 +193,9 @@ def nnx_fields(
         output = getattr(instance, METHODS[name])(x)
         return output, nnx.to_pure_dict(nnx.state(instance, nnx.BatchStat))
 
-    if input_shape is not None:
-        try:
-            jax.eval_shape(lambda x: evaluated(init(jax.random.key(0)))(x), example_input)
-        except Exception as error:
-            raise ConfigurationError(
-                f"{type(example).__name__} does not accept examples of shape {example_input.shape[1:]}: pass the "
-                "input_shape that the model accepts; for token ids also pass input_dtype=jnp.int32 "
-                f"({first_line(error)})"
-            ) from error
-
-    fields = {
-        "init": init,
-        "apply": lambda params, x: evaluated(params)(x),
+    fields: dict[str, Any] = {
+        "init": lambda key: _parameters(split(create(key)), kept),
+        "apply": lambda params, x: merge(collections(params, kept), train=False)(x),
         "train_apply": (
             (lambda params, x, key: merge(collections(params, kept), True, key)(x))
             if streams and kept is None
@@ -216,6 +205,15 @@ def nnx_fields(
         "head": method("head"),
         "extractor": method("extractor"),
     }
+    if input_shape is not None:
+        try:
+            jax.eval_shape(lambda x: fields["apply"](fields["init"](jax.random.key(0)), x), example_input)
+        except Exception as error:
+            raise ConfigurationError(
+                f"{type(example).__name__} does not accept examples of shape {example_input.shape[1:]}: pass the "
+                "input_shape that the model accepts; for token ids also pass input_dtype=jnp.int32 "
+                f"({first_line(error)})"
+            ) from error
     if kept is not None:
         fields["statistics"] = Statistics(kept, forward)
         if input_shape is not None:
