@@ -128,7 +128,7 @@ def linen_owners(layers: dict[tuple[str, ...], Any], statistics: PyTree) -> list
     """The layers that have running statistics."""
     from flax.traverse_util import flatten_dict
 
-    return [layers[path[:-1]] for path in flatten_dict(statistics)]
+    return [layers.get(path[:-1], layers[()]) for path in flatten_dict(statistics)]
 
 
 def linen_call(

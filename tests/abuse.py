@@ -645,6 +645,7 @@ def models() -> Iterator[Call]:
         "module": Kind([*ANYTHING, Net, nnx.Rngs(0)], [Net()]),
         "input_shape": shape()._replace(odd=[(3,), [3]]),
         "input_dtype": Kind([3, object(), "adam"], [jnp.float32, "float32"]),
+        "statistics": Kind([3, object(), "adam", [], {}, "average"], [None]),  # the module has none
     }
     yield Call("fd.Model.from_linen", fd.Model.from_linen, {"module": Net(), "input_shape": (3,)}, kinds)
     make = lambda rngs: nnx.Linear(3, 3, rngs=rngs)  # noqa: E731
