@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import slow
+from flax import nnx
 from test_trajectories import CLASSES, COHORTS, FEATURES, LOCAL, label_skewed_clients, library_order, rounds_of
 
 import fedjax_drift as fd
@@ -252,6 +253,40 @@ def test_the_command_line_trains_adapters(tmp_path: Path, capsys: pytest.Capture
         merged = fd.models.merge(run.model, run.params)
         np.testing.assert_array_equal(merged["layers_0"]["bias"], base["layers_0"]["bias"])
         assert not np.array_equal(merged["classifier"]["dense"]["kernel"], base["classifier"]["dense"]["kernel"])
+
+
+class Normalised(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.hidden, self.norm = nnx.Linear(30, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout, self.classifier = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.classifier(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+def test_adapters_of_a_model_with_frozen_running_statistics() -> None:
+    model = fd.Model.from_nnx(Normalised, (30,), statistics="frozen")
+    base = model.init(jax.random.key(0))
+    base["batch_stats"] = jax.tree.map(lambda a: a + 0.3, base["batch_stats"])
+    data = fd.datasets.load("synthetic", num_clients=4)
+    sim = fd.Simulation(
+        fd.models.lora(model, 2, base=base), data, fd.algorithms.fedavg(), local=LOCAL_SGD, cohort_size=2
+    )
+    state, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
+    merged, x = fd.models.merge(sim.model, state.params), jnp.asarray(data.x_test)
+    assert jax.tree.all(jax.tree.map(np.array_equal, merged["batch_stats"], base["batch_stats"]))
+    np.testing.assert_allclose(sim.model.apply(state.params, x), model.apply(merged, x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigurationError, match='must be "frozen"'):
+        fd.models.lora(fd.Model.from_nnx(Normalised, (30,), statistics="average"), 2)
+
+
+def test_a_base_in_bfloat16_gives_the_same_results() -> None:
+    half, x = fd.models.mnist_2nn().computing_in(jnp.bfloat16), jnp.asarray(federation().x[:8])
+    stored = fd.models.lora(half, 2, frozen_dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda a: a + 0.1, stored.init(jax.random.key(0)))
+    logits = stored.apply(params, x)
+    assert logits.dtype == jnp.float32 and fd.models.merge(stored, params)["layers_0"]["kernel"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(logits, fd.models.lora(half, 2).apply(params, x))
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,10 @@ def trainable(model: Model, which: leaves.Selection, base: Params | None = None,
       A model whose parameters are a dict from the path of a leaf to an array. `merge` returns those of the whole model.
 
     Raises:
-      ValueError: ``which`` selects no leaf, or ``base`` does not have the structure and shapes of the model's
-        parameters.
+      ValueError: ``which`` selects no leaf; or the model has running statistics that are not "frozen"; or ``base`` does
+        not have the structure and shapes of the model's parameters.
     """
+    model = _checked(model)
     shapes = _shapes(model)
     selected = _selected("which", which, shapes)
     if not selected:
@@ -98,9 +99,10 @@ def lora(
 
     Raises:
       ValueError: an argument is out of range, or no matrix is selected; or ``rank`` is larger than a side of a selected
-        matrix; or a leaf is selected by ``where`` and by ``whole``; or ``base`` does not fit the model.
+        matrix; or a leaf is selected by ``where`` and by ``whole``; or the model has running statistics that are not
+        "frozen"; or ``base`` does not fit the model.
     """
-    rank = checks.integer("rank", rank, 1)
+    model, rank = _checked(model), checks.integer("rank", rank, 1)
     scale = 1.0 if alpha is None else checks.positive("alpha", alpha) / rank
     shapes = _shapes(model)
     named_shapes = _named(shapes)
@@ -177,8 +179,25 @@ def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[
     return model._replace(init=init, merged=lambda params: low_rank.matrices(full(params)), **functions)
 
 
-def _shapes(model: Model) -> PyTree:
+def _checked(model: Any) -> Model:
+    """The model. Frozen running statistics (BatchNorm) become parameters like others."""
     checks.instance("model", model, Model, "fd.models.lenet5(), for example")
+    if model.statistics is None:
+        return model
+    kept, forward = model.statistics.kept, model.statistics.forward
+    if kept != "frozen":
+        raise ConfigurationError(
+            f'statistics must be "frozen" for a model of which only a part is trained, got {kept!r}: create the model '
+            'with statistics="frozen", or replace BatchNorm by GroupNorm'
+        )
+
+    def train_apply(params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
+        return forward(params["params"], params["batch_stats"], x, key, jnp.ones(len(x), bool), "apply")[0]
+
+    return model._replace(statistics=None, train_apply=train_apply)
+
+
+def _shapes(model: Model) -> PyTree:
     return jax.eval_shape(model.init, jax.random.key(0))
 
 
