@@ -407,3 +407,14 @@ def test_names_of_your_own(tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             load_params(model, tmp_path / "fc.npz", names)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_load_needs_no_model(tmp_path: Path, suffix: str) -> None:
+    if suffix == "safetensors":
+        pytest.importorskip("safetensors")
+    params = fd.models.mnist_2nn().init(jax.random.key(0))
+    fd.models.save(tmp_path / f"model.{suffix}", params)
+    loaded = fd.models.load(tmp_path / f"model.{suffix}")
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, loaded, params))

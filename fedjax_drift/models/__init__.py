@@ -21,7 +21,7 @@ from fedjax_drift.models import names, ranking
 from fedjax_drift.models.adapted import lora, merge, trainable
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
-from fedjax_drift.models.pretrained import load_params, save_params
+from fedjax_drift.models.pretrained import load, load_params, save, save_params
 from fedjax_drift.models.torch_layout import to_torch
 from fedjax_drift.models.transformers import Decoder, Encoder, ViT
 from fedjax_drift.types import Model
@@ -39,6 +39,7 @@ __all__ = [
     "fedadc_cnn",
     "lenet5",
     "linear",
+    "load",
     "load_params",
     "lora",
     "merge",
@@ -46,6 +47,7 @@ __all__ = [
     "mnist_cnn",
     "names",
     "resnet18",
+    "save",
     "save_params",
     "simple_cnn",
     "simple_fl_lenet",

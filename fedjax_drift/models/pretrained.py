@@ -62,6 +62,29 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
             np.savez(file, **named)  # type: ignore[arg-type]
 
 
+def save(path: str | os.PathLike[str], params: Params) -> None:
+    """Saves parameters to an npz or safetensors file. The same as ``save_params(params, path)``."""
+    save_params(params, path)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Loads an npz or safetensors file as nested dicts of NumPy arrays, without a model.
+
+    A name such as "classifier/dense/bias" becomes ``params["classifier"]["dense"]["bias"]``. For the parameters of a
+    model, use `load_params`, which checks them.
+
+    Raises the errors of `load_params` about the file.
+    """
+    params: dict[str, Any] = {}
+    for name, array in _read(checks.path("path", path)).items():
+        *folders, last = name.split("/")
+        inner = params
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[last] = array
+    return params
+
+
 def load_params(
     model: Model, path: str | os.PathLike[str], names: Names | None = None, fresh: leaves.Selection | None = None
 ) -> Params:
