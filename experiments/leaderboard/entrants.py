@@ -48,6 +48,7 @@ class Entrant(NamedTuple):
     up: int = 1  # models that a client sends per round
     lr: Range = Range(0.01, 1.0)
     cosine: bool = False  # whether the network ends in cosines, as LfD requires
+    sent: str = ""  # regular expression of the leaves that are sent, with any number of models; "": all
     personal: bool = False  # whether clients have models of their own, or share only a part of the model
 
     def settings(self, federation: str) -> list[dict[str, float]]:
@@ -64,6 +65,7 @@ class Entrant(NamedTuple):
 alg = fd.algorithms
 MU, ALPHA, RHO, MOMENTUM = Range(1e-4, 1.0), Range(1e-3, 1.0), Range(5e-3, 0.5), Range(0.3, 0.95, log=False)
 ADAPTIVE = {"server_lr": Range(1e-3, 1.0), "tau": Range(1e-4, 1e-1)}
+BODY = "^(?!.*classifier)"  # all leaves but those of the classifier
 ENTRANTS = {
     "FedAvg": Entrant(alg.fedavg, {}),
     "FedProx": Entrant(alg.fedprox, {"mu": MU}),
@@ -100,10 +102,10 @@ ENTRANTS = {
         alg.pfedme, {"lam": Range(1.0, 30.0), "inner_lr": Range(1e-2, 0.2)}, lr=Range(1e-3, 0.1), personal=True
     ),
     "APFL": Entrant(alg.apfl, {"alpha": Range(0.1, 0.9, log=False)}, personal=True),
-    "FedPer": Entrant(alg.fedper, {}, personal=True),
-    "FedRep": Entrant(alg.fedrep, {}, personal=True),
-    "FedBABU": Entrant(alg.fedbabu, {}, personal=True),
-    "LG-FedAvg": Entrant(alg.lg_fedavg, {}, personal=True),
+    "FedPer": Entrant(alg.fedper, {}, sent=BODY, personal=True),
+    "FedRep": Entrant(alg.fedrep, {}, sent=BODY, personal=True),
+    "FedBABU": Entrant(alg.fedbabu, {}, sent=BODY, personal=True),
+    "LG-FedAvg": Entrant(alg.lg_fedavg, {}, sent="classifier", personal=True),
     "FedReg": Entrant(alg.fedreg, {"gamma": Range(0.25, 0.5, log=False), "eta_s": Range(0.05, 0.5)}),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +37,8 @@ TEXT = f"""\
   partitions. Accuracies are means of the last {LAST} evaluations, ± is the half width of the 95 % t interval over the
   five runs. "vs FedAvg" is the mean difference between runs with the same seed and partition. It is bold if it is
   significant after Holm's correction for all algorithms of the table.
-- **Costs.** CPU seconds and megabytes are those until the target accuracy is reached. CPU seconds are those of all
-  cores, without compilation. Megabytes are what all clients of the rounds receive and send.
+- **Costs.** CPU seconds and megabytes are those until the target accuracy is reached, if all runs reach it. CPU seconds
+  are those of all cores, without compilation. Megabytes are what all clients of the rounds receive and send.
 - **Own models.** The last two columns are accuracies on each client's own test examples: the mean over the clients, and
   the mean of the worst 10 %. Algorithms with personal models are scored with them, all others after one epoch of
   fine-tuning. Their global model is not comparable, so they have no rank.
@@ -92,8 +93,9 @@ def write(output: Path) -> None:
 def row(federation: str, name: str, result: Mapping[str, Any]) -> Row:
     setup, entrant, runs = FEDERATIONS[federation], ENTRANTS[name], result["runs"]
     curves = [[value or 0.0 for value in run["series"]["accuracy"]] for run in runs]
-    model = setup.model()
-    bytes_of_model = 4 * sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+    leaves = jax.tree.leaves_with_path(jax.eval_shape(setup.model().init, jax.random.key(0)))
+    sent = [leaf for path, leaf in leaves if re.search(entrant.sent, jax.tree_util.keystr(path))]
+    bytes_of_model = 4 * sum(leaf.size for leaf in sent)
     reached = [
         next((t for t, value in zip(run["series"]["round"], curve, strict=True) if value >= setup.target), math.inf)
         for run, curve in zip(runs, curves, strict=True)
@@ -130,10 +132,9 @@ def table(federation: str, rows: Sequence[Row]) -> str:
         gap = f"{(one.accuracy - base.accuracy).mean():+.2f}" if base and one.name != BASELINE else "-"
         reached = one.to_target[np.isfinite(one.to_target)]
         some = f" ({len(reached)} of {len(one.to_target)})" if len(reached) < len(one.to_target) else ""
-        costs = ["-", "-", "-"]
-        if len(reached):
-            rounds = reached.mean()
-            costs = [f"{rounds:.0f}{some}", f"{rounds * one.seconds:.1f}", f"{rounds * one.megabytes:.0f}"]
+        costs = [f"{reached.mean():.0f}{some}" if len(reached) else "-", "-", "-"]
+        if len(reached) == len(one.to_target):  # the mean over some of the runs would be too small
+            costs[1:] = (f"{reached.mean() * each:.1f}" for each in (one.seconds, one.megabytes))
         setting = ", ".join(f"{key}={value:g}" for key, value in one.setting.items())
         cells = [
             one.name,
