@@ -122,7 +122,7 @@ def _product(x: jax.Array, matrix: LowRank, options: dict[str, Any]) -> jax.Arra
     (_, (contracted,)), (_, batch) = options["dimension_numbers"]
     a, b = matrix.a.astype(x.dtype), matrix.b.astype(x.dtype)
     first, second = (a, b) if contracted == matrix.w.ndim - 2 else (b, a)
-    projected = lax.dot_general(x, first, **options)  # [batch..., free axes of x..., r]
+    projected = lax.dot_general(x, first, **options).astype(x.dtype)  # [batch..., free axes of x..., r]
     dimensions = ((projected.ndim - 1,), (contracted,)), (tuple(range(len(batch))), batch)
     added = lax.dot_general(projected, second, **options | {"dimension_numbers": dimensions})
     return lax.dot_general(x, matrix.w, **options) + added
