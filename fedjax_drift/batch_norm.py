@@ -118,7 +118,7 @@ def noting(layers: dict[tuple[str, ...], Any]) -> Any:
     from flax import linen
 
     def note(next_call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        layers[context.module.path] = context.module
+        layers[context.module.path] = context.module.clone()  # without the parameters, which may be tracers
         return next_call(*args, **kwargs)
 
     return linen.intercept_methods(note)

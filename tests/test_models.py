@@ -418,5 +418,5 @@ def test_modules_of_another_kind_are_told_where_to_go(make, said) -> None:
 
 @pytest.mark.parametrize("lines", [adapters.EQUINOX, adapters.HAIKU])
 def test_the_page_on_models_has_the_lines_of_the_errors(lines) -> None:
-    page = Path(fd.__file__).parents[1] / "docs" / "data.md"
+    page = Path(fd.__file__).parents[1] / "docs" / "models.md"
     assert lines in page.read_text()  # where the tests of the pages run them

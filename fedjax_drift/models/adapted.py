@@ -28,7 +28,7 @@ def trainable(model: Model, which: leaves.Selection, base: Params | None = None,
     >>> import fedjax_drift as fd
     >>> head = fd.models.trainable(fd.models.lenet5(), "classifier")
     >>> jax.tree.map(jnp.shape, head.init(jax.random.key(0)))
-    {'classifier/bias': (62,), 'classifier/kernel': (84, 62)}
+    {'classifier/dense/bias': (62,), 'classifier/dense/kernel': (84, 62)}
 
     Args:
       model: the whole model.
