@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from fedjax_drift import checks, logs
 from fedjax_drift.data import files
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.models import MODELS, TRAINED
 from fedjax_drift.models.pretrained import load_params
+from fedjax_drift.simulation import hyper
 from fedjax_drift.types import Model, Params, Record
 
 CONFIG, MODEL = "config.json", "model.npz"
@@ -61,13 +64,12 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
             settings = json.loads(config.read())
             algorithms, seeds = list(map(str, settings["algorithms"])), list(map(int, settings["seeds"]))
             model = _made(MODELS, settings["model"])
-            if part := settings.get("train"):  # settings of earlier versions do not have it
-                init = settings["init"]
-                model = _made(TRAINED, part, model, base=None if init is None else load_params(model, init))
     except (ValueError, FileNotFoundError) as error:
         raise ConfigurationError(
             f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read: {error}"
         ) from error
+    if settings.get("train"):  # settings of earlier versions do not have it
+        model = _with_base(model, settings, folder)
     algorithm = _chosen("algorithm", algorithm, algorithms, folder)
     seed = _chosen("seed", seed, seeds, folder)
     records = [record for record in logs.read(folder) if record.get("algorithm") == algorithm]
@@ -81,9 +83,28 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
     return LoadedRun(algorithm, seed, settings, history, model, load_params(model, file))
 
 
+def _with_base(model: Model, settings: dict[str, Any], folder: Path) -> Model:
+    """The model of which a part was trained. Its other parameters are in the file of --init."""
+    part, init = settings["train"], settings["init"]
+    try:
+        base = None if init is None else load_params(model, init)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"the run in {folder} has trained a part of the model in {init} (--init), which does not exist"
+        ) from error
+    model = _made(TRAINED, part, model, base=base, frozen_dtype=jnp.bfloat16 if settings["bfloat16"] else None)
+    (frozen,) = hyper.frozen(model.apply)
+    if frozen.checksum != part["base"]:
+        raise ConfigurationError(
+            f"{init or 'the initial model'} must have the parameters with which the run in {folder} was started, got "
+            f"others (checksum {frozen.checksum} instead of {part['base']}): restore the file of --init"
+        )
+    return model
+
+
 def _made(factories: dict[str, Any], settings: dict[str, Any], *arguments: Any, **more: Any) -> Model:
     """The model that the settings of a run describe."""
-    options = {key: _tuples(value) for key, value in settings.items() if key not in ("name", "parameters")}
+    options = {key: _tuples(value) for key, value in settings.items() if key not in ("name", "parameters", "base")}
     return factories[settings["name"]](*arguments, **options, **more)
 
 

@@ -158,6 +158,7 @@ LESS = {  # of what a notebook does several times, which takes longest
     '    "SCAFFOLD": fd.algorithms.scaffold(),\n    "FedDC": fd.algorithms.feddc(alpha=0.1),\n': "",
     '("period drift", "client drift", "iid")': '("client drift",)',
     "widths, measured = (1, 4, 16), {}": "widths, measured = (4,), {}",
+    '"own A and B": "", ': "",
 }
 
 

@@ -418,3 +418,17 @@ def test_load_needs_no_model(tmp_path: Path, suffix: str) -> None:
     loaded = fd.models.load(tmp_path / f"model.{suffix}")
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
     assert jax.tree.all(jax.tree.map(np.array_equal, loaded, params))
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({"file": np.ones(2)}, "can't have an array with the name file"),
+        ({"a/b": np.ones(2), "a": {"b": np.ones(2)}}, "must have different paths"),
+        ({"a": np.ones(2), "a/b": np.ones(2)}, "must not begin with the name of another array"),
+    ],
+)
+def test_names_that_files_cannot_keep_apart(tmp_path: Path, params: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fd.models.save(tmp_path / "model.npz", params)
+        fd.models.load(tmp_path / "model.npz")

@@ -246,7 +246,8 @@ def test_pandas_columns(pd, frame) -> None:
     assert pooled.client_names == ("7", "8") and pooled.sizes.tolist() == [20, 10] and pooled.test_sizes is None
     same(fd.data.from_pandas(frame, ["a", "b"], "label", "kind"), NUMBERS, LABELS, rows_of(WHO))
     partition = fd.partition.shards(3, per_client=1)
-    mixed = fd.data.from_pandas(frame, x=["flag", "sure"], y="flag", partition=partition, dtype="int32")
+    twice = frame.assign(copy=frame["flag"])
+    mixed = fd.data.from_pandas(twice, x=["copy", "sure"], y="flag", partition=partition, dtype="int32")
     same(mixed, np.stack([LABELS > 1, np.arange(30)], 1).astype("i4"), LABELS > 1, partition((LABELS > 1) + 0))
     assert fd.data.from_pandas(frame, "a", "b", partition=fd.partition.iid(2)).y.dtype == np.float32
 
@@ -260,6 +261,7 @@ def test_pandas_columns(pd, frame) -> None:
         ({"client": "a"}, "column 'a' must have integers or strings as clients, got floating"),
         ({"client": None}, "pass either client= or partition= to say what the clients are, got neither"),
         ({"x": ["a", "c"]}, "x must be one of the columns a, b, "),
+        ({"x": ["a", "label"]}, "x must not have the column of the labels, got 'label'"),
         ({"x": []}, "x must be the name of a column, or a list of names, got []"),
         ({"frame": {"a": [1]}}, "the frame must be a pandas.DataFrame with at least 1 row, got a dict"),
         ({"test": np.eye(2)}, "test: the frame must be a pandas.DataFrame with at least 1 row, got a ndarray"),

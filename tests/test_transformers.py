@@ -154,11 +154,11 @@ def test_moon_and_the_decoder_train() -> None:
     rng = np.random.default_rng(0)
     images = fd.FederatedData.from_clients([(rng.normal(size=(6, 8, 8, 1)).astype("f4"), np.arange(6) % 5)] * 2)
     sim = fd.Simulation(MAKE["vit"]()[0], images, fd.algorithms.moon(), cohort_size=2)
-    _, history = sim.run(sim.init(KEY), 1, progress=False)
+    _, history = sim.run(sim.init(KEY), 1, eval_every=0, progress=False)
     assert np.isfinite(history[0]["train_loss"])
 
     data = fd.datasets.load("dialogue", num_clients=4, num_rows=40, length=16)
     local = fd.LocalTraining(epochs=2, batch_size=6, optimizer=optax.scale_by_adam(), lr=1e-2)
     sim = fd.Simulation(fd.models.decoder(length=16, **SMALL), data, fd.algorithms.fedavg(), local=local, cohort_size=4)
-    _, history = sim.run(sim.init(KEY), 6, progress=False)
-    assert history[-1]["train_loss"] < 2.6 < history[0]["train_loss"]
+    _, history = sim.run(sim.init(KEY), 3, eval_every=0, progress=False)
+    assert history[-1]["train_loss"] < 2.7 < 3 < history[0]["train_loss"]

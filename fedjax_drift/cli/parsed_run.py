@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,7 @@ from fedjax_drift.models import MODELS, TRAINED, num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
+from fedjax_drift.simulation import hyper
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
 from fedjax_drift.types import Algorithm, Model, Params
@@ -213,8 +215,8 @@ def assemble(
         "source": datasets.found(dataset.name, args.data_dir, **dataset.options),
         "data": summary(data),
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
-        "train": None if part is None else _part(part, computed),
-        "init": args.init,
+        "train": None if part is None else _part(part, computed, planned=mesh is not None),
+        "init": None if args.init is None else os.path.abspath(args.init),
         "algorithms": {each.text: _resolved(each) for each in written},
         "local": {f.name: getattr(local, f.name) for f in dataclasses.fields(local) if f.name not in FUNCTIONS}
         | {name: getattr(args, name) for name in FUNCTIONS},
@@ -320,9 +322,14 @@ def _model(args: argparse.Namespace, dataset: Spec, data: FederatedData) -> tupl
     return found, MODELS[found.name](**found.options)
 
 
-def _part(part: Spec, model: Model) -> dict[str, Any]:
-    """The settings of the part of the model that is trained."""
-    return {"name": part.name, **part.options, "parameters": num_parameters(model)}
+def _part(part: Spec, model: Model, planned: bool) -> dict[str, Any]:
+    """The settings of the part of the model that is trained, with the checksum of the other parameters.
+
+    planned: whether the run is only planned, so that no parameters are needed.
+    """
+    (frozen,) = hyper.frozen(model.apply)
+    base = None if planned else frozen.checksum
+    return {"name": part.name, **part.options, "parameters": num_parameters(model), "base": base}
 
 
 def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:

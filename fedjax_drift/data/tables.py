@@ -199,6 +199,8 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
                 f"{name} must be one of the columns {', '.join(map(str, known))}, got {column!r}"
                 f"{checks.nearest(column, known)}"
             )
+    if len(listed) > 1 and y in listed:
+        raise ConfigurationError(f"x must not have the column of the labels, got {y!r}: leave it out of x")
     return listed
 
 

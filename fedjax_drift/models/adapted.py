@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_drift import checks, leaves
 from fedjax_drift.errors import ConfigurationError
@@ -20,6 +21,10 @@ from fedjax_drift.models.low_rank import LowRank
 from fedjax_drift.types import Frozen, Model, Params, PyTree
 
 Named = dict[str, Any]  # path of a leaf -> its value
+BASE = (
+    "pass all parameters of this model, such as state.params, fd.models.load_params(model, file), or "
+    "nnx.to_pure_dict(nnx.state(module, nnx.Param))"
+)
 
 
 def trainable(model: Model, which: leaves.Selection, base: Params | None = None, *, frozen_dtype: Any = None) -> Model:
@@ -34,9 +39,10 @@ def trainable(model: Model, which: leaves.Selection, base: Params | None = None,
       model: the whole model.
       which: the parameters to train. A regular expression that is searched in the path of a leaf, such as
         "classifier/kernel"; or a function from this path to a bool; or a pytree with a bool for every leaf.
-      base: the parameters of the whole model, such as pretrained ones. Training starts with the selected ones, and the
-        others are frozen. Default: the frozen parameters are those of ``model.init(jax.random.key(0))`` for all seeds,
-        and the trained ones are initialised with the key of the simulation.
+      base: the parameters of the whole model, such as pretrained ones. They are not copied. Training starts with the
+        selected ones, and the others are frozen. Default: the frozen parameters are those of
+        ``model.init(jax.random.key(0))`` for all seeds, and the trained ones are initialised with the key of the
+        simulation.
       frozen_dtype: the dtype in which frozen parameters are stored. Default: their own. For a model that computes in
         bfloat16 (`Model.computing_in`), ``jnp.bfloat16`` takes half of the memory and does not change results.
 
@@ -64,7 +70,7 @@ def trainable(model: Model, which: leaves.Selection, base: Params | None = None,
 def lora(
     model: Model,
     rank: int = 8,
-    where: leaves.Selection = "kernel",
+    where: leaves.Selection | None = None,
     alpha: float | None = None,
     *,
     whole: leaves.Selection | None = None,
@@ -87,7 +93,8 @@ def lora(
       rank: the rank of the adapters, >= 1. Default: 8.
       where: the matrices with an adapter, selected as in `trainable`. Leaves with fewer than two axes, and leaves with
         the name "bias" or "scale", are skipped. A leaf with more than two axes, such as [depth, in, out], is a stack of
-        matrices, each with its own adapter. Default: all leaves with "kernel" in their path.
+        matrices, each with its own adapter. Default: all leaves with "kernel" in their path, except for matrices with a
+        side shorter than ``rank``.
       alpha: the scale of the adapters, > 0. Default: ``rank``, so that the factor is 1.
       whole: parameters that are trained whole besides the adapters, such as "classifier". Default: none.
       base: the parameters of the whole model, such as pretrained ones. Default: ``model.init(jax.random.key(0))``.
@@ -106,7 +113,10 @@ def lora(
     scale = 1.0 if alpha is None else checks.positive("alpha", alpha) / rank
     shapes = _shapes(model)
     named_shapes = _named(shapes)
-    adapted = [path for path in _selected("where", where, shapes) if _is_matrix(path, named_shapes[path])]
+    chosen = _selected("where", "kernel" if where is None else where, shapes)
+    adapted = [path for path in chosen if _is_matrix(path, named_shapes[path])]
+    if where is None:
+        adapted = [path for path in adapted if min(named_shapes[path].shape[-2:]) >= rank]
     trained = [] if whole is None else _selected("whole", whole, shapes)
     if not adapted:
         raise ConfigurationError(
@@ -120,6 +130,7 @@ def lora(
                 f"rank must be at most {side}, the smaller side of {path} {[*named_shapes[path].shape]}, got {rank}: "
                 "use a smaller rank, or leave this matrix out of where="
             )
+    _warn_of_large_adapters({path: named_shapes[path].shape for path in adapted}, rank)
     frozen = _frozen(model, base, shapes, lambda path: path not in trained, frozen_dtype)
     init_trained = _initial(model, base, shapes, trained)
 
@@ -146,8 +157,20 @@ def merge(model: Model, params: Params) -> Params:
     merged = checks.instance("model", model, Model, "pass the model that lora returned").merged
     if merged is None:
         raise ConfigurationError("model must come from fd.models.trainable or fd.models.lora, got one trained whole")
-    _check_layout("params", params, _shapes(model), "pass state.params of a simulation of this model")
-    return merged(params)
+    shapes = _shapes(model)
+    _check_layout("params", params, shapes, "pass state.params of a simulation of this model")
+    return merged(jax.tree.map(jnp.asarray, _unnamed(_named(params), shapes)))
+
+
+def _warn_of_large_adapters(shapes: dict[str, tuple[int, ...]], rank: int) -> None:
+    """Warns if adapters have more parameters than their matrices, as for the kernels [in, heads, out] of attention."""
+    large = {path: shape for path, shape in shapes.items() if rank * sum(shape[-2:]) > math.prod(shape[-2:])}
+    if large:
+        path, shape = next(iter(large.items()))
+        checks.warn(
+            f"adapters of rank {rank} have more parameters than the matrices [{shape[-2]}, {shape[-1]}] of {path} "
+            f"{[*shape]}: use a smaller rank, or leave it out of where= (leading axes count as a stack of matrices)"
+        )
 
 
 def _is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
@@ -166,9 +189,9 @@ def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[
     """The model with other parameters. ``full(params)`` returns those of the whole model, which may be low-rank."""
 
     def with_full(function: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(params: Params, *inputs: jax.Array) -> jax.Array:
-            outputs = low_rank.applied(function, full(params), *inputs)
-            return outputs.astype(jnp.result_type(*jax.tree.leaves(params)))  # the base may be bfloat16
+        def forward(params: Params, *inputs: jax.Array) -> Any:
+            outputs, dtypes = low_rank.applied(function, full(params), *inputs), jax.tree.leaves(params)
+            return jax.tree.map(lambda a: a.astype(jnp.result_type(a, *dtypes)), outputs)  # the base may be bfloat16
 
         return forward
 
@@ -176,7 +199,8 @@ def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[
     functions: dict[str, Any] = {
         name: with_full(given) for name in names if (given := getattr(model, name)) is not None
     }
-    return model._replace(init=init, merged=lambda params: low_rank.matrices(full(params)), **functions)
+    inner = model.merged or (lambda params: params)  # adapters of an adapted model
+    return model._replace(init=init, merged=lambda params: inner(low_rank.matrices(full(params))), **functions)
 
 
 def _checked(model: Any) -> Model:
@@ -202,10 +226,11 @@ def _shapes(model: Model) -> PyTree:
 
 
 def _selected(name: str, selection: leaves.Selection, shapes: PyTree) -> list[str]:
-    """The paths of the selected leaves."""
+    """The paths of the selected leaves. Running statistics are never selected."""
     leaves.check(name, selection)
     mask = jax.tree.leaves(leaves.select(name, selection, shapes))
-    return [path for path, chosen in zip(_named(shapes), mask, strict=True) if chosen]
+    selected = [path for path, chosen in zip(_named(shapes), mask, strict=True) if chosen]
+    return [path for path in selected if not path.startswith("batch_stats/")]
 
 
 def _frozen(
@@ -213,13 +238,17 @@ def _frozen(
 ) -> Frozen:
     """Parameters of the base, by path."""
     if base is not None:
-        _check_layout("base", base, shapes, "pass all parameters of this model")
+        _check_layout("base", base, shapes, BASE)
+        _check_values(base, shapes)
     if dtype is not None:
         checks.floating_dtype("frozen_dtype", dtype)
 
+    def stored(value: jax.Array) -> jax.Array:
+        return value if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(dtype)
+
     def parameters(key: jax.Array) -> Named:
         named = _named(model.init(key) if base is None else base)
-        return {path: value if dtype is None else value.astype(dtype) for path, value in named.items() if wanted(path)}
+        return {path: stored(value) for path, value in named.items() if wanted(path)}
 
     return Frozen.of(lambda: (jax.jit(parameters) if base is None else parameters)(jax.random.key(0)))
 
@@ -230,8 +259,8 @@ def _initial(model: Model, base: Params | None, shapes: PyTree, paths: Sequence[
         return lambda key: {}
     if base is None:
         return lambda key: {path: value for path, value in _named(model.init(key)).items() if path in paths}
-    values = _frozen(model, base, shapes, lambda path: path in paths)
-    return lambda key: values.arrays()
+    values, dtypes = _frozen(model, base, shapes, lambda path: path in paths), _named(shapes)
+    return lambda key: {path: jnp.asarray(value, dtypes[path].dtype) for path, value in values.arrays().items()}
 
 
 def _check_layout(name: str, params: Any, shapes: PyTree, fix: str) -> None:
@@ -245,8 +274,27 @@ def _check_layout(name: str, params: Any, shapes: PyTree, fix: str) -> None:
         raise ConfigurationError(f"{name} must have {shown[0]} at {wrong[0]}, got {shown[1]}: {fix}")
 
 
+def _check_values(base: Params, shapes: PyTree) -> None:
+    """Raises ConfigurationError for a base that was donated, or that is not floating-point where the model is."""
+    for (path, value), wanted in zip(_named(base).items(), _named(shapes).values(), strict=True):
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise ConfigurationError(
+                "base must be valid, got parameters that were donated to a round: pass jax.device_get(params) from "
+                "before that round"
+            )
+        kind = getattr(value, "dtype", np.asarray(value).dtype)
+        if jnp.issubdtype(wanted.dtype, jnp.floating) and not jnp.issubdtype(kind, jnp.floating):
+            raise ConfigurationError(f"base must have a floating dtype at {path}, got {kind}: {BASE}")
+
+
 def _named(params: PyTree) -> Named:
-    return {leaves.path_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    pairs = [(leaves.path_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(params)]
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        paths = [path for path, _ in pairs]
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ConfigurationError(f"parameters must have different paths, got {twice} twice: rename one of them")
+    return named
 
 
 def _unnamed(named: Named, shapes: PyTree) -> PyTree:

@@ -90,7 +90,7 @@ def _operation(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
             return _scan(options, inputs)
         if name == "dot_general" and not is_low_rank(inputs[0]) and _is_matrix_product(inputs[1], options):
             return [_product(inputs[0], inputs[1], options)]
-        if name == "convert_element_type":
+        if name == "convert_element_type" and jnp.issubdtype(options["new_dtype"], jnp.floating):
             return [LowRank(*(part.astype(options["new_dtype"]) for part in inputs[0]))]
         if name == "transpose" and _swaps_matrix_axes(options["permutation"]):
             w, a, b = (part.swapaxes(-1, -2) for part in inputs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import textwrap
@@ -45,6 +46,8 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
     """
     target = checks.path("path", path)
     named = {path_of(leaf_path): np.asarray(leaf) for leaf_path, leaf in jax.tree.leaves_with_path(params)}
+    if len(named) < len(jax.tree.leaves(params)):
+        raise ConfigurationError("params must have different paths, got two arrays with the same path: rename one")
     if not named:
         raise ConfigurationError(f"params must have at least one array, got {checks.shown(params)}: pass state.params")
     for name, leaf in named.items():
@@ -58,6 +61,10 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
         data = _safetensors(target).save({name: np.asarray(leaf, order="C") for name, leaf in named.items()})
         target.write_bytes(data)
     else:
+        if reserved := named.keys() & inspect.signature(np.savez).parameters:
+            raise ConfigurationError(
+                f"an npz file can't have an array with the name {min(reserved)}: name it {target.stem}.safetensors"
+            )
         with open(target, "wb") as file:
             np.savez(file, **named)  # type: ignore[arg-type]
 
@@ -75,9 +82,12 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises the errors of `load_params` about the file.
     """
+    arrays = _read(checks.path("path", path))
     params: dict[str, Any] = {}
-    for name, array in _read(checks.path("path", path)).items():
+    for name, array in arrays.items():
         *folders, last = name.split("/")
+        if any("/".join(folders[:n]) in arrays for n in range(1, len(folders) + 1)):
+            raise ConfigurationError(f"{path}: {name} must not begin with the name of another array")
         inner = params
         for folder in folders:
             inner = inner.setdefault(folder, {})
@@ -185,7 +195,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def _is_safetensors(filename: str) -> bool:
-    return filename.endswith(".safetensors")
+    return filename.lower().endswith(".safetensors")
 
 
 def _safetensors(path: Path) -> Any:
