@@ -83,11 +83,11 @@ def _operation(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if name in ("jit", "pjit"):
             return _evaluated(options["jaxpr"], inputs)
         if name in ("checkpoint", "remat2"):
-            inner = partial(_evaluated, ClosedJaxpr(options["jaxpr"], ()))
+            inner = partial(_evaluated, _closed(options["jaxpr"]))
             names = ("prevent_cse", "policy")
             return jax.checkpoint(inner, **{n: options[n] for n in names})(inputs)
         if name == "scan":
-            return _scan(options, inputs)
+            return _scan(equation, inputs)
         if name == "dot_general" and not is_low_rank(inputs[0]) and _is_matrix_product(inputs[1], options):
             return [_product(inputs[0], inputs[1], options)]
         if name == "convert_element_type" and jnp.issubdtype(options["new_dtype"], jnp.floating):
@@ -128,19 +128,39 @@ def _product(x: jax.Array, matrix: LowRank, options: dict[str, Any]) -> jax.Arra
     return lax.dot_general(x, matrix.w, **options) + added
 
 
-def _scan(options: dict[str, Any], inputs: list[Any]) -> list[Any]:
+def _scan(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """A scan over stacked matrices, such as those of the blocks of a transformer."""
-    consts, carried = options["num_consts"], options["num_carry"]
+    consts, carried = scan_counts(equation)
+    options, program = equation.params, _closed(equation.params["jaxpr"])
     constants, start, stacked = inputs[:consts], inputs[consts:][:carried], inputs[consts + carried :]
     stacked = [_dense(value) if is_low_rank(value) and value.w.ndim == 2 else value for value in stacked]
 
     def step(carry: list[Any], each: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = [_dense(value) for value in _evaluated(options["jaxpr"], [*constants, *carry, *each])]
+        results = [_dense(value) for value in _evaluated(program, [*constants, *carry, *each])]
         return results[:carried], results[carried:]
 
     names = ("length", "reverse", "unroll")
     carry, results = lax.scan(step, [_dense(value) for value in start], stacked, **{n: options[n] for n in names})
     return [*carry, *results]
+
+
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """How many inputs of a scan are the same in every iteration, and how many are carried from one to the next.
+
+    The others are stacked: they have one axis more than in the body. JAX's parameters with these numbers differ between
+    versions.
+    """
+    body = _closed(equation.params["jaxpr"]).jaxpr
+    carried = sum(map(_same_rank, equation.outvars, body.outvars))
+    return sum(map(_same_rank, equation.invars, body.invars)) - carried, carried
+
+
+def _same_rank(one: Any, other: Any) -> bool:
+    return len(one.aval.shape) == len(other.aval.shape)
+
+
+def _closed(program: Any) -> ClosedJaxpr:
+    return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
 
 
 def _swaps_matrix_axes(permutation: tuple[int, ...]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from fedjax_drift.models.low_rank import scan_counts
 from fedjax_drift.simulation import hyper
 from fedjax_drift.tree import nbytes
 from fedjax_drift.types import Model
@@ -64,7 +65,7 @@ def _products(jaxpr: Jaxpr, platform: str, constants: Sequence[Any] = ()) -> Ite
     for equation in jaxpr.eqns:
         inner = _inner(equation, platform)
         if inner is not None:
-            shared = inner.invars[: equation.params.get("num_consts", 0)] if "length" in equation.params else []
+            shared = inner.invars[: scan_counts(equation)[0]] if equation.primitive.name == "scan" else []
             yield equation.params.get("length", 1) * sum(_products(inner, platform, shared)) + _size(shared)
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
             yield _size([v for v in (*equation.invars, *equation.outvars) if not any(v is c for c in constants)])
