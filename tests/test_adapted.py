@@ -22,7 +22,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.models import low_rank
 from fedjax_drift.simulation.placement import frozen_parameters
 
-RANK, ALPHA = 2, 3.0
+RANK, ALPHA = 1, 3.0
 
 
 def logistic(p: Any, x: jax.Array) -> jax.Array:
