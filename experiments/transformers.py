@@ -1,8 +1,8 @@
-"""Two transformers learn: ViT on CIFAR-10 and a decoder on generated dialogue. Loss curves, and the speed of a step.
+"""Two transformers learn: ViT on CIFAR-10 and a decoder on generated dialogue. Loss curves, and the speed of a round.
 
     python experiments/transformers.py [--rounds 30] [--output DIR]
 
-The curves are those of FedAvg with Adam on the clients. The share of a step is its rate in floating-point operations
+The curves are those of FedAvg with Adam on the clients. The share of a round is its rate in floating-point operations
 per second, divided by the rate of a product of two 2048 x 2048 matrices. Both are timed in turn. Needs CIFAR-10 (see
 `fedjax-drift data`).
 """
@@ -24,7 +24,7 @@ import optax
 
 import fedjax_drift as fd
 
-SIDE, TURNS = 2048, 7
+SIDE, TURNS = 2048, 3
 
 
 def experiments() -> dict[str, tuple[fd.Model, fd.FederatedData, int]]:
@@ -52,17 +52,15 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def share(model: fd.Model, data: fd.FederatedData, batch: int) -> float:
-    """The rate of a local step divided by that of a large matrix product: the median over pairs of runs."""
-    x, y = data.decode(data.x[:batch]), jnp.asarray(data.y[:batch])
-    params = model.init(jax.random.key(0))
-    step = jax.jit(jax.grad(lambda p: model.loss(model.apply(p, x), y).mean()))
-    square = jnp.ones((SIDE, SIDE))
-    product = jax.jit(jnp.matmul)
-    tokens = x.shape[1] if x.ndim == 2 else len(params["positions"])
-    jax.block_until_ready((step(params), product(square, square)))
-    pairs = [(seconds(lambda: step(params)), seconds(lambda: product(square, square))) for _ in range(TURNS)]
-    return float(np.median([flops(model, tokens, batch) / one / (2 * SIDE**3 / two) for one, two in pairs]))
+def share(sim: fd.Simulation, state: fd.ServerState, batch: int) -> float:
+    """The rate of a round divided by that of a large matrix product: the median over pairs of runs."""
+    state, info = sim.round_fn(state)
+    tokens = sim.data.x.shape[1] if sim.data.x.ndim == 2 else len(state.params["positions"])
+    work = float(info["steps"]) * flops(sim.model, tokens, batch)
+    square, product = jnp.ones((SIDE, SIDE)), jax.jit(jnp.matmul)
+    jax.block_until_ready(product(square, square))
+    pairs = [(seconds(lambda: sim.round_fn(state)[0]), seconds(lambda: product(square, square))) for _ in range(TURNS)]
+    return float(np.median([work / one / (2 * SIDE**3 / two) for one, two in pairs]))
 
 
 def main() -> None:
@@ -76,7 +74,7 @@ def main() -> None:
     for panel, (name, (model, data, batch)) in zip(panels, experiments().items(), strict=True):
         local = fd.LocalTraining(lr=1e-3, batch_size=batch, optimizer=optax.scale_by_adam())
         sim = fd.Simulation(model, data, fd.algorithms.fedavg(), local=local, cohort_size=10)
-        _, history = sim.run(sim.init(jax.random.key(0)), args.rounds, eval_every=5, progress=False)
+        state, history = sim.run(sim.init(jax.random.key(0)), args.rounds, eval_every=5, progress=False)
         tested = [record for record in history if "loss" in record]
         panel.plot([r["round"] for r in history], [r["train_loss"] for r in history], label="training loss")
         panel.plot([r["round"] for r in tested], [r["loss"] for r in tested], "o", label="test loss")
@@ -86,7 +84,7 @@ def main() -> None:
             "train_loss": [round(record["train_loss"], 4) for record in history],
             "test": {"round": history[-1]["round"], "loss": history[-1]["loss"], "accuracy": history[-1]["accuracy"]},
             "seconds_per_round": float(np.median([record["seconds"] for record in history])),
-            "share_of_matrix_product": share(model, data, batch),
+            "share_of_matrix_product": share(sim, state, batch),
         }
         print(name, json.dumps(results[name]), flush=True)
     bound = float(fd.datasets.dialogue_entropy(100).mean())
