@@ -77,6 +77,17 @@ def _chosen(name: str, selection: Callable[[str], bool], path: str) -> bool:
     return bool(chosen)
 
 
+def by_path(params: Params) -> dict[str, Any]:
+    """The leaves of parameters, by path. Raises ConfigurationError if two leaves have the same path."""
+    pairs = [(path_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(params)]
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        paths = [path for path, _ in pairs]
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ConfigurationError(f"parameters must have different paths, got {twice} twice: rename one of them")
+    return named
+
+
 def path_of(path: Any) -> str:
     """The path of a leaf as text, from the path that `jax.tree_util.tree_leaves_with_path` gives."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -136,10 +136,13 @@ class Model(NamedTuple):
             output, new = statistics.forward(cast(dtype, params), old, cast(dtype, x), *inputs)
             return cast(jnp.result_type(*jax.tree.leaves(params)), output), new
 
+        return self.with_functions(in_dtype)._replace(statistics=statistics and statistics._replace(forward=training))
+
+    def with_functions(self, change: Callable[[Callable], Any]) -> Model:
+        """Returns the model with ``change(function)`` in place of each function of the parameters that it has."""
         names = ("apply", "train_apply", "features", "head", "extractor")
         given = {name: function for name in names if (function := getattr(self, name)) is not None}
-        lower = self._replace(**{name: in_dtype(function) for name, function in given.items()})
-        return lower._replace(statistics=statistics and statistics._replace(forward=training))
+        return self._replace(**{name: change(function) for name, function in given.items()})
 
     @classmethod
     def from_linen(

@@ -125,11 +125,9 @@ def separated(work: Work, statistics: PyTree) -> Work:
     model = work.model
 
     def of_params(function: Any) -> Any:
-        return lambda params, x: function(whole(params, statistics), x)
+        return lambda params, *inputs: function(whole(params, statistics), *inputs)
 
-    names = ("apply", "features", "head", "extractor")
-    given = {name: of_params(function) for name in names if (function := getattr(model, name)) is not None}
-    model = model._replace(init=lambda key: work.model.init(key)["params"], **given)
+    model = model.with_functions(of_params)._replace(init=lambda key: work.model.init(key)["params"])
     return work._replace(model=model, statistics=[statistics])
 
 

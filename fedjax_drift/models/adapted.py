@@ -16,6 +16,7 @@ import numpy as np
 
 from fedjax_drift import checks, leaves
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.leaves import by_path
 from fedjax_drift.models import low_rank
 from fedjax_drift.models.low_rank import LowRank
 from fedjax_drift.types import Frozen, Model, Params, PyTree
@@ -58,7 +59,8 @@ def trainable(model: Model, which: leaves.Selection, base: Params | None = None,
     selected = _selected("which", which, shapes)
     if not selected:
         raise ConfigurationError("which must select a leaf of the parameters, got a selection of none")
-    frozen = _frozen(model, base, shapes, lambda path: path not in selected, frozen_dtype)
+    _check_base(base, shapes)
+    frozen = _frozen(model, base, lambda path: path not in selected, frozen_dtype)
     init = _initial(model, base, shapes, selected)
 
     def full(params: Params) -> Params:
@@ -112,7 +114,7 @@ def lora(
     model, rank = _checked(model), checks.integer("rank", rank, 1)
     scale = 1.0 if alpha is None else checks.positive("alpha", alpha) / rank
     shapes = _shapes(model)
-    named_shapes = _named(shapes)
+    named_shapes = by_path(shapes)
     chosen = _selected("where", "kernel" if where is None else where, shapes)
     adapted = [path for path in chosen if _is_matrix(path, named_shapes[path])]
     if where is None:
@@ -131,7 +133,8 @@ def lora(
                 "use a smaller rank, or leave this matrix out of where="
             )
     _warn_of_large_adapters({path: named_shapes[path].shape for path in adapted}, rank)
-    frozen = _frozen(model, base, shapes, lambda path: path not in trained, frozen_dtype)
+    _check_base(base, shapes)
+    frozen = _frozen(model, base, lambda path: path not in trained, frozen_dtype)
     init_trained = _initial(model, base, shapes, trained)
 
     def init(key: jax.Array) -> Params:
@@ -159,7 +162,7 @@ def merge(model: Model, params: Params) -> Params:
         raise ConfigurationError("model must come from fd.models.trainable or fd.models.lora, got one trained whole")
     shapes = _shapes(model)
     _check_layout("params", params, shapes, "pass state.params of a simulation of this model")
-    return merged(jax.tree.map(jnp.asarray, _unnamed(_named(params), shapes)))
+    return merged(jax.tree.map(jnp.asarray, _unnamed(by_path(params), shapes)))
 
 
 def _warn_of_large_adapters(shapes: dict[str, tuple[int, ...]], rank: int) -> None:
@@ -195,12 +198,9 @@ def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[
 
         return forward
 
-    names = ("apply", "train_apply", "features", "head", "extractor")
-    functions: dict[str, Any] = {
-        name: with_full(given) for name in names if (given := getattr(model, name)) is not None
-    }
     inner = model.merged or (lambda params: params)  # adapters of an adapted model
-    return model._replace(init=init, merged=lambda params: inner(low_rank.matrices(full(params))), **functions)
+    merged = lambda params: inner(low_rank.matrices(full(params)))  # noqa: E731
+    return model.with_functions(with_full)._replace(init=init, merged=merged)
 
 
 def _checked(model: Any) -> Model:
@@ -229,17 +229,12 @@ def _selected(name: str, selection: leaves.Selection, shapes: PyTree) -> list[st
     """The paths of the selected leaves. Running statistics are never selected."""
     leaves.check(name, selection)
     mask = jax.tree.leaves(leaves.select(name, selection, shapes))
-    selected = [path for path, chosen in zip(_named(shapes), mask, strict=True) if chosen]
+    selected = [path for path, chosen in zip(by_path(shapes), mask, strict=True) if chosen]
     return [path for path in selected if not path.startswith("batch_stats/")]
 
 
-def _frozen(
-    model: Model, base: Params | None, shapes: PyTree, wanted: Callable[[str], bool], dtype: Any = None
-) -> Frozen:
+def _frozen(model: Model, base: Params | None, wanted: Callable[[str], bool], dtype: Any = None) -> Frozen:
     """Parameters of the base, by path."""
-    if base is not None:
-        _check_layout("base", base, shapes, BASE)
-        _check_values(base, shapes)
     if dtype is not None:
         checks.floating_dtype("frozen_dtype", dtype)
 
@@ -247,7 +242,7 @@ def _frozen(
         return value if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(dtype)
 
     def parameters(key: jax.Array) -> Named:
-        named = _named(model.init(key) if base is None else base)
+        named = by_path(model.init(key) if base is None else base)
         return {path: stored(value) for path, value in named.items() if wanted(path)}
 
     return Frozen.of(lambda: (jax.jit(parameters) if base is None else parameters)(jax.random.key(0)))
@@ -258,25 +253,26 @@ def _initial(model: Model, base: Params | None, shapes: PyTree, paths: Sequence[
     if not paths:
         return lambda key: {}
     if base is None:
-        return lambda key: {path: value for path, value in _named(model.init(key)).items() if path in paths}
-    values, dtypes = _frozen(model, base, shapes, lambda path: path in paths), _named(shapes)
+        return lambda key: {path: value for path, value in by_path(model.init(key)).items() if path in paths}
+    values, dtypes = _frozen(model, base, lambda path: path in paths), by_path(shapes)
     return lambda key: {path: jnp.asarray(value, dtypes[path].dtype) for path, value in values.arrays().items()}
 
 
 def _check_layout(name: str, params: Any, shapes: PyTree, fix: str) -> None:
     """Raises ConfigurationError unless the parameters have these shapes. They may have other dtypes."""
-    got, wanted = (
-        {leaves.path_of(path): tuple(jnp.shape(leaf)) for path, leaf in jax.tree.leaves_with_path(each)}
-        for each in (params, shapes)
-    )
+    got, wanted = ({path: jnp.shape(leaf) for path, leaf in by_path(each).items()} for each in (params, shapes))
     if wrong := [path for path in {**wanted, **got} if got.get(path) != wanted.get(path)]:
         shown = [list(each[wrong[0]]) if wrong[0] in each else "nothing" for each in (wanted, got)]
         raise ConfigurationError(f"{name} must have {shown[0]} at {wrong[0]}, got {shown[1]}: {fix}")
 
 
-def _check_values(base: Params, shapes: PyTree) -> None:
-    """Raises ConfigurationError for a base that was donated, or that is not floating-point where the model is."""
-    for (path, value), wanted in zip(_named(base).items(), _named(shapes).values(), strict=True):
+def _check_base(base: Params | None, shapes: PyTree) -> None:
+    """Raises ConfigurationError for a base of other shapes, that was donated, or that is not floating-point where the
+    model is."""
+    if base is None:
+        return
+    _check_layout("base", base, shapes, BASE)
+    for (path, value), wanted in zip(by_path(base).items(), by_path(shapes).values(), strict=True):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise ConfigurationError(
                 "base must be valid, got parameters that were donated to a round: pass jax.device_get(params) from "
@@ -287,15 +283,5 @@ def _check_values(base: Params, shapes: PyTree) -> None:
             raise ConfigurationError(f"base must have a floating dtype at {path}, got {kind}: {BASE}")
 
 
-def _named(params: PyTree) -> Named:
-    pairs = [(leaves.path_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(params)]
-    named = dict(pairs)
-    if len(named) < len(pairs):
-        paths = [path for path, _ in pairs]
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise ConfigurationError(f"parameters must have different paths, got {twice} twice: rename one of them")
-    return named
-
-
 def _unnamed(named: Named, shapes: PyTree) -> PyTree:
-    return jax.tree.unflatten(jax.tree.structure(shapes), [named[path] for path in _named(shapes)])
+    return jax.tree.unflatten(jax.tree.structure(shapes), [named[path] for path in by_path(shapes)])

@@ -45,9 +45,7 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
     not installed, and OSError if the file can't be written.
     """
     target = checks.path("path", path)
-    named = {path_of(leaf_path): np.asarray(leaf) for leaf_path, leaf in jax.tree.leaves_with_path(params)}
-    if len(named) < len(jax.tree.leaves(params)):
-        raise ConfigurationError("params must have different paths, got two arrays with the same path: rename one")
+    named = {path: np.asarray(leaf) for path, leaf in leaves.by_path(params).items()}
     if not named:
         raise ConfigurationError(f"params must have at least one array, got {checks.shown(params)}: pass state.params")
     for name, leaf in named.items():
@@ -140,7 +138,7 @@ def load_params(
         leaves.check("fresh", fresh)
     arrays = _read(path)
     expected = jax.eval_shape(model.init, jax.random.key(0))
-    shapes = {path_of(leaf_path): leaf.shape for leaf_path, leaf in jax.tree.leaves_with_path(expected)}
+    shapes = {path: leaf.shape for path, leaf in leaves.by_path(expected).items()}
     initialised = set[str]()  # the parameters that are initialised randomly instead of loaded
     if fresh is not None:
         selected = jax.tree.leaves(leaves.select("fresh", fresh, expected))

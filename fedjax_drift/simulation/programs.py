@@ -40,7 +40,7 @@ MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
 CONTINUOUS = ("algorithm", "local", "failures", "aggregation")  # the fields of an engine that contain numbers
 SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # the fields that an evaluation uses
 Numbers = tuple[Any, ...]
-Arrays = tuple[PyTree, ...]
+FrozenArrays = tuple[PyTree, ...]
 
 
 class Compiled(NamedTuple):
@@ -81,8 +81,8 @@ class Programs:
         """The hyper-parameters, on the devices."""
         return self._form[1]
 
-    @property
-    def frozen(self) -> Arrays:
+    @cached_property
+    def frozen(self) -> FrozenArrays:
         """The frozen parameters of the model, on the devices."""
         return frozen_parameters(self.model, self.engine.mesh)
 
@@ -151,7 +151,7 @@ def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
         changes: fields of the engine to replace.
         """
 
-        def of_numbers(numbers: Numbers, frozen: Arrays, *arguments: Any) -> Any:
+        def of_numbers(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
             return function(hyper.join(form, numbers, frozen)._replace(**(changes or {})), *fixed, *arguments)
 
         of_numbers.__name__ = function.__name__
@@ -177,10 +177,10 @@ def _scoring(form: hyper.Form) -> tuple[Callable, Callable]:
     engine: Engine = form.value
     seen = _seen(engine)
 
-    def score(frozen: Arrays, params: Params, test: TestRows) -> dict[str, jax.Array]:
+    def score(frozen: FrozenArrays, params: Params, test: TestRows) -> dict[str, jax.Array]:
         return evaluate(hyper.bind(engine, frozen), params, test)
 
-    def score_rows(frozen: Arrays, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
+    def score_rows(frozen: FrozenArrays, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
         return evaluate_rows(hyper.bind(engine, frozen), params, test)
 
     return jax.jit(score, out_shardings=seen), jax.jit(score_rows, out_shardings=seen)
@@ -188,7 +188,7 @@ def _scoring(form: hyper.Form) -> tuple[Callable, Callable]:
 
 @lru_cache(KEPT)
 def _personal(form: hyper.Form, fine_tune: bool, eval_batch_size: int) -> Callable:
-    def scores(numbers: Numbers, frozen: Arrays, *arguments: Any) -> Any:
+    def scores(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
         return personal.personal_scores(hyper.join(form, numbers, frozen), fine_tune, eval_batch_size, *arguments)
 
     return jax.jit(scores, out_shardings=_seen(form.value))

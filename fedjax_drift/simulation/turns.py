@@ -28,11 +28,11 @@ from fedjax_drift.simulation import hyper, programs
 from fedjax_drift.simulation.executor import with_measured
 from fedjax_drift.simulation.loop import rounds_of_one
 from fedjax_drift.simulation.placement import frozen_parameters
+from fedjax_drift.simulation.programs import FrozenArrays
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
 
 Setting = dict[str, Any]
-Frozen = programs.Arrays  # the frozen parameters of the model, the same for all runs
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -71,28 +71,29 @@ class TurnPrograms(NamedTuple):
     """
 
     init: Callable[..., ServerState]  # (values, key, frozen, params)
-    rounds: Callable[
-        ..., tuple[ServerState, dict]
-    ]  # (values, state, frozen, arrays, n); infos [runs, MOST_ROUNDS, ...]
+    rounds: Callable[..., tuple[ServerState, dict]]  # (values, state, frozen, arrays, n)
+    """The leaves of the infos are [runs, MOST_ROUNDS, ...]."""
     measure: Callable[..., dict]  # (values, state, frozen, arrays)
     evaluate: Callable[..., dict]  # (values, server, frozen, test)
 
 
-def compiled(engine_of: Callable[[PyTree, Frozen], Engine], measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
+def compiled(
+    engine_of: Callable[[PyTree, FrozenArrays], Engine], measures: tuple[str, ...], layout: Layout
+) -> TurnPrograms:
     """The programs for the engines ``engine_of(values, frozen)``."""
 
-    def turn_init(values: PyTree, key: jax.Array, frozen: Frozen, params: Params | None) -> ServerState:
+    def turn_init(values: PyTree, key: jax.Array, frozen: FrozenArrays, params: Params | None) -> ServerState:
         return init(engine_of(values, frozen), key, params)
 
     def turn_rounds(
-        values: PyTree, state: ServerState, frozen: Frozen, arrays: Arrays, n: jax.Array
+        values: PyTree, state: ServerState, frozen: FrozenArrays, arrays: Arrays, n: jax.Array
     ) -> tuple[ServerState, dict]:
         return rounds(engine_of(values, frozen), programs.MOST_ROUNDS, state, arrays, n)
 
-    def turn_measure(values: PyTree, state: ServerState, frozen: Frozen, arrays: Arrays) -> dict:
+    def turn_measure(values: PyTree, state: ServerState, frozen: FrozenArrays, arrays: Arrays) -> dict:
         return drift.measure(engine_of(values, frozen), measures, state, arrays, None)
 
-    def turn_evaluate(values: PyTree, server: Any, frozen: Frozen, test: TestRows) -> dict:
+    def turn_evaluate(values: PyTree, server: Any, frozen: FrozenArrays, test: TestRows) -> dict:
         engine = engine_of(values, frozen)
         return server_scores(lambda params: evaluate(engine, params, test), server)
 
