@@ -164,6 +164,31 @@ def test_the_base_is_an_argument_and_messages_have_the_size_of_the_adapters() ->
     assert base["w"].sharding.is_fully_replicated and len(base["w"].addressable_shards) == sim.mesh.size
 
 
+def test_a_team_of_devices_shares_the_base() -> None:
+    data, model = federation().with_client_tests(0), large_model()
+
+    def simulation(**options: Any) -> fd.Simulation:
+        options |= {"local": LOCAL_SGD, "cohort_size": 3, "measure": ("gradients", "labels")}
+        return fd.Simulation(model, data, fd.algorithms.ditto(), **options)
+
+    team, one = simulation(devices_per_client=2), simulation(mesh=fd.clients_mesh(jax.devices()[:1]))
+    (base,) = frozen_parameters(model, team.mesh)
+    assert [part.data.shape for part in base["w"].addressable_shards] == [(392, 400)] * 2
+    assert team.plan().frozen == one.plan().frozen / 2
+    lowered = team.executor.programs.lower("round", team.init(jax.random.key(0)), team.setup.arrays, None)
+    assert "f32[784,400]" not in lowered.compile().as_text()  # no device collects the matrix
+    outcomes = []
+    for sim in (team, one):
+        state, history = sim.run(sim.init(jax.random.key(0)), 2, 1, progress=False)
+        swept = sim.sweep(2, [0, 1], 1, progress=False)
+        outcomes.append(
+            (state.server, [record | {"seconds": 0} for record in history], sim.evaluate_clients(state))
+            + tuple((run.state.server, run.state.clients) for run in swept)
+        )
+        assert f"{sim.mesh.size} cpu device" in repr(sim)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *outcomes)
+
+
 def test_two_bases_share_a_program_and_give_different_results() -> None:
     data, network = federation(), fd.models.mnist_2nn()
     bases = [network.init(jax.random.key(seed)) for seed in (1, 2)]
@@ -245,7 +270,11 @@ def test_the_command_line_trains_adapters(tmp_path: Path, capsys: pytest.Capture
     base, init = network.init(jax.random.key(7)), tmp_path / "base.npz"
     fd.models.save_params(base, init)
     words = "run --dataset synthetic:num_clients=8 --model mnist_2nn --algorithm fedavg --cohort 4 --rounds 2".split()
-    for train in ("lora:rank=2,where=layers,whole=classifier", "trainable:classifier", "lora:rank=2 --bfloat16"):
+    for train in (
+        "lora:rank=2,where=layers,whole=classifier",
+        "trainable:classifier",
+        "lora:rank=2 --bfloat16 --devices-per-client=2",
+    ):
         output = tmp_path / train.replace(" ", "_")
         assert main([*words, *f"--train={train}".split(), f"--init={init}", f"--output={output}"]) == 0
         run = fd.load_run(output)

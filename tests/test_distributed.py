@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from together import ASKED_AT, ROUNDS, outcome, rows, simulate
+from together import ASKED_AT, ROUNDS, adapted, outcome, rows, simulate
 
 import fedjax_drift as fd
 from fedjax_drift import cli
@@ -72,6 +72,10 @@ def test_two_processes_of_two_devices(tmp_path) -> None:
     state, history = sim.run(sim.init(jax.random.key(0)), ROUNDS, 2, progress=False)
     assert_close(one["run"], outcome(sim, state, history))
     assert one["cohort"] == [4, 11, 2]
+    team = adapted(rows())
+    alone = outcome(team, *team.run(team.init(jax.random.key(0)), 2, 1, progress=False))
+    assert_close(one["teams of 2"], alone)
+    assert_close(one["teams of 4"], alone)
     rounds, recorded = one["interrupted"]  # of which only the second process was asked
     assert ASKED_AT <= rounds == recorded < 10_000
     state, history = sim.run(sim.init(jax.random.key(0)), 2, 0, progress=False)

@@ -43,7 +43,7 @@ def test_a_pages_examples_run(page, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fd, "use_cpu_devices", lambda n=None: n)  # these tests have two, and JAX has started
     one_device = fd.clients_mesh(jax.devices()[:1])  # for which programs compile sooner
-    monkeypatch.setattr("fedjax_drift.simulation.placement.clients_mesh", lambda devices=None: one_device)
+    monkeypatch.setattr("fedjax_drift.simulation.placement.clients_mesh", lambda *_: one_device)
     monkeypatch.setattr(fd, "use_compilation_cache", lambda path=None: path)
     names: dict = {"__name__": "__main__"}
     with jax.numpy_rank_promotion("allow"):  # as users have it

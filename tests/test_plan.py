@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -258,7 +260,7 @@ def test_the_number_of_lanes() -> None:
 
 def test_an_accelerators_lanes_come_from_the_model(monkeypatch) -> None:
     monkeypatch.setattr(placement, "memory_of", lambda mesh: 2.0**30)
-    mesh = SimpleNamespace(size=1, devices=np.array([SimpleNamespace(platform="tpu")]))
+    mesh = SimpleNamespace(shape={"clients": 1}, devices=np.array([SimpleNamespace(platform="tpu")]))
     lane = lanes.Lane("tpu", 10, 2**22)
     assert placement.Placement().lanes_for(100, mesh, lambda platform: lane) == 4
     assert placement.Placement(lanes=64).lanes_for(100, mesh, None) == 64
@@ -315,6 +317,28 @@ def test_sharded_examples_can_be_planned(devices) -> None:
     plan = fd.plan(devices, model, data, fd.algorithms.fedavg(), **options)
     assert plan.fits and plan.collectives["collective-permute"] >= 1
     assert plan.examples < fd.plan(devices, model, data, fd.algorithms.fedavg(), cohort_size=32).examples
+
+
+@pytest.mark.parametrize(
+    "devices", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:4", marks=needs_cuda)]
+)
+def test_a_team_of_devices_shares_frozen_matrices(devices) -> None:
+    data = fd.FederatedData.of_shapes(64, 50, (512,), np.float32)
+    network = fd.Model(
+        lambda key: {"w": jnp.zeros((512, 2048)), "v": jnp.zeros((2048, 512))},
+        lambda p, x: jax.nn.relu(x @ p["w"]) @ p["v"],
+    )
+    model, options = fd.models.lora(network, 4, "w|v"), {"cohort_size": 32, "bank": "sharded", "lanes": 1}
+    sim = fd.Simulation(
+        model, data, fd.algorithms.scaffold(), mesh=fd.described_mesh(devices), devices_per_client=2, **options
+    )
+    plan = sim.plan()
+    assert plan.devices.endswith("2 for each client") and plan.frozen == 4 * 512 * 2048
+    text = compiled_round(sim.setup, sim.executor.programs).as_text()
+    assert not re.search(r"f32\[(512,2048|2048,512)\]", text)  # no device has a whole matrix
+    # The states of all clients are not collected, only gradients.
+    collected = [re.findall(r"\[([\d,]*)\]", line)[0] for line in re.findall(r"= (.*) all-gather(?:-start)?\(", text)]
+    assert collected and all(math.prod(map(int, shape.split(","))) <= 4 * 2048 for shape in collected)
 
 
 @needs_libtpu

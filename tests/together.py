@@ -30,7 +30,13 @@ def rows() -> fd.FederatedData:
 
 def simulate(data: fd.FederatedData, **options) -> fd.Simulation:
     options = {"local": fd.LocalTraining(epochs=2, batch_size=4, lr=0.2), "cohort_size": 9} | options
-    return fd.Simulation(fd.models.linear((6,), 4), data, fd.algorithms.scaffold(), **options)
+    model = options.pop("model", fd.models.linear((6,), 4))
+    return fd.Simulation(model, data, fd.algorithms.scaffold(), **options)
+
+
+def adapted(data: fd.FederatedData, **options) -> fd.Simulation:
+    """Trains adapters of a network with frozen matrices [6, 100] and [100, 4]."""
+    return simulate(data, model=fd.models.lora(fd.models.emnist_nn(4, (6,)), 2), **options)
 
 
 def outcome(sim: fd.Simulation, state: fd.ServerState, history: list) -> dict:
@@ -71,6 +77,9 @@ def main() -> None:
     sim = simulate(own_rows_only(data, 2, folder), shard_data=True, bank="sharded")
     state, history = sim.run(sim.init(key), ROUNDS, 2, progress=False)
     found["run"] = outcome(sim, state, history)
+    for size in (2, 4):  # teams of the devices of one process, and one team of all devices
+        team = adapted(data, devices_per_client=size)
+        found[f"teams of {size}"] = outcome(team, *team.run(team.init(key), 2, 1, progress=False))
     state, info = sim.round_fn(sim.init(key), [4, 11, 2])
     found["cohort"] = np.asarray(info["cohort"]).tolist()
 

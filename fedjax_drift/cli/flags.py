@@ -350,6 +350,10 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         group, "--devices", "N", "number of CPU devices of a process (default: one per core; with --distributed, 1). "
         "No effect on a GPU", count,
     )  # fmt: skip
+    add(
+        group, "--devices-per-client", "N", "number of devices that train a client together, for a model of which a "
+        "part is trained (--train) and that is too large for one device", count, 1,
+    )  # fmt: skip
     add(group, "--lanes", "L", "number of clients that train side by side (vmap) on one device", _lanes, "auto")
     group.add_argument(
         "--bfloat16", action="store_true", help="compute the networks in bfloat16; parameters stay float32"

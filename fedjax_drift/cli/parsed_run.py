@@ -201,6 +201,7 @@ def assemble(
         stored = jnp.bfloat16 if args.bfloat16 else None
         computed, params = TRAINED[part.name](computed, base=params, frozen_dtype=stored, **part.options), None
     options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
+    options["devices_per_client"] = args.devices_per_client
     options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure, "aggregation": _aggregation(args)}
     options |= {name: getattr(args, name) for name in FAILURES}
     options["stream"] = SWITCH.get(args.stream, "auto")
@@ -237,7 +238,9 @@ def assemble(
         "bfloat16": args.bfloat16,
         "stream": args.stream,
         "bank": {name: sim.bank for name, sim in simulations.items()},
-        "devices": {"platform": jax.default_backend(), "count": jax.device_count()},
+        "devices": {
+            "platform": jax.default_backend(), "count": jax.device_count(), "per_client": args.devices_per_client,
+        },
         "processes": jax.process_count(),
         "versions": {
             **versions(), "numpy": np.__version__, "python": platform.python_version(),

@@ -32,7 +32,8 @@ from fedjax_drift.simulation.until import Until, has_ended
 from fedjax_drift.storage.checkpoint import restore_together, split_by_run
 from fedjax_drift.storage.files import lock_folder, replace_file, unused
 
-RESUMED = ("--rounds", "--devices", "--lanes", "--stream", "--bank", "--no-progress")  # may be changed with --resume
+# Options that may be changed with --resume.
+RESUMED = ("--rounds", "--devices", "--devices-per-client", "--lanes", "--stream", "--bank", "--no-progress")
 
 
 RUN_EXAMPLES = """\
@@ -70,8 +71,9 @@ that was stopped or killed:
 
   fedjax-drift run --resume OUTPUT
 
-The options --rounds (a larger number), --devices, --lanes, --stream, --bank
-and --no-progress may be changed when a run is resumed.
+The options --rounds (a larger number), --devices, --devices-per-client,
+--lanes, --stream, --bank and --no-progress may be changed when a run is
+resumed.
 """
 
 

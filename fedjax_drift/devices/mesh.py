@@ -1,6 +1,8 @@
 """The mesh of devices and the arrays on it.
 
-The mesh has one axis, "clients". The cohort is sharded over this axis. `put` and `copied` place arrays on the devices.
+The mesh has one axis, "clients". The cohort is sharded over this axis. If several devices train a client together, the
+mesh has a second axis, "model", and the devices with the same index on the first axis are a team. Frozen parameters are
+sharded over a team. All other arrays are replicated in a team. `put` and `copied` place arrays on the devices.
 """
 
 from __future__ import annotations
@@ -14,21 +16,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import PyTree
 
-AXIS = "clients"  # the one mesh axis
+AXIS, MODEL_AXIS = "clients", "model"  # the axis of the teams, and that of the devices of a team
 TILE = 128  # the places of the last axis in a tile of a TPU
 
 
-def clients_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh over ``devices`` with the single axis "clients".
+def clients_mesh(devices: Sequence[jax.Device] | None = None, per_client: int = 1) -> Mesh:
+    """Returns a mesh over ``devices`` with the axis "clients".
 
-    devices: a sequence of JAX devices. Default: all devices, including those of other processes. Raises ValueError if
-    the sequence is empty or contains something that is not a JAX device.
+    Args:
+      devices: a sequence of JAX devices. Default: all devices, including those of other processes.
+      per_client: the number of devices that train a client together (`Placement.devices_per_client`). If it is larger
+        than 1, the mesh has a second axis of this length, "model".
+
+    Raises:
+      ValueError: the sequence is empty or contains something that is not a JAX device; or its length is not a multiple
+        of ``per_client``.
     """
     if devices is None:
         devices = jax.devices()
@@ -37,7 +45,35 @@ def clients_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
         raise ConfigurationError(f"devices must be a list of JAX devices, got {checks.shown(devices)}: jax.devices()")
     fix = "jax.devices() lists all devices"
     devices = [checks.instance("each of devices", device, jax.Device, fix) for device in several]
-    return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+    per_client = checks.integer("per_client", per_client, 1, len(devices), f"there are {len(devices)} devices")
+    if len(devices) % per_client:
+        raise ConfigurationError(f"per_client must divide the number of devices, {len(devices)}, got {per_client}")
+    if per_client == 1:
+        return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+    shape, axes = (len(devices) // per_client, per_client), (AXIS, MODEL_AXIS)
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def num_teams(mesh: Mesh | AbstractMesh) -> int:
+    """D, the length of the axis "clients": the number of teams, which is that of the devices unless teams are larger.
+
+    Elsewhere in this package, "device" means a team.
+    """
+    return mesh.shape[AXIS]
+
+
+def over_team(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """How a frozen parameter of this shape is sharded over a team: along the longer one of its last two axes.
+
+    Biases and other arrays with one axis are replicated, as are those whose axes are not multiples of the team's size.
+    The leading axes of stacked matrices stay whole, because a loop runs over them.
+    """
+    size = mesh.shape.get(MODEL_AXIS, 1)
+    axes = [i for i in range(len(shape))[-2:] if shape[i] % size == 0]
+    if size == 1 or len(shape) < 2 or not axes:
+        return PartitionSpec()
+    chosen = max(axes, key=lambda i: (shape[i], i))
+    return PartitionSpec(*[MODEL_AXIS if i == chosen else None for i in range(len(shape))])
 
 
 def use_cpu_devices(n: int | None = None) -> int:

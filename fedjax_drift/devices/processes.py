@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift.devices.launch import launch
-from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.errors import ConfigurationError
 
 
@@ -46,7 +45,7 @@ def agree(mesh: Mesh, numbers: Sequence[int] = (), flags: Sequence[bool] = ()) -
     if not spans_processes(mesh):
         return numbers, flags
     of_this_process = np.array([[*numbers, *flags]], np.int32)
-    sharding = NamedSharding(mesh, P(AXIS))
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
     sent = jax.make_array_from_callback((mesh.size, of_this_process.size), sharding, lambda part: of_this_process)
     received: Any = np.asarray(launch(mesh, _gather_to_all(mesh), sent))  # [D, ...]
     return received[0, : len(numbers)].tolist(), received[:, len(numbers) :].any(0).tolist()

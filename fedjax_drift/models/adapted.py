@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 
 from fedjax_drift import checks, leaves
 from fedjax_drift.errors import ConfigurationError
@@ -193,6 +194,7 @@ def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[
 
     def with_full(function: Callable[..., Any]) -> Callable[..., Any]:
         def forward(params: Params, *inputs: jax.Array) -> Any:
+            params = _replicated_in_team(params)
             outputs, dtypes = low_rank.applied(function, full(params), *inputs), jax.tree.leaves(params)
             return jax.tree.map(lambda a: a.astype(jnp.result_type(a, *dtypes)), outputs)  # the base may be bfloat16
 
@@ -201,6 +203,17 @@ def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[
     inner = model.merged or (lambda params: params)  # adapters of an adapted model
     merged = lambda params: inner(low_rank.matrices(full(params)))  # noqa: E731
     return model.with_functions(with_full)._replace(init=init, merged=merged)
+
+
+def _replicated_in_team(params: Params) -> Params:
+    """The parameters, and their gradients, on all devices that train a client together (`devices.mesh`).
+
+    Otherwise XLA shards them like the frozen matrices, and then gathers the states of all clients in every round.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Auto not in mesh.axis_types:
+        return params
+    return jax.lax.with_sharding_constraint(params, PartitionSpec())
 
 
 def _checked(model: Any) -> Model:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.devices.mesh import AXIS
+from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.round.engine import Engine, replicated
 from fedjax_drift.round.exchange import collect, deliver, local_slice
 from fedjax_drift.types import PyTree
@@ -25,7 +25,7 @@ from fedjax_drift.types import PyTree
 
 def overwrites(engine: Engine) -> bool:
     """Whether a group's new states are stored before the next group trains (`store`), or all at the end (`scatter`)."""
-    return engine.sharded or engine.mesh.size == 1
+    return engine.sharded or num_teams(engine.mesh) == 1
 
 
 def fetch(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
@@ -40,7 +40,7 @@ def fetch(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
     # Branches make a copy of the states that they read. Without a branch, XLA may delay the reading until after
     # `store`, and then copies the states of all clients first.
     if not engine.sharded:
-        own = places[0 if engine.mesh.size == 1 else lax.axis_index(AXIS)]
+        own = places[0 if num_teams(engine.mesh) == 1 else lax.axis_index(AXIS)]
         always = (own >= 0).any()  # XLA does not know this, so the branch stays
         return lax.cond(always, lambda: jax.tree.map(lambda s: s.at[own].get(mode="clip"), states), lambda: empty)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from fedjax_drift.data.redeal import redeal
+from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import (
     Client,
@@ -210,7 +211,7 @@ def deal(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns the position in the cohort of the client at each place, int32 [D, G, L]; and whether each place is empty,
     bool [D, G, L].
     """
-    K, D, L = len(steps), engine.mesh.size, engine.lanes
+    K, D, L = len(steps), num_teams(engine.mesh), engine.lanes
     order = jnp.argsort(-steps, stable=True)
     places = back_and_forth(D, -(-K // (D * L)), L)
     return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)

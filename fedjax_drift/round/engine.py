@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift.devices.mesh import AXIS
+from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.failures import Failures
@@ -166,15 +166,18 @@ def on_each_device(engine: Engine, function: Callable, in_specs: Any, out_specs:
     """Maps ``function`` over the devices of the mesh with `jax.shard_map`. Each device gets its shard of the arguments.
 
     On a mesh of one device, the result is ``function`` itself. It can then be used inside other programs, for example
-    in a sweep.
+    in a sweep. If teams of several devices train a client together, each team gets a shard, and XLA divides the
+    products with frozen parameters among the devices of a team. The teams never wait for each other in ``function``.
     """
     if engine.mesh.size == 1:
         return function
     # check_vma=True would reject every loop that starts from zeros, in `local.train` and in users' models. The zeros
     # are not marked as varying over the devices, but the values that the loop adds to them are.
-    return jax.shard_map(function, mesh=engine.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(
+        function, mesh=engine.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={AXIS}, check_vma=False
+    )
 
 
 def sum_over_devices(engine: Engine, values: PyTree) -> PyTree:
     """The sum over the devices, inside `on_each_device`."""
-    return values if engine.mesh.size == 1 else lax.psum(values, AXIS)
+    return values if num_teams(engine.mesh) == 1 else lax.psum(values, AXIS)

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.data.reading import cut, source
 from fedjax_drift.data.redeal import spans
-from fedjax_drift.devices.mesh import AXIS, flat, is_described, put
+from fedjax_drift.devices.mesh import AXIS, flat, is_described, num_teams, put
 from fedjax_drift.types import PyTree
 
 
@@ -71,7 +71,7 @@ def place_parts(data: FederatedData, mesh: Mesh) -> tuple[Any, Any, Any, Any]:
 
     Each process reads only the rows that its devices store, from memory or from a memory-mapped file.
     """
-    D, sizes = mesh.size, data.sizes
+    D, sizes = num_teams(mesh), data.sizes
     assigned = parts(sizes, D)
     R = assigned.rows
 

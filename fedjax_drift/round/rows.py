@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
-from fedjax_drift.devices.mesh import AXIS, flat, put
+from fedjax_drift.devices.mesh import AXIS, flat, num_teams, put
 from fedjax_drift.round.engine import Arrays, Rows, TestRows
 from fedjax_drift.round.exchange import place_parts
 
@@ -52,7 +52,7 @@ def _place_rows(data: FederatedData, mesh: Mesh, rows_at: str) -> Rows | None:
 def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int, whole: bool) -> TestRows | None:
     if data.x_test is None or data.y_test is None:
         return None
-    M, D = len(data.x_test), 1 if whole else mesh.size
+    M, D = len(data.x_test), 1 if whole else num_teams(mesh)
     B = min(eval_batch_size, -(-M // D))
     T = -(-M // (B * D)) * D
     index = np.arange(T * B).reshape(T, B)

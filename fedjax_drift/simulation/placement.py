@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,7 +18,7 @@ from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.memory import memory_of
-from fedjax_drift.devices.mesh import AXIS, clients_mesh, is_described, put
+from fedjax_drift.devices.mesh import AXIS, MODEL_AXIS, clients_mesh, is_described, num_teams, over_team, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
@@ -44,7 +45,13 @@ class Placement:
     more than half of a device's memory, "auto" is smaller. L is never larger than the number of clients that one device
     trains in a round."""
     mesh: Mesh | None = None
-    """The devices: a mesh with the single axis "clients" (`clients_mesh`). None: all devices of all processes."""
+    """The devices: a mesh such as that of `clients_mesh`. None: all devices of all processes."""
+    devices_per_client: int = 1
+    """The number of devices that train a client together. It must divide the number of devices.
+
+    Use this if the frozen parameters of a model (`fd.models.lora`) do not fit in the memory of one device. With 4, each
+    team of 4 devices trains a client. The frozen matrices are sharded over the team, and so are the products with them.
+    Everything else is replicated in the team. In these docs, "device" then means a team."""
     stream: bool | str = "auto"
     """Whether the training examples are kept on the host, in memory or in a memory-mapped file. The examples of each
     cohort are then prefetched while the previous round is trained. "auto": True if the examples take more than half of
@@ -79,6 +86,7 @@ class Placement:
         checked: dict[str, Any] = {
             "eval_batch_size": checks.integer("eval_batch_size", self.eval_batch_size, 1),
             "donate": checks.flag("donate", self.donate),
+            "devices_per_client": checks.integer("devices_per_client", self.devices_per_client, 1),
         }
         for name in ("stream", "shard_data"):
             value = getattr(self, name)
@@ -87,16 +95,26 @@ class Placement:
             checked["lanes"] = checks.integer("lanes", self.lanes, 1, fix='or pass "auto"')
         if not checks.is_auto(self.bank):
             checked["bank"] = _checked_bank(self.bank)
-        if self.mesh is not None and not (isinstance(self.mesh, Mesh) and self.mesh.axis_names == (AXIS,)):
+        axes = (AXIS,), (AXIS, MODEL_AXIS)
+        if self.mesh is not None and not (isinstance(self.mesh, Mesh) and self.mesh.axis_names in axes):
             raise ConfigurationError(
-                f'mesh must be a jax.sharding.Mesh with the one axis "{AXIS}", got {checks.shown(self.mesh)}'
+                f'mesh must be a jax.sharding.Mesh with the axis "{AXIS}", got {checks.shown(self.mesh)}: '
+                "fd.clients_mesh() returns one"
             )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     def devices(self) -> Mesh:
         """Returns the mesh, with the axis type that compiled rounds need."""
-        mesh = clients_mesh(None if self.mesh is None else list(self.mesh.devices.flat))
+        devices = jax.devices() if self.mesh is None else list(self.mesh.devices.flat)
+        together = self.devices_per_client
+        if together == 1 and self.mesh is not None:
+            together = self.mesh.shape.get(MODEL_AXIS, 1)
+        if len(devices) % together:
+            raise ConfigurationError(
+                f"devices_per_client must divide the number of devices, {len(devices)}, got {together}"
+            )
+        mesh = clients_mesh(devices, together)
         if not mesh.local_devices:
             raise ConfigurationError(
                 "mesh must have a device of this process, got none: make it, and use it, where there is one"
@@ -105,7 +123,7 @@ class Placement:
 
     def lanes_for(self, capacity: int, mesh: Mesh, lane_on: Callable[[str], Lane]) -> int:
         """Returns L for cohorts of up to ``capacity`` clients. lane_on: returns what a lane needs on a platform."""
-        per_device = -(-capacity // mesh.size)
+        per_device = -(-capacity // num_teams(mesh))
         if checks.is_auto(self.lanes):
             platform = mesh.devices.flat[0].platform
             return 1 if platform == "cpu" else fastest(per_device, memory_of(mesh), lane_on(platform))
@@ -122,7 +140,7 @@ class Placement:
                 raise ConfigurationError(
                     "shard_data must be False for data.redealt(), which pools the examples of a cohort, got True"
                 )
-        needed, D = data.x.nbytes + data.y.nbytes, mesh.size
+        needed, D = data.x.nbytes + data.y.nbytes, num_teams(mesh)
         # Examples are counted in int32, including the padding of sharded examples.
         fits_int32, fits_sharded = len(data.x) < 2**31, len(data.x) + D * int(data.sizes.max()) < 2**31
         if self.shard_data is True and not fits_sharded:
@@ -157,10 +175,11 @@ class Placement:
                 )
             return chosen
         needed, room = N * nbytes(client), memory_of(mesh) / 2
-        copies = 2 * K * nbytes(client) if mesh.size > 1 else 0
+        D = num_teams(mesh)
+        copies = 2 * K * nbytes(client) if D > 1 else 0
         if needed + copies <= room:
             return "device"
-        chosen = "sharded" if needed <= room * mesh.size else "host"
+        chosen = "sharded" if needed <= room * D else "host"
         of_cohort = f" and two copies of those of {K} clients" if copies else ""
         checks.warn(
             f"{N} client states{of_cohort} need {(needed + copies) / 1e9:.1f} GB, more than half of a device's memory: "
@@ -192,13 +211,19 @@ _PLACED: WeakKeyDictionary[Frozen, dict[Mesh, PyTree]] = WeakKeyDictionary()
 
 
 def frozen_parameters(model: Model, mesh: Mesh) -> tuple[PyTree, ...]:
-    """Returns the frozen parameters of a model, on every device. Simulations with the same parameters share them."""
+    """Returns the frozen parameters of a model, on every device, or sharded over each team of devices.
+
+    Simulations with the same parameters share them.
+    """
 
     def place(frozen: Frozen) -> PyTree:
         copies = _PLACED.setdefault(frozen, {})
         if mesh not in copies:
             with jax.ensure_compile_time_eval():  # a Simulation made inside jax.jit must not leave tracers here
-                copies[mesh] = put(frozen.shapes if is_described(mesh) else frozen.arrays(), NamedSharding(mesh, P()))
+                arrays = frozen.shapes if is_described(mesh) else frozen.arrays()
+                copies[mesh] = put(
+                    arrays, jax.tree.map(lambda a: NamedSharding(mesh, over_team(jnp.shape(a), mesh)), arrays)
+                )
         return copies[mesh]
 
     return tuple(place(frozen) for frozen in hyper.frozen(model))

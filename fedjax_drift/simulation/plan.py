@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.devices.described import compiler_options
 from fedjax_drift.devices.memory import memory_of
-from fedjax_drift.devices.mesh import leaf_shardings, shapes
+from fedjax_drift.devices.mesh import leaf_shardings, num_teams, shapes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.exchange import back_and_forth
 from fedjax_drift.simulation.program_text import collectives, cycles_of_loop
@@ -118,11 +118,11 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
             f"({checks.first_line(error).partition(': ')[2]}): use more devices{states} or fewer lanes"
         ) from error
     seconds = time.perf_counter() - start
-    memory, devices, text = compiled.memory_analysis(), setup.mesh.devices.flat, compiled.as_text() or ""
+    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     lanes, available = setup.engine.lanes, memory_of(setup.mesh)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     left = available - memory.argument_size_in_bytes - results
-    per_device = -(-setup.engine.most_clients // len(devices))
+    per_device = -(-setup.engine.most_clients // num_teams(setup.mesh))
     groups = -(-per_device // lanes)  # XLA removes loops of one iteration
     return Plan(
         devices=_devices(setup),
@@ -157,13 +157,18 @@ def _state(setup: Setup) -> ServerState:
 def _devices(setup: Setup) -> str:
     devices = setup.mesh.devices.flat
     hosts = len({device.process_index for device in devices})
-    return f"{len(devices)} x {devices[0].device_kind}" + (f" on {hosts} hosts" if hosts > 1 else "")
+    together = len(devices) // num_teams(setup.mesh)
+    return (
+        f"{len(devices)} x {devices[0].device_kind}"
+        + (f" on {hosts} hosts" if hosts > 1 else "")
+        + (f", {together} for each client" if together > 1 else "")
+    )
 
 
 def _steps(setup: Setup) -> int:
     """The local steps of the busiest device in a round, for a cohort with typical sizes."""
     engine, steps = setup.engine, np.sort(setup.engine.local.steps(setup.data.sizes))[::-1]
-    K, D, L = engine.cohort_size, engine.mesh.size, engine.lanes
+    K, D, L = engine.cohort_size, num_teams(engine.mesh), engine.lanes
     cohort = steps[((np.arange(K) + 0.5) * (engine.num_clients / K)).astype(int)]
     dealt = np.append(cohort, 0)[np.minimum(back_and_forth(D, -(-K // (D * L)), L), K)]  # as in round.cohort.deal
     return int(dealt.max(2).sum(1).max())

@@ -17,7 +17,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.running_statistics import with_running_statistics
 from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.devices.mesh import flat, leaf_shardings
+from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
@@ -180,6 +180,11 @@ def assemble(
         algorithm = with_running_statistics(algorithm, model.statistics.kept)
 
     mesh = placement.devices()
+    if mesh.size > num_teams(mesh) and not hyper.frozen(model):
+        raise ConfigurationError(
+            f"devices_per_client must be 1 for a model that is trained whole, got {mesh.size // num_teams(mesh)}: only "
+            "frozen parameters (fd.models.lora) are sharded over the devices of a client"
+        )
     model_with_arrays, model = model, hyper.without_arrays(model)
     capacity = _bernoulli_capacity(N, clients_asked) if sampling == "bernoulli" else clients_asked
     decoded = partial(decode, mean=data.mean, std=data.std)
@@ -192,7 +197,8 @@ def assemble(
     validate.check_augment(local, data, decoded)
     rows_at = placement.rows_at(data, mesh)
     client_store = placement.states_at(jax.eval_shape(algorithm.init_client, shapes.params), N, capacity, mesh)
-    sharded = client_store == "sharded" and mesh.size > 1
+    D = num_teams(mesh)
+    sharded = client_store == "sharded" and D > 1
     lane = partial(lane_of, model, decoded, data.x, data.y, min(local.batch_size, max_size))
     engine = Engine(
         model=model,
@@ -208,7 +214,7 @@ def assemble(
         mean_size=len(data.x) / N,
         max_size=max_size,
         capacity=capacity,
-        state_rows=-(-N // mesh.size) * mesh.size if sharded else N,
+        state_rows=-(-N // D) * D if sharded else N,
         sharded=sharded,
         rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
         example=data.x.shape[1:],

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from fedjax_drift import checks, tree
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.devices.mesh import put
+from fedjax_drift.devices.mesh import num_teams, put
 from fedjax_drift.devices.processes import leads, spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
@@ -55,6 +55,7 @@ class FlatOptions(TypedDict, total=False):
     speed_spread: float
     lanes: int | str | None
     mesh: Mesh | None
+    devices_per_client: int
     stream: bool | str
     shard_data: bool | str
     bank: str | os.PathLike
@@ -634,7 +635,7 @@ class Simulation:
         - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. Each device sends
           D - 1 buffers. The size of a buffer is an upper bound on the examples of the clients that one device trains.
         """
-        e, D = self.setup.engine, self.mesh.size
+        e, D = self.setup.engine, num_teams(self.mesh)
         G = -(-e.most_clients // (D * e.lanes))
         update, row = self.setup.any_update(), self.setup.any_row()
         times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
@@ -646,15 +647,17 @@ class Simulation:
         }
 
     def __repr__(self) -> str:
-        e = self.setup.engine
-        lanes, devices = (
-            f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((e.lanes, "lane"), (e.mesh.size, "device"))
-        )
-        number, word = devices.split()
+        e, D = self.setup.engine, num_teams(self.mesh)
+        teams = "" if self.mesh.size == D else f"{_counted(D, 'team')} of "
+        devices = _counted(self.mesh.size // (D if teams else 1), f"{self.mesh.devices.flat[0].platform} device")
         return (
             f"Simulation({e.algorithm.name}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
-            f"{lanes} on {number} {self.mesh.devices.flat[0].platform} {word})"
+            f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
         )
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number > 1 else ''}"
 
 
 def _unexpected(name: str) -> str:

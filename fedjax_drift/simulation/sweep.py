@@ -21,6 +21,7 @@ import numpy as np
 
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.memory import memory_of
+from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
@@ -387,7 +388,8 @@ def check_sweepable(setup: Setup) -> None:
 
 
 def _check_memory(setup: Setup, runs: int) -> None:
-    devices = setup.mesh.size if runs >= setup.mesh.size else 1  # devices that hold states of different runs
+    D = num_teams(setup.mesh)
+    devices = D if runs >= D else 1  # devices that hold states of different runs
     needed = -(-runs // devices) * tree.nbytes(setup.state.clients)
     if needed > memory_of(setup.mesh):
         raise ConfigurationError(
@@ -489,8 +491,9 @@ def _layout(setup: Setup, runs: int, most: int) -> Layout:
 
     A turn has at most ``most`` runs per device. All turns have about the same number of runs.
     """
-    apart = 1 < setup.mesh.size <= runs
-    on_device = -(-runs // setup.mesh.size) if apart else runs
+    D = num_teams(setup.mesh)
+    apart = 1 < D <= runs
+    on_device = -(-runs // D) if apart else runs
     num_turns = -(-on_device // min(most, on_device))
     return Layout(setup.mesh, apart, per_device=-(-on_device // num_turns))
 

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift.devices.launch import launch
-from fedjax_drift.devices.mesh import AXIS, copied
+from fedjax_drift.devices.mesh import AXIS, copied, num_teams
 from fedjax_drift.measures import drift
 from fedjax_drift.round import rows
 from fedjax_drift.round.engine import Arrays, Engine, TestRows
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     @property
     def size(self) -> int:
         """The number of runs in a turn."""
-        return self.per_device * (self.mesh.size if self.apart else 1)
+        return self.per_device * (num_teams(self.mesh) if self.apart else 1)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -108,7 +108,7 @@ def compiled(
             specs = (*[P(AXIS)] * per_run, *[P()] * shared)
             # check_vma=False for the reason given in `round.engine.on_each_device`.
             return jax.shard_map(
-                on_device, mesh=layout.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False
+                on_device, mesh=layout.mesh, in_specs=specs, out_specs=P(AXIS), axis_names={AXIS}, check_vma=False
             )(*arguments)  # fmt: skip
 
         on_devices.__name__ = program.__name__
@@ -234,7 +234,7 @@ def _of_place(tree: PyTree, place: int, layout: Layout) -> PyTree:
     def leaf(a: jax.Array) -> jax.Array:
         if not layout.apart:
             return a[place]
-        (shard,) = [s for s in a.addressable_shards if (s.index[0].start or 0) == device * layout.per_device]
+        shard = next(s for s in a.addressable_shards if (s.index[0].start or 0) == device * layout.per_device)
         return shard.data[lane]
 
     return jax.tree.map(leaf, tree)
