@@ -265,10 +265,11 @@ def test_sweeps_train_adapters_as_single_runs_do() -> None:
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_the_command_line_trains_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_trains_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = fd.models.mnist_2nn(5, (30,))
     base, init = network.init(jax.random.key(7)), tmp_path / "base.npz"
     fd.models.save_params(base, init)
+    monkeypatch.chdir(tmp_path)
     words = "run --dataset synthetic:num_clients=8 --model mnist_2nn --algorithm fedavg --cohort 4 --rounds 2".split()
     for train in (
         "lora:rank=2,where=layers,whole=classifier",
@@ -276,7 +277,7 @@ def test_the_command_line_trains_adapters(tmp_path: Path, capsys: pytest.Capture
         "lora:rank=2 --bfloat16 --devices-per-client=2",
     ):
         output = tmp_path / train.replace(" ", "_")
-        assert main([*words, *f"--train={train}".split(), f"--init={init}", f"--output={output}"]) == 0
+        assert main([*words, *f"--train={train}".split(), "--init=base.npz", f"--output={output}"]) == 0
         run = fd.load_run(output)
         assert run.settings["train"]["parameters"] == tree.size(run.params) < run.settings["model"]["parameters"]
         merged = fd.models.merge(run.model, run.params)
@@ -284,6 +285,8 @@ def test_the_command_line_trains_adapters(tmp_path: Path, capsys: pytest.Capture
         assert not np.allclose(
             merged["classifier"]["dense"]["kernel"], base["classifier"]["dense"]["kernel"], rtol=1e-2
         )
+    monkeypatch.chdir("/")  # where base.npz does not exist
+    assert main(["run", f"--resume={output}", "--rounds=3"]) == 0
     fd.models.save(init, jax.tree.map(lambda a: a + 1, base))
     with pytest.raises(ConfigurationError, match="must have the parameters with which the run in"):
         fd.load_run(output)

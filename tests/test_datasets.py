@@ -10,6 +10,7 @@ import pytest
 
 from fedjax_drift.data import datasets, dialogue, files, image_files
 from fedjax_drift.data.datasets import load
+from fedjax_drift.data.federated import integers_as_int32
 from fedjax_drift.data.partition import by_writer, dirichlet, iid
 
 
@@ -423,3 +424,11 @@ def test_dialogues_entropy_rate_is_that_of_its_text() -> None:
     np.testing.assert_allclose(surprise / len(" ".join(words[1:]) + " "), rate, rtol=0.02)
     assert datasets.dialogue_entropy().mean() == pytest.approx(0.562, abs=5e-4)
     assert rate < datasets.dialogue_entropy(1, 0.0, 5)[0]
+
+
+@pytest.mark.parametrize("label", [2**31, 2**40, 2**63, -(2**40)])
+def test_labels_that_do_not_fit_an_int32_are_refused(label: int) -> None:
+    y = np.array([0, label], np.uint64 if label > 0 else np.int64)
+    with pytest.raises(ValueError, match=r"labels must be smaller than 2\*\*31, got"):
+        integers_as_int32(y)
+    assert integers_as_int32(y[:1]).dtype == np.int32

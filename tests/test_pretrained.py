@@ -165,6 +165,8 @@ def test_to_torch_unstacks_blocks_and_copies():
     assert all(array.flags.c_contiguous and array.flags.writeable for array in state.values())
     resnet = fd.models.to_torch(fd.models.resnet18().init(KEY))
     assert resnet["blocks_2.Conv_2.weight"].shape == (128, 64, 1, 1) and "norm.weight" in resnet
+    listed = fd.models.to_torch({"blocks": [{"kernel": np.ones((2, 3))}]})  # a user's own blocks, which are not stacked
+    assert {name: array.shape for name, array in listed.items()} == {"blocks.0.weight": (3, 2)}
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------

@@ -272,6 +272,8 @@ def test_pandas_errors_name_the_column(frame, options, message) -> None:
     with pytest.raises(ValueError) as error:
         fd.data.from_pandas(**({"frame": frame, "x": "a", "y": "label", "client": "who"} | options))
     assert message in str(error.value)
+    with pytest.raises(ValueError, match=r"got 0: rename the columns, frame.columns = frame.columns.map\(str\)"):
+        fd.data.from_pandas(frame.rename(columns={"a": 0}), x=[0], y="label", client="who")
 
 
 class Pairs:

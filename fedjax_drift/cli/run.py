@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -178,6 +179,18 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     return command + added, args.resume
 
 
+def _with_absolute_paths(argv: Sequence[str]) -> list[str]:
+    """The words of a command, so that it can be repeated in another folder."""
+    words, options = list(argv), ("--init", "--data-dir")
+    for i, word in enumerate(argv):
+        option, _, path = word.partition("=")
+        if path and option in options:
+            words[i] = f"{option}={os.path.abspath(path)}"
+        elif i > 0 and argv[i - 1] in options:
+            words[i] = os.path.abspath(word)
+    return words
+
+
 def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[..., str] = table) -> Callable[[], int]:
     """Checks the options and reads the data. Returns a function that runs the algorithms.
 
@@ -209,7 +222,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
                 raise ConfigurationError(f"--seeds {args.seeds}: {error}") from error
     names = list(simulations)
     config = {
-        "command": shlex.join(["fedjax-drift", *argv]),
+        "command": shlex.join(["fedjax-drift", *_with_absolute_paths(argv)]),
         **config,
         "seeds": seeds,
         "target": args.target,

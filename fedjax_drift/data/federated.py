@@ -534,7 +534,11 @@ def _first_nonfinite(array: np.ndarray) -> int | None:
 
 def integers_as_int32(y: np.ndarray) -> np.ndarray:
     """Returns the labels with their dtype on the devices. Integers become int32."""
-    return y.astype(np.int32) if np.issubdtype(y.dtype, np.integer) else y
+    if not np.issubdtype(y.dtype, np.integer):
+        return y
+    if y.size and not np.can_cast(y.dtype, np.int32) and max(y.max(), -int(y.min())) > 2**31 - 1:
+        raise ConfigurationError(f"labels must be smaller than 2**31, got {y.min()} to {y.max()}: number them from 0")
+    return y.astype(np.int32)
 
 
 def _check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:

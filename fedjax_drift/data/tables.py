@@ -193,7 +193,8 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
         raise ConfigurationError(f"x must be the name of a column, or a list of names, got {checks.shown(x)}")
     for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
         if not isinstance(column, str) and (name, column) != ("client", None):
-            raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
+            fix = "rename the columns, frame.columns = frame.columns.map(str)" if column in known else "pass text"
+            raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: {fix}")
         if column is not None and column not in known:
             raise ConfigurationError(
                 f"{name} must be one of the columns {', '.join(map(str, known))}, got {column!r}"

@@ -42,7 +42,7 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
     for leaf_path, leaf in jax.tree.leaves_with_path(params):
         *layers, last = path_of(leaf_path).split("/")
         named = [(layers, np.asarray(leaf))]
-        if layers[:1] == ["blocks"]:  # of a transformer, stacked
+        if layers[:1] == ["blocks"] and not "".join(layers[1:2]).isdigit():  # stacked, and not "blocks/0/..."
             named = [(["blocks", str(i), *layers[1:]], block) for i, block in enumerate(np.asarray(leaf))]
         for names, values in named:
             if last == "kernel":
