@@ -175,7 +175,9 @@ def test_a_team_of_devices_shares_the_base() -> None:
     (base,) = frozen_parameters(model, team.mesh)
     assert [part.data.shape for part in base["w"].addressable_shards] == [(392, 400)] * 2
     assert team.plan().frozen == one.plan().frozen / 2
-    lowered = team.executor.programs.lower("round", team.init(jax.random.key(0)), team.setup.arrays, None)
+    first = team.init(jax.random.key(0))
+    assert first.clients.v["w"]["a"].addressable_shards[0].data.shape == (data.num_clients, 392, 4)
+    lowered = team.executor.programs.lower("round", first, team.setup.arrays, None)
     assert "f32[784,400]" not in lowered.compile().as_text()  # no device collects the matrix
     outcomes = []
     for sim in (team, one):

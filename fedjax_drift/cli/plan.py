@@ -26,7 +26,7 @@ examples:
   fedjax-drift plan --topology v5e:4x4 --dataset dialogue:length=512 \\
       --clients 1000 --rows-per-client 64 --cohort 64 --algorithm scaffold \\
       --model decoder:vocabulary=32000,length=512,width=2048,depth=18,heads=16,remat=true \\
-      --train lora:rank=8 --bfloat16 --batch 4
+      --train lora:rank=8 --bfloat16 --batch 4 --devices-per-client 4
 """
 DIGITS, PHOTOS = ("mnist", "fashion_mnist", "emnist", "femnist", "glyphs"), ("cifar10", "cifar100", "cinic10")
 SHAPES = dict.fromkeys(DIGITS, (28, 28, 1)) | dict.fromkeys(PHOTOS, (32, 32, 3)) | {"tiny_imagenet": (64, 64, 3)}

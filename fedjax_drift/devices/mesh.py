@@ -1,8 +1,9 @@
 """The mesh of devices and the arrays on it.
 
 The mesh has one axis, "clients". The cohort is sharded over this axis. If several devices train a client together, the
-mesh has a second axis, "model", and the devices with the same index on the first axis are a team. Frozen parameters are
-sharded over a team. All other arrays are replicated in a team. `put` and `copied` place arrays on the devices.
+mesh has a second axis, "model", and the devices with the same index on the first axis are a team. Frozen parameters
+and client states are sharded over a team. All other arrays are replicated in a team. `put` and `copied` place arrays on
+the devices.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def num_teams(mesh: Mesh | AbstractMesh) -> int:
 
 
 def over_team(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """How a frozen parameter of this shape is sharded over a team: along the longer one of its last two axes.
+    """How a parameter of this shape is sharded over a team: along the longer one of its last two axes.
 
     Biases and other arrays with one axis are replicated, as are those whose axes are not multiples of the team's size.
     The leading axes of stacked matrices stay whole, because a loop runs over them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,7 @@ from fedjax_drift.devices.mesh import AXIS, MODEL_AXIS, clients_mesh, is_describ
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.round import init
 from fedjax_drift.simulation import hyper
 from fedjax_drift.simulation.lanes import Lane, fastest
 from fedjax_drift.storage.specification import ON_DEVICES
@@ -50,8 +52,8 @@ class Placement:
     """The number of devices that train a client together. It must divide the number of devices.
 
     Use this if the frozen parameters of a model (`fd.models.lora`) do not fit in the memory of one device. With 4, each
-    team of 4 devices trains a client. The frozen matrices are sharded over the team, and so are the products with them.
-    Everything else is replicated in the team. In these docs, "device" then means a team."""
+    team of 4 devices trains a client. The frozen matrices, the products with them and the client states are sharded
+    over the team. Everything else is replicated in the team. In these docs, "device" then means a team."""
     stream: bool | str = "auto"
     """Whether the training examples are kept on the host, in memory or in a memory-mapped file. The examples of each
     cohort are then prefetched while the previous round is trained. "auto": True if the examples take more than half of
@@ -174,8 +176,9 @@ class Placement:
                     "files are for one process"
                 )
             return chosen
-        needed, room = N * nbytes(client), memory_of(mesh) / 2
         D = num_teams(mesh)
+        # The devices of a team share the states, except for biases and other small arrays.
+        needed, room = N * nbytes(client) * D // mesh.size, memory_of(mesh) / 2
         copies = 2 * K * nbytes(client) if D > 1 else 0
         if needed + copies <= room:
             return "device"
@@ -200,10 +203,17 @@ def _checked_bank(bank: Any) -> str:
     return str(folder if isinstance(bank, str) else folder.absolute())  # Path("host") is a folder of that name
 
 
-def shardings_of(engine: Engine) -> ServerState:
-    """Returns the sharding of each field of a state."""
-    everywhere = NamedSharding(engine.mesh, P())
-    clients = NamedSharding(engine.mesh, P(AXIS)) if engine.sharded else everywhere
+def shardings_of(engine: Engine, on_host: bool) -> ServerState:
+    """Returns the sharding of each field of a state. For the client states of teams, a tree of shardings.
+
+    on_host: whether client states are kept on the host or in files.
+    """
+    mesh, axis = engine.mesh, AXIS if engine.sharded else None
+    everywhere = NamedSharding(mesh, P())
+    clients: PyTree = NamedSharding(mesh, P(axis))
+    if mesh.size > num_teams(mesh) and not on_host:
+        state = jax.eval_shape(partial(init, engine), jax.random.key(0, impl=THREEFRY), None)
+        clients = jax.tree.map(lambda a: NamedSharding(mesh, P(axis, *over_team(a.shape[1:], mesh))), state.clients)
     return ServerState(*(everywhere, everywhere, everywhere, clients))  # type: ignore[arg-type]
 
 

@@ -143,7 +143,7 @@ def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
     engine: Engine = form.value
     # A round returns a state with the sharding of its input, so that the next round does not trigger recompilation.
     # Results that the host reads are replicated over the processes.
-    state, seen = shardings_of(engine), _seen(engine)
+    state, seen = shardings_of(engine, on_host=one_state), _seen(engine)
 
     def jit(function: Callable, *fixed: Any, changes: dict[str, Any] | None = None, **options: Any) -> Callable:
         """Jits ``function(engine, *fixed, ...)`` as a function of the numbers and the frozen parameters.

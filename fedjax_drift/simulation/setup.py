@@ -249,7 +249,7 @@ def assemble(
         eval_batch_size=placement.eval_batch_size,
         client_store=client_store,
         state=jax.eval_shape(partial(init, one_state), jax.random.key(0, impl=THREEFRY), None),
-        shardings=shardings_of(engine),
+        shardings=shardings_of(engine, on_host=client_store not in ON_DEVICES),
     )
 
 
