@@ -35,7 +35,9 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     changed = [f"{k} {v}" for k, v in local.items() if k not in ("epochs", "batch_size", "lr")
                and v != getattr(defaults, k)]  # fmt: skip
     epochs = f"{local['epochs']} epoch{'s' * (local['epochs'] > 1)}"
-    redeal, measure = config["redeal"], config["measure"]
+    redeal, measure, where, part = config["redeal"], config["measure"], config["devices"], config.get("train")
+    together = f"{where['per_client']} for each client, " if where.get("per_client", 1) > 1 else ""
+    trained = f", {part['parameters']:,} trained ({part['name']})" if part else ""
     failing = [f"{name.replace('_', ' ')} {value}" for name, value in config["failures"].items()
                if value not in (None, 0.0) and (name, value) != ("over_selection", 1.0)]  # fmt: skip
     failing += [config["aggregation"]] * (config["aggregation"] != "mean")
@@ -48,11 +50,11 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
         + ("validation" if config.get("validation") else "testing"),
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
         f"{config['cohort_size']:,} per round ({config['sampling']}{dealt})",
-        "model": f"{model['name']}, {model['parameters']:,} parameters",
+        "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
         "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
         **({"failures": ", ".join(failing)} if failing else {}),
         **measured,
-        "devices": f"{config['devices']['count']} ({config['devices']['platform']}), lanes {config['lanes']}",
+        "devices": f"{where['count']} ({where['platform']}), {together}lanes {config['lanes']}",
         "output": str(output),
     })  # fmt: skip
 
