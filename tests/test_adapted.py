@@ -168,7 +168,7 @@ def test_a_team_of_devices_shares_the_base() -> None:
     data, model = federation().with_client_tests(0), large_model()
 
     def simulation(**options: Any) -> fd.Simulation:
-        options |= {"local": LOCAL_SGD, "cohort_size": 3, "measure": ("gradients", "labels")}
+        options |= {"local": LOCAL_SGD, "cohort_size": 3}
         return fd.Simulation(model, data, fd.algorithms.ditto(), **options)
 
     team, one = simulation(devices_per_client=2), simulation(mesh=fd.clients_mesh(jax.devices()[:1]))
@@ -179,16 +179,15 @@ def test_a_team_of_devices_shares_the_base() -> None:
     assert first.clients.v["w"]["a"].addressable_shards[0].data.shape == (data.num_clients, 392, 4)
     lowered = team.executor.programs.lower("round", first, team.setup.arrays, None)
     assert "f32[784,400]" not in lowered.compile().as_text()  # no device collects the matrix
-    outcomes = []
-    for sim in (team, one):
-        state, history = sim.run(sim.init(jax.random.key(0)), 2, 1, progress=False)
-        swept = sim.sweep(2, [0, 1], 1, progress=False)
-        outcomes.append(
-            (state.server, [record | {"seconds": 0} for record in history], sim.evaluate_clients(state))
-            + tuple((run.state.server, run.state.clients) for run in swept)
-        )
-        assert f"{sim.mesh.size} cpu device" in repr(sim)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *outcomes)
+    states = [sim.run(sim.init(jax.random.key(0)), 2, 1, progress=False)[0] for sim in (team, one)]
+    scores = [sim.evaluate_clients(state) for sim, state in zip((team, one), states, strict=True)]
+    swept = team.sweep(2, [0, 1], 1, progress=False)[0].state
+    for got, want in [(states[0], states[1]), (swept, states[1])]:
+        pairs = zip(*map(jax.tree.leaves, ((got.server, got.clients), (want.server, want.clients))), strict=True)
+        for a, b in pairs:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), *scores)
+    assert "on 1 team of 2 cpu devices" in repr(team) and "on 1 cpu device" in repr(one)
 
 
 def test_two_bases_share_a_program_and_give_different_results() -> None:

@@ -220,7 +220,7 @@ SIMULATION = [
         "got uint32 at .*rngs.*: use fd.Model.from_nnx",
     ),
     ({"donate": True, "on_nonfinite": "raise"}, "with donate=True, got"),
-    ({"mesh": jax.make_mesh((1,), ("x",))}, 'with the one axis "clients"'),
+    ({"mesh": jax.make_mesh((1,), ("x",))}, 'with the axis "clients"'),
 ]
 COHORTS = [
     (["a"], "no client has the name 'a' .the clients have ids only"),

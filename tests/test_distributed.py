@@ -73,7 +73,7 @@ def test_two_processes_of_two_devices(tmp_path) -> None:
     assert_close(one["run"], outcome(sim, state, history))
     assert one["cohort"] == [4, 11, 2]
     team = adapted(rows())
-    alone = outcome(team, *team.run(team.init(jax.random.key(0)), 2, 1, progress=False))
+    alone = outcome(team, *team.run(team.init(jax.random.key(0)), 2, 0, progress=False))
     assert_close(one["teams of 2"], alone)
     assert_close(one["teams of 4"], alone)
     rounds, recorded = one["interrupted"]  # of which only the second process was asked

@@ -79,7 +79,7 @@ def main() -> None:
     found["run"] = outcome(sim, state, history)
     for size in (2, 4):  # teams of the devices of one process, and one team of all devices
         team = adapted(data, devices_per_client=size)
-        found[f"teams of {size}"] = outcome(team, *team.run(team.init(key), 2, 1, progress=False))
+        found[f"teams of {size}"] = outcome(team, *team.run(team.init(key), 2, 0, progress=False))
     state, info = sim.round_fn(sim.init(key), [4, 11, 2])
     found["cohort"] = np.asarray(info["cohort"]).tolist()
 
