@@ -201,9 +201,8 @@ def assemble(
         stored = jnp.bfloat16 if args.bfloat16 else None
         computed, params = TRAINED[part.name](computed, base=params, frozen_dtype=stored, **part.options), None
     options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
-    options["devices_per_client"] = args.devices_per_client
     options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure, "aggregation": _aggregation(args)}
-    options |= {name: getattr(args, name) for name in FAILURES}
+    options |= {name: getattr(args, name) for name in (*FAILURES, "devices_per_client")}
     options["stream"] = SWITCH.get(args.stream, "auto")
     simulations = {
         name: Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), mesh=mesh, **options)

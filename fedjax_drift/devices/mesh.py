@@ -27,17 +27,17 @@ AXIS, MODEL_AXIS = "clients", "model"  # the axis of the teams, and that of the 
 TILE = 128  # the places of the last axis in a tile of a TPU
 
 
-def clients_mesh(devices: Sequence[jax.Device] | None = None, per_client: int = 1) -> Mesh:
+def clients_mesh(devices: Sequence[jax.Device] | None = None, devices_per_client: int = 1) -> Mesh:
     """Returns a mesh over ``devices`` with the axis "clients".
 
     Args:
       devices: a sequence of JAX devices. Default: all devices, including those of other processes.
-      per_client: the number of devices that train a client together (`Placement.devices_per_client`). If it is larger
-        than 1, the mesh has a second axis of this length, "model".
+      devices_per_client: the number of devices that train a client together, as in `Placement`. If it is larger than 1,
+        the mesh has a second axis of this length, "model".
 
     Raises:
       ValueError: the sequence is empty or contains something that is not a JAX device; or its length is not a multiple
-        of ``per_client``.
+        of ``devices_per_client``.
     """
     if devices is None:
         devices = jax.devices()
@@ -46,12 +46,14 @@ def clients_mesh(devices: Sequence[jax.Device] | None = None, per_client: int = 
         raise ConfigurationError(f"devices must be a list of JAX devices, got {checks.shown(devices)}: jax.devices()")
     fix = "jax.devices() lists all devices"
     devices = [checks.instance("each of devices", device, jax.Device, fix) for device in several]
-    per_client = checks.integer("per_client", per_client, 1, len(devices), f"there are {len(devices)} devices")
-    if len(devices) % per_client:
-        raise ConfigurationError(f"per_client must divide the number of devices, {len(devices)}, got {per_client}")
-    if per_client == 1:
+    devices_per_client = checks.integer("devices_per_client", devices_per_client, 1)
+    if len(devices) % devices_per_client:
+        raise ConfigurationError(
+            f"devices_per_client must divide the number of devices, {len(devices)}, got {devices_per_client}"
+        )
+    if devices_per_client == 1:
         return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
-    shape, axes = (len(devices) // per_client, per_client), (AXIS, MODEL_AXIS)
+    shape, axes = (len(devices) // devices_per_client, devices_per_client), (AXIS, MODEL_AXIS)
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
@@ -63,13 +65,18 @@ def num_teams(mesh: Mesh | AbstractMesh) -> int:
     return mesh.shape[AXIS]
 
 
+def team_size(mesh: Mesh) -> int:
+    """The number of devices that train a client together."""
+    return mesh.shape.get(MODEL_AXIS, 1)
+
+
 def over_team(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """How a parameter of this shape is sharded over a team: along the longer one of its last two axes.
 
     Biases and other arrays with one axis are replicated, as are those whose axes are not multiples of the team's size.
     The leading axes of stacked matrices stay whole, because a loop runs over them.
     """
-    size = mesh.shape.get(MODEL_AXIS, 1)
+    size = team_size(mesh)
     axes = [i for i in range(len(shape))[-2:] if shape[i] % size == 0]
     if size == 1 or len(shape) < 2 or not axes:
         return PartitionSpec()

@@ -19,7 +19,7 @@ from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.memory import memory_of
-from fedjax_drift.devices.mesh import AXIS, MODEL_AXIS, clients_mesh, is_described, num_teams, over_team, put
+from fedjax_drift.devices.mesh import AXIS, MODEL_AXIS, clients_mesh, is_described, num_teams, over_team, put, team_size
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
@@ -111,11 +111,7 @@ class Placement:
         devices = jax.devices() if self.mesh is None else list(self.mesh.devices.flat)
         together = self.devices_per_client
         if together == 1 and self.mesh is not None:
-            together = self.mesh.shape.get(MODEL_AXIS, 1)
-        if len(devices) % together:
-            raise ConfigurationError(
-                f"devices_per_client must divide the number of devices, {len(devices)}, got {together}"
-            )
+            together = team_size(self.mesh)
         mesh = clients_mesh(devices, together)
         if not mesh.local_devices:
             raise ConfigurationError(
@@ -178,7 +174,7 @@ class Placement:
             return chosen
         D = num_teams(mesh)
         # The devices of a team share the states, except for biases and other small arrays.
-        needed, room = N * nbytes(client) * D // mesh.size, memory_of(mesh) / 2
+        needed, room = N * nbytes(client) // team_size(mesh), memory_of(mesh) / 2
         copies = 2 * K * nbytes(client) if D > 1 else 0
         if needed + copies <= room:
             return "device"
@@ -211,7 +207,7 @@ def shardings_of(engine: Engine, on_host: bool) -> ServerState:
     mesh, axis = engine.mesh, AXIS if engine.sharded else None
     everywhere = NamedSharding(mesh, P())
     clients: PyTree = NamedSharding(mesh, P(axis))
-    if mesh.size > num_teams(mesh) and not on_host:
+    if team_size(mesh) > 1 and not on_host:
         state = jax.eval_shape(partial(init, engine), jax.random.key(0, impl=THREEFRY), None)
         clients = jax.tree.map(lambda a: NamedSharding(mesh, P(axis, *over_team(a.shape[1:], mesh))), state.clients)
     return ServerState(*(everywhere, everywhere, everywhere, clients))  # type: ignore[arg-type]

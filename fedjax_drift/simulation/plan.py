@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.devices.described import compiler_options
 from fedjax_drift.devices.memory import memory_of
-from fedjax_drift.devices.mesh import leaf_shardings, num_teams, shapes
+from fedjax_drift.devices.mesh import leaf_shardings, num_teams, shapes, team_size
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.exchange import back_and_forth
 from fedjax_drift.simulation.program_text import collectives, cycles_of_loop
@@ -157,7 +157,7 @@ def _state(setup: Setup) -> ServerState:
 def _devices(setup: Setup) -> str:
     devices = setup.mesh.devices.flat
     hosts = len({device.process_index for device in devices})
-    together = len(devices) // num_teams(setup.mesh)
+    together = team_size(setup.mesh)
     return (
         f"{len(devices)} x {devices[0].device_kind}"
         + (f" on {hosts} hosts" if hosts > 1 else "")

@@ -17,7 +17,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.running_statistics import with_running_statistics
 from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams
+from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams, team_size
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
@@ -180,9 +180,9 @@ def assemble(
         algorithm = with_running_statistics(algorithm, model.statistics.kept)
 
     mesh = placement.devices()
-    if mesh.size > num_teams(mesh) and not hyper.frozen(model):
+    if team_size(mesh) > 1 and not hyper.frozen(model):
         raise ConfigurationError(
-            f"devices_per_client must be 1 for a model that is trained whole, got {mesh.size // num_teams(mesh)}: only "
+            f"devices_per_client must be 1 for a model that is trained whole, got {team_size(mesh)}: only "
             "frozen parameters (fd.models.lora) are sharded over the devices of a client"
         )
     model_with_arrays, model = model, hyper.without_arrays(model)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from fedjax_drift import checks, tree
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.devices.mesh import num_teams, put
+from fedjax_drift.devices.mesh import num_teams, put, team_size
 from fedjax_drift.devices.processes import leads, spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
@@ -647,9 +647,10 @@ class Simulation:
         }
 
     def __repr__(self) -> str:
-        e, D = self.setup.engine, num_teams(self.mesh)
-        teams = "" if self.mesh.size == D else f"{_counted(D, 'team')} of "
-        devices = _counted(self.mesh.size // (D if teams else 1), f"{self.mesh.devices.flat[0].platform} device")
+        e, together = self.setup.engine, team_size(self.mesh)
+        teams = f"{_counted(num_teams(self.mesh), 'team')} of " if together > 1 else ""
+        number = together if teams else self.mesh.size
+        devices = _counted(number, f"{self.mesh.devices.flat[0].platform} device")
         return (
             f"Simulation({e.algorithm.name}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
             f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
