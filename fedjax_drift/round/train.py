@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +67,7 @@ def over_clients(
 
         side_by_side = jax.vmap(update, in_axes=(None, 0, 0, None), axis_name=LANES)
 
+        @partial(jax.jit, inline=True)  # traced once, although it is used twice below
         def train(states: PyTree, clients: Client, places: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
             """The results of one group: [L, ...]. places: those of the clients that all devices train, [D, L]."""
             old, longest = fetch(engine, states, places), clients.size.max()
