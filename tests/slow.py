@@ -1,15 +1,17 @@
-"""A slow oracle: federated learning of small models in plain NumPy, float64, one step after another.
+"""A slow reference implementation of the algorithms in plain NumPy: small models, float64, one step after another.
 
-Written from the papers' equations and from nothing else, so that it shares no code, and hopefully no mistake, with the
-library. Parameters are one flat vector, so that an algorithm reads like its pseudo-code. An algorithm is a generator:
-its server variables and client states are its local variables, and it yields the global model w after every round.
+It was written from the equations of the papers, independently of the library's code. So the two share no code, and are
+unlikely to have the same mistakes. Parameters are one flat vector, so that an algorithm looks like its pseudo-code. An
+algorithm is a generator. Its local variables are the server variables and the client states, and it yields the global
+model w after every round.
 
-    w       the global model              theta_i  client i's model after its local training
-    D_i     theta_i - w                   n_i      client i's rows
-    eta_t   the local learning rate       K_i      client i's local steps
-    S       the round's cohort            N        the clients of the federation
+    w       the global model              theta_i  the model of client i after its local training
+    D_i     theta_i - w                   n_i      the number of examples of client i
+    eta_t   the local learning rate       K_i      the number of local steps of client i
+    S       the cohort of the round       N        the number of clients in the federation
 
-The model is multinomial logistic regression, but for LfD, a classifier of cosines, and MOON, a network of two layers.
+The model is multinomial logistic regression, with two exceptions. The model of LfD is a classifier whose logits are
+cosines. The model of MOON is a network with two layers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ Direction = Callable[[Vector], Vector]
 
 @dataclass(frozen=True)
 class Local:
-    """How a client trains. ``optimizer()`` is a fresh map from gradients to directions; it replaces momentum."""
+    """The local training of a client.
+
+    ``optimizer()`` returns a map from gradients to directions, with a new state. It is used instead of momentum.
+    """
 
     epochs: int = 1
     batch_size: int = 20
@@ -42,7 +47,7 @@ class Local:
 
 
 def heavy_ball(momentum: float) -> Direction:
-    """u = momentum u + g (Polyak's; u_0 = 0); momentum 0 is plain SGD."""
+    """Polyak's heavy-ball momentum: u = momentum u + g, with u_0 = 0. Momentum 0 gives plain SGD."""
     u = np.zeros(1)
 
     def direction(g: Vector) -> Vector:
@@ -54,7 +59,7 @@ def heavy_ball(momentum: float) -> Direction:
 
 
 def adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Direction:
-    """Kingma & Ba, algorithm 1, with its bias correction."""
+    """Adam: algorithm 1 of Kingma & Ba, with bias correction."""
     k, m, v = 0, np.zeros(1), np.zeros(1)
 
     def direction(g: Vector) -> Vector:
@@ -68,25 +73,25 @@ def adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Direction:
 
 
 def pack(params: dict[str, np.ndarray]) -> Vector:
-    """The arrays, in the order of their names, as one vector."""
+    """Returns the arrays as one vector, in the alphabetical order of their names."""
     return np.concatenate([np.asarray(params[name], np.float64).ravel() for name in sorted(params)])
 
 
 def unpack(theta: Vector, like: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inverse of `pack`: arrays with the names and the shapes of ``like``."""
+    """The inverse of `pack`: returns arrays with the names and shapes of ``like``."""
     names = sorted(like)
     parts = np.split(theta, np.cumsum([like[name].size for name in names])[:-1])
     return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def logits(theta: Vector, x: np.ndarray) -> np.ndarray:
-    """Logistic regression, x w + b, [B, C]. theta packs {"b": [C], "w": [p, C]}."""
+    """Returns the logits of logistic regression, x w + b, [B, C]. theta packs {"b": [C], "w": [p, C]}."""
     b, *w = theta.reshape(x.shape[1] + 1, -1)
     return x @ np.array(w) + b
 
 
 def log_softmax(z: np.ndarray) -> np.ndarray:
-    """Over the last axis; analytic, so that complex steps pass."""
+    """Log-softmax over the last axis. It is analytic, as `derivative` requires."""
     z = z - z.real.max(axis=-1, keepdims=True)
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
@@ -96,7 +101,10 @@ def softmax(z: np.ndarray) -> np.ndarray:
 
 
 def label_gradient(theta: Vector, x: np.ndarray, labels: np.ndarray) -> Vector:
-    """Gradient of the rows' mean cross-entropy with label distributions [B, C]: mean of (1, x) (softmax - label)."""
+    """Returns the gradient of the mean cross-entropy of a batch with label distributions [B, C].
+
+    It is the mean of (1, x) (softmax - label).
+    """
     total = np.zeros_like(theta)
     for row, error in zip(x, softmax(logits(theta, x)) - labels, strict=True):
         total += pack({"b": error, "w": np.outer(row, error)})
@@ -108,82 +116,94 @@ def one_hot(y: np.ndarray, num_classes: int) -> np.ndarray:
 
 
 def mean_gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
-    """Gradient of the rows' mean softmax cross-entropy."""
+    """Returns the gradient of the mean softmax cross-entropy of a batch."""
     return label_gradient(theta, x, one_hot(y, len(theta) // (x.shape[1] + 1)))
 
 
 def corrected(tilt: Vector | float = 0.0, pull: float = 0.0, anchor: Vector | float = 0.0) -> Gradient:
-    """Gradient of F_i(theta) + <tilt, theta> + pull/2 ||theta - anchor||^2, which is how nearly all correct drift."""
+    """Returns the gradient of F_i(theta) + <tilt, theta> + pull/2 ||theta - anchor||^2.
+
+    Nearly all drift corrections have this form.
+    """
     return lambda theta, x, y: mean_gradient(theta, x, y) + tilt + pull * (theta - anchor)
 
 
 def derivative(loss: Callable[[Vector], complex], theta: Vector) -> Vector:
-    """Gradient of an analytic loss by complex steps, exact up to rounding: Im loss(theta + i h e_j) / h."""
+    """Returns the gradient of an analytic loss by the complex-step method, which is exact up to rounding errors.
+
+    Component j is Im loss(theta + i h e_j) / h.
+    """
     h = 1e-30
     return np.array([loss(theta + 1j * h * e).imag / h for e in np.eye(len(theta))])
 
 
 def cosine(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Between the vectors of the last axes."""
+    """Returns the cosine similarity of vectors along the last axis."""
     return (u * v).sum(axis=-1) / np.sqrt((u * u).sum(axis=-1) * (v * v).sum(axis=-1))
 
 
 @dataclass(frozen=True)
 class Federation:
-    """The clients, and all the chance of a simulation: who takes part in round t, and in which order rows are read."""
+    """The clients, and all random choices of a simulation.
+
+    The random choices are the cohort of each round and the order in which a client reads its examples.
+    """
 
     clients: Sequence[tuple[np.ndarray, np.ndarray]]
     """(x_i [n_i, p], y_i [n_i]) of every client."""
     cohorts: Sequence[Sequence[int]]
-    """cohorts[t]: the ids of round t's clients."""
+    """cohorts[t]: the ids of the clients in round t."""
     order: Callable[[int, int, int], np.ndarray]
-    """order(t, i, epoch): a permutation of client i's rows."""
+    """order(t, i, epoch): a permutation of client i's examples."""
     local: Local
     test: tuple[np.ndarray, np.ndarray] | None = None
-    """(x [M, p], y [M]) for the algorithms that evaluate every model."""
+    """(x [M, p], y [M]), required by the algorithms that evaluate every model."""
     info: list[dict[str, Any]] = field(default_factory=list)
-    """What an algorithm shows besides the model, one dict a round, if it shows anything."""
+    """The values that an algorithm reports besides the model, one dict per round. Empty if it reports none."""
 
     @property
     def num_clients(self) -> int:
-        """N."""
+        """The number of clients, N."""
         return len(self.clients)
 
     def size(self, i: int) -> int:
-        """n_i."""
+        """The number of examples of client i, n_i."""
         return len(self.clients[i][0])
 
     @property
     def mean_size(self) -> float:
-        """Mean n_i over the federation."""
+        """The mean of n_i over all clients."""
         return sum(map(self.size, range(self.num_clients))) / self.num_clients
 
     def q(self, i: int, scale_by_size: bool = True) -> float:
-        """q_i = N n_i / sum n; 1 for who does not scale."""
+        """q_i = N n_i / sum n, or 1 if ``scale_by_size`` is False."""
         return self.size(i) / self.mean_size if scale_by_size else 1.0
 
     def lr(self, t: int) -> float:
-        """eta_t."""
+        """The local learning rate of round t, eta_t."""
         return self.local.lr * self.local.lr_decay**t
 
     def num_steps(self, i: int) -> int:
-        """K_i."""
+        """The number of local steps of client i, K_i."""
         return self.local.epochs * math.ceil(self.size(i) / self.local.batch_size)
 
     def path(self, t: int, i: int, variate_lr: str = "current", variate_steps: str = "own") -> float:
-        """K eta, by which an update is divided to become a gradient; K_i or Kbar, eta_t or eta_0."""
+        """Returns K eta. An update divided by -K eta is a mean gradient.
+
+        K is K_i or Kbar, and eta is eta_t or eta_0.
+        """
         mean_steps = self.local.epochs * math.ceil(self.mean_size / self.local.batch_size)
         K = {"own": self.num_steps(i), "mean": mean_steps}[variate_steps]
         return K * {"current": self.lr(t), "initial": self.lr(0)}[variate_lr]
 
     def accuracy(self, theta: Vector) -> float:
-        """On the test set, in [0, 1]."""
+        """The accuracy of theta on the test set, in [0, 1]."""
         assert self.test is not None
         x, y = self.test
         return (logits(theta, x).argmax(axis=1) == y).mean()
 
     def batches(self, t: int, i: int, epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """One pass over client i's rows; the last batch may be short."""
+        """Yields the batches of one epoch over client i's examples. The last batch may be short."""
         x, y = self.clients[i]
         rows = self.order(t, i, epoch)
         assert sorted(rows) == list(range(self.size(i))), "an epoch reads every row of the client once"
@@ -192,7 +212,10 @@ class Federation:
             yield x[batch], y[batch]
 
     def fresh_step(self, t: int) -> Callable[[Vector, Vector, Vector], Vector]:
-        """step(theta, g, point): one local step from theta along the gradient g, which was taken at ``point``."""
+        """Returns a function step(theta, g, point) with a new optimizer state.
+
+        It makes one local step from theta along the gradient g, which was evaluated at ``point``.
+        """
         local = self.local
         direction = local.optimizer() if local.optimizer else heavy_ball(local.momentum)
 
@@ -213,9 +236,10 @@ class Federation:
         ahead: Vector | float = 0.0,
         restart: bool = False,
     ) -> Vector:
-        """theta_i: client i's local training in round t. ``gradient`` includes the algorithm's correction, if any.
+        """Returns theta_i, the model of client i after its local training in round t.
 
-        ``ahead``: gradients are taken at theta - eta_t ahead. ``restart``: every step sets out from ``start`` anew.
+        ``gradient`` includes the correction of the algorithm, if there is one. The gradients are evaluated at
+        theta - eta_t ahead. With ``restart``, every step starts at ``start`` instead of theta.
         """
         step, theta = self.fresh_step(t), start
         for epoch in range(self.local.epochs):
@@ -225,7 +249,10 @@ class Federation:
         return theta
 
     def mean(self, cohort: Sequence[int], vectors: Sequence[Vector], weighting: str = "uniform") -> Vector:
-        """Mean of one vector per client of the cohort, weighted by n_i ("examples") or alike ("uniform")."""
+        """Returns the mean of one vector per client of the cohort.
+
+        The weights are n_i ("examples") or equal ("uniform").
+        """
         weights = [self.size(i) if weighting == "examples" else 1 for i in cohort]
         total = np.zeros_like(vectors[0])
         for weight, vector in zip(weights, vectors, strict=True):
@@ -233,7 +260,7 @@ class Federation:
         return total / sum(weights)
 
     def mean_update(self, t: int, w: Vector, weighting: str, gradient: Gradient = mean_gradient) -> Vector:
-        """Mean D_i of round t's cohort, for the algorithms whose clients start at w and keep nothing."""
+        """Returns the mean of D_i over the cohort of round t, for clients that start at w and keep no state."""
         cohort = self.cohorts[t]
         return self.mean(cohort, [self.train(t, i, w, gradient) - w for i in cohort], weighting)
 
@@ -244,7 +271,7 @@ def simulate(
     federation: Federation,
     **hyperparameters: float | str | bool | tuple[str, ...],
 ) -> list[dict[str, np.ndarray]]:
-    """The global model after every round."""
+    """Returns the global model after every round."""
     return [unpack(w, params) for w in algorithm(federation, pack(params), **hyperparameters)]
 
 
@@ -272,7 +299,7 @@ def fedavgm(
     damped: bool = False,
     weighting: str = "examples",
 ) -> Iterator[Vector]:
-    """Hsu et al. 2019: heavy ball on the pseudo-gradient -D; damped as in the MOON authors' code."""
+    """Hsu et al. 2019: heavy-ball momentum on the pseudo-gradient -D. ``damped`` is as in the MOON authors' code."""
     v = np.zeros_like(w)
     for t in range(len(fed.cohorts)):
         pseudo_gradient = -fed.mean_update(t, w, weighting)
@@ -291,7 +318,7 @@ def fedopt(
     tau: float = 1e-3,
     weighting: str = "examples",
 ) -> Iterator[Vector]:
-    """Reddi et al. 2021, algorithm 2: no bias correction, m_0 = 0, v_0 = tau^2."""
+    """Reddi et al. 2021, algorithm 2, without bias correction, with m_0 = 0 and v_0 = tau^2."""
     m, v = np.zeros_like(w), np.full_like(w, tau**2)
     for t in range(len(fed.cohorts)):
         D = fed.mean_update(t, w, weighting)
@@ -315,7 +342,7 @@ def scaffold(
     variate_lr: str = "current",
     variate_steps: str = "own",
 ) -> Iterator[Vector]:
-    """Karimireddy et al. 2020, algorithm 1; the last three as in the FedDC authors' code."""
+    """Karimireddy et al. 2020, algorithm 1. The last three arguments are options of the FedDC authors' code."""
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
     for t, S in enumerate(fed.cohorts):
@@ -336,7 +363,7 @@ def scaffold(
 
 
 def feddyn(fed: Federation, w: Vector, alpha: float, scale_by_size: bool = False) -> Iterator[Vector]:
-    """Acar et al. 2021 in the variables of its authors' code: h_i sums client i's updates."""
+    """Acar et al. 2021, with the variables of the authors' code: h_i is the sum of client i's updates."""
     h = np.zeros((fed.num_clients, len(w)))
     for t, S in enumerate(fed.cohorts):
         thetas = []
@@ -357,7 +384,10 @@ def feddc(
     variate_lr: str = "current",
     variate_steps: str = "own",
 ) -> Iterator[Vector]:
-    """Gao et al. 2022, by its authors' code. ``variate="last_update"``: g_i of equation 4 is the last update."""
+    """Gao et al. 2022, as in the authors' code.
+
+    With ``variate="last_update"``, g_i of equation 4 is the last update of client i.
+    """
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
     h = np.zeros((fed.num_clients, len(w)))
@@ -399,14 +429,14 @@ def fedadc(
     variant: str = "nesterov",
     gamma: float | None = None,
 ) -> Iterator[Vector]:
-    """Ozfatura et al. 2020, algorithm 3; K_i in place of H."""
+    """Ozfatura et al. 2020, algorithm 3, with K_i instead of H."""
     gamma_beta = 1.0 if gamma is None else gamma * beta
     m = np.zeros_like(w)
     for t, S in enumerate(fed.cohorts):
         D = []
         for i in S:
             mbar = gamma_beta * m / fed.num_steps(i)
-            ahead = mbar if variant == "nesterov" else 0.0  # lines 7-9, red; lines 10-11, blue
+            ahead = mbar if variant == "nesterov" else 0.0  # lines 7-9 (red), or lines 10-11 (blue)
             D.append(fed.train(t, i, w, corrected(mbar), ahead) - w)
         Dbar = -fed.mean(S, D) / fed.lr(t)
         m = Dbar + (beta - gamma_beta) * m
@@ -415,7 +445,7 @@ def fedadc(
 
 
 def vrl_sgd(fed: Federation, w: Vector) -> Iterator[Vector]:
-    """Liang et al. 2019, algorithm 1; Delta_i is the paper's name for the variate."""
+    """Liang et al. 2019, algorithm 1. Delta_i is the paper's name for the control variate."""
     Delta = [np.zeros_like(w)] * fed.num_clients
     for t, S in enumerate(fed.cohorts):
         x = {i: fed.train(t, i, w, corrected(-Delta[i])) for i in S}
@@ -428,7 +458,7 @@ def vrl_sgd(fed: Federation, w: Vector) -> Iterator[Vector]:
 def fedeve(
     fed: Federation, w: Vector, server_lr: float = 1.0, period_variance: str = "paper", centre: str = "weighted"
 ) -> Iterator[Vector]:
-    """Equations 15a-15f and 16."""
+    """Shen et al. 2025, equations 15a-15f and 16."""
     M, s2 = np.zeros_like(w), 0.0
     for t, S in enumerate(fed.cohorts):
         predicted = w - server_lr * M  # 15a
@@ -447,7 +477,10 @@ def fedeve(
 
 
 def trust(accuracies: Sequence[float], window: int) -> float:
-    """FedGVR's eps, equation 8, from the accuracies of w_1 .. w_t: how fast the best still grows."""
+    """Returns eps of FedGVR, equation 8: how fast the best accuracy still increases.
+
+    ``accuracies`` are those of w_1 .. w_t.
+    """
     t = len(accuracies)
     if t <= window:
         return 1.0
@@ -465,7 +498,10 @@ def gradient_variation(
     recursion: str,
     literal: tuple[str, ...],
 ) -> tuple[Vector, Vector]:
-    """The local phase of FedGVR and FedGVRGM: mean D and (|S|/N) mean dc over round t's cohort; c_i moves on."""
+    """The local phase of FedGVR and FedGVRGM in round t. Updates ``c_i`` in place.
+
+    Returns the mean of D and (|S|/N) times the mean of dc over the cohort.
+    """
     S = fed.cohorts[t]
     D, dc = [], []
     for i in S:
@@ -480,7 +516,7 @@ def gradient_variation(
 
 
 def change_factor(fed: Federation, t: int, scale: str, beta: float) -> float:
-    """What FedGM's momentum makes of the mean change, by the name of the reading."""
+    """Returns the factor of the mean update in the momentum of FedGM. ``scale`` is the name of the option."""
     return {"participation": len(fed.cohorts[t]) / fed.num_clients, "one": 1.0, "one_minus_beta": 1 - beta}[scale]
 
 
@@ -493,7 +529,7 @@ def fedgvr(
     recursion: str = "printed",
     literal: tuple[str, ...] = (),
 ) -> Iterator[Vector]:
-    """FedGVRGM without its second phase."""
+    """FedGVRGM without its second phase, which is the server momentum."""
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
     accuracies: list[float] = []
@@ -516,12 +552,12 @@ def fedgm(
     scale: str = "participation",
     literal: tuple[str, ...] = (),
 ) -> Iterator[Vector]:
-    """FedGVRGM without its first phase: the momentum of changes, on proximal clients."""
+    """FedGVRGM without its first phase: momentum of the mean updates, for clients with a proximal term."""
     mw = np.zeros_like(w)
     for t, S in enumerate(fed.cohorts):
         prox = corrected(pull=mu, anchor=w)
         D = fed.mean_update(t, w, "uniform", prox)
-        if "momentum" in literal:  # equation 10 as printed, of parameters
+        if "momentum" in literal:  # equation 10 as printed: a momentum of parameters
             w_tilde = w + len(S) / fed.num_clients * D
             mw = mw + w_tilde
             w = w_tilde - beta * mw
@@ -543,7 +579,10 @@ def fedgvrgm(
     variate_momentum: bool = True,
     literal: tuple[str, ...] = (),
 ) -> Iterator[Vector]:
-    """Wang et al., two-phase gradient adjustment, in the sound reading but for what ``literal`` names."""
+    """Wang et al., two-phase gradient adjustment.
+
+    The equations that ``literal`` names are as printed in the paper. In all others, errors of the paper are corrected.
+    """
     c = np.zeros_like(w)
     mw, mc = c, c
     c_i = [c] * fed.num_clients
@@ -561,7 +600,7 @@ def fedgvrgm(
 
 
 def cosines(theta: Vector, x: np.ndarray) -> np.ndarray:
-    """LfD's model, cos(W_j, x), [B, C]. theta packs {"w": [p, C]}."""
+    """Returns the logits of LfD's model, cos(W_j, x), [B, C]. theta packs {"w": [p, C]}."""
     w = theta.reshape(x.shape[1], -1)
     return cosine(x[:, None, :], w.T[None, :, :])
 
@@ -574,7 +613,7 @@ def lfd(
     label_temperature: float = 1.0,
     first: str = "none",
 ) -> Iterator[Vector]:
-    """Kim & Shin 2023, algorithm 1. f_G is w, f_P the client's model at the end of its last participation."""
+    """Kim & Shin 2023, algorithm 1. f_G is w, and f_P is the client's model at the end of its last participation."""
     previous: dict[int, Vector] = {}
 
     def local_gradient(f_G: Vector, f_P: Vector | None) -> Gradient:
@@ -602,11 +641,14 @@ def lfd(
         yield w
 
 
-HIDDEN = 4  # units of the hidden layer of MOON's model, its features
+HIDDEN = 4  # number of hidden units of MOON's model; their outputs are its features
 
 
 def tanh_layers(theta: Vector, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """MOON's model: z = tanh(x w1 + b1) [B, HIDDEN] and z w2 + b2 [B, C]. theta packs {"b1", "b2", "w1", "w2"}."""
+    """MOON's model. theta packs {"b1", "b2", "w1", "w2"}.
+
+    Returns the features z = tanh(x w1 + b1), [B, HIDDEN], and the logits z w2 + b2, [B, C].
+    """
     p = x.shape[1]
     C = (len(theta) - (p + 1) * HIDDEN) // (HIDDEN + 1)
     b1, b2, w1, w2 = np.split(theta, np.cumsum([HIDDEN, C, p * HIDDEN]))
@@ -615,7 +657,7 @@ def tanh_layers(theta: Vector, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def moon(fed: Federation, w: Vector, mu: float = 1.0, temperature: float = 0.5) -> Iterator[Vector]:
-    """Li et al. 2021, algorithm 1; the contrastive term waits for a previous model."""
+    """Li et al. 2021, algorithm 1. If a client has no previous model, its loss has no contrastive term."""
     previous: dict[int, Vector] = {}
 
     def local_gradient(w: Vector, w_previous: Vector | None) -> Gradient:
@@ -651,10 +693,13 @@ def fedreg(
     pseudo_steps: int = 10,
     pseudo_data: str = "ascent",
 ) -> Iterator[Vector]:
-    """Xu et al. 2022, by its authors' code: the newer one (ascent) or the first one (descent)."""
+    """Xu et al. 2022, as in the authors' code: the newer version ("ascent") or the first version ("descent")."""
 
     def move(x: np.ndarray, y: np.ndarray, eta: float) -> np.ndarray:
-        """Sign-gradient steps on CE(w; x, y) in x. Those of the descent stay in the range of the batch."""
+        """Returns x after sign-gradient steps on CE(w; x, y).
+
+        A step of the descent is clipped to the range of the inputs before this step.
+        """
         matrix = w.reshape(x.shape[1] + 1, -1)[1:]
         for _ in range(pseudo_steps):
             sign = np.sign((softmax(logits(w, x)) - one_hot(y, matrix.shape[1])) @ matrix.T)
@@ -662,7 +707,7 @@ def fedreg(
         return x
 
     def projection(d: Vector, g: Vector) -> Vector:
-        """The part of d along g, if they point to the same side."""
+        """Returns the component of d along g if <d, g> > 0, otherwise 0."""
         return max(0.0, d @ g / (g @ g)) * g
 
     for t, S in enumerate(fed.cohorts):
@@ -687,7 +732,10 @@ def fedreg(
 
 
 def constrained(fed: Federation, w: Vector, mu: float, kind: str = "parameter", part: str = "all") -> Iterator[Vector]:
-    """LfD's section 3 on logistic regression, which is all classifier: weights, or logits, stay near the global's."""
+    """Kim & Shin 2023, section 3, for logistic regression, whose only part is the classifier.
+
+    A penalty keeps the weights or the logits near those of the global model.
+    """
     for t in range(len(fed.cohorts)):
 
         def gradient(theta: Vector, x: np.ndarray, y: np.ndarray, w: Vector = w) -> Vector:

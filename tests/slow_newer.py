@@ -1,11 +1,12 @@
-"""The slow oracle, continued: what drift researchers compare with, 2020 to 2025, and personalised models.
+"""The reference implementation of `slow`, continued: baselines of research on client drift, 2020 to 2025, and
+personalised algorithms.
 
-Written from the equations of the papers, as slow is, and in its notation. Two more symbols:
+It was written from the equations of the papers, like `slow`, and has the same notation. There are two more symbols:
 
-    e(rho, u)   rho u / ||u||, the perturbation of the sharpness-aware
-    v_i         what client i keeps for itself: its personal model, or part of it
+    e(rho, u)   rho u / ||u||, the perturbation of the sharpness-aware algorithms
+    v_i         the state of client i: its personal model, or a part of it
 
-The personalised also show in ``fed.info`` every client's personal model after the round.
+Personalised algorithms also report the personal models of all clients after each round, in ``fed.info``.
 """
 
 from __future__ import annotations
@@ -29,45 +30,52 @@ from slow import (
 
 
 def e(rho: float, u: Vector) -> Vector:
-    """The vector of length rho along u; 0 where u = 0."""
+    """Returns the vector of length rho along u, or 0 if u = 0."""
     norm = np.sqrt((u**2).sum())
     return rho * u / norm if norm > 0 else np.zeros_like(u)
 
 
 def clipped(fed: Federation, g: Vector) -> Vector:
-    """g, shortened to the clip norm if it is longer."""
+    """Returns g, scaled down to the clip norm if its norm is larger."""
     norm, limit = np.sqrt((g**2).sum()), fed.local.clip_norm
     return g if limit is None or norm <= limit else g * limit / norm
 
 
 def per_step(D: Vector, K: float, eta: float) -> Vector:
-    """-D / (K eta): the mean gradient of the K steps that made the update D. No step, no update: 0."""
+    """Returns -D / (K eta), the mean gradient of the K steps of the update D. It is 0 for K = 0."""
     return -D / ((K or 1) * eta)
 
 
 def local_batches(fed: Federation, t: int, i: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """All K_i batches of client i in round t."""
+    """Yields all K_i batches of client i in round t."""
     for epoch in range(fed.local.epochs):
         yield from fed.batches(t, i, epoch)
 
 
 def from_logits(errors: np.ndarray, x: np.ndarray) -> Vector:
-    """Gradient of the rows' mean loss, by the parameters, from each row's gradient by the logits, [B, C]."""
+    """Returns the gradient of the mean loss of a batch with respect to the parameters.
+
+    ``errors`` are the gradients of the examples' losses with respect to their logits, [B, C].
+    """
     return pack({"b": errors.mean(axis=0), "w": x.T @ errors / len(x)})
 
 
 def plus(gradient: Gradient, tilt: Vector | float = 0.0, pull: float = 0.0, anchor: Vector | float = 0.0) -> Gradient:
-    """``corrected`` for any gradient: that of <tilt, theta> + pull/2 ||theta - anchor||^2 is added."""
+    """Adds the gradient of <tilt, theta> + pull/2 ||theta - anchor||^2. Like `corrected`, but for any gradient."""
     return lambda theta, x, y: gradient(theta, x, y) + tilt + pull * (theta - anchor)
 
 
 def shifted(by: Vector) -> Gradient:
-    """The batch's gradient at theta + by."""
+    """Returns a gradient function that evaluates `mean_gradient` at theta + by."""
     return lambda theta, x, y: mean_gradient(theta + by, x, y)
 
 
 def sharpness_aware(rho: float, alpha: float = 1.0, normalise: bool = True) -> Gradient:
-    """(1 - alpha) g1 + alpha g2: the batch's gradients at theta, and at theta + e(rho, g1) or theta + rho g1."""
+    """Returns the gradient function (1 - alpha) g1 + alpha g2.
+
+    g1 is the gradient of the batch at theta. g2 is its gradient at theta + e(rho, g1), or at theta + rho g1 if
+    ``normalise`` is False.
+    """
 
     def gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
         g1 = mean_gradient(theta, x, y)
@@ -78,13 +86,13 @@ def sharpness_aware(rho: float, alpha: float = 1.0, normalise: bool = True) -> G
 
 
 def fednova(fed: Federation, w: Vector, mu: float = 0.0, server_lr: float = 1.0) -> Iterator[Vector]:
-    """Wang et al. 2020: updates are divided by a_i, the total coefficient of the gradients in -D_i / eta_t."""
+    """Wang et al. 2020: updates are divided by a_i, the sum of the coefficients of the gradients in -D_i / eta_t."""
     for t, S in enumerate(fed.cohorts):
         A, d = [], []
         for i in S:
             direction = heavy_ball(fed.local.momentum)
             K = fed.num_steps(i)
-            if mu > 0:  # a gradient is forgotten as the proximal term pulls back, by 1 - eta_t mu a step
+            if mu > 0:  # in each later step, the proximal term multiplies a gradient's coefficient by 1 - eta_t mu
                 a_i = sum(((1 - fed.lr(t) * mu) ** k for k in range(K)), 0.0)
             else:
                 a_i = sum((direction(np.ones(1))[0] for _ in range(K)), 0.0)
@@ -98,7 +106,10 @@ def fednova(fed: Federation, w: Vector, mu: float = 0.0, server_lr: float = 1.0)
 def fedcm(
     fed: Federation, w: Vector, alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort"
 ) -> Iterator[Vector]:
-    """Xu et al. 2021: clients step along alpha g + (1 - alpha) Delta, Delta the last round's mean direction."""
+    """Xu et al. 2021: the direction of a local step is alpha g + (1 - alpha) Delta.
+
+    Delta is the mean direction of the last round.
+    """
     return client_momentum(fed, w, mean_gradient, alpha, server_lr, steps)
 
 
@@ -110,14 +121,17 @@ def mofedsam(
     server_lr: float = 1.0,
     steps: str = "cohort",
 ) -> Iterator[Vector]:
-    """Qu et al. 2022, algorithm 2: FedCM of FedSAM's gradient."""
+    """Qu et al. 2022, algorithm 2: FedCM with the gradient of FedSAM."""
     return client_momentum(fed, w, sharpness_aware(rho), alpha, server_lr, steps)
 
 
 def client_momentum(
     fed: Federation, w: Vector, g: Gradient, alpha: float, server_lr: float, steps: str
 ) -> Iterator[Vector]:
-    """FedCM with any gradient g. Delta of the cohort's mean K, or of each client's own."""
+    """FedCM with any gradient g.
+
+    In Delta, updates are divided by the mean K of the cohort (``steps="cohort"``) or by each client's own K ("own").
+    """
     Delta = np.zeros_like(w)
     for t, S in enumerate(fed.cohorts):
 
@@ -144,7 +158,10 @@ def fedsam(
 
 
 def fedacg(fed: Federation, w: Vector, beta: float = 0.002, lam: float = 0.85) -> Iterator[Vector]:
-    """Kim et al. 2024: clients start, and are held, where the server's momentum leads."""
+    """Kim et al. 2024: clients start at w + lam m, the point to which the server momentum moves the model.
+
+    A proximal term keeps them near this point.
+    """
     m = np.zeros_like(w)
     for t in range(len(fed.cohorts)):
         start = w + lam * m
@@ -154,7 +171,7 @@ def fedacg(fed: Federation, w: Vector, beta: float = 0.002, lam: float = 0.85) -
 
 
 def fedntd(fed: Federation, w: Vector, beta: float = 1.0, temperature: float = 1.0) -> Iterator[Vector]:
-    """Lee et al. 2022: the global model teaches the classes that are not the row's."""
+    """Lee et al. 2022: distillation from the global model, restricted to the classes other than the example's label."""
 
     def local_gradient(w: Vector) -> Gradient:
         def gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
@@ -175,7 +192,10 @@ def fedntd(fed: Federation, w: Vector, beta: float = 1.0, temperature: float = 1
 def fedlc(
     fed: Federation, w: Vector, tau: float = 1.0, denominator: str = "all", missing: str = "mask"
 ) -> Iterator[Vector]:
-    """Zhang et al. 2022: logits less tau n_ic^(-1/4), by the client's number of rows of the class."""
+    """Zhang et al. 2022: the logits are reduced by tau n_ic^(-1/4).
+
+    n_ic is the number of examples of client i with label c.
+    """
 
     def local_gradient(i: int) -> Gradient:
         x_i, y_i = fed.clients[i]
@@ -202,7 +222,7 @@ def fedlc(
 
 
 def fedexp(fed: Federation, w: Vector, eps: float = 0.001, weighting: str = "uniform") -> Iterator[Vector]:
-    """Jhunjhunwala et al. 2023: a server rate by how much the updates disagree."""
+    """Jhunjhunwala et al. 2023: the server learning rate is larger if the updates differ more."""
     for t, S in enumerate(fed.cohorts):
         D = [fed.train(t, i, w) - w for i in S]
         mean_D = fed.mean(S, D, weighting)
@@ -222,7 +242,7 @@ def fedspeed(
     normalise: bool = True,
     aggregation: str = "all",
 ) -> Iterator[Vector]:
-    """Sun et al. 2023, with h_i = -ghat_i / lam and lam one over the paper's lambda."""
+    """Sun et al. 2023, with h_i = -ghat_i / lam. lam is 1 / lambda of the paper."""
     h = np.zeros((fed.num_clients, len(w)))
     for t, S in enumerate(fed.cohorts):
         thetas, corrected_thetas = [], []
@@ -238,7 +258,10 @@ def fedspeed(
 def fedsmoo(
     fed: Federation, w: Vector, rho: float = 0.1, alpha: float = 0.1, upload: str = "mu_minus_s"
 ) -> Iterator[Vector]:
-    """Sun et al. 2023b: FedDyn, and the clients' perturbations s_i agree on s by another ADMM with duals mu_i."""
+    """Sun et al. 2023b: FedDyn with sharpness-aware local steps.
+
+    The clients' perturbations s_i are constrained to a common s, by a second ADMM with dual variables mu_i.
+    """
     h, mu = np.zeros((2, fed.num_clients, len(w)))
     s = np.zeros_like(w)
     for t, S in enumerate(fed.cohorts):
@@ -267,7 +290,10 @@ def fedlesam(
     correction: str = "none",
     feddyn_alpha: float = 0.1,
 ) -> Iterator[Vector]:
-    """Fan et al. 2024: perturbed by how the global model moved; -S and -D with SCAFFOLD's and FedDyn's corrections."""
+    """Fan et al. 2024: the perturbation is computed from two global models.
+
+    FedLESAM-S and FedLESAM-D add the corrections of SCAFFOLD and FedDyn.
+    """
     received = dict.fromkeys(range(fed.num_clients), w) if first == "initial" else {}  # w_old_i
     w_before = w
     c = np.zeros_like(w)
@@ -303,11 +329,14 @@ def fedadamw(
     weight_decay: float = 0.01,
     blocks: str = "leaf",
 ) -> Iterator[Vector]:
-    """Local AdamW, whose v goes on from the cohort's mean of the last round, drawn along the global direction Delta."""
+    """Local AdamW. The second moment v starts at the cohort's mean of the last round.
+
+    Each step also adds alpha times the global direction Delta.
+    """
     num_classes = len(w) // (fed.clients[0][0].shape[1] + 1)
 
     def block_mean(v: Vector) -> Vector:
-        """Every entry becomes the mean of its leaf, b or w."""
+        """Replaces every entry by the mean of its leaf, b or w."""
         if blocks == "none":
             return v
         return np.concatenate([np.full_like(leaf, leaf.mean()) for leaf in np.split(v, [num_classes])])
@@ -340,7 +369,10 @@ def ditto(
     personal_epochs: int | None = None,
     weighting: str = "examples",
 ) -> Iterator[Vector]:
-    """Li et al. 2021b: FedAvg, and a personal model held near the global one that the client received."""
+    """Li et al. 2021b: FedAvg, and a personal model for each client.
+
+    A proximal term keeps the personal model near the global model that the client received.
+    """
     epochs = fed.local.epochs if personal_epochs is None else personal_epochs
     personal = replace(fed, local=replace(fed.local, epochs=epochs))
     v = np.tile(w, (fed.num_clients, 1))
@@ -362,7 +394,10 @@ def pfedme(
     inner_start: str = "warm",
     weighting: str = "uniform",
 ) -> Iterator[Vector]:
-    """Dinh et al. 2020: x approximates the minimum of F_i + lam/2 ||x - w_i||^2, and w_i goes along its envelope."""
+    """Dinh et al. 2020: x approximately minimises F_i(x) + lam/2 ||x - w_i||^2.
+
+    w_i makes gradient steps on the Moreau envelope of F_i.
+    """
     inner = replace(fed, local=replace(fed.local, lr=inner_lr, lr_decay=1.0))
     v = np.tile(w, (fed.num_clients, 1))
     for t, S in enumerate(fed.cohorts):
@@ -390,7 +425,7 @@ def apfl(
     alpha_every: str = "step",
     alpha_decay: float = 0.0,
 ) -> Iterator[Vector]:
-    """Deng et al. 2020: the mixture alpha_i v + (1 - alpha_i) theta, trains v."""
+    """Deng et al. 2020: v_i is trained on the loss of the mixture alpha_i v_i + (1 - alpha_i) theta."""
     v = np.tile(w, (fed.num_clients, 1))
     alphas = np.full(fed.num_clients, float(alpha))
     for t, S in enumerate(fed.cohorts):
@@ -422,15 +457,15 @@ def partly_shared(
     personal: np.ndarray,
     base_epochs: int = 1,
 ) -> Iterator[Vector]:
-    """FedPer, FedRep, FedBABU, LG-FedAvg: the entries in the mask ``personal`` stay at their client."""
+    """FedPer, FedRep, FedBABU and LG-FedAvg: the entries in the mask ``personal`` stay with the client."""
     E, shared = fed.local.epochs, ~personal
-    phases = {  # which epochs train which entries
+    phases = {  # (epochs, mask of the entries that are trained in them)
         "joint": [(range(E), personal | shared)],
         "alternate": [(range(E - base_epochs), personal), (range(E - base_epochs, E), shared)],
         "frozen": [(range(E), shared)],
     }[schedule]
     shared_epochs = sum(len(epochs) for epochs, trained in phases if (trained & shared).any())
-    p = np.tile(w, (fed.num_clients, 1))  # p_i, which counts where the mask is set
+    p = np.tile(w, (fed.num_clients, 1))  # p_i; only the entries in the mask are used
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
     for t, S in enumerate(fed.cohorts):
@@ -446,7 +481,7 @@ def partly_shared(
             p[i] = theta
             D_i = shared * (theta - start)
             D.append(D_i)
-            if base == "scaffold":  # K counts the steps that moved the shared entries
+            if base == "scaffold":  # K is the number of steps that train shared entries
                 K = shared_epochs * fed.num_steps(i) // E
                 new = c_i[i] - c + per_step(D_i, K, fed.lr(t))
                 dc.append(new - c_i[i])

@@ -1,4 +1,7 @@
-"""Every algorithm: the contract that all keep, and for each a round by hand, limits and bad input."""
+"""Tests of the contract that every algorithm must fulfil.
+
+There are also tests of the FedAvg family: rounds that were computed by hand, limit cases and bad input.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from fedjax_drift.types import ClientResult
 
 
 def quadratics(targets, sizes) -> tuple[fd.FederatedData, fd.Model]:
-    """Client i minimises |w - targets[i]|^2 / 2: its rows are all its target, so every batch has the same gradient."""
+    """Client i minimises |w - targets[i]|^2 / 2.
+
+    All examples of a client are equal to its target, so every batch has the same gradient.
+    """
     rows = [(np.full((n, 1), a, np.float32), np.zeros(n, np.int32)) for a, n in zip(targets, sizes, strict=True)]
     model = fd.Model(lambda key: jnp.zeros(1), lambda w, x: w[None] - x, loss=lambda z, y: (z[:, 0] ** 2) / 2)
     return fd.FederatedData.from_clients(rows, test=rows[0]), model
@@ -25,7 +31,7 @@ def quadratics(targets, sizes) -> tuple[fd.FederatedData, fd.Model]:
 def simulate(algorithm, lr=0.5, **options) -> fd.Simulation:
     data, model = quadratics([2.0, 8.0], [1, 3])
     local = fd.LocalTraining(epochs=2, batch_size=10, lr=lr, **options)  # two steps for each client
-    one_device = fd.clients_mesh(jax.devices()[:1])  # which compiles sooner
+    one_device = fd.clients_mesh(jax.devices()[:1])  # one device compiles faster
     return fd.Simulation(model, data, algorithm, local=local, cohort_size=2, mesh=one_device)
 
 
@@ -38,8 +44,8 @@ def models_after(algorithm, rounds=2, start=0.0, **options) -> list[float]:
     return models
 
 
-# Two steps of rate 1/2 towards a leave a quarter of the distance: theta = w / 4 + 3 a / 4, and D = 3 (a - w) / 4.
-# Weighted by examples the target is (2 + 3 * 8) / 4 = 6.5, so round 0 has D = 4.875.
+# After two steps with learning rate 1/2 towards a, a quarter of the distance is left: theta = w / 4 + 3 a / 4, and
+# D = 3 (a - w) / 4. The mean of the targets, weighted by examples, is (2 + 3 * 8) / 4 = 6.5, so D = 4.875 in round 0.
 def test_fedavg_by_hand() -> None:
     assert models_after(fd.algorithms.fedavg()) == pytest.approx([4.875, 4.875 / 4 + 4.875])
     assert models_after(fd.algorithms.fedavg(server_lr=0.5), 1) == pytest.approx([4.875 / 2])
@@ -47,7 +53,8 @@ def test_fedavg_by_hand() -> None:
 
 
 def test_fedprox_by_hand() -> None:
-    # mu = 1/2 from w = 0: first step a / 2; second theta - ((theta - a) + theta / 2) / 2 = a / 2 + a / 4 - a / 8.
+    # mu = 1/2 and w = 0. The first step leads to a / 2. The second step leads to
+    # theta - ((theta - a) + theta / 2) / 2 = a / 2 + a / 4 - a / 8.
     assert models_after(fd.algorithms.fedprox(mu=0.5), 1) == pytest.approx([6.5 * 5 / 8])
 
 
@@ -68,47 +75,51 @@ def test_fedopt_by_hand() -> None:
     assert models_after(fd.algorithms.fedyogi(lr, tau=tau), 1) == pytest.approx([lr * m / (v**0.5 + tau)])
     v = tau**2 + D**2
     assert models_after(fd.algorithms.fedadagrad(lr, tau=tau), 1) == pytest.approx([lr * D / (v**0.5 + tau)])
-    from_zero = fd.algorithms.fedadam(lr, tau=tau, v_0=0)  # FedEve's authors' library
+    from_zero = fd.algorithms.fedadam(lr, tau=tau, v_0=0)  # as in the library of FedEve's authors
     assert models_after(from_zero, 1) == pytest.approx([lr * m / (0.1 * D + tau)])
 
 
-def test_limits() -> None:
+def test_limit_cases() -> None:
     fedavg = models_after(fd.algorithms.fedavg(), 4)
     assert models_after(fd.algorithms.fedprox(mu=0), 4) == fedavg
     assert models_after(fd.algorithms.fedavgm(beta=0), 4) == pytest.approx(fedavg, rel=1e-6)
-    # A large tau = sqrt(v_0) turns the adaptive methods into FedAvg with a server rate of server_lr / (2 tau).
+    # With a large tau = sqrt(v_0), adaptive methods equal FedAvg with server learning rate server_lr / (2 tau).
     half = models_after(fd.algorithms.fedavg(server_lr=0.5), 3)
     for name in ("fedadam", "fedyogi", "fedadagrad"):
         assert models_after(ALGORITHMS[name](1e3, b1=0.0, b2=0.9999, tau=1e3), 3) == pytest.approx(half, rel=1e-3)
-    # |D| far above tau: a step of Adagrad's first round is server_lr, whatever the scale.
+    # If |D| is much larger than tau, the first update of FedAdagrad is server_lr, independent of the scale of D.
     assert models_after(fd.algorithms.fedadagrad(0.1, tau=1e-6), 1) == pytest.approx([0.1], rel=1e-5)
 
 
 def test_local_options_by_hand() -> None:
     one_client = {"algorithm": fd.algorithms.fedavg(weighting="uniform"), "rounds": 1, "lr": 0.5}
-    # Momentum 1/2: v = -a, theta = a / 2; v = -a/2 - a/2 = -a, theta = a. Mean target 5.
+    # Momentum 1/2: first v = -a and theta = a / 2, then v = -a/2 - a/2 = -a and theta = a. The mean target is 5.
     assert models_after(**one_client, momentum=0.5) == pytest.approx([5.0])
-    # Clipped to norm 1: two steps of 1/2.
+    # With gradients clipped to norm 1, both steps have length 1/2.
     assert models_after(**one_client, clip_norm=1.0) == pytest.approx([1.0])
-    # From w = 4 with weight decay 1/4, clipped to 1: client 0 goes down (1 + 1) / 2, then (1 + 3/4) / 2 = 2.125 left;
-    # client 1 has (-1 + 1) = 0 and stays.
+    # From w = 4 with weight decay 1/4, clipped to norm 1: the steps of client 0 are (1 + 1) / 2 and (1 + 3/4) / 2, so
+    # it ends at 2.125. The direction of client 1 is -1 + 1 = 0, so it stays at 4.
     assert models_after(**one_client, start=4.0, clip_norm=1.0, weight_decay=0.25) == pytest.approx([(2.125 + 4) / 2])
-    # eta_t = 1/2, 1/4: a quarter of the distance is left, then (3/4)^2 of it.
+    # eta_t = 1/2 and 1/4: in round 0 a quarter of the distance is left, and in round 1 (3/4)^2 of it.
     decayed = models_after(fd.algorithms.fedavg(), lr=0.5, lr_decay=0.5)
     assert decayed == pytest.approx([4.875, 6.5 - (6.5 - 4.875) * 9 / 16])
 
 
 def small(factory):
-    """The algorithm with 0.1 for every hyper-parameter that has no default, and without decay of the weights, which
-    moves a model without any gradient."""
+    """Returns the algorithm with 0.1 for every hyper-parameter that has no default.
+
+    Its weight decay is 0, because weight decay changes a model even if all gradients are 0.
+    """
     parameters = inspect.signature(factory).parameters
     required = [p.name for p in parameters.values() if p.default is p.empty]
     return factory(**dict.fromkeys(required, 0.1), **({"weight_decay": 0.0} if "weight_decay" in parameters else {}))
 
 
 def contract_simulation(algorithm: fd.Algorithm) -> fd.Simulation:
-    """Six clients of uneven sizes, which fail; the model has features, a head, cosines and layers with the usual names,
-    for those that need them."""
+    """A simulation with six clients of different sizes, with dropout and stragglers.
+
+    The model has features, a head, cosine logits and layers with the usual names, because some algorithms need them.
+    """
     rng = np.random.default_rng(0)
     rows = [(rng.normal(size=(n, 5)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 25, 1, 16)]
     data = fd.FederatedData.from_clients(rows, test_clients=rows)
@@ -130,18 +141,22 @@ def contract_simulation(algorithm: fd.Algorithm) -> fd.Simulation:
 
 
 def loss_of(simulation: fd.Simulation, state: fd.ServerState) -> float:
-    """Of the models that the clients use: the global one, or their own."""
+    """Returns the loss of the model that the clients use: the global model, or the mean over the personal models."""
     if simulation.algorithm.personal is None:
         return simulation.evaluate(state)["loss"]
     return simulation.evaluate_clients(state)["personal_loss"].mean()
 
 
-SEED = 9  # its five rounds hear of 1, 0, 3, 2 and 3 clients
+SEED = 9  # with it, 1, 0, 3, 2 and 3 clients report in the five rounds
 
 
 def check_rounds(simulation: fd.Simulation) -> None:
-    """Structure, shapes and dtypes never change; rounds are pure and finite, and train; who doesn't answer keeps its
-    state bit for bit, and so does the server if nobody does."""
+    """Checks five rounds with failing clients.
+
+    - The structure, shapes and dtypes of the state do not change, and its values are finite.
+    - Rounds are pure, and the loss decreases.
+    - The states of clients that do not report stay bitwise identical. So do the server variables if no client reports.
+    """
     start = simulation.init(jax.random.key(SEED))
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), start)
     before = jax.tree.map(np.array, (start.params, start.clients))
@@ -160,7 +175,7 @@ def check_rounds(simulation: fd.Simulation) -> None:
         if not answered[-1]:
             jax.tree.map(np.testing.assert_array_equal, old.server, state.server)
         losses.append(loss_of(simulation, state))
-    assert {0, 3} < set(answered)  # rounds of all, of some and of nobody
+    assert {0, 3} < set(answered)  # rounds with no clients, with some and with all
     assert min(losses[1:]) < losses[0]
     jax.tree.map(np.testing.assert_array_equal, before, (start.params, start.clients))
     again, _ = simulation.round_fn(old)
@@ -168,7 +183,7 @@ def check_rounds(simulation: fd.Simulation) -> None:
 
 
 def check_zero_gradient(simulation: fd.Simulation) -> None:
-    """Where every client's gradient vanishes from the start, the model stays."""
+    """If the gradients of all clients are zero, the model does not change."""
     flat = lambda w, x: jnp.ones((len(x), 3))  # noqa: E731
     ones = {name: jnp.ones(3) for name in ("norm", "hidden", "classifier")}
     model = fd.Model(lambda key: ones, flat, features=flat, cosine=True)
@@ -183,7 +198,7 @@ def check_zero_gradient(simulation: fd.Simulation) -> None:
 
 
 def check_client_update(simulation: fd.Simulation) -> None:
-    """A client's metrics and weight have the shapes of one client, whatever the engine does around it."""
+    """The metrics and the weight that `client_update` returns are scalars."""
     seen: list[ClientResult] = []
 
     def spy(server, client, work):
@@ -200,7 +215,7 @@ def check_client_update(simulation: fd.Simulation) -> None:
 
 
 def check_hyper_parameters(simulation: fd.Simulation) -> None:
-    """They are arguments of the compiled round: others compile nothing, and count."""
+    """Hyper-parameters are arguments of the compiled round. Other values change the result, without recompilation."""
     form, numbers = programs.split(simulation.setup.engine)
     engine = hyper.join(form, [0.9 * number for number in numbers])
     failing = {"dropout": engine.failures.dropout, "stragglers": engine.failures.stragglers}
@@ -218,7 +233,10 @@ CONTRACT = (check_rounds, check_zero_gradient, check_client_update, check_hyper_
 
 
 def check_contract(algorithm: fd.Algorithm) -> None:
-    """AssertionError unless the algorithm, one's own too, keeps the contract that all of the library's keep."""
+    """Raises AssertionError unless the algorithm fulfils the contract of the library's algorithms.
+
+    Users may call it for their own algorithms.
+    """
     simulation = contract_simulation(algorithm)
     for check in CONTRACT:
         check(simulation)
@@ -234,7 +252,7 @@ def test_contract(simulation, check) -> None:
     check(simulation)
 
 
-def test_names(simulation) -> None:
+def test_the_name_of_the_algorithm_is_registered(simulation) -> None:
     assert simulation.algorithm.name in ALGORITHMS
 
 

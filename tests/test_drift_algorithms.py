@@ -1,4 +1,7 @@
-"""The drift-correcting algorithms: a round by hand, limits and invariants, and what the printed readings do."""
+"""Tests of the algorithms that correct drift: rounds that were computed by hand, limit cases, invariants and bad input.
+
+Some equations are wrong as printed in the papers. The tests also check their effects.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from fedjax_drift.types import ServerState
 
 
 def quadratics(targets, sizes=None, curvatures=None) -> tuple[fd.FederatedData, fd.Model]:
-    """F_i(w) = h_i (w - a_i)^2 / 2: a client's rows are all (a_i, sqrt(h_i)), so every batch has the same gradient.
+    """F_i(w) = h_i (w - a_i)^2 / 2. All examples of client i are (a_i, sqrt(h_i)), so all batches have equal gradients.
 
-    The second logit is 0, so that a row is classified rightly when w >= a_i.
+    The second logit is 0 and all labels are 0. So an example is classified correctly if w >= a_i.
     """
     N = len(targets)
     rows = zip(targets, curvatures or [1.0] * N, sizes or [1] * N, strict=True)
@@ -35,7 +38,7 @@ def quadratics(targets, sizes=None, curvatures=None) -> tuple[fd.FederatedData, 
 def federate(algorithm, data_model=None, cohort_size=None, **local) -> fd.Simulation:
     data, model = data_model or quadratics([2.0, 8.0], [1, 3])
     local = fd.LocalTraining(**{"epochs": 2, "batch_size": 10, "lr": 0.5} | local)
-    one_device = fd.clients_mesh(jax.devices()[:1])  # which compiles sooner
+    one_device = fd.clients_mesh(jax.devices()[:1])  # one device compiles faster
     return fd.Simulation(
         model, data, algorithm, local=local, cohort_size=cohort_size or data.num_clients, mesh=one_device
     )
@@ -52,11 +55,13 @@ def models_after(algorithm, rounds=2, *args, **options) -> list[float]:
     return [float(state.params) for state in states_after(federate(algorithm, *args, **options), rounds)[1:]]
 
 
-# Two steps of rate 1/2 towards a: D = 3 (a - w) / 4. From w = 0: D = 1.5 and 6, in the uniform mean 3.75; K eta = 1.
+# Two steps with learning rate 1/2 towards a give D = 3 (a - w) / 4. From w = 0, D = 1.5 and 6, and their uniform mean
+# is 3.75. K eta = 1.
 def test_scaffold_by_hand() -> None:
-    # c_i = -D_i, c = -3.75: the clients now step towards 2 - 1.5 + 3.75 = 4.25 and 8 - 6 + 3.75 = 5.75, mean 5.
+    # After round 0, c_i = -D_i and c = -3.75. In round 1 the clients move towards 2 - 1.5 + 3.75 = 4.25 and
+    # 8 - 6 + 3.75 = 5.75, whose mean is 5.
     assert models_after(fd.algorithms.scaffold()) == pytest.approx([3.75, 3.75 + 0.75 * (5 - 3.75)])
-    # Option I: c_i = -a_i at w = 0, c = -5: both step towards 5.
+    # Option I: c_i = -a_i at w = 0, and c = -5. In round 1 both clients move towards 5.
     state = states_after(federate(fd.algorithms.scaffold(option="I")), 2)[-1]
     assert float(state.params) == pytest.approx(3.75 + 0.75 * 1.25)
     np.testing.assert_allclose(state.clients.c, [3.75 - 2, 3.75 - 8])
@@ -64,14 +69,15 @@ def test_scaffold_by_hand() -> None:
 
 
 def test_vrl_sgd_by_hand() -> None:
-    # Delta_i = mean D - D_i = 2.25, -2.25: towards 4.25 and 5.75 again, as SCAFFOLD.
+    # Delta_i = mean D - D_i = 2.25 and -2.25. As with SCAFFOLD, the clients move towards 4.25 and 5.75 in round 1.
     first, second = states_after(federate(fd.algorithms.vrl_sgd()), 2)[1:]
     np.testing.assert_allclose(first.clients.Delta, [2.25, -2.25])
     assert float(second.params) == pytest.approx(3.75 + 0.75 * 1.25)
 
 
 def test_feddyn_and_feddc_by_hand() -> None:
-    # alpha = 1/2 from w = 0: first step a / 2, second a / 2 + a / 4 - a / 8. Mean 5 * 5 / 8 = 3.125, h as much.
+    # alpha = 1/2 and w = 0. The first step leads to a / 2, and the second to a / 2 + a / 4 - a / 8. The mean of the
+    # clients' models is 5 * 5 / 8 = 3.125. h has the same value.
     first, second = states_after(federate(fd.algorithms.feddyn(alpha=0.5)), 2)[1:]
     assert (float(first.server.client_mean), float(first.params)) == pytest.approx((3.125, 6.25))
     np.testing.assert_allclose(first.clients.h, [1.25, 5.0])
@@ -85,14 +91,14 @@ def test_feddyn_and_feddc_by_hand() -> None:
     D = (two_steps(2, 1.25) + two_steps(8, 5.0)) / 2
     assert float(second.server.client_mean) == pytest.approx(6.25 + D)
     assert float(second.params) == pytest.approx(6.25 + D + 3.125 + D)
-    # FedDC: in addition c_i = -D_i = -1.25, -5 and c = -3.125.
+    # FedDC also has c_i = -D_i = -1.25 and -5, and c = -3.125.
     second = states_after(federate(fd.algorithms.feddc(alpha=0.5)), 2)[-1]
     D = (two_steps(2, 1.25, -3.125 + 1.25) + two_steps(8, 5.0, -3.125 + 5.0)) / 2
     assert float(second.params) == pytest.approx(6.25 + D + 3.125 + D)
 
 
-def test_the_authors_form_of_the_variates_by_hand() -> None:
-    """q = 1/2 and 3/2; batches of one row: K = 2 and 6, Kbar = 4; eta_0 = 1/2, eta_1 = 1/4."""
+def test_the_control_variates_of_feddcs_code_by_hand() -> None:
+    """q = 1/2 and 3/2. With one example per batch, K = 2 and 6, and Kbar = 4. eta_0 = 1/2 and eta_1 = 1/4."""
     form = {"scale_by_size": True, "variate_lr": "initial", "variate_steps": "mean"}
     for algorithm in (fd.algorithms.scaffold(**form), fd.algorithms.feddc(alpha=1e-30, **form)):
         state = states_after(federate(algorithm, batch_size=1, lr_decay=0.5), 1)[-1]
@@ -110,11 +116,12 @@ def test_the_authors_form_of_the_variates_by_hand() -> None:
 
 
 def test_slowmo_and_fedadc_by_hand() -> None:
-    # m = -3.75 / 0.5 = -7.5, w = 3.75; then m = -7.5 / 2 - 0.9375 / 0.5 = -5.625.
+    # SlowMo: m = -3.75 / 0.5 = -7.5 and w = 3.75 after round 0. Then m = -7.5 / 2 - 0.9375 / 0.5 = -5.625.
     assert models_after(fd.algorithms.slowmo(beta=0.5)) == pytest.approx([3.75, 3.75 + 2.8125])
-    # mbar = -7.5 / 2. Red: two times (theta + 1.875 + a) / 2, from 3.75: D = 0.09375 and 4.59375; m = -4.6875 + 3.75.
+    # FedADC, "nesterov": mbar = -7.5 / 2. The clients start at 3.75, and their two steps are
+    # theta <- (theta + 1.875 + a) / 2. So D = 0.09375 and 4.59375, and m = -4.6875 + 3.75.
     assert models_after(fd.algorithms.fedadc(beta=0.5)) == pytest.approx([3.75, 3.75 + 0.46875])
-    # Blue: two times (theta + a + 3.75) / 2: D = 1.5 and 6; m = -7.5 + 3.75.
+    # FedADC, "heavy_ball": the two steps are theta <- (theta + a + 3.75) / 2. So D = 1.5 and 6, and m = -7.5 + 3.75.
     blue = fd.algorithms.fedadc(beta=0.5, variant="heavy_ball")
     assert models_after(blue) == pytest.approx([3.75, 3.75 + 1.875])
 
@@ -140,7 +147,8 @@ def test_fedeve_by_hand() -> None:
 
 
 def test_fedgvr_fedgm_and_fedgvrgm_by_hand() -> None:
-    # mu = 1/2: D = 5 a / 8, mean 3.125; c_i = -D_i. Round 2 starts at w with c - c_i = -1.875, 1.875 for eps = 1.
+    # mu = 1/2: in round 0, D = 5 a / 8 with mean 3.125, and c_i = -D_i. Round 1 starts at w = 3.125 with
+    # c - c_i = -1.875 and 1.875, and eps = 1.
     def two_steps(w, a, drift=0.0):
         theta = w
         for _ in range(2):
@@ -153,22 +161,25 @@ def test_fedgvr_fedgm_and_fedgvrgm_by_hand() -> None:
     assert models_after(fd.algorithms.fedgm(mu=0.5, beta=0.5)) == pytest.approx([3.125, 3.125 + 0.5 * 3.125 + D])
     damped = fd.algorithms.fedgm(mu=0.5, beta=0.5, scale="one_minus_beta")
     assert models_after(damped, 1) == pytest.approx([3.125 / 2])
-    # c moves by half of its mean change: c = -3.125 / 2.
+    # With beta = 1/2, the change of c is half of the mean of dc, so c = -3.125 / 2.
     D = (two_steps(3.125, 2, 1.25 - 1.5625) + two_steps(3.125, 8, 5 - 1.5625)) / 2
     both = fd.algorithms.fedgvrgm(mu=0.5, beta=0.5)
     assert models_after(both) == pytest.approx([3.125, 3.125 + 0.5 * 3.125 + D])
 
 
 def test_lfd_by_hand() -> None:
-    """One row x = (1, 0) of class 0, class weights (1, 0) and (0, 1): cosines 1 and 0, margin 1/2, tau = 1."""
+    """One example x = (1, 0) with label 0. The margin is 1/2 and tau = 1.
+
+    The weights of the classes are (1, 0) and (0, 1), so the cosines are 1 and 0.
+    """
     model = fd.Model(lambda key: jnp.eye(2), lambda W, x: fd.models.cosine_logits(x, W), cosine=True)
     data = fd.FederatedData.from_clients([(np.float32([[1, 0]]), np.array([0]))])
     sim = federate(fd.algorithms.lfd(temperature=1.0, margin=0.5), (data, model), epochs=1, lr=1.0)
     first, _ = sim.round_fn(sim.init(jax.random.key(0)))
-    # d cos_1 / d W_1 = x, and p_1 = 1 / (1 + e^(1/2)); W_0 is parallel to x and has no gradient.
+    # d cos_1 / d W_1 = x, and p_1 = 1 / (1 + e^(1/2)). W_0 is parallel to x, so its gradient is 0.
     p1 = 1 / (1 + np.exp(0.5))
     np.testing.assert_allclose(first.params, [[1, -p1], [0, 1]], rtol=1e-6)
-    # Then f_P = f_G, yhat = (1/2, 1/2): as if each class were half there, without a margin on the second half.
+    # In round 1, f_P = f_G, so yhat = (1/2, 1/2). The derivative by cos_1 is q1 for the label and q1 - 1/2 for yhat.
     second, _ = sim.round_fn(first)
     length = np.hypot(p1, 1)
     cos1 = -p1 / length
@@ -178,7 +189,10 @@ def test_lfd_by_hand() -> None:
 
 
 def test_moon_by_hand() -> None:
-    """Features are the parameters themselves: z = w = (1, 1), z_prev = (0, 1), no cross-entropy gradient, T = 1."""
+    """The features are the parameters: z = z_glob = w = (1, 1) and z_prev = (0, 1). T = 1.
+
+    The gradient of the cross-entropy is 0.
+    """
     features = lambda w, x: jnp.ones((len(x), 1)) * w[None]  # noqa: E731
     model = fd.Model(lambda key: jnp.ones(2), lambda w, x: jnp.zeros((len(x), 2)), features=features)
     data = fd.FederatedData.from_clients([(np.ones((1, 1), np.float32), np.array([0]))])
@@ -197,8 +211,11 @@ def test_fedregs_projection_by_hand() -> None:
         np.testing.assert_allclose(remove(drift, jnp.array(g)), left)
 
 
-def test_the_correction_weight_follows_the_accuracy() -> None:
-    """window = 2: 1 for t = 0, 1, 2, then the rise of the best accuracy over two rounds, in percent and halved."""
+def test_eps_of_fedgvr_follows_the_accuracy() -> None:
+    """With window = 2, eps is 1 for t = 0, 1, 2.
+
+    After that it is half of the rise of the best accuracy over two rounds, in percent, clipped to [0, 1].
+    """
     algorithm = fd.algorithms.fedgvr(window=2)
     server, mean = algorithm.init_server(jnp.zeros(())), (jnp.zeros(()), jnp.zeros(()))
     context = fd.Round(jnp.int32(0), jnp.float32(0.1), jnp.float32(1), 2, 2.0)
@@ -211,7 +228,7 @@ def test_the_correction_weight_follows_the_accuracy() -> None:
     assert float(fractions.report(server._replace(best=jnp.float32([0, 0, 1])), mean, context)["eps"]) == 0.5
 
 
-# A tiny classifier on ragged clients, and a way to run two algorithms on the same rounds.
+# A small classifier and clients of different sizes, for comparing two algorithms over the same rounds.
 SIZES = (3, 10, 7, 25, 1, 16)
 
 
@@ -221,7 +238,7 @@ def ragged(equal: bool = False) -> fd.FederatedData:
     return fd.FederatedData.from_clients(rows, test=rows[3])
 
 
-COHORTS = [(5, 1, 4), (0, 3, 2), (3, 1, 0), (4, 2, 5)]  # given, which compiles faster than drawn
+COHORTS = [(5, 1, 4), (0, 3, 2), (3, 1, 0), (4, 2, 5)]  # given cohorts compile faster
 
 
 def tanh_features(params, x):
@@ -253,7 +270,7 @@ def assert_same(a, b, rtol=1e-5) -> None:
     assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b)
 
 
-def test_limits() -> None:
+def test_limit_cases() -> None:
     alg = fd.algorithms
     fedavg = run(alg.fedavg(weighting="uniform")).params
     assert_same(run(alg.slowmo(beta=0.0)).params, fedavg)
@@ -284,8 +301,11 @@ def test_limits() -> None:
     assert_same(gvrgm.params, run(alg.fedprox(mu=0.3, weighting="uniform")).params)
 
 
-def test_feddcs_two_aggregations() -> None:
-    """The same when all take part and have equal sizes; the paper's w is always the mean of theta_i + h_i."""
+def test_the_two_aggregations_of_feddc() -> None:
+    """Both are equal if all clients participate and have equal sizes.
+
+    With "paper", w is always the mean of theta_i + h_i, weighted by n_i.
+    """
     everyone = {"equal": True, "cohorts": [range(6)] * 3, "rounds": 3}
     code, paper = (run(fd.algorithms.feddc(0.1, aggregation=name), **everyone) for name in ("code", "paper"))
     assert_same(paper.params, code.params)
@@ -294,8 +314,12 @@ def test_feddcs_two_aggregations() -> None:
     assert_same(state.params, jax.tree.map(lambda s: jnp.tensordot(p, s, 1), state.clients.sent))
 
 
-def test_the_first_participation() -> None:
-    """Without a previous model MOON's and LfD's second terms are absent; LfD's label is uniform where f_P = f_G."""
+def test_the_first_participation_of_a_client_in_moon_and_lfd() -> None:
+    """Without a previous model, the losses of MOON and LfD have no second term.
+
+    This also holds for MOON with first="random_init" in round 0. With first="uniform", LfD has a second term, whose
+    soft label is uniform because f_P = f_G.
+    """
     alg = fd.algorithms
     assert_same(run(alg.moon(mu=5.0), 1).params, run(alg.fedavg(), 1).params, 1e-6)
     assert_same(run(alg.moon(mu=5.0, first="random_init"), 1).params, run(alg.fedavg(), 1).params, 1e-6)
@@ -309,8 +333,11 @@ def test_the_first_participation() -> None:
     assert int(plain.clients.seen.sum()) == 3
 
 
-def test_sums_over_clients_stay_in_step() -> None:
-    """c = mean c_i, h = mean h_i, with sampling and unequal sizes; Delta_i sum to 0 for equal numbers of steps."""
+def test_server_variables_equal_the_means_over_all_clients() -> None:
+    """With client sampling and different sizes, c is the mean of all c_i, and h the mean of all h_i.
+
+    The sum of all Delta_i of VRL-SGD is 0 if all clients make the same number of steps.
+    """
     mean = lambda tree: jax.tree.map(lambda a: a.mean(0), tree)  # noqa: E731
     for algorithm in (fd.algorithms.scaffold(), fd.algorithms.scaffold(option="I"), fd.algorithms.fedgvr()):
         state = run(algorithm)
@@ -328,8 +355,11 @@ def test_sums_over_clients_stay_in_step() -> None:
 
 @pytest.mark.parametrize("gamma", [None, 0.5, 1.0])
 @pytest.mark.parametrize("variant", ["nesterov", "heavy_ball"])
-def test_fedadcs_momentum_is_slowmos_whatever_gamma(variant, gamma) -> None:
-    """m = beta m + sum of gradients. With one client, one step of rate eta: SGD with heavy ball, at a shifted point."""
+def test_fedadc_has_the_momentum_of_slowmo_for_every_gamma(variant, gamma) -> None:
+    """The new m is beta m plus the sum of the gradients, for every gamma.
+
+    With one client and one step, this is heavy-ball SGD. With "nesterov", the gradient is evaluated at a shifted point.
+    """
     data_model, lr, beta = quadratics([2.0]), 0.5, 0.6
     sim = federate(fd.algorithms.fedadc(beta, variant=variant, gamma=gamma), data_model, epochs=1, lr=lr)
     share = 1.0 if gamma is None else gamma * beta
@@ -342,8 +372,14 @@ def test_fedadcs_momentum_is_slowmos_whatever_gamma(variant, gamma) -> None:
         assert float(state.server.m) == pytest.approx(m, abs=1e-5)
 
 
-def test_fedeves_gain() -> None:
-    """Round 0 is a damped FedAvgM step with b = 1 - G; s2 = G sR2; a steady gain has sQ2 / sR2 = G^2 / (1 - G)."""
+def test_the_gain_of_fedeve() -> None:
+    """Checks the gain G in several cases.
+
+    - Round 0 equals a round of damped FedAvgM with beta = 1 - G.
+    - After every round s2 = G sR2.
+    - In the steady state sQ2 / sR2 = G^2 / (1 - G).
+    - G is 1 for a single client, and 0 if all updates are 0.
+    """
     sim = federate(fd.algorithms.fedeve(), (ragged(), MODEL), 3, batch_size=4, lr=0.1)
     start = sim.init(jax.random.key(0))
     state, info = sim.round_fn(start)
@@ -369,15 +405,18 @@ def test_fedeves_gain() -> None:
 
 
 @pytest.mark.parametrize(("clients", "lanes"), [(10, 1), (1000, 1), (1000, 100)])
-def test_fedeves_spread_is_accurate_where_it_is_small(clients, lanes) -> None:
-    """Within 1 % at a spread of 0.03 of the mean update, in float32, over 2,000 parameters."""
+def test_a_small_client_variance_of_fedeve_is_accurate(clients, lanes) -> None:
+    """The relative error is below 1 % in float32.
+
+    The spread of the updates is 0.03 of the mean update, and the model has 2,000 parameters.
+    """
     rng = np.random.default_rng(0)
     direction = rng.normal(size=2_000)
     updates = (direction + 0.03 * rng.normal(size=(clients, 2_000))).astype("f4")
     sizes = rng.integers(1, 20, clients)
     rows = [(np.full((n, 1), i, np.int32), np.zeros(n, np.int32)) for i, n in enumerate(sizes)]
     table = jnp.asarray(updates)
-    # The gradient of row i is -updates[i] everywhere: one step of rate 1 makes D_i = updates[i].
+    # The gradient of client i is -updates[i] everywhere, so one step with learning rate 1 gives D_i = updates[i].
     model = fd.Model(lambda key: jnp.zeros(2_000), lambda w, x: -(table[x[:, 0]] @ w), loss=lambda z, y: z)
     data = fd.FederatedData.from_clients(rows)
     local = fd.LocalTraining(batch_size=20, lr=1.0)
@@ -389,7 +428,8 @@ def test_fedeves_spread_is_accurate_where_it_is_small(clients, lanes) -> None:
     assert float(info["period_variance"]) == pytest.approx((centre**2).mean() / clients, rel=1e-3)
 
 
-# What the printed readings of FedGVRGM do, on clients whose optima and curvatures differ; eps = 1 throughout.
+# Tests of the equations of FedGVRGM as printed in the paper. The optima and curvatures of the clients differ. The
+# window is longer than the runs, so eps stays 1.
 UNEVEN = ([-4.0, 1.0, 6.0], None, [0.3, 2.0, 1.0])
 OPTIMUM = (-4 * 0.3 + 1 * 2 + 6 * 1) / 3.3
 
@@ -398,16 +438,16 @@ def end_of(algorithm, rounds=60, **local) -> float:
     return models_after(algorithm, rounds, quadratics(*UNEVEN), **{"epochs": 5, "lr": 0.1} | local)[-1]
 
 
-def test_printed_readings_of_fedgvr() -> None:
+def test_equations_of_fedgvr_as_printed() -> None:
     gvr = lambda **options: fd.algorithms.fedgvr(mu=0.1, window=1000, **options)  # noqa: E731
     assert end_of(gvr()) == pytest.approx(OPTIMUM, abs=1e-3)
-    # step: five epochs move no further than about one.
+    # "step": 20 epochs move the model about as far as 2 epochs.
     far = {epochs: end_of(gvr(literal="step"), 1, epochs=epochs) for epochs in (2, 20)}
     assert far[20] == pytest.approx(far[2], rel=0.15)
     assert end_of(gvr(), 1, epochs=20) > 3 * end_of(gvr(), 1, epochs=2)
-    # sign: the correction adds drift.
+    # "sign": the correction increases drift, and training diverges.
     assert not abs(end_of(gvr(literal="sign"), 40) - OPTIMUM) < 100
-    # scale: no correction at all, FedProx's fixed point.
+    # "scale": the correction has almost no effect, so the fixed point is close to that of FedProx.
     fedprox = end_of(fd.algorithms.fedprox(mu=0.1))
     assert abs(fedprox - OPTIMUM) > 0.03
     rate = {"lr": 0.02, "epochs": 25}
@@ -415,28 +455,33 @@ def test_printed_readings_of_fedgvr() -> None:
     assert end_of(gvr(literal="scale"), **rate) == pytest.approx(biased, abs=0.1 * abs(biased - OPTIMUM))
 
 
-def test_printed_readings_of_fedgm_and_fedgvrgm() -> None:
+def test_equations_of_fedgm_and_fedgvrgm_as_printed() -> None:
     gm = lambda **options: fd.algorithms.fedgm(mu=0.1, beta=0.9, **options)  # noqa: E731
     fixed = end_of(gm(), 300)
     assert fixed == pytest.approx(end_of(fd.algorithms.fedprox(mu=0.1)), abs=1e-2)
     assert abs(fixed) > 1
-    # momentum of parameters: its mean over a long time is far nearer to 0 than to where the clients pull.
+    # "momentum": the mean of the last 100 models is far from the correct fixed point.
     tail = models_after(gm(literal="momentum"), 400, quadratics(*UNEVEN), epochs=5, lr=0.1)[-100:]
     assert abs(np.mean(tail) - fixed) > 0.7 * abs(fixed)
-    # Its fixed point has wtilde = 0: w = -share / (1 - share) times the right one, share of the way that a round goes.
+    # The only fixed point has wtilde = 0, so w is -share / (1 - share) times the correct fixed point. Here share is the
+    # fraction of the distance to the correct fixed point that one round covers.
     share = end_of(fd.algorithms.fedprox(mu=0.1, weighting="uniform"), 1) / fixed
     assert np.mean(tail) == pytest.approx(-share / (1 - share) * fixed, rel=1e-2)
     gvrgm = lambda **options: fd.algorithms.fedgvrgm(mu=0.1, beta=0.9, window=10_000, **options)  # noqa: E731
-    damped = {"scale": "one_minus_beta"}  # all clients take part, so that |S| / N would not damp
+    damped = {"scale": "one_minus_beta"}  # all clients participate, so |S| / N = 1 would not damp the momentum
     assert end_of(gvrgm(**damped), 400, lr=0.02) == pytest.approx(OPTIMUM, abs=1e-2)
     assert not abs(end_of(gvrgm(**damped, literal="variate_momentum"), 400, lr=0.02) - OPTIMUM) < 10
-    # At beta = 0.9 even a damped c lags so far that larger local steps diverge; SCAFFOLD's own does not.
+    # With beta = 0.9 and larger local steps, training diverges even if the momentum of c is damped, because c changes
+    # too slowly. It converges if c has no momentum, as in SCAFFOLD.
     assert not abs(end_of(gvrgm(**damped), 800) - OPTIMUM) < 10
     assert end_of(gvrgm(**damped, variate_momentum=False), 400) == pytest.approx(OPTIMUM, abs=1e-2)
 
 
-def test_the_exact_recursion_survives_bursts_of_eps() -> None:
-    """eps = 0 but for a 1 every tenth round: the printed recursion has accumulated, and overshoots."""
+def test_the_exact_recursion_overshoots_less_if_eps_jumps() -> None:
+    """eps is 1 in every tenth round and 0 otherwise.
+
+    With the printed recursion, c_k - c grows while eps is 0. The correction is then too strong, and w overshoots.
+    """
 
     def worst(recursion: str) -> float:
         sim = federate(fd.algorithms.fedgvr(0.1, 5, 1.0, recursion), quadratics(*UNEVEN), epochs=5, lr=0.1)
@@ -451,13 +496,13 @@ def test_the_exact_recursion_survives_bursts_of_eps() -> None:
     assert worst("printed") > 2 * worst("exact")
 
 
-def test_constraints_hold_the_part_they_name() -> None:
-    """A strong constraint on a part keeps that part's weights at the global model's, and leaves the others free."""
+def test_a_constraint_restricts_its_part() -> None:
+    """A strong penalty on a part keeps its weights close to those of the global model. The other parts still move."""
 
     def extractor(params, x):
         return jnp.tanh(x @ params["extractor"])
 
-    @jax.jit  # the parameters that a part uses are found through jit too
+    @jax.jit  # the parameters of a part must also be found inside jit
     def features(params, x):
         return jnp.tanh(extractor(params, x) @ params["header"])
 
@@ -483,8 +528,11 @@ def test_constraints_hold_the_part_they_name() -> None:
         assert outputs[part if part in PARTS else "classifier"] < 0.95 * free[part if part in PARTS else "classifier"]
 
 
-def test_hyper_parameters_may_be_traced_and_wider_than_the_parameters() -> None:
-    """vmap over a hyper-parameter (with measures, an evaluation, momentum), in bfloat16 too."""
+def test_hyper_parameters_may_be_traced_and_of_a_wider_dtype_than_the_parameters() -> None:
+    """vmap over a float32 hyper-parameter works for parameters in float32 and in bfloat16, whose dtype does not change.
+
+    It also works with measures, with an evaluation in every round, and with local momentum.
+    """
     data, cohort = ragged(), jnp.array([0, 3, 2])
     half = MODEL._replace(init=lambda key: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tiny_init(key)))
 
@@ -503,10 +551,10 @@ def test_hyper_parameters_may_be_traced_and_wider_than_the_parameters() -> None:
             many = jax.vmap(lambda value: params(make, model, value, **options))(jnp.array([0.1, 0.5]))  # noqa: B023
             assert many["out"].dtype == model.init(jax.random.key(0))["out"].dtype
             assert_same(jax.tree.map(lambda a: a[1].astype(float), many), one, tolerance)
-    run(fd.algorithms.fedavg(), 1)  # no tracer is left behind
+    run(fd.algorithms.fedavg(), 1)  # raises if a tracer is left in a cache
 
 
-def test_a_round_that_cannot_go_on_gives_back_what_is_done() -> None:
+def test_an_error_in_a_round_carries_the_last_state_and_the_history() -> None:
     data, model = quadratics([1e15, 2e15])
     sim = federate(fd.algorithms.fedgvr(), (data, model), lr=100.0)
     with pytest.raises(ValueError, match="start from an earlier state") as raised:
@@ -515,7 +563,7 @@ def test_a_round_that_cannot_go_on_gives_back_what_is_done() -> None:
     assert int(state.round) == len(history) > 0 and np.isfinite(state.params)
 
 
-def test_printed_readings_by_name_or_all() -> None:
+def test_literal_true_selects_all_equations() -> None:
     everything = ("step", "sign", "scale", "accuracy")
     for make, names in ((fd.algorithms.fedgm, "momentum"), (fd.algorithms.fedgvr, everything)):
         assert hyper.split(make(literal=True)) == hyper.split(make(literal=names)) != hyper.split(make())

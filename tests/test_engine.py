@@ -1,4 +1,4 @@
-"""What the engine promises, whatever the algorithm."""
+"""Tests of the engine that hold for every algorithm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedjax_drift import tree
 from fedjax_drift.local import shuffle, train
 from fedjax_drift.types import Algorithm, ClientResult
 
-SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 ragged clients
+SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 clients of different sizes
 FEATURES, CLASSES = 6, 4
 
 
@@ -47,7 +47,7 @@ def mlp() -> fd.Model:
 
 
 def keeping() -> Algorithm:
-    """FedAvg whose clients also keep their last local model, so that a test can look at one client's result."""
+    """FedAvg whose clients keep their last local model, so that a test can check the result of a single client."""
     base = fd.algorithms.fedavg()
 
     def client_update(server, client, work) -> ClientResult:
@@ -76,7 +76,7 @@ def client_model(state: fd.ServerState, i):
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_client_does_not_depend_on_its_companions_or_devices(data, lanes) -> None:
+def test_a_clients_result_does_not_depend_on_the_rest_of_the_cohort_or_the_devices(data, lanes) -> None:
     results, losses = [], []
     for devices in (1, 2):
         sim = simulate(data, lanes=lanes, devices=devices)
@@ -91,8 +91,11 @@ def test_a_client_does_not_depend_on_its_companions_or_devices(data, lanes) -> N
     assert len(set(losses)) == 1
 
 
-def test_a_client_does_not_depend_on_the_longest_client(data) -> None:
-    """Its rows are padded to the federation's largest client; the order of its rows must not change with that."""
+def test_a_clients_result_does_not_depend_on_the_largest_client(data) -> None:
+    """The examples of a client are padded to the size of the federation's largest client.
+
+    The order of its examples must not depend on this padding.
+    """
     small = fd.FederatedData.from_clients([data.client(i) for i in range(3)])
     large = fd.FederatedData.from_clients([data.client(i) for i in (0, 1, 2, 7)])
     a, b = (simulate(d, cohort_size=3) for d in (small, large))
@@ -101,7 +104,7 @@ def test_a_client_does_not_depend_on_the_longest_client(data) -> None:
         assert_equal(one, two)
 
 
-def test_lanes_and_devices_agree(data) -> None:
+def test_results_do_not_depend_on_the_numbers_of_lanes_and_devices(data) -> None:
     def after_three_rounds(lanes, devices):
         sim = simulate(data, lanes=lanes, devices=devices, cohort_size=27)
         state = sim.init(jax.random.key(0))
@@ -115,8 +118,8 @@ def test_lanes_and_devices_agree(data) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 6])
-def test_a_users_choice_of_random_bits_changes_nothing(data, lanes) -> None:
-    """With the other form of threefry a client's shuffle would depend on the largest client beside it."""
+def test_the_setting_threefry_partitionable_does_not_change_results(data, lanes) -> None:
+    """The engine always uses True. With False, a client's shuffle would depend on the largest client in its group."""
     sim = simulate(data, lanes=lanes)
     state = sim.init(jax.random.key(1))
     expected, info = sim.round_fn(state, cohort=[3, 1, 4, 5, 9, 2])
@@ -175,7 +178,7 @@ def test_vmap_over_seeds_equals_loop(data, lanes) -> None:
         assert float(scores["loss"][i]) == pytest.approx(sim.evaluate(alone)["loss"], rel=1e-5)
 
 
-def test_same_state_same_result_and_the_old_state_stays_valid(data) -> None:
+def test_rounds_are_deterministic_and_the_old_state_stays_valid(data) -> None:
     sim = simulate(data, devices=2)
     state = sim.init(jax.random.key(0))
     before = jax.tree.map(np.array, state.params)
@@ -187,8 +190,11 @@ def test_same_state_same_result_and_the_old_state_stays_valid(data) -> None:
     assert not np.array_equal(np.asarray(other.params["a"]), np.asarray(state.params["a"]))
 
 
-def test_a_thousand_rounds_may_be_dispatched_without_reading_one() -> None:
-    """On several CPU devices XLA aborts the process when too many programs wait for each other at once."""
+def test_many_rounds_may_be_dispatched_without_reading_a_result() -> None:
+    """With several CPU devices, XLA aborts the process if too many programs wait for each other.
+
+    The library must prevent this.
+    """
     rows = [(np.ones((2, 3), np.float32), np.zeros(2, np.int32))] * 4
     sim = simulate(fd.FederatedData.from_clients(rows), devices=2, model=fd.models.linear((3,), 2), cohort_size=2)
     state = sim.init(jax.random.key(0))
@@ -211,7 +217,7 @@ def test_donation_overwrites_the_state_but_not_the_callers_params(data) -> None:
 
 
 def test_states_may_come_from_other_devices_or_from_numpy(data) -> None:
-    explicit = jax.make_mesh((2,), ("clients",))  # of explicit axes, JAX's default
+    explicit = jax.make_mesh((2,), ("clients",))  # with explicit axes, JAX's default
     sim = fd.Simulation(mlp(), data, keeping(), cohort_size=10, mesh=explicit)
     other = simulate(data, devices=1)
     state = sim.init(jax.random.key(0))
@@ -227,12 +233,12 @@ def test_the_data_set_is_an_argument_not_a_constant(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))
     text = sim.executor.programs.lower("round", state, sim.setup.arrays, None).as_text()
-    assert f"tensor<{sum(SIZES)}x{FEATURES}xf32>" in text  # as an argument
+    assert f"tensor<{sum(SIZES)}x{FEATURES}xf32>" in text  # the argument
     assert not [line for line in text.splitlines() if "constant" in line and len(line) > 2000]
 
 
 def scratch(algorithm: fd.Algorithm, cohort_size: int, program: str = "round", **options) -> int:
-    """The temporary memory of a round with 64 clients and a model of 4 * 5010 bytes."""
+    """Returns the temporary memory of a round in bytes, for 64 clients and a model of 4 * 5010 bytes."""
     rng = np.random.default_rng(0)
     many = fd.FederatedData.from_clients([(rng.normal(size=(4, 500)).astype("f4"), np.arange(4))] * 64)
     sim = simulate(many, algorithm, model=fd.models.linear((500,), 10), cohort_size=cohort_size, **options)
@@ -255,7 +261,7 @@ def test_client_states_are_overwritten_in_place(devices, bank, lanes) -> None:
         assert all_of_them - scratch(algorithm, 16, **options) < one_state and all_of_them < 16 * lanes * one_state
 
 
-def test_finished_states_travel_twice(data) -> None:
+def test_algorithms_with_finish_communicate_client_states_twice(data) -> None:
     algorithm = fd.algorithms.vrl_sgd()
     for bank in ("device", "sharded"):
         finished, unfinished = (
@@ -265,8 +271,11 @@ def test_finished_states_travel_twice(data) -> None:
         assert finished == 2 * unfinished > 0
 
 
-def test_every_epoch_visits_every_row_once() -> None:
-    """With one parameter per row, a loss of <w, x> and rate 1, parameter j counts the visits to row j."""
+def test_every_epoch_visits_every_example_once() -> None:
+    """The model has one parameter per example, and example j is the unit vector j.
+
+    The loss is <w, x> and the learning rate is 1. So parameter j decreases by 1 with each visit to example j.
+    """
     rows = np.eye(sum(SIZES), dtype=np.float32)
     parts = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
     counted = fd.FederatedData.from_partition(rows, np.zeros(len(rows), np.int32), parts)
@@ -280,14 +289,16 @@ def test_every_epoch_visits_every_row_once() -> None:
         assert visits.sum() == 3 * len(part)
 
 
-def test_devices_meet_once_to_add_up(data) -> None:
-    sim = simulate(data, fd.algorithms.feddc(0.1), devices=2)  # which has three messages and two states
+def test_a_round_has_one_all_reduce_and_gathers_only_client_states(data) -> None:
+    # FedDC has two trees of parameters in its message, and two in the state of a client.
+    sim = simulate(data, fd.algorithms.feddc(0.1), devices=2)
     state = sim.init(jax.random.key(0))
     program = sim.executor.programs.lower("round", state, sim.setup.arrays, None).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", program)) == 1
     gathered = re.findall(r" = (\S+) all-gather(?:-start)?\(", program)
-    whole = [shape for shape in gathered if not re.match(r"\w+\[2,5,1\]", shape)]  # what is there for each client aside
-    assert len(whole) == len(jax.tree.leaves(state.clients))  # the states, and no indices
+    # Arrays [2, 5, 1] have one value per client of the cohort. The others must be client states, not indices.
+    whole = [shape for shape in gathered if not re.match(r"\w+\[2,5,1\]", shape)]
+    assert len(whole) == len(jax.tree.leaves(state.clients))
 
 
 def test_shuffle_is_a_uniform_permutation_that_ignores_padding() -> None:
@@ -305,8 +316,8 @@ def test_shuffle_is_a_uniform_permutation_that_ignores_padding() -> None:
     assert len(counts) == 6 and abs(counts - 1000).max() < 150  # 5 standard deviations
 
 
-def test_short_batches_average_their_real_rows() -> None:
-    """5 rows in batches of 4: one step over 4 rows, one over 1."""
+def test_the_gradient_of_a_short_batch_is_the_mean_over_its_examples() -> None:
+    """5 examples in batches of 4 give one step with 4 examples, and one step with 1 example."""
     x = np.arange(1, 6, dtype=np.float32)[:, None]
     one = fd.FederatedData.from_clients([(x, np.zeros(5, np.int32))])
     model = fd.Model(lambda key: jnp.zeros(1), lambda w, x: x @ w, loss=lambda z, y: z)
@@ -344,16 +355,20 @@ def test_bernoulli_cohorts(data) -> None:
         assert_equal(client_model(old, absent), client_model(state, absent))
         assert np.isfinite(state.params["a"]).all() and info["finite"].all()
         assert float(info["weight"].sum()) == sum(SIZES[i] for i in ids)
-    assert min(sizes) >= 1 and abs(np.mean(sizes) - 5) < 1.1 and np.std(sizes) > 1  # sd 2.04, of the mean 0.26
-    with jax.debug_nans(True):  # an absent client makes no NaN either
+    assert min(sizes) >= 1 and abs(np.mean(sizes) - 5) < 1.1 and np.std(sizes) > 1  # std 2.04, 0.26 for the mean
+    with jax.debug_nans(True):  # absent clients must not produce NaNs either
         sim.round_fn(state)
-    # The mean is over those present: the same cohort, given, leads to the same model.
+    # The mean is over the sampled clients only. So a round with the argument cohort=ids gives the same model.
     given, _ = simulate(data).round_fn(old, cohort=ids)
     assert_close(given.params, state.params)
 
 
-def test_femnist_like_sizes_waste_little() -> None:
-    """Mean 197 rows, spread 85, batch 20; 100 of 3,400 clients a round in groups of 10 lanes."""
+def test_few_steps_are_wasted_with_the_sizes_of_femnist() -> None:
+    """Executed steps exceed the needed steps by at most 12 %.
+
+    The sizes have mean 197 and standard deviation 85, and the batch size is 20. In every round, 100 of 3,400 clients
+    train in groups of 10 lanes.
+    """
     rng = np.random.default_rng(0)
     sizes = np.clip(rng.gamma((197 / 85) ** 2, 85**2 / 197, 3400), 19, 470).astype(np.int32)
     rows = np.zeros((sizes.sum(), 1), np.float32)
@@ -393,8 +408,8 @@ def test_nonfinite_updates(data) -> None:
         poisoned().run(start, 6, progress=False)
 
 
-def test_evaluate_is_the_mean_over_the_test_rows(data) -> None:
-    sim = simulate(data, devices=2, eval_batch_size=16)  # 101 rows: padded
+def test_evaluate_is_the_mean_over_the_test_examples(data) -> None:
+    sim = simulate(data, devices=2, eval_batch_size=16)  # the last batch of the 101 examples is padded
     state = sim.init(jax.random.key(0))
     logits = np.tanh(data.x_test @ np.asarray(state.params["a"])) @ np.asarray(state.params["b"])
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(101), data.y_test]
@@ -411,7 +426,7 @@ def test_evaluate_is_the_mean_over_the_test_rows(data) -> None:
         sim.evaluate_clients(state)
 
 
-def test_uint8_images_reach_the_model_scaled() -> None:
+def test_uint8_images_are_scaled_for_the_model() -> None:
     x = np.array([[0], [51], [255]], np.uint8)
     plain = fd.FederatedData.from_clients([(x, np.zeros(3, int))], test=(x, np.zeros(3, int)))
     model = fd.Model(lambda key: jnp.ones(()), lambda w, x: w * x[:, 0], loss=lambda z, y: z)
@@ -423,7 +438,7 @@ def test_uint8_images_reach_the_model_scaled() -> None:
     assert sim.evaluate(sim.init(jax.random.key(0)))["loss"] == pytest.approx((-0.4 + 0 + 1.6) / 3)
 
 
-def test_clients_have_names_and_rows_are_decoded_as_the_model_sees_them() -> None:
+def test_clients_have_names_and_decode_returns_the_inputs_of_the_model() -> None:
     rng = np.random.default_rng(0)
     rows = {
         name: (rng.integers(0, 256, (n, 2, 3), np.uint8), rng.integers(0, 2, n)) for n, name in ((3, "b"), (5, "a"))
@@ -448,7 +463,7 @@ def test_clients_have_names_and_rows_are_decoded_as_the_model_sees_them() -> Non
     assert plain.decode(np.arange(3)).dtype == jnp.int32 and plain.client_names is None
 
 
-def test_dropout_draws_anew_in_training_and_not_in_evaluation() -> None:
+def test_dropout_layers_are_random_in_training_and_off_in_evaluation() -> None:
     x, y = np.ones((8, 28, 28, 1), np.float32), np.zeros(8, int)
     images = fd.FederatedData.from_clients([(x, y)], test=(x, y))
     sim = simulate(images, model=fd.models.simple_fl_lenet(), cohort_size=1)
@@ -478,7 +493,7 @@ def test_run_records_every_round_and_resumes(data, capsys) -> None:
 
 
 @pytest.mark.parametrize("how", ["signal", "exception"])
-def test_ctrl_c_returns_what_is_done(data, how, capsys) -> None:
+def test_ctrl_c_returns_the_completed_rounds(data, how, capsys) -> None:
     sim, before = simulate(data), signal.getsignal(signal.SIGINT)
     start = sim.init(jax.random.key(0))
 
@@ -491,13 +506,14 @@ def test_ctrl_c_returns_what_is_done(data, how, capsys) -> None:
     state, history = sim.run(start, 50, eval_every=7, progress=False, on_round=interrupt)
     assert history[-1]["accuracy"] == sim.evaluate(state)["accuracy"]
     assert [record["round"] for record in history] == [*range(1, len(history) + 1)]
-    # Programs end with an evaluation at the latest: that with round 3, and the one that was on its way.
+    # A program ends no later than the next evaluation. So the program with round 3 ends at round 7 or before. The next
+    # program may have been dispatched already. It ends at round 14 or before.
     assert 3 <= len(history) <= 14 and int(state.round) == len(history)
     assert_equal(state.params, sim.run(start, len(history), eval_every=0, progress=False)[0].params)
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_in_the_last_evaluation_returns_what_is_done(data, monkeypatch) -> None:
+def test_a_second_ctrl_c_skips_the_last_evaluation(data, monkeypatch) -> None:
     sim = simulate(data)
     start = sim.init(jax.random.key(0))
     sim.round_fn(start)
@@ -513,7 +529,7 @@ def test_a_second_ctrl_c_in_the_last_evaluation_returns_what_is_done(data, monke
     assert int(state.round) == 3 == len(history) and "accuracy" not in history[-1]
 
 
-def test_an_error_of_on_round_carries_what_is_done(data) -> None:
+def test_an_error_in_on_round_carries_the_state_and_the_history(data) -> None:
     sim, seen = simulate(data), []
 
     def fails(record: dict) -> None:
@@ -530,8 +546,11 @@ def test_an_error_of_on_round_carries_what_is_done(data) -> None:
             sim.evaluate(wrong)
 
 
-def test_an_insistent_ctrl_c_waits_for_the_next_state(data, monkeypatch) -> None:
-    """`run` donates each state to the next round: an interrupt between the two would leave neither."""
+def test_two_ctrl_c_between_rounds_wait_for_the_next_state(data, monkeypatch) -> None:
+    """`run` donates each state to the next round.
+
+    After an interrupt between the donation and the end of the round, neither state would be valid.
+    """
     sim = simulate(data)
     start = sim.init(jax.random.key(0))
     advance = sim.executor.rounds
@@ -545,11 +564,14 @@ def test_an_insistent_ctrl_c_waits_for_the_next_state(data, monkeypatch) -> None
     monkeypatch.setattr(sim.executor, "rounds", interrupted)
     state, history = sim.run(start, 50, eval_every=1, progress=False)
     assert int(state.round) == 3 == len(history) and np.isfinite(state.params["a"]).all()
-    assert np.isfinite(start.params["a"]).all()  # the caller's own is untouched
+    assert np.isfinite(start.params["a"]).all()  # the caller's state stays valid
 
 
 def probing(state=None, server=None, observe=None, **result) -> Algorithm:
-    """FedAvg with client state, a server variable of a Python number, and one thing wrong."""
+    """FedAvg with a client state, and with a Python number as a server variable.
+
+    The arguments replace a part of it, so that a test can introduce a mistake.
+    """
     base = fd.algorithms.fedavg(weighting="uniform")
 
     def client_update(own, client, work) -> ClientResult:
@@ -571,7 +593,7 @@ def probing(state=None, server=None, observe=None, **result) -> Algorithm:
     )  # fmt: skip
 
 
-def test_algorithms_of_ones_own_are_held_to_the_contract(data) -> None:
+def test_algorithms_of_users_are_checked(data) -> None:
     def one_round(algorithm, **options) -> tuple[fd.ServerState, dict]:
         sim = simulate(data, algorithm, **options)
         state, _ = sim.round_fn(sim.init(jax.random.key(0)), cohort=[1, 2, 5])
@@ -592,7 +614,7 @@ def test_algorithms_of_ones_own_are_held_to_the_contract(data) -> None:
         (
             probing(metrics={"accuracy": 0.5}),
             "got accuracy: rename it, for example to accuracy_of_clients",
-        ),  # records have one
+        ),  # the records have an accuracy already
         (probing(metrics={"seen": jnp.ones(3)}), r"probe: seen must be a scalar, got float32\[3\]: take its mean"),
         (
             probing(state=lambda c: {"visits": c["visits"] + 0.5}),
@@ -616,7 +638,7 @@ def test_sums_are_not_rounded_to_the_messages_precision() -> None:
     algorithm = fd.algorithms.fedavg(weighting="uniform")
     sim = simulate(many, algorithm, model=model, local=fd.LocalTraining(lr=1.0), cohort_size=600)
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
-    assert state.params.dtype == jnp.bfloat16 and float(state.params[0]) == 1.0  # a bfloat16 sum stops at 256
+    assert state.params.dtype == jnp.bfloat16 and float(state.params[0]) == 1.0  # a sum in bfloat16 would stop at 256
 
 
 def test_data_on_the_devices_are_shared_and_never_traced() -> None:
@@ -626,14 +648,14 @@ def test_data_on_the_devices_are_shared_and_never_traced() -> None:
     def build(**options) -> fd.Simulation:
         return simulate(own, fd.algorithms.fedavg(), model=fd.models.linear((2,), 2), cohort_size=1, **options)
 
-    jax.jit(lambda key: build().init(key))(jax.random.key(0))  # inside jax.jit: what is placed must not be a tracer
+    jax.jit(lambda key: build().init(key))(jax.random.key(0))  # data placed inside jax.jit must not be tracers
     one, two = build(), build(eval_batch_size=3)
     assert one.setup.arrays.rows.x is two.setup.arrays.rows.x and one.setup.arrays.rows.x.dtype == jnp.float32
     with jax.enable_x64(True):
         assert build().setup.arrays.rows.x.dtype == jnp.float64
 
 
-def test_keys(data) -> None:
+def test_init_accepts_legacy_keys_and_rejects_unsuitable_ones(data) -> None:
     sim = simulate(data)
     assert_equal(sim.init(jax.random.PRNGKey(3)).params, sim.init(jax.random.key(3)).params)
     with pytest.raises(ValueError, match=r"jax.vmap\(sim.init\)\(keys\) makes many states"):

@@ -1,4 +1,7 @@
-"""Hyper-parameters are arguments of the compiled round: another value compiles nothing, and counts."""
+"""Tests that hyper-parameters are arguments of the compiled round.
+
+Another value changes the result, without recompilation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ SETTINGS = types.SimpleNamespace(power=2)
 
 
 def nested(a: float, b: float = 0.5):
-    """Closures that share a variable, one of which is captured by another; a default; a partial."""
+    """Returns two closures and a partial.
+
+    ``outer`` captures ``inner``, which has a default argument. The partial contains ``inner``, too.
+    """
 
     def inner(x, c=0.25):
         return a * x + c
@@ -30,30 +36,31 @@ def nested(a: float, b: float = 0.5):
     return outer, inner, functools.partial(inner, c=a)
 
 
-def test_numbers_come_out_of_closures_and_others_go_in() -> None:
+def test_numbers_in_closures_can_be_extracted_and_replaced() -> None:
     form, numbers = split(nested(3.0))
-    assert sorted(numbers) == [0.25, 0.5, 3.0, 3.0]  # a shared variable once, and the partial's own
+    # The captured a occurs once, although inner is shared. The second 3.0 is the argument c of the partial.
+    assert sorted(numbers) == [0.25, 0.5, 3.0, 3.0]
     assert split(nested(7.0, 9.0))[0] == form
     outer, inner, partial = join(form, [{3.0: 30.0, 0.5: 5.0, 0.25: 1.0}[number] for number in numbers])
     assert (outer(1.0), inner(1.0), partial(1.0)) == (36.0, 31.0, 60.0)
     one, two, _ = nested(3.0)
-    assert (one(1.0), two(1.0)) == (3.75, 3.25)  # the originals are as they were
+    assert (one(1.0), two(1.0)) == (3.75, 3.25)  # the original functions are unchanged
     whole = join(form, numbers)
     assert whole[0](1.0) == one(1.0) and split(whole) == (form, numbers)
 
 
-def test_what_is_no_number_stays_in_the_form() -> None:
+def test_only_finite_nonzero_floats_are_extracted() -> None:
     def closed(value):
         return lambda x: x if value is None else x * value
 
     for value in (0.0, 1, True, None, np.ones(2), (1, 2), float("nan"), jnp.float32(3)):
         form, numbers = split(closed(value))
         assert numbers == () and join(form, ()) is form.value
-    assert split(closed(0.0))[0] != split(closed(1.0))[0]  # 0 may switch something off
+    assert split(closed(0.0))[0] != split(closed(1.0))[0]  # a 0 may switch something off, so it is not extracted
     assert split(closed(1))[0] != split(closed(2))[0] != split(closed(True))[0]
     assert split(closed(np.ones(2)))[0] == split(closed(np.ones(2)))[0] != split(closed(np.zeros(2)))[0]
     assert split(closed({"a": [1.0]}))[0] == split(closed({"a": [1.0]}))[0] != split(closed({"a": [2.0]}))[0]
-    adam = optax.scale_by_adam  # a library's functions keep their numbers
+    adam = optax.scale_by_adam  # the numbers in functions of libraries stay in the form
     assert split(adam())[0] == split(adam())[0] != split(adam(b1=0.5))[0] and not split(adam())[1]
     fixed = split(fd.LocalTraining(lr=0.3), ())
     assert fixed[1] == (0.3, 1.0) and join(fixed[0], (0.7, 1.0)) == fd.LocalTraining(lr=0.7)
@@ -61,10 +68,10 @@ def test_what_is_no_number_stays_in_the_form() -> None:
     def again(n, by=2.0):
         return by if n == 0 else again(n - 1)
 
-    assert split(again)[1] == ()  # one that calls itself would go on with its old numbers
+    assert split(again)[1] == ()  # its recursive calls would use the old numbers
 
 
-def test_functions_are_compared_by_what_they_do() -> None:
+def test_functions_are_compared_by_their_code_and_global_variables() -> None:
     def closed(a):
         return lambda x: a * x
 
@@ -81,7 +88,7 @@ def test_functions_are_compared_by_what_they_do() -> None:
     for owner, name, value in ((globals(), "SCALE", 3.0), (vars(SETTINGS), "power", 3)):
         old = owner[name]
         owner[name] = value
-        assert split(global_one)[0] != form  # a notebook's variable has changed
+        assert split(global_one)[0] != form  # as if a notebook had changed the variable
         owner[name] = old
     assert split(global_one)[0] == form
 
@@ -109,8 +116,11 @@ def after(sim: fd.Simulation, rounds: int = 2) -> np.ndarray:
     return np.asarray(state.params)
 
 
-def test_another_setting_compiles_nothing_and_counts(data) -> None:
-    """Rates, clipping, momentum, dropout, the server's rate, mu: through `run`, `round_fn`, a sweep, fine-tuning."""
+def test_another_setting_changes_the_result_without_recompilation(data) -> None:
+    """Changes learning rates, clipping, momentum, dropout, mu, and the clip norm of the aggregation.
+
+    Each setting is used with `run`, `round_fn` and `sweep`.
+    """
     model = counting()
 
     def simulate(lr, mu, *, server_lr=1.0, momentum=0.5, clip=1.0, dropout=0.2, norm=5.0) -> fd.Simulation:
@@ -126,7 +136,7 @@ def test_another_setting_compiles_nothing_and_counts(data) -> None:
     first.sweep(2, [0, 1], progress=False)
     first.round_fn(first.init(jax.random.key(0)))
     traces = model.apply.traces
-    checked = 0  # traces that a constructor takes to check shapes
+    checked = 0  # the number of traces in constructors, which check shapes
     for options in (
         {"lr": 0.2, "mu": 0.3},
         {"lr": 0.1, "mu": 0.6, "server_lr": 0.5},
@@ -145,8 +155,8 @@ def test_another_setting_compiles_nothing_and_counts(data) -> None:
     assert len({tuple(params.ravel()) for params in seen}) == len(seen)
 
 
-def test_a_number_that_is_asked_for_is_compiled_as_a_constant(data) -> None:
-    """An algorithm of one's own may use its number in an `if`, or as a shape."""
+def test_a_number_that_python_code_reads_is_compiled_as_a_constant(data) -> None:
+    """A user's algorithm may use a hyper-parameter in an `if` statement or as a shape."""
 
     def picky(mu: float) -> fd.Algorithm:
         base = fd.algorithms.fedprox(mu)
@@ -172,7 +182,7 @@ def test_a_number_that_is_asked_for_is_compiled_as_a_constant(data) -> None:
     assert found[0.5] != found[2.0]
 
 
-def test_evaluations_are_shared_by_algorithms(data) -> None:
+def test_algorithms_share_the_evaluation_program(data) -> None:
     model = counting()
     sims = [fd.Simulation(model, data, a, cohort_size=2) for a in (fd.algorithms.feddyn(0.1), fd.algorithms.fedavg())]
     scores = [sim.evaluate(sim.init(jax.random.key(0))) for sim in sims]
@@ -180,8 +190,8 @@ def test_evaluations_are_shared_by_algorithms(data) -> None:
     assert sims[0].executor.programs.compiled.evaluate is sims[1].executor.programs.compiled.evaluate
 
 
-def test_a_changed_global_is_seen(data) -> None:
-    """What a loss looks up in its module counts as it is when the simulation is made."""
+def test_a_changed_global_variable_is_noticed(data) -> None:
+    """A loss uses the value that a global variable has when the simulation is created."""
     global SCALE
     model = fd.Model(lambda key: jnp.zeros(6), lambda w, x: x @ w, loss=lambda z, y: SCALE * (z - y) ** 2)
     runs = []
@@ -193,7 +203,7 @@ def test_a_changed_global_is_seen(data) -> None:
 
 
 def test_programs_do_not_keep_tracers(data) -> None:
-    """Simulations made under vmap, with a traced rate, are as those with the number."""
+    """A simulation that is created inside vmap, with a traced learning rate, gives the same result as with a number."""
 
     def one(lr):
         sim = fd.Simulation(

@@ -1,4 +1,8 @@
-"""notebooks/03_own_algorithm.ipynb writes FedNova: a short cell, right by hand; it checks the contract itself."""
+"""Tests of the FedNova that notebooks/03_own_algorithm.ipynb defines.
+
+Its cell must be short, and its results must be equal to those computed by hand. The notebook itself runs the contract
+tests.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "03_own_algorithm.ipynb"
 
 
 def cell() -> str:
-    """The source of the one cell that defines the algorithm."""
+    """Returns the source of the cell that defines the algorithm. There must be one such cell."""
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     (source,) = [text for c in cells if "def fednova(" in (text := "".join(c["source"]))]
     return source
@@ -28,26 +32,30 @@ def fednova():
     return scope["fednova"]
 
 
-def test_it_is_short() -> None:
+def test_the_cell_is_short() -> None:
     assert len(cell().splitlines()) <= 40
 
 
 def one_round(algorithm) -> tuple[float, dict]:
-    """Targets 2 and 8 from w = 0, 1 and 3 rows, one row a batch: 1 and 3 steps of rate 1/2, D = 1 and 7."""
+    """Runs one round from w = 0 and returns w and info. The targets are 2 and 8.
+
+    The clients have 1 and 3 examples, and batches have one example. So they make 1 and 3 steps with learning rate 1/2,
+    and D = 1 and 7.
+    """
     data, model = quadratics([2.0, 8.0], [1, 3])
     sim = fd.Simulation(model, data, algorithm, local=fd.LocalTraining(batch_size=1, lr=0.5), cohort_size=2)
     state, info = sim.round_fn(sim.init(jax.random.key(0)))
     return float(state.params[0]), info
 
 
-def test_by_hand(fednova) -> None:
+def test_one_round_by_hand(fednova) -> None:
     w, info = one_round(fednova())
     assert info["tau"].tolist() == [1, 3] and float(info["tau_eff"]) == pytest.approx((1 + 3 * 3) / 4)
     assert w == pytest.approx(2.5 * (1 / 1 + 3 * 7 / 3) / 4)
     assert one_round(fednova(server_lr=0.5))[0] == pytest.approx(w / 2)
 
 
-def test_with_equal_steps_it_is_fedavg(fednova) -> None:
+def test_with_equal_numbers_of_steps_it_equals_fedavg(fednova) -> None:
     assert models_after(fednova()) == pytest.approx(models_after(fd.algorithms.fedavg()))
 
 

@@ -1,4 +1,8 @@
-"""Quadratics with different optima and curvatures: the bias that theory has, and the optimum where it is corrected."""
+"""Simulations of quadratics whose optima and curvatures differ between clients.
+
+Algorithms without correction converge to the biased fixed points that theory predicts. Algorithms that correct drift
+converge to the optimum.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ OPTIMUM = QUADRATICS.optimum
 BIAS = np.linalg.norm(QUADRATICS.fixed_point(experiment.LR, experiment.STEPS) - OPTIMUM)
 
 
-def test_theory_by_hand() -> None:
-    # Two clients on a line, two steps of rate 1/2: P = 1 - (1 - H/2)^2 = 1 and 3/4; with mu = 1, A = 3 and 2 and
-    # P = (1 - 1/4) 2/3 = 1/2 and (1 - 0) 1/2 = 1/2.
+def test_fixed_points_by_hand() -> None:
+    # Two clients in one dimension, with H = 2 and 1, and two steps with learning rate 1/2. Without a proximal term,
+    # P = 1 - (1 - H/2)^2 = 1 and 3/4. With mu = 1, A = 3 and 2, so P = (1 - 1/4) 2/3 = 1/2 and (1 - 0) 1/2 = 1/2.
     line = experiment.Quadratics(np.array([[[2.0]], [[1.0]]]), np.array([[0.0], [7.0]]))
     assert line.optimum == pytest.approx(7 / 3)
     assert line.fixed_point(0.5, 1) == pytest.approx(7 / 3)  # a single step has no bias
@@ -26,14 +30,14 @@ def test_theory_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("name", "mu"), [("FedAvg", 0.0), ("FedProx, mu = 1", 1.0), ("FedADC, beta = 0.6", 0.0)])
-def test_fixed_points_are_biased_as_theory_says(name, mu) -> None:
+def test_fixed_points_have_the_bias_that_theory_predicts(name, mu) -> None:
     w = experiment.models(QUADRATICS, experiment.ALGORITHMS[name], 20, 60)[-1]
     assert np.linalg.norm(w - QUADRATICS.fixed_point(experiment.LR, experiment.STEPS, mu)) < 1e-4
     assert np.linalg.norm(w - OPTIMUM) > 0.25
 
 
-def test_a_sampled_fedavg_scatters_about_the_same_fixed_point() -> None:
-    # The standard error of the mean of 5,000 rounds, from the means of 250 of them, is 0.04.
+def test_fedavg_with_sampled_clients_scatters_about_the_same_fixed_point() -> None:
+    # The standard error of the mean over 5,000 rounds is 0.04. It was estimated from the means of blocks of 250 rounds.
     w = experiment.models(QUADRATICS, experiment.ALGORITHMS["FedAvg"], 4, 5000)[50:]
     mean, fixed_point = w.mean(0), QUADRATICS.fixed_point(experiment.LR, experiment.STEPS)
     assert np.linalg.norm(mean - fixed_point) < 0.12
@@ -41,7 +45,7 @@ def test_a_sampled_fedavg_scatters_about_the_same_fixed_point() -> None:
     assert np.linalg.norm(w - fixed_point, axis=1).mean() > 1
 
 
-def test_sharpness_aware_correctors_end_at_a_distance_proportional_to_rho() -> None:
+def test_fedspeed_ends_at_a_distance_proportional_to_rho_and_fednova_at_the_fixed_point_of_fedavg() -> None:
     far, near = (
         experiment.distances(experiment.models(QUADRATICS, experiment.NEWER[name], 4, 200)[-20:], OPTIMUM)
         for name in ("FedSpeed, rho = 0.1", "FedSpeed, rho = 0.01")
@@ -53,6 +57,6 @@ def test_sharpness_aware_correctors_end_at_a_distance_proportional_to_rho() -> N
 
 @pytest.mark.parametrize(("cohort_size", "rounds"), [(20, 40), (4, 200)])
 @pytest.mark.parametrize("name", ["SCAFFOLD", "VRL-SGD", "FedDyn, alpha = 1", "FedDC, alpha = 1"])
-def test_correctors_reach_the_optimum(name, cohort_size, rounds) -> None:
+def test_drift_correction_converges_to_the_optimum(name, cohort_size, rounds) -> None:
     w = experiment.models(QUADRATICS, experiment.ALGORITHMS[name], cohort_size, rounds)
     assert (experiment.distances(w[-10:], OPTIMUM) < 1e-3 * BIAS).all()

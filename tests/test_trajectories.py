@@ -1,4 +1,7 @@
-"""The FedAvg family follows the slow oracle, round for round, on ragged clients."""
+"""Compares the FedAvg family with the NumPy reference of `slow` after every round.
+
+The clients have different numbers of examples.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import fedjax_drift as fd
 from fedjax_drift.local import shuffle
 
 SIZES, FEATURES, CLASSES = (3, 10, 7, 25, 1, 16), 5, 3
-COHORTS = [(5, 1, 4), (0, 3, 2), (3, 1, 0), (4, 2, 5), (1, 3, 5), (0, 4, 3)]  # given, which compiles faster than drawn
+COHORTS = [(5, 1, 4), (0, 3, 2), (3, 1, 0), (4, 2, 5), (1, 3, 5), (0, 4, 3)]  # given cohorts compile faster
 LOCAL: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 0.2, "lr_decay": 0.9}
 Case = tuple[str, dict[str, Any], dict[str, Any]]  # algorithm, hyper-parameters, changes to LOCAL
 CASES: list[Case] = [
@@ -50,7 +53,10 @@ def label_skewed_clients(dtype: type) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def library_order(key: jax.Array, t: int, i: int, epoch: int, sizes: Sequence[int] = SIZES) -> np.ndarray:
-    """The order in which client i reads its rows: the one thing that the oracle takes from the library."""
+    """Returns the order in which client i reads its examples.
+
+    The NumPy reference takes nothing else from the library.
+    """
     _, round_key = jax.random.split(jax.random.fold_in(key, t))
     client_key = jax.random.fold_in(round_key, i)
     shuffle_key, _ = jax.random.split(jax.random.fold_in(client_key, epoch))
@@ -58,7 +64,7 @@ def library_order(key: jax.Array, t: int, i: int, epoch: int, sizes: Sequence[in
 
 
 def rounds_of(sim: fd.Simulation, cohorts: Sequence[Sequence[int]]) -> tuple[jax.Array, list[Any], list[Any]]:
-    """The key of a run with these cohorts, and the global model and `info` after every round."""
+    """Runs rounds with these cohorts. Returns the key, and the global models and the infos of all rounds."""
     state = sim.init(jax.random.key(0))
     key, models, infos = state.key, [], []
     for cohort in cohorts:
@@ -73,7 +79,7 @@ def rounds_of(sim: fd.Simulation, cohorts: Sequence[Sequence[int]]) -> tuple[jax
     RUNS,
     ids=[f"{case_id(run[:3])}-{run[3].__name__}" for run in RUNS],
 )
-def test_the_global_model_follows_the_oracle(
+def test_the_global_model_matches_the_numpy_reference(
     algorithm: str, hyperparameters: dict[str, Any], changes: dict[str, Any], dtype: type, tolerance: float
 ) -> None:
     options = LOCAL | changes

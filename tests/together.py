@@ -1,6 +1,9 @@
-"""One of several processes that simulate together: what test_distributed.py starts, and what it compares them with.
+"""A program that test_distributed.py starts in several processes, which run one simulation together.
 
-python tests/together.py HOST:PORT P I FOLDER
+    python tests/together.py HOST:PORT P I FOLDER
+
+P is the number of processes and I the number of this process. The results are written to FOLDER. test_distributed.py
+imports this module, too, to compare the results with those of a single process.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fedjax_drift as fd
 from fedjax_drift.round import exchange
 
-SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # 20 ragged clients
+SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # 20 clients of different sizes
 ROUNDS, ASKED_AT = 6, 3
 
 
@@ -35,12 +38,12 @@ def simulate(data: fd.FederatedData, **options) -> fd.Simulation:
 
 
 def adapted(data: fd.FederatedData, **options) -> fd.Simulation:
-    """Trains adapters of a network with frozen matrices [6, 100] and [100, 4]."""
+    """A simulation that trains the adapters of a network. Its matrices [6, 100] and [100, 4] are frozen."""
     return simulate(data, model=fd.models.lora(fd.models.emnist_nn(4, (6,)), 2), **options)
 
 
 def outcome(sim: fd.Simulation, state: fd.ServerState, history: list) -> dict:
-    """A run's end, as JSON has it."""
+    """Returns the final state and the losses of a run, in a form that can be written as JSON."""
     read = jax.jit(lambda tree: tree, out_shardings=NamedSharding(sim.mesh, PartitionSpec()))
     clients = [np.asarray(a)[: len(SIZES)].tolist() for a in jax.tree.leaves(read(state.clients))]
     server = [np.asarray(a).tolist() for a in jax.tree.leaves(state.server)]
@@ -49,7 +52,7 @@ def outcome(sim: fd.Simulation, state: fd.ServerState, history: list) -> dict:
 
 
 def own_rows_only(data: fd.FederatedData, devices: int, folder: Path) -> fd.FederatedData:
-    """The data in memory-mapped files that hold zeros where other processes' clients are."""
+    """Returns the data in memory-mapped files. The examples of other processes' clients are replaced with zeros."""
     dealt = exchange.parts(data.sizes, devices * jax.process_count()).clients
     own = np.concatenate(dealt[devices * jax.process_index() :][:devices])
     have = np.repeat(np.isin(np.arange(len(SIZES)), own), data.sizes)
@@ -77,7 +80,7 @@ def main() -> None:
     sim = simulate(own_rows_only(data, 2, folder), shard_data=True, bank="sharded")
     state, history = sim.run(sim.init(key), ROUNDS, 2, progress=False)
     found["run"] = outcome(sim, state, history)
-    for size in (2, 4):  # teams of the devices of one process, and one team of all devices
+    for size in (2, 4):  # a team per process, and one team of all devices
         team = adapted(data, devices_per_client=size)
         found[f"teams of {size}"] = outcome(team, *team.run(team.init(key), 2, 0, progress=False))
     state, info = sim.round_fn(sim.init(key), [4, 11, 2])

@@ -1,4 +1,7 @@
-"""What users type, for `mypy --strict tests/typed.py`: the public interface is typed where they use it. Not run."""
+"""Examples of users' code. `mypy --strict tests/typed.py` checks that the public interface that they use is typed.
+
+The code is never executed.
+"""
 
 from __future__ import annotations
 
