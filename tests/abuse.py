@@ -1,11 +1,17 @@
-"""Wrong calls of everything public: no error may come from deep inside, and no nonsense may be accepted.
+"""Fuzz test of the public interface: calls functions with awkward arguments, and checks how the library reacts.
 
     python tests/abuse.py [CALLS] [SEED]
 
-Draws a public function, one of its arguments and an awkward value for it, over and over, and counts what happens, by
-family. Of each argument a `Kind` says which values make no sense, which are odd but sound, and must be taken, and which
-may be either. Wrong is: an error that the library did not raise itself ("raw"), a call that hangs, nonsense that is
-accepted, and a sound value that is refused.
+Each call draws a public function, one of its arguments and an awkward value for this argument. The outcomes are counted
+for each family. A family is a group of calls of similar functions.
+
+The `Kind` of an argument lists invalid values, unusual values that are valid, and values that may be accepted or
+rejected. Four outcomes are wrong:
+
+    raw                 an error that the library did not raise itself
+    accepted nonsense   an invalid value is accepted
+    refused             a valid value is rejected
+    hangs               the call does not return
 """
 
 from __future__ import annotations
@@ -47,18 +53,18 @@ OURS = (ValueError, OSError, ImportError, FloatingPointError, MemoryError)
 
 
 class Kind(NamedTuple):
-    """What an argument may be given."""
+    """The values to try for an argument."""
 
-    nonsense: Sequence[Any] = ()  # must be refused, by an error of ours
-    odd: Sequence[Any] = ()  # must be taken
-    either: Sequence[Any] = ()  # taken or refused, but not raw
-    like: Any = None  # likewise: this, with a part of it exchanged
+    nonsense: Sequence[Any] = ()  # invalid: the library must raise an error
+    odd: Sequence[Any] = ()  # unusual but valid: must be accepted
+    either: Sequence[Any] = ()  # may be accepted or rejected, but the error must not be raw
+    like: Any = None  # as ``either``: this value with one part replaced by an awkward value
 
 
 class Call(NamedTuple):
     name: str
     function: Callable[..., Any]
-    valid: dict[str, Any]  # arguments with which it works
+    valid: dict[str, Any]  # arguments with which the call succeeds
     kinds: dict[str, Kind]
 
 
@@ -88,7 +94,7 @@ DONATED.delete()
 ARRAYS: list[Any] = [np.array("a"), np.array(None), np.ma.masked, np.zeros((0,)), np.array([object()], object)]
 ARRAYS += [DONATED, KEY]
 BOOLS: list[Any] = [True, False, np.True_]
-HUGE = 10**400  # no float
+HUGE = 10**400  # too large for a float
 UNREAL: list[Any] = [float("nan"), float("inf"), -float("inf"), np.float32("nan"), jnp.inf, HUGE]
 WHOLE: list[Any] = [0, 1, -1, 2**31, 2**63, 2**70, -(2**40), np.uint8(200), np.int64(2**32)]
 HALVES: list[Any] = [0.5, -0.5, 1.5, 1e-50, 1e39, -1e39, np.float64(1e300)]
@@ -130,19 +136,19 @@ def choice(*names: str) -> Kind:
 
 
 def only(*fine: type) -> Kind:
-    """A value of these types: anything else is nonsense."""
+    """The kind of an argument of these types. All other values are invalid."""
     return Kind([value for value in ANYTHING if not isinstance(value, fine)])
 
 
 def optional(kind: Kind, *words: Any) -> Kind:
-    """Also None, or these."""
+    """The kind that also accepts None and ``words``."""
     free = (None, *words)
     nonsense = [v for v in kind.nonsense if not any(v is f or (isinstance(v, str) and v == f) for f in free)]
     return kind._replace(nonsense=nonsense, odd=[*kind.odd, *free])
 
 
 def without_none(kind: Kind) -> Kind:
-    """Also None, for which a default stands."""
+    """The kind that also accepts None, which means the default."""
     return kind._replace(nonsense=[value for value in kind.nonsense if value is not None], odd=[*kind.odd, None])
 
 
@@ -160,7 +166,7 @@ def shape() -> Kind:
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
-    """The value with one part, anywhere in it, exchanged for an awkward one."""
+    """Returns the value with one random part, at any depth, replaced by an awkward value."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice([*value])
         return value | {key: mutated(value[key], rng)}
@@ -171,7 +177,7 @@ def mutated(value: Any, rng: random.Random) -> Any:
     return rng.choice(ANYTHING)
 
 
-# --- what is called ---------------------------------------------------------------------------------------------------
+# --- the calls --------------------------------------------------------------------------------------------------------
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1, 2, 1, 0, 1, 2, 1])
 FEWER, NO_SECOND = Y[:7], [8, 0]
@@ -255,7 +261,7 @@ def algorithms() -> Iterator[Call]:
         for option, parameter in inspect.signature(factory).parameters.items():
             default = parameter.default
             by_type = flag() if isinstance(default, bool) else choice(default) if isinstance(default, str) else None
-            if option == "personal":  # a regular expression, not a choice
+            if option == "personal":  # any regular expression is valid, not only the default
                 by_type = None
             found[option] = by_type or (of_one[name, option] if (name, option) in of_one else kinds[option])
         given = {option: value for option, value in required.items() if option in found}
@@ -281,7 +287,7 @@ def simulation() -> Iterator[Call]:
         **dict.fromkeys(("dropout", "stragglers"), probability()),
         "over_selection": Kind([*NO_NUMBER, 0.5, 0, -1], [1, 1.5, Fraction(3, 2)]),
         "deadline": optional(positive()),
-        "speed_spread": nonnegative()._replace(odd=[0, 0.0]),  # others need a deadline
+        "speed_spread": nonnegative()._replace(odd=[0, 0.0]),  # larger values need a deadline
     }
     placement = {
         "lanes": optional(integer(), "auto"),
@@ -401,7 +407,7 @@ def federated_data() -> Iterator[Call]:
     kinds = {"x": ROWS, "y": LABELS, "sizes": SIZES, "redeal": redeal, "client_names": NAMES, **of}
     valid = {"x": X, "y": Y, "sizes": [4, 4]}
     yield Call("fd.FederatedData", data, valid, kinds)
-    x_test = ROWS._replace(odd=[jnp.asarray(X), X[:, ::-1], X.astype(">f4")])  # of the same type
+    x_test = ROWS._replace(odd=[jnp.asarray(X), X[:, ::-1], X.astype(">f4")])  # test inputs must have the dtype of X
     nonsense = [value for value in SIZES.nonsense if value is not NO_SECOND]
     test_sizes = without_none(Kind(nonsense, [[4, 4], NO_SECOND]))
     kinds = {"x_test": x_test, "y_test": LABELS, "test_sizes": test_sizes}
@@ -455,7 +461,7 @@ def seed() -> Kind:
 
 
 def dealing() -> Kind:
-    """A number > 0 that NumPy computes with."""
+    """The kind of a number > 0 that NumPy uses in float64. It accepts 1e-50 and 1e39, which `positive` rejects."""
     return Kind([*NO_NUMBER, 0, -1, -0.5], [1e-50, 1e39, np.float32(0.5), Fraction(1, 2)])
 
 
@@ -619,7 +625,7 @@ def models() -> Iterator[Call]:
         "units": integer(1),
         "dense": Kind([*ANYTHING, (0,) * 3, (1,) * 2], [(2,) * 3, [2] * 3]),
     }
-    blocks = {"depth": 1, "width": 12, "heads": 1}  # each width of INTEGERS has this number of heads
+    blocks = {"depth": 1, "width": 12, "heads": 1}  # 1 head is valid for every width in INTEGERS
     small: dict[str, dict] = dict.fromkeys(("vit", "encoder", "decoder"), blocks)
     for name, make in fd.models.MODELS.items():
         yield Call(
@@ -645,7 +651,7 @@ def models() -> Iterator[Call]:
         "module": Kind([*ANYTHING, Net, nnx.Rngs(0)], [Net()]),
         "input_shape": shape()._replace(odd=[(3,), [3]]),
         "input_dtype": Kind([3, object(), "adam"], [jnp.float32, "float32"]),
-        "statistics": Kind([3, object(), "adam", [], {}, "average"], [None]),  # the module has none
+        "statistics": Kind([3, object(), "adam", [], {}, "average"], [None]),  # the module has no running statistics
     }
     yield Call("fd.Model.from_linen", fd.Model.from_linen, {"module": Net(), "input_shape": (3,)}, kinds)
     make = lambda rngs: nnx.Linear(3, 3, rngs=rngs)  # noqa: E731
@@ -715,13 +721,16 @@ def command_line() -> Iterator[Call]:
 
 
 def typed(words: list[str]) -> None:
-    """ValueError where the command ends with code 2 and says why in one line."""
+    """Runs a command line. Raises ValueError if it exits with code 2 and a one-line error message.
+
+    Raises AssertionError for every other exit code except 0 and 1.
+    """
     said = io.StringIO()
     shutil.rmtree("out", ignore_errors=True)
     with contextlib.redirect_stderr(said):
         try:
             code = cli.main(words)
-        except SystemExit as error:  # of --help
+        except SystemExit as error:  # for example after --help
             code = error.code
     errors = [line for line in said.getvalue().splitlines() if line.startswith("fedjax-drift: error:")]
     if code == 2 and len(errors) == 1:
@@ -753,15 +762,15 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
 
 class Outcome(NamedTuple):
     call: str
-    wrong: str  # "raw", "accepted nonsense", "refused", "hangs"; "": as it should be
-    said: str  # the error
+    wrong: str  # "raw", "accepted nonsense", "refused" or "hangs"; "" if the outcome is correct
+    said: str  # the error message
 
     def __str__(self) -> str:
         return f"{self.wrong}: {self.call}: {self.said}"
 
 
 def abused(family: str, number: int, seed: int = 0) -> Iterator[Outcome]:
-    """So many calls of a family, in a folder of their own."""
+    """Makes ``number`` random calls of a family in a temporary working directory, and yields their outcomes."""
     rng, here = random.Random(f"{family} {seed}"), os.getcwd()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -778,7 +787,7 @@ def abused(family: str, number: int, seed: int = 0) -> Iterator[Outcome]:
 
 
 def drawn(kind: Kind, rng: random.Random) -> tuple[Any, str]:
-    """A value, and what it is: "nonsense", "odd", "either"."""
+    """Returns a random value, and its field in the kind: "nonsense", "odd" or "either"."""
     values = [(value, name) for name in ("nonsense", "odd", "either") for value in getattr(kind, name)]
     if kind.like is not None and (not values or rng.random() < 0.5):
         return mutated(copy.copy(kind.like), rng), "either"
@@ -786,7 +795,7 @@ def drawn(kind: Kind, rng: random.Random) -> tuple[Any, str]:
 
 
 def once(call: Call, given: dict[str, Any], asked: str) -> tuple[str, str]:
-    """What is wrong with the call, and the error."""
+    """Makes the call. Returns the name of the wrong outcome, or "" if the outcome is correct, and the error message."""
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(HANG_SECONDS)
     try:
@@ -811,11 +820,14 @@ def too_long(signum: int, frame: Any) -> None:
 
 
 def ours(error: Exception) -> bool:
-    """Whether a line of the library that begins with "raise" raised it (or of this file, for the command line)."""
+    """Whether the library raised the error itself, on a line that begins with "raise".
+
+    This file raises the errors of the command line. An OSError with a file name also counts.
+    """
     if not isinstance(error, OURS):
         return False
     if isinstance(error, OSError) and error.filename is not None:
-        return True  # about a file, whose name it gives
+        return True  # the message names the file
     frame, number = list(traceback.walk_tb(error.__traceback__))[-1]
     name = frame.f_code.co_filename
     return ("fedjax_drift" in name or name == __file__) and linecache.getline(name, number).strip().startswith("raise ")

@@ -1,15 +1,20 @@
-"""DamagedError, hostile and odd files of every format that the library reads; prints what became of them as JSON.
+"""Loads damaged, hostile and unusual files of every format that the library reads. Prints the outcomes as JSON.
 
     python tests/damage.py [FILES] [FORMAT ...]
 
-Every format has a small valid example. It is damaged in ways drawn with a fixed seed and in crafted ones, and loaded in
-a forked child, so that a crash or an endless read in another library's C code ends the child alone. Outcomes:
+Each format has a small valid example. The example is damaged by crafted changes, and by random changes with a fixed
+seed. Each damaged file is loaded in a forked child process. So a crash or an endless loop in the C code of another
+library ends only the child. Outcomes:
 
-    refused       by us: a ValueError, FileNotFoundError or OSError of one line that names the file or its folder
-    same          loaded, equal to the original
-    undetectable  loaded, not equal to the original: the format has no checksums
-    SILENT        the same, but it has    RAW    any other exception
-    HANG          20 seconds              MEMORY more than 2 GiB        CRASH  a signal
+    refused       the library raised ValueError, FileNotFoundError or OSError, with a one-line message that names the
+                  file or its folder
+    same          loaded, and equal to the example
+    undetectable  loaded, but not equal to the example; the format has no checksums
+    SILENT        loaded, but not equal to the example, although the format has checksums
+    RAW           any other exception
+    HANG          loading took more than 120 seconds
+    MEMORY        loading needed more than 2 GiB
+    CRASH         a signal ended the child
 """
 
 from __future__ import annotations
@@ -57,13 +62,13 @@ Change = Callable[[Path], None]
 
 class Format(NamedTuple):
     make: Callable[[Path], Path]
-    """Writes a small valid example into a folder; returns the file to damage."""
+    """Writes a small valid example into a folder. Returns the file to damage."""
     load: Callable[[Path], Any]
-    """What the folder holds, in arrays and plain values."""
+    """Returns the contents of the folder as arrays and plain values."""
     checked: bool = False
-    """It has checksums: no change may pass for good."""
+    """Whether the format has checksums. If it has, every change must be detected."""
     crafted: dict[str, Change] = {}
-    """What somebody who means harm, or has mistaken the format, makes of the file."""
+    """Changes that turn the file into an attack, or into a file with a mistake in its format."""
 
 
 # ---------------------------------------------------------------- damage
@@ -171,7 +176,10 @@ def images(side: int = 28, rows: int = 6) -> dict[str, np.ndarray]:
 
 
 def header(text: bytes, packed: bool = False, claims: int | None = None) -> Change:
-    """An npz whose x_train has this header in the npy form, before 100 bytes; `claims`: the size that the zip names."""
+    """Returns a change that writes an npz file. In it, x_train has this npy header and 100 bytes of data.
+
+    claims: the uncompressed size of x_train in the zip directory. Default: the true size.
+    """
 
     def change(path: Path) -> None:
         arrays = io.BytesIO()
@@ -193,7 +201,7 @@ def of_shape(shape: str, dtype: str = "|u1") -> bytes:
 
 
 def deflated(path: Path) -> None:
-    """3 GiB of zeros in 3 MiB."""
+    """Writes an npz file in which x_train has 3 GiB of zeros, compressed to 3 MiB."""
     stream = zlib.compressobj(wbits=-15)
     part = stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)
     header(of_shape("(3221225472,)"), packed=True)(path)
@@ -275,7 +283,10 @@ def pickled(*opcodes: bytes) -> Change:
 
 
 def nested(path: Path) -> None:
-    """Labels that are two lists, each of which is two lists, ... 60 deep: short in a file, endless as an array."""
+    """Writes labels that are nested lists, 60 levels deep. Each list contains the list below it twice.
+
+    The file is short, because a pickle stores each list once. An array of the labels would have more than 2^60 numbers.
+    """
     labels = 0
     for _ in range(60):
         labels = [labels, labels]  # type: ignore[assignment]
@@ -307,7 +318,7 @@ def make_cinic(folder: Path) -> Path:
 
 
 def png(side: int) -> Change:
-    """Whose header says that it is of this size."""
+    """Returns a change that writes another width and height into the header of a PNG file."""
 
     def change(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -362,7 +373,7 @@ def make_femnist(source: str, cached: bool = False) -> Callable[[Path], Path]:
 
 
 def again(load: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Twice: what is made again must be kept again."""
+    """Returns a function that loads twice: the first load replaces a damaged cache, and the second reads it."""
 
     def twice(folder: Path) -> Any:
         load(folder)
@@ -397,7 +408,7 @@ def blob(data: bytes) -> Change:
 
 
 def inflating() -> bytes:
-    """3 GiB of zeros in 3 MiB, as zlib writes them."""
+    """Returns 3 GiB of zeros, compressed to 3 MiB in the format of zlib."""
     stream = zlib.compressobj()
     first = stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)
     return first + (stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)) * 191
@@ -425,7 +436,10 @@ SQLITE: dict[str, Change] = {
 
 
 def h5(**columns: Any) -> Change:
-    """One client whose columns are made so."""
+    """Returns a change that writes an HDF5 file with one client.
+
+    columns: the options of ``create_dataset`` for each column.
+    """
 
     def change(path: Path) -> None:
         import h5py
@@ -468,7 +482,7 @@ def own_rows(read: Callable[..., fd.FederatedData], *parts: str) -> Callable[[Pa
     return lambda folder: values(read(*(folder / part for part in parts)))
 
 
-SECOND = 978_300_000  # what a rating's time is near, in ML-1M
+SECOND = 978_300_000  # a typical time of a rating in ML-1M
 
 
 def make_movielens(name: str) -> Callable[[Path], Path]:
@@ -748,10 +762,11 @@ def digest(found: Any) -> str:
 
 
 def ours(error: BaseException, folder: Path, path: Path) -> bool:
-    """One line that names the file or its folder, said by the library."""
+    """Whether the library raised the error, with a one-line message that names the file or its folder."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     by_us = frames[-1].f_globals["__name__"].startswith("fedjax_drift")
-    named = path.name in str(error) or str(folder) in str(error) or str(error).startswith("records")  # of any source
+    # Messages about records name no file, because records need not come from a file.
+    named = path.name in str(error) or str(folder) in str(error) or str(error).startswith("records")
     return (
         by_us
         and type(error) in (ConfigurationError, DamagedError, FileNotFoundError, OSError)
@@ -780,7 +795,7 @@ def in_child(work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
         os.close(read)
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the child, also within C code
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the child, even in C code
         signal.alarm(SECONDS)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
@@ -808,7 +823,10 @@ def copied(pristine: Path) -> Iterator[Path]:
 
 
 def cases(file_format: Format, count: int, rng: random.Random) -> Iterator[tuple[str, Change]]:
-    """Up to `count` changes with their names: all that are crafted, and random ones; of few, some of each."""
+    """Yields the names and functions of ``count`` changes: first the crafted ones, then random ones.
+
+    If ``count`` is small, some crafted changes are left out, so that there are also random ones.
+    """
     crafted = list((file_format.crafted | EVERYWHERE).items())
     yield from crafted[: max(count // 2, count - 60)]
     for i in range(count - min(len(crafted), max(count // 2, count - 60))):
@@ -821,11 +839,11 @@ def cases(file_format: Format, count: int, rng: random.Random) -> Iterator[tuple
 
 
 def tried(name: str, count: int, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """(damage, outcome, what was said) of each damaged file of a format."""
+    """Yields (damage, outcome, error message) for each damaged file of a format."""
     file_format, rng = FORMATS[name], random.Random(name)
     pristine = folder / "pristine"
     pristine.mkdir()
-    # In a child: threads that it starts would not be forked.
+    # In a child process, because the example's writer may start threads, and a fork does not copy threads.
     result, made = in_child(lambda: ("made", str(file_format.make(pristine))))
     assert result == "made", f"{name}: {made}"
     relative = Path(made).relative_to(pristine)

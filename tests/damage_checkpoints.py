@@ -1,10 +1,16 @@
-"""Damages a run's folders at random and goes on from them; prints what came of it as JSON.
+"""Damages copies of a run's folders at random, and resumes the run from each copy. Prints the outcomes as JSON.
 
     python tests/damage_checkpoints.py FOLDER [COPIES]
 
-The outcomes that will do: "newest", bit for bit what was saved; "older", an intact checkpoint before it, with a warning
-if one was lost to damage; "refused", a ValueError of the library. Whatever is restored goes on for a round, which must
-be the undisturbed run's. Half of the copies have client states in files.
+In half of the copies, the client states are in files. These outcomes are correct:
+
+    newest    the newest checkpoint is restored
+    older     an older checkpoint is restored, with a warning if the folder of a newer checkpoint still exists
+    refused   the library raises ValueError
+
+A restored state must be bitwise identical to the saved state. The run is then resumed for one round. The result must be
+bitwise identical to that of an uninterrupted run. All other outcomes are printed and counted as "wrong". "spoke" is the
+number of exceptions in threads and destructors.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ def bits(state: fd.ServerState) -> list[bytes]:
     clients = (
         state.clients.gather(np.arange(5)) if isinstance(state.clients, client_store.ClientStore) else state.clients
     )
-    clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded, there may be more rows
+    clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded client states may have padding
     key = jax.random.key_data(state.key)
     return [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get((state.round, key, state.server, clients)))]
 
@@ -90,7 +96,7 @@ def to_folder(file: Path, _: Path) -> None:
 
 
 def to_file(file: Path, _: Path) -> None:
-    """Its folder, if that is a checkpoint's."""
+    """Replaces the folder of the file by a file, if it is the folder of a checkpoint."""
     if file.parent.name.isdecimal():
         shutil.rmtree(file.parent)
         file.parent.write_text("a file")
@@ -111,7 +117,7 @@ DAMAGES: list[Callable[[Path, Path], None]] = [
 
 
 def outcome(run: Path, sim: fd.Simulation, known: dict[int, list[bytes]], newest: int) -> str:
-    """What comes of going on with the run in this folder."""
+    """Resumes the run in this folder for one round. Returns the outcome."""
     state, checkpoints = None, fd.Checkpoints(run / "checkpoints", every=2)
     try:
         with warnings.catch_warnings(record=True) as warned:

@@ -1,16 +1,26 @@
-"""The kill test's program: runs killed at random moments and resumed, 50 times; prints the counts as JSON.
+"""The program of the kill test: kills runs at 50 random moments and resumes them. Prints the counts as JSON.
 
     python tests/kill.py FOLDER [MOMENTS]
 
-A third of the kills are of one run with its client states on the device, a third of one with them in files, and a third
-of runs with them in files that have hardly begun: most of these have no checkpoint yet. Each run then comes to its end,
-which is to be that of a run that nobody disturbed.
+A third of the kills are of one run with client states on the device, and a third are of one run with client states in
+files. The last third are of runs with client states in files that have just started. Most of these runs have no
+checkpoint yet. After its kills, each run is completed. The result must be bitwise identical to that of an uninterrupted
+run.
 
-Starting Python and importing JAX takes seconds, so this process imports all of it, leaves JAX's backend alone, and
-forks a child for every attempt. The compilation cache is in FOLDER. A child writes to a pipe what it does: "begun",
-"from t" (the state it starts from is there), "round t" (reported to the user), "evaluating t", "saving t", "saved t"
-(known to be complete). It is killed a random while after it has said one of these, so that a busy machine is killed at
-the same kinds of moments.
+Starting Python and importing JAX takes seconds. Therefore this process imports everything, does not start JAX's
+backend, and forks a child process for every attempt. The compilation cache is in FOLDER.
+
+A child writes its progress to a pipe:
+
+    begun 0        the child has started
+    from t         the state of round t is initialized or restored, and training starts from it
+    round t        the record of round t was reported to the user
+    evaluating t   the evaluation after round t starts
+    saving t       the save of round t starts
+    saved t        the save of round t is known to be complete
+    end ...        the run is complete; followed by its fingerprint
+
+A child is killed a random time after one of these lines. So the kills hit the same phases of a run on a slow machine.
 """
 
 from __future__ import annotations
@@ -44,14 +54,14 @@ def simulation(bank: str) -> fd.Simulation:
     many = (
         rng.normal(size=(400_000, 3)).astype(np.float32),
         rng.integers(0, 2, 400_000),
-    )  # takes a while to evaluate
+    )  # many examples, so that an evaluation takes a while
     data = fd.FederatedData.from_clients(rows, test=many)
     model = fd.Model(init=lambda key: jax.numpy.zeros((3, 2)), apply=lambda w, x: x @ w)
     return fd.Simulation(model, data, fd.algorithms.scaffold(), cohort_size=2, bank=bank)
 
 
 def fingerprint(state: fd.ServerState, history: list[dict]) -> str:
-    """All bits of a run but the times."""
+    """Returns all bits of a run except for the times in its history, as text."""
     clients = (
         state.clients.gather(np.arange(5)) if isinstance(state.clients, client_store.ClientStore) else state.clients
     )
@@ -61,7 +71,7 @@ def fingerprint(state: fd.ServerState, history: list[dict]) -> str:
 
 
 def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
-    """Runs up to ``rounds``, from the newest checkpoint if there is one."""
+    """Trains until round ``rounds``. Starts from the newest checkpoint if there is one."""
 
     def say(*words: object) -> None:
         os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
@@ -98,7 +108,7 @@ def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
 
 
 def attempt(folder: Path, bank: str, rounds: int, after: bytes = b"end", moment: float = 0.0) -> list[list[str]]:
-    """What a child said before it was killed, ``moment`` seconds after it first said ``after``."""
+    """Forks a child and kills it ``moment`` seconds after its first line ``after``. Returns the lines that it wrote."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -129,25 +139,26 @@ def last(lines: list[list[str]], what: str) -> int:
     return max((int(value) for name, value in lines if name == what), default=0)
 
 
-LATE = [(b"from", 0.5), (b"saving", 0.1), (b"saving", 0.1), (b"round", 0.4)]  # after what, and at most how long after
+# (line of the child, largest number of seconds between this line and the kill)
+LATE = [(b"from", 0.5), (b"saving", 0.1), (b"saving", 0.1), (b"round", 0.4)]
 EARLY = [(b"begun", 0.5), (b"from", 0.1), (b"saving", 0.05)]
 
 
 class Life:
-    """One run, killed again and again."""
+    """One run that is killed repeatedly."""
 
     def __init__(self, folder: Path, bank: str) -> None:
         self.folder, self.bank = folder, bank
-        self.known = 0  # rounds reported to the user, those that were lost included
-        self.complete = 0  # the newest save reported complete
+        self.known = 0  # the last round reported to the user, even if a kill has lost it
+        self.complete = 0  # the round of the newest save that was reported as complete
         folder.mkdir()
 
     def _went_on(self, lines: list[list[str]], counts: Counter[str]) -> int:
-        """The round it went on from."""
+        """Returns the round from which the run was resumed. Updates the largest number of lost rounds."""
         names = [name for name, _ in lines]
         assert "begun" in names, f"the child has not even started: {lines}"
         if "from" not in names:
-            return self.complete  # killed before
+            return self.complete  # killed before the state was restored
         start = last(lines, "from")
         assert start >= self.complete, f"round {self.complete} was saved, but it went on from {start}"
         counts["most_lost"] = max(counts["most_lost"], self.known - start)
@@ -177,7 +188,7 @@ class Life:
         return bool(fd.Checkpoints(self.folder / "run").rounds)
 
     def end(self, total: int, counts: Counter[str]) -> str:
-        """Its end's fingerprint."""
+        """Completes the run. Returns the fingerprint of its final state and history."""
         lines = attempt(self.folder, self.bank, total)
         self._went_on(lines, counts)
         return dict(lines)["end"]
@@ -188,7 +199,7 @@ def main(folder: Path, moments: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    orbax_backend._handler_and_arguments()  # imports orbax
+    orbax_backend._handler_and_arguments()  # imports orbax before the first fork
     random.seed(0)
     counts: Counter[str] = Counter(most_lost=0)
     lives = [Life(folder / bank, bank) for bank in ("device", "files")]

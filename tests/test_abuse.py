@@ -1,4 +1,4 @@
-"""Wrong calls of everything public, and that what goes wrong shows."""
+"""Fuzz test of the public interface, and tests of unusual numbers: underflow, NaN and NumPy integers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DATA = fd.FederatedData.from_clients([(X[:3], Y[:3]), (X[3:4], Y[3:4]), (X[4:], 
 
 
 @pytest.mark.parametrize("family", abuse.FAMILIES)
-def test_wrong_calls_are_refused_by_the_library(family) -> None:
+def test_awkward_arguments_have_no_wrong_outcome(family) -> None:
     assert not [str(outcome) for outcome in abuse.abused(family, 80) if outcome.wrong]
 
 
 @pytest.mark.parametrize("algorithm", [fd.algorithms.scaffold(), fd.algorithms.feddc(0.1), fd.algorithms.slowmo(0.5)])
-def test_a_rate_too_small_for_float32_divides_nothing_by_zero(algorithm) -> None:
+def test_a_learning_rate_below_the_float32_range_gives_finite_states(algorithm) -> None:
     local = fd.LocalTraining(lr=0.1, lr_decay=0.5)
     sim = fd.Simulation(fd.models.linear((3,), 3), DATA, algorithm, local=local, cohort_size=2)
     state, history = sim.run(sim.init(jax.random.key(0))._replace(round=jnp.int32(300)), 2, progress=False)
@@ -28,7 +28,7 @@ def test_a_rate_too_small_for_float32_divides_nothing_by_zero(algorithm) -> None
     assert all(np.isfinite(leaf).all() for leaf in leaves) and 0 < history[-1]["lr"] < 1e-37
 
 
-def test_a_model_that_is_not_finite_classifies_nothing_and_is_warned_of() -> None:
+def test_a_model_with_nan_has_accuracy_0_and_causes_a_warning() -> None:
     sim = fd.Simulation(fd.models.linear((3,), 3), DATA, fd.algorithms.fedavg(), cohort_size=2)
     state = sim.init(jax.random.key(0))
     state = state._replace(server=state.server._replace(params=jax.tree.map(lambda p: p * jnp.nan, state.params)))
@@ -36,8 +36,8 @@ def test_a_model_that_is_not_finite_classifies_nothing_and_is_warned_of() -> Non
         assert sim.evaluate(state)["accuracy"] == 0
 
 
-def test_measuring_is_sound_where_nan_is_an_error() -> None:
-    """Absent clients have none of what is measured: NaN."""
+def test_measuring_works_with_debug_nans() -> None:
+    """The measures of absent clients are NaN. This must not raise an error with ``jax_debug_nans``."""
     options = {"cohort_size": 2, "sampling": "bernoulli", "measure": "updates"}
     sim = fd.Simulation(fd.models.linear((3,), 3), DATA, fd.algorithms.scaffold(), **options)
     with jax.debug_nans(True):
@@ -46,7 +46,7 @@ def test_measuring_is_sound_where_nan_is_an_error() -> None:
     assert len(history) == 3 and len(run.history) == 2 and "update_norm" in run.history[0]
 
 
-def test_integers_of_numpy_are_integers() -> None:
+def test_numpy_integers_are_accepted() -> None:
     local = fd.LocalTraining(epochs=np.uint8(1), batch_size=np.uint64(2), lr=np.int64(1))
     sim = fd.Simulation(
         fd.models.linear((3,), 3), DATA, fd.algorithms.fedavg(np.int64(1)), local=local, cohort_size=np.uint8(2)

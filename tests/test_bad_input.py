@@ -1,4 +1,7 @@
-"""Bad input: a ValueError, before anything compiles, that says what, allowed, got and fix."""
+"""Bad input raises ValueError before anything is compiled.
+
+The message names the argument, the allowed values, the value received and a fix.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def two_classes(y) -> fd.FederatedData:
 
 
 def dropped() -> fd.Model:
-    """An nnx module with dropout, split by hand."""
+    """A model from an nnx module with dropout, made with ``nnx.split`` instead of `Model.from_nnx`."""
 
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -234,24 +237,24 @@ COHORTS = [
 
 
 @pytest.mark.parametrize(("make", "message"), DATA)
-def test_data(make, message) -> None:
+def test_bad_data(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize(("options", "message"), LOCAL)
-def test_local_training(options, message) -> None:
+def test_bad_local_training(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         fd.LocalTraining(**options)
 
 
 @pytest.mark.parametrize(("options", "message"), SIMULATION)
-def test_simulation(options, message) -> None:
+def test_bad_simulation(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         simulation(**options)
 
 
-def test_rounds() -> None:
+def test_bad_arguments_of_methods() -> None:
     sim = simulation()
     state = sim.init(jax.random.key(0))
     for cohort, message in COHORTS:
@@ -274,7 +277,7 @@ def test_rounds() -> None:
     assert sim.executor.programs.compiled.round._cache_size() == 0  # nothing was compiled
 
 
-def test_cpu_devices_must_come_first() -> None:
+def test_cpu_devices_must_be_set_before_jax_starts() -> None:
     jax.devices()
     with pytest.raises(RuntimeError, match="before JAX starts its backend"):
         fd.use_cpu_devices(3)

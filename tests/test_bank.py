@@ -1,4 +1,4 @@
-"""Client states outside the devices: what was committed is what is gathered, whatever happens in between."""
+"""Client stores: `gather` returns the committed states, also after interrupts, kills and full disks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ INITIAL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(-1)}
 
 
 def states_of(ids: np.ndarray, t: int) -> dict:
-    """States [K, ...] that show whose they are, and of which round."""
+    """Returns states [K, ...] whose values depend on the client and the round."""
     ids = np.asarray(ids)
     w = (1000 * t + ids)[:, None, None] + np.arange(6).reshape(1, 2, 3) / 8
     return {"w": w.astype(np.float32), "n": np.full(len(ids), t, np.int32)}
 
 
 def check(bank: ClientStore, last: dict[int, int]) -> None:
-    """The bank holds for every client what `states_of` gave it in its last round, or the initial state."""
+    """Checks the states of all clients in the store.
+
+    last: the last round of each client that has taken part. Its state must be that of `states_of` for this round. All
+    other clients must have the initial state.
+    """
     N = bank.num_clients
     got = bank.gather(np.arange(N + 1))
     want = jax.tree.map(lambda leaf: np.stack([leaf] * (N + 1)), INITIAL)
@@ -54,8 +58,9 @@ MIXED = {
 
 
 @pytest.mark.parametrize("where", ["memory", "file", "file in pieces"])
-def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> None:
-    if where == "file in pieces":  # as where states have very many leaves, or exceed what one call transfers
+def test_a_store_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> None:
+    # As with very many leaves, or with states that one system call cannot transfer completely.
+    if where == "file in pieces":
         monkeypatch.setattr(client_files, "MOST_BUFFERS", 2)
         for name in ("preadv", "pwritev"):
             call = getattr(os, name)
@@ -83,15 +88,15 @@ def test_equals_a_dict_over_random_operations(where, tmp_path, monkeypatch) -> N
         want = jax.tree.map(lambda *leaves: np.stack(leaves), *[model.get(i, MIXED) for i in asked])
         jax.tree.map(np.testing.assert_array_equal, got, want)
         assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: np.asarray(a).dtype, MIXED)
-        jax.tree.map(lambda leaf: leaf.fill(1), got)  # copies: this must change nothing
+        jax.tree.map(lambda leaf: leaf.fill(1), got)  # these are copies, so the store must not change
         assert (bank.round, bank.seen) == (t, len(model))
 
 
-def test_only_clients_ever_seen_take_space(tmp_path) -> None:
+def test_only_clients_that_have_taken_part_use_space(tmp_path) -> None:
     N, initial = 100_000, {"w": np.zeros(2_500, np.float32)}
     with ClientStore.create(initial, N) as memory, ClientStore.create(initial, N, tmp_path / "bank") as file:
         for bank in (memory, file):
-            for t in range(1, 6):  # again and again the same 50
+            for t in range(1, 6):  # the same 50 clients in every round
                 ids = np.arange(0, N, N // 50)
                 bank.commit(ids, {"w": np.ones((50, 2_500), np.float32)}, t)
             assert bank.seen == 50
@@ -101,7 +106,8 @@ def test_only_clients_ever_seen_take_space(tmp_path) -> None:
         assert repr(file) == f"ClientStore(100000 clients, 50 seen, round 5, 1.4 MB in {tmp_path / 'bank'})"
 
 
-def test_gathered_states_need_no_copy_on_cpu(bank) -> None:
+def test_gathered_states_are_aligned(bank) -> None:
+    """JAX's CPU backend uses arrays with this alignment without copying them."""
     for leaf in jax.tree.leaves(bank.gather(np.arange(7))):
         assert leaf.ctypes.data % 64 == 0
 
@@ -109,8 +115,11 @@ def test_gathered_states_need_no_copy_on_cpu(bank) -> None:
 FILES = [module.__file__ for module in (client_store, client_files, client_memory)]
 
 
-def test_an_interrupt_anywhere_in_a_commit_leaves_a_round_boundary(bank, tmp_path) -> None:
-    """KeyboardInterrupt at every single line of a commit; the folder is also looked at as a kill would leave it."""
+def test_an_interrupted_commit_stores_all_states_of_the_round_or_none(bank, tmp_path) -> None:
+    """Raises KeyboardInterrupt at every line of a commit.
+
+    A copy of the folder is checked too, because a kill would leave the folder in this condition.
+    """
     last: dict[int, int] = {}
     interrupted = True
     outcomes = set()
@@ -149,7 +158,7 @@ def test_an_interrupt_anywhere_in_a_commit_leaves_a_round_boundary(bank, tmp_pat
     assert moment > 30
 
 
-# Children commit until they are killed, forked from a process that has not started JAX.
+# A process that has not started JAX forks children. Each child commits until it is killed.
 KILLS = """
 import os, random, signal, sys, time
 import numpy as np
@@ -235,14 +244,14 @@ print("pins", checked)
 
 
 @pytest.mark.parametrize(("program", "least"), [(COMMITS, 30), (PINS, 20)], ids=["the_last_commit", "every_pin"])
-def test_a_kill_at_any_moment_leaves(program, least, tmp_path) -> None:
+def test_a_kill_at_any_moment_loses_no_committed_state(program, least, tmp_path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", KILLS + program, str(tmp_path / "bank")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= least
 
 
-def test_a_pin_is_a_way_back(tmp_path) -> None:
+def test_a_store_can_return_to_a_pinned_round(tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         for t in range(1, 6):
             bank.commit([3, t + 3], states_of([3, t + 3], t), t)
@@ -251,10 +260,11 @@ def test_a_pin_is_a_way_back(tmp_path) -> None:
         assert bank.pins == [2, 4]
         end = bank._table.end
         bank.unpin(4)
-        bank.unpin(7)  # there is none: nothing happens
+        bank.unpin(7)  # round 7 has no pin, so this has no effect
         bank.commit([3, 9], states_of([3, 9], 6), 6)
-        assert bank.pins == [2] and bank._table.end <= end + 1  # what the pin of round 4 alone held is used again
-    (tmp_path / "bank/index").unlink()  # not needed to go back
+        # The records that only the pin of round 4 used are free again.
+        assert bank.pins == [2] and bank._table.end <= end + 1
+    (tmp_path / "bank/index").unlink()  # not needed to return to a pin
     with ClientStore.open(tmp_path / "bank", INITIAL, 20, round=2) as bank:
         check(bank, {3: 2, 4: 1, 5: 2})
         assert bank.round == 2
@@ -276,7 +286,7 @@ def test_a_pin_is_a_way_back(tmp_path) -> None:
 @contextlib.contextmanager
 def no_fallocate():
     def full(file, start, size):
-        os.ftruncate(file, start + size // 2)  # some of it was to be had
+        os.ftruncate(file, start + size // 2)  # a part of the space was allocated
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -296,7 +306,7 @@ def file_limit(most: int = 3 * 32 + 10):
 
 @pytest.mark.parametrize("full, taken", [(no_fallocate, 0), (file_limit, 0), (lambda: file_limit(230), 2 * 32)])
 def test_a_full_disk_loses_nothing(full, taken, tmp_path) -> None:
-    """No room for the records, or (230 bytes: six records, but no index) for the table."""
+    """The disk is full when the records are written, or when the index is written (230 bytes fit six records)."""
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 4], states_of([3, 4], 1), 1)
         size = (tmp_path / "bank/states").stat().st_size
@@ -315,13 +325,13 @@ def test_a_full_disk_loses_nothing(full, taken, tmp_path) -> None:
         check(bank, {3: 1, 4: 2, 5: 2})
 
 
-def test_no_room_for_a_new_bank(tmp_path) -> None:
+def test_a_full_disk_while_creating_a_store_raises(tmp_path) -> None:
     with file_limit(300), pytest.raises(ValueError, match="File too large"):
         ClientStore.create(INITIAL, 1000, tmp_path / "bank")
     ClientStore.create(INITIAL, 1000, tmp_path / "bank").close()
 
 
-def test_one_user_at_a_time(tmp_path) -> None:
+def test_a_store_cannot_be_opened_twice(tmp_path) -> None:
     program = "import sys; from fedjax_drift.storage.client_store import ClientStore as Store; "
     program += "Store.open(sys.argv[1], {'w': 0.0}, 5)"
     with ClientStore.create({"w": 0.0}, 5, tmp_path / "bank"):
@@ -354,7 +364,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("other, message", OTHERS)
-def test_a_bank_of_something_else_is_refused(other, message, tmp_path) -> None:
+def test_a_store_of_another_simulation_is_refused(other, message, tmp_path) -> None:
     mine = {"initial": INITIAL, "num_clients": 20, "identity": {"algorithm": "scaffold", "rows": 7}}
     with ClientStore.create(path=tmp_path / "bank", **mine) as bank:
         bank.commit([3], states_of([3], 1), 1)
@@ -364,8 +374,8 @@ def test_a_bank_of_something_else_is_refused(other, message, tmp_path) -> None:
         check(bank, {3: 1})
 
 
-def test_the_initial_state_is_that_of_the_creation(tmp_path) -> None:
-    """A resumed simulation has later parameters, of which an algorithm would make another one."""
+def test_a_reopened_store_keeps_its_initial_state(tmp_path) -> None:
+    """A resumed run has later parameters, from which an algorithm may compute another initial state."""
     ClientStore.create(INITIAL, 20, tmp_path / "bank").close()
     with ClientStore.open(tmp_path / "bank", jax.tree.map(np.zeros_like, INITIAL), 20) as bank:
         check(bank, {})
@@ -385,7 +395,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("name, damage, message", DAMAGES)
-def test_a_damaged_bank_is_refused_and_left_alone(name, damage, message, tmp_path) -> None:
+def test_a_damaged_store_is_refused_and_not_changed(name, damage, message, tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 5], states_of([3, 5], 1), 1)
     file = tmp_path / "bank" / name
@@ -401,8 +411,8 @@ def test_a_damaged_bank_is_refused_and_left_alone(name, damage, message, tmp_pat
 
 
 @pytest.mark.parametrize("byte", [0, 20, 31, 32, 63, 64, 95])
-def test_a_flipped_bit_in_a_record_is_noticed_when_it_is_read(byte, tmp_path) -> None:
-    """The initial state, client 5's and client 3's, each with its checksum."""
+def test_a_flipped_bit_is_detected_when_the_record_is_read(byte, tmp_path) -> None:
+    """The bytes are in the initial state, the record of client 5 and the record of client 3, or in their checksums."""
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([5, 3], states_of([5, 3], 1), 1)
     content = bytearray((tmp_path / "bank/states").read_bytes())
@@ -423,7 +433,7 @@ def test_a_flipped_bit_in_a_record_is_noticed_when_it_is_read(byte, tmp_path) ->
         assert bank.gather([intact])["n"] == [1]
 
 
-def test_records_of_each_other_are_noticed(tmp_path) -> None:
+def test_swapped_records_are_detected(tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([5, 3], states_of([5, 3], 1), 1)
         content = (tmp_path / "bank/states").read_bytes()
@@ -432,11 +442,11 @@ def test_records_of_each_other_are_noticed(tmp_path) -> None:
             bank.gather([3])
 
 
-def test_a_bank_that_nobody_has_used_is_made_again(tmp_path) -> None:
-    """As a kill before the first save leaves it; for the same arguments alone."""
+def test_an_unused_store_can_be_created_again(tmp_path) -> None:
+    """A kill before the first save leaves an unused store. It can be created again only with the same arguments."""
     mine = {"initial": INITIAL, "num_clients": 20, "path": tmp_path / "bank", "identity": {"key": "1"}}
     with ClientStore.create(**mine) as bank:
-        bank.pin()  # for a save that was not completed
+        bank.pin()  # as for a save that was not completed
         with pytest.raises(ValueError, match="must be a client store that is not in use"):
             ClientStore.create(**mine)
     for other in ({"initial": INITIAL | {"n": np.int32(3)}}, {"num_clients": 21}, {"identity": {"key": "2"}}):
@@ -451,7 +461,7 @@ def test_a_bank_that_nobody_has_used_is_made_again(tmp_path) -> None:
         check(bank, {3: 1})
 
 
-def test_a_pin_in_anothers_place_is_noticed(tmp_path) -> None:
+def test_a_pin_of_another_round_is_detected(tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         for t in (1, 2):
             bank.commit([3], states_of([3], t), t)
@@ -465,7 +475,7 @@ def test_a_pin_in_anothers_place_is_noticed(tmp_path) -> None:
         assert bank.pins == [1]
 
 
-def test_records_cut_short_while_in_use_are_an_error(tmp_path) -> None:
+def test_truncating_an_open_store_raises(tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
         bank.commit([3, 5], states_of([3, 5], 1), 1)
         os.truncate(tmp_path / "bank/states", 60)
@@ -473,7 +483,7 @@ def test_records_cut_short_while_in_use_are_an_error(tmp_path) -> None:
             bank.gather([5])
 
 
-def test_folders_that_will_not_do(tmp_path) -> None:
+def test_unusable_folders_raise(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "used").mkdir()
     (tmp_path / "used/states").write_text("mine")
@@ -513,6 +523,6 @@ BAD = [
 
 
 @pytest.mark.parametrize("call, message", BAD)
-def test_bad_arguments(call, message, bank) -> None:
+def test_bad_arguments_raise(call, message, bank) -> None:
     with pytest.raises(ValueError, match=message):
         call(bank)

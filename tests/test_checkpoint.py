@@ -1,4 +1,4 @@
-"""Runs that survive: what is restored is bit for bit what was saved, or refused; whatever ended the run."""
+"""Checkpoints: a restored state is bitwise identical to the saved one, or `restore` raises. So runs survive kills."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ KEY = jax.random.key(3)
 
 
 def simulation(algorithm: fd.Algorithm | None = None, data: fd.FederatedData = DATA, **options) -> fd.Simulation:
-    # aggregation="paper": a client's initial state depends on the parameters, so that later ones would give another.
+    # With aggregation="paper", a client's initial state depends on the parameters. So a resumed run would differ if it
+    # computed the initial state from its later parameters.
     algorithm = fd.algorithms.feddc(0.1, aggregation="paper") if algorithm is None else algorithm
     return fd.Simulation(MODEL, data, algorithm, **({"cohort_size": 2} | options))
 
@@ -58,7 +59,7 @@ def arrays(state: fd.ServerState) -> list[np.ndarray]:
     clients = state.clients
     if isinstance(clients, client_store.ClientStore):
         clients = clients.gather(np.arange(6))
-    clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded, there is one more row
+    clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded client states have one row of padding
     return jax.tree.leaves(jax.device_get((state.round, jax.random.key_data(state.key), state.server, clients)))
 
 
@@ -83,7 +84,7 @@ def uninterrupted(device):
 
 @pytest.fixture
 def saved(device, tmp_path) -> fd.Checkpoints:
-    """The checkpoints of rounds 2, 4 and 5 of a run."""
+    """The checkpoints of a run after rounds 2, 4 and 5."""
     checkpoints = fd.Checkpoints(tmp_path / "saved", every=2, best=None)
     run(device, device.init(KEY), 5, checkpoints)
     return checkpoints
@@ -91,14 +92,15 @@ def saved(device, tmp_path) -> fd.Checkpoints:
 
 @pytest.mark.as_users
 @pytest.mark.parametrize("bank", ["device", "sharded", "host", "files"])
-def test_goes_on_bit_for_bit(bank, uninterrupted, tmp_path, request) -> None:
+def test_a_resumed_run_is_bitwise_identical(bank, uninterrupted, tmp_path, request) -> None:
     where = str(tmp_path / "bank") if bank == "files" else bank
     sim = request.getfixturevalue(bank) if bank in ("device", "sharded") else simulation(bank=where)
     checkpoints = fd.Checkpoints(tmp_path / "run", every=3)
     state, history = run(sim, sim.init(KEY), 7, checkpoints)
     if bank == "files":
         state.clients.close()
-    for kept in (3, None):  # the second time from the end, though the folder has been set back meanwhile
+    # The second time, the newest round is restored, although the first time has set the client states back to round 3.
+    for kept in (3, None):
         state, before = checkpoints.restore(sim, kept)
         assert int(state.round) == (kept or 7) and told(before) == told(history)[: kept or 7]
         if kept == 3:
@@ -115,7 +117,7 @@ def test_goes_on_bit_for_bit(bank, uninterrupted, tmp_path, request) -> None:
         assert state.clients.pins == [r for r in checkpoints.rounds]
 
 
-def test_other_devices_and_banks(sharded, uninterrupted, tmp_path) -> None:
+def test_a_run_resumes_with_another_number_of_devices_and_another_bank(sharded, uninterrupted, tmp_path) -> None:
     one = simulation(mesh=fd.clients_mesh(jax.local_devices()[:1]))
     run(sharded, sharded.init(KEY), 4, tmp_path)
     state, _ = fd.Checkpoints(tmp_path).restore(one)
@@ -147,14 +149,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("message", OTHERS)
-def test_another_simulation_is_refused(message, saved) -> None:
+def test_restoring_with_another_simulation_raises(message, saved) -> None:
     sim = simulation(**OTHERS[message])
     with pytest.raises(OtherRunError, match=f"belong to another simulation: .*{message}"):
         saved.restore(sim)
 
 
 @pytest.mark.filterwarnings("ignore:.* belong", "ignore:since the checkpoints")
-def test_another_simulation_is_a_warning_without_strict(device, saved, tmp_path) -> None:
+def test_restoring_with_another_simulation_warns_without_strict(device, saved, tmp_path) -> None:
     whole = saved.restore(device, 4)[0]
     other = simulation(fd.algorithms.feddc(0.2, aggregation="paper"), cohort_size=3)
     listed = "alpha: 0.1 in the checkpoint, not 0.2; cohort_size: 2 in the checkpoint, not 3: restored nevertheless"
@@ -181,7 +183,7 @@ def test_another_simulation_is_a_warning_without_strict(device, saved, tmp_path)
 
 @pytest.mark.filterwarnings("ignore:.* belong")
 @pytest.mark.parametrize("bank", ["host", "files"])
-def test_another_simulation_is_a_warning_with_states_on_the_host(bank, tmp_path) -> None:
+def test_restoring_with_another_simulation_warns_with_states_on_the_host(bank, tmp_path) -> None:
     where = tmp_path / "bank" if bank == "files" else bank
     saved, new = fd.Checkpoints(tmp_path / "run"), fd.Checkpoints(tmp_path / "new")
     sim, other = simulation(bank=where), simulation(bank=where, cohort_size=3)
@@ -194,7 +196,7 @@ def test_another_simulation_is_a_warning_with_states_on_the_host(bank, tmp_path)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(arrays(state), before, strict=True))
     run(other, state, 1, new)
     state.clients.close()
-    for t in new.rounds:  # with files also of the round from which it continued
+    for t in new.rounds:  # with files, this includes round 2, from which the run was resumed
         new.restore(other, t)[0].clients.close()
     fewer = simulation(data=fd.FederatedData.from_clients(CLIENTS[:4], test=CLIENTS[0]), bank=where, cohort_size=3)
     with pytest.raises(
@@ -203,7 +205,7 @@ def test_another_simulation_is_a_warning_with_states_on_the_host(bank, tmp_path)
         new.restore(fewer, strict=False)
 
 
-def test_another_run_is_refused(device, saved) -> None:
+def test_checkpoints_of_another_run_are_refused(device, saved) -> None:
     state = saved.restore(device)[0]
     for start, message in [
         (device.init(KEY), "after 0, the round of the state, got round 5 in .*: resume with checkpoints.restore"),
@@ -218,7 +220,7 @@ def test_another_run_is_refused(device, saved) -> None:
     assert saved.rounds == [2, 4, 5]
 
 
-def test_format_and_versions(device, saved, monkeypatch) -> None:
+def test_other_versions_warn_and_another_format_raises(device, saved, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "versions", lambda: {"fedjax_drift": "9.0", "jax": "1.0"})
         with pytest.warns(
@@ -244,8 +246,11 @@ FAULTS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*is damaged")
-def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_path) -> None:
-    """Every file of the newest checkpoint, every fault: restored as it was, or the checkpoint before it."""
+def test_any_damage_restores_the_same_state_or_the_previous_checkpoint(device, saved, uninterrupted, tmp_path) -> None:
+    """Tests every fault in every file of the newest checkpoint.
+
+    The restored state must be bitwise identical to that of this checkpoint or the previous one.
+    """
     whole, outcomes = {r: saved.restore(device, r)[0] for r in (4, 5)}, Counter()
     newest = saved.place(5)
     files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
@@ -259,18 +264,18 @@ def test_damage_anywhere_gives_the_one_before(device, saved, uninterrupted, tmp_
             outcomes[fault, int(state.round)] += 1
     print(f"{len(files)} files x {len(FAULTS)} faults:", dict(outcomes))
     assert sum(outcomes.values()) == 4 * len(files)
-    assert all(outcomes[fault, 4] == 2 for fault in FAULTS)  # about.json and arrays.0
+    assert all(outcomes[fault, 4] == 2 for fault in FAULTS)  # the files about.json and arrays.0
 
 
-def test_damage_at_random_is_never_silent(tmp_path, capfd) -> None:
-    """A part of what `python tests/damage_checkpoints.py FOLDER` does."""
+def test_random_damage_is_never_silent(tmp_path, capfd) -> None:
+    """A short run of `python tests/damage_checkpoints.py FOLDER`."""
     counts = damage_checkpoints.main(tmp_path, 20)
     said = capfd.readouterr()
     assert counts["newest"] + counts["older"] + counts["refused"] == 20 and not counts["spoke"], said.out
     assert not said.err
 
 
-def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -> None:
+def test_damaged_checkpoints_are_reported_and_moved_aside(device, saved, uninterrupted) -> None:
     about = saved.place(5) / "about.json"
     about.write_bytes(flipped(about.read_bytes()))
     with pytest.raises(ValueError, match=r"round 5 in .* is damaged .*: choose another of the rounds \[2, 4, 5\]"):
@@ -290,7 +295,7 @@ def test_what_is_damaged_is_said_and_moved_aside(device, saved, uninterrupted) -
 
 
 @pytest.mark.parametrize("dtype", [bool, np.float32, jnp.bfloat16])
-def test_checksums_notice_every_bit_and_no_device(dtype) -> None:
+def test_checksums_detect_every_flipped_bit_and_do_not_depend_on_devices(dtype) -> None:
     array = np.arange(24).reshape(6, 4).astype(dtype)
     sharded = jax.device_put(array, jax.NamedSharding(fd.clients_mesh(), jax.P("clients")))
     plain = int(contents.checksum(jnp.asarray(array[:5])))
@@ -303,10 +308,10 @@ def test_checksums_notice_every_bit_and_no_device(dtype) -> None:
     assert plain not in np.asarray(jax.jit(jax.vmap(contents.checksum))(flipped))
 
 
-def test_the_last_and_the_best_are_kept(device, tmp_path) -> None:
+def test_the_last_and_the_best_checkpoints_are_kept(device, tmp_path) -> None:
     keeps = orbax_backend.rounds_to_keep
     assert keeps({5: 0.1, 1: 0.5, 2: 0.9, 3: None, 4: 0.2}, 2) == {2, 4, 5}
-    assert keeps({1: 0.9, 2: 0.9, 3: 0.1}, 1) == {2, 3}  # the last of the best
+    assert keeps({1: 0.9, 2: 0.9, 3: 0.1}, 1) == {2, 3}  # of equally good rounds, the last one is kept
     assert keeps({1: None, 2: None}, 3) == {1, 2} and keeps({1: None, 2: None}, 1) == {2}
     assert (
         checkpoint.score([{"loss": 0.5}], "loss") == -0.5 and checkpoint.score([{"loss": float("nan")}], "loss") is None
@@ -323,10 +328,11 @@ def test_the_last_and_the_best_are_kept(device, tmp_path) -> None:
     assert saver.due(5, None, 10, 0, True) and not saver.due(5, None, 11, 99, False)
 
 
-def test_what_a_kill_has_left_is_deleted(device, saved, monkeypatch) -> None:
+def test_files_left_by_a_kill_are_deleted(device, saved, monkeypatch) -> None:
     (saved.path / "00000009.orbax-checkpoint-tmp").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(saver.shutil, "rmtree", lambda *_, **options: None)  # killed before the first file is deleted
+        # As after a kill that happens before the first file is deleted.
+        patch.setattr(saver.shutil, "rmtree", lambda *_, **options: None)
         saver._delete(saved, 2)
     assert saved.rounds == [4, 5] and (saved.path / "00000002.deleted/arrays.0").exists()
     run(device, saved.restore(device)[0], 1, saved)
@@ -336,7 +342,10 @@ def test_what_a_kill_has_left_is_deleted(device, saved, monkeypatch) -> None:
 @pytest.mark.parametrize("bank", ["device", "sharded", "host", "files"])
 @pytest.mark.parametrize("ends", ["whole", "stopped"])
 def test_the_best_evaluated_round_is_kept(bank, ends, tmp_path, monkeypatch) -> None:
-    """Rounds 4, 8 and 11 are evaluated, 3, 6, 9 and 11 are saved: the best of the former is there, with its state."""
+    """Rounds 4, 8 and 11 are evaluated, and rounds 3, 6, 9 and 11 are saved.
+
+    Round 8 is the best evaluated round. Its state must be kept too, although round 8 is not one of the saved rounds.
+    """
     where = str(tmp_path / "bank") if bank == "files" else bank
     sim = simulation(bank=where)
     scores = iter([0.5, 0.6, 0.4])  # at rounds 4, 8 and 11
@@ -365,13 +374,16 @@ def test_the_best_evaluated_round_is_kept(bank, ends, tmp_path, monkeypatch) -> 
         best.clients.close()
     state, history = again.restore(sim)
     state, _ = sim.run(state, 4, 1, progress=False, checkpoints=again)
-    assert again.rounds == [8, int(state.round)]  # still the best
+    assert again.rounds == [8, int(state.round)]  # round 8 is still the best
     if bank == "files":
         assert state.clients.pins == again.rounds
 
 
-def test_a_kill_before_the_best_is_written_loses_no_more_than_the_interval(device, tmp_path) -> None:
-    """It is in memory until the next save, whose rounds are done again; then it is kept again."""
+def test_a_kill_before_the_best_state_is_written_loses_at_most_one_interval(device, tmp_path) -> None:
+    """The best state is only in memory until the next save.
+
+    After a kill, the lost rounds are repeated. Then the best state is kept again.
+    """
     checkpoints = fd.Checkpoints(tmp_path, every=3, keep=1, best="loss")
     kept = []
 
@@ -393,7 +405,7 @@ def test_a_kill_before_the_best_is_written_loses_no_more_than_the_interval(devic
     assert checkpoints.rounds == sorted({best, 9})
 
 
-def test_one_run_at_a_time(device, saved) -> None:
+def test_only_one_run_at_a_time_can_use_a_folder(device, saved) -> None:
     state = saved.restore(device)[0]
     with saver.saving([saved], [device.specification], [state], contextlib.nullcontext):
         for refused in (lambda: saved.restore(device), lambda: run(device, state, 1, saved)):
@@ -402,7 +414,7 @@ def test_one_run_at_a_time(device, saved) -> None:
     run(device, state, 1, saved)
 
 
-def test_folders_that_will_not_do(device, tmp_path, monkeypatch) -> None:
+def test_unusable_folders_and_options_out_of_range_raise(device, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     state = device.init(KEY)
     for folder in (tmp_path / "file", tmp_path / "file/below", "/dev/null/checkpoints"):
@@ -425,10 +437,14 @@ def test_folders_that_will_not_do(device, tmp_path, monkeypatch) -> None:
             fd.Checkpoints(tmp_path, **options)
 
 
-@pytest.mark.filterwarnings("ignore:round . could not be saved")  # more often than is waited for
+# Rounds other than those in ``pytest.warns`` may cause this warning too.
+@pytest.mark.filterwarnings("ignore:round . could not be saved")
 @pytest.mark.parametrize("ends", ["later", "full"])
-def test_a_full_disk(ends, device, uninterrupted, tmp_path, monkeypatch) -> None:
-    """While it is full the run goes on and warns; if it is so to the end, that is an error that has everything."""
+def test_a_full_disk_loses_no_round(ends, device, uninterrupted, tmp_path, monkeypatch) -> None:
+    """While the disk is full, training continues, and failed saves cause warnings.
+
+    If the disk is still full at the end of the run, the run raises an OSError with the state and the history.
+    """
     checkpoints = fd.Checkpoints(tmp_path, every=1)
     run(device, device.init(KEY), 1, checkpoints)
     limit, spoke = file_limit(5_000 if ends == "later" else 50), []
@@ -462,7 +478,7 @@ def test_a_full_disk(ends, device, uninterrupted, tmp_path, monkeypatch) -> None
         assert all(path.name.isdecimal() or path.name == "lock" for path in tmp_path.iterdir())
 
 
-def test_no_room_for_a_pin_is_said_of_its_round(tmp_path, monkeypatch) -> None:
+def test_the_warning_names_the_round_whose_pin_failed(tmp_path, monkeypatch) -> None:
     sim = simulation(bank=tmp_path / "bank")
     pin = client_files.ClientFiles.pin
 
@@ -478,13 +494,13 @@ def test_no_room_for_a_pin_is_said_of_its_round(tmp_path, monkeypatch) -> None:
     assert checkpoints.rounds == [1, 3, 4] == state.clients.pins
 
 
-def test_signals(device, uninterrupted, tmp_path) -> None:
+def test_a_run_stopped_by_a_signal_can_be_resumed(device, uninterrupted, tmp_path) -> None:
     def send(which: int, at: int):
         return lambda record: record["round"] == at and os.kill(os.getpid(), which)
 
     before, seen = signal.getsignal(signal.SIGTERM), []
     run(device, device.init(KEY), 1, on_round=lambda record: seen.append(signal.getsignal(signal.SIGTERM)))
-    assert seen == [before]  # left alone without checkpoints
+    assert seen == [before]  # without checkpoints, the signal handler is not replaced
     with pytest.raises(SystemExit) as ended:
         run(device, device.init(KEY), 8, tmp_path, on_round=send(signal.SIGTERM, 2))
     assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) == before
@@ -498,8 +514,8 @@ def test_signals(device, uninterrupted, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("at", [3, 5, 6])
-def test_an_error_of_on_round_loses_nothing(at, device, tmp_path) -> None:
-    """Also in the last rounds, which are recorded after the loop."""
+def test_an_error_in_on_round_loses_no_round(at, device, tmp_path) -> None:
+    """The last rounds are recorded after the training loop, so they are tested too."""
     checkpoints = fd.Checkpoints(tmp_path, every=4, best=None)
     with pytest.raises(ZeroDivisionError) as error:
         run(device, device.init(KEY), 6, checkpoints, on_round=lambda record: 1 // (record["round"] - at))
@@ -509,7 +525,7 @@ def test_an_error_of_on_round_loses_nothing(at, device, tmp_path) -> None:
     assert same(restored, state) and told(before) == told(history)
 
 
-def test_an_error_of_on_round_loses_nothing_of_a_sweep(device, tmp_path) -> None:
+def test_an_error_in_on_round_loses_no_round_of_a_sweep(device, tmp_path) -> None:
     for rounds, at in ((6, 6), (9, 7)):
         with pytest.raises(ZeroDivisionError) as error:
             device.sweep(
@@ -523,16 +539,16 @@ def test_an_error_of_on_round_loses_nothing_of_a_sweep(device, tmp_path) -> None
 
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8])
-def test_numbers_of_numpy_are_numbers(number, device, uninterrupted, tmp_path) -> None:
+def test_numpy_numbers_are_accepted(number, device, uninterrupted, tmp_path) -> None:
     checkpoints = fd.Checkpoints(tmp_path, every=number(3), keep=number(2), seconds=np.float32(60))
     state, history = device.run(device.init(KEY), number(8), number(2), progress=False, checkpoints=checkpoints)
     assert same(state, uninterrupted[0]) and checkpoints.rounds[-1] == 8
     assert same(checkpoints.restore(device, np.int64(8))[0], state)
-    state, _ = device.run(state._replace(round=state.round + 192), number(4), progress=False)  # 204 > 200
+    state, _ = device.run(state._replace(round=state.round + 192), number(4), progress=False)
     assert int(state.round) == 204
 
 
-def test_arguments_of_wrong_types(device, saved) -> None:
+def test_arguments_of_wrong_types_raise(device, saved) -> None:
     state = device.init(KEY)
     for options, message in [
         ({"on_round": 5}, "on_round must be a function, got 5: it is called with"),
@@ -561,7 +577,7 @@ def test_arguments_of_wrong_types(device, saved) -> None:
             saved.restore(device, wrong)
 
 
-def test_who_insists_loses_nothing_either(device, tmp_path) -> None:
+def test_two_interrupts_in_a_row_lose_no_round(device, tmp_path) -> None:
     def insist(record: dict) -> None:
         if record["round"] == 3:
             for _ in range(2):
@@ -572,7 +588,7 @@ def test_who_insists_loses_nothing_either(device, tmp_path) -> None:
     assert 3 <= int(state.round) < 20 and len(history) == int(state.round) == saved.rounds[-1]
     restored, before = saved.restore(device)
     assert same(restored, state) and told(before) == told(history)
-    # A round by hand is in no history, and takes none away.
+    # The history has no record of a call of `round_fn`, and it keeps its earlier records.
     restored, _ = device.round_fn(restored)
     with pytest.warns(UserWarning, match="were run without checkpoints"):
         run(device, restored, 1, tmp_path)
@@ -610,19 +626,19 @@ class Scaled:
         (jax.random.key(0), jax.random.key(1)),
     ],
 )
-def test_settings_are_found_wherever_they_are(one, other) -> None:
+def test_different_values_give_different_settings(one, other) -> None:
     assert settings(one, "s") and settings(one, "s") != settings(other, "s")
 
 
-def test_settings_that_are_the_same(tmp_path) -> None:
+def test_equal_values_give_equal_settings(tmp_path) -> None:
     assert settings(closed(1), "s") == settings(closed(1.0), "s") == settings(closed(np.float32(1)), "s")
     assert settings(np.float32, "s") == settings(jnp.float32, "s") == settings(np.dtype("float32"), "s")
     with pytest.raises(ValueError, match="config must be a dict of values that JSON can store"):
         fd.Checkpoints(tmp_path, config={"a": np.float32(1)})
 
 
-def test_a_function_has_one_name_whether_its_script_is_run_or_imported(tmp_path, monkeypatch) -> None:
-    """And in every process, whatever the order of its sets."""
+def test_a_function_has_the_same_settings_whether_its_script_is_run_or_imported(tmp_path, monkeypatch) -> None:
+    """The settings are also the same in every process, although the order of a set differs between processes."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/script.py").write_text(
         "from fedjax_drift.storage.identity import settings\n"
@@ -638,10 +654,11 @@ def test_a_function_has_one_name_whether_its_script_is_run_or_imported(tmp_path,
     assert len(outputs) == 1 and outputs.pop().startswith("{'s.0': 'script.<lambda>', 's.0.<code>': 'crc32 ")
     function = closed(1)
     assert settings(function, "s")["s"] == "test_checkpoint.closed.<locals>.<lambda>"
-    function.__module__ = "__main__"  # as in a notebook, which has no file
+    function.__module__ = "__main__"  # as in a notebook, whose functions have no file
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     assert settings(function, "s")["s"] == "closed.<locals>.<lambda>"
-    assert settings(optax.scale_by_adam(), "s")["s.update"] == "scale_by_adam.<locals>.update_fn"  # of a library
+    # The names of functions of libraries do not include the module.
+    assert settings(optax.scale_by_adam(), "s")["s.update"] == "scale_by_adam.<locals>.update_fn"
 
 
 LOSS = """
@@ -659,7 +676,7 @@ def scaled(factor):
 
 
 def loss_of(folder: Path, factor: float = 2, module: str = "losses", *edits: tuple[str, str]):
-    """The loss of a user's module, after edits of its text."""
+    """Returns the loss function of a user's module, after edits of its text."""
     text = LOSS
     for old, new in edits:
         assert old in text
@@ -673,7 +690,8 @@ def loss_of(folder: Path, factor: float = 2, module: str = "losses", *edits: tup
 
 
 DOCSTRING = ("power=2):", "power=2):\n        '''The loss.'''")
-EDITS = {  # arguments of loss_of -> the entries that differ, and whether the code has changed
+# Name: (arguments of loss_of, settings that differ, whether the code counts as changed).
+EDITS = {
     "docstring": ((2, "losses", DOCSTRING), {}, False),
     "comment and annotation": ((2, "losses", ("square by", "norm by"), ("z, y,", "z: object, y,")), {}, False),
     "local variable": ((2, "losses", ("error", "difference")), {}, True),
@@ -696,12 +714,12 @@ EDITS = {  # arguments of loss_of -> the entries that differ, and whether the co
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_what_makes_a_function_another(edit, tmp_path) -> None:
+def test_edits_that_change_the_settings_of_a_function(edit, tmp_path) -> None:
     arguments, entries, edited = EDITS[edit]
     stored = settings(loss_of(tmp_path / "a"), "loss")
     assert stored == {
         "loss": "losses.scaled.<locals>.squared",
-        "loss.<code>": "crc32 2c1bde1d",  # in every version of Python
+        "loss.<code>": "crc32 2c1bde1d",  # the same in every version of Python
         "loss.factor": 2,
         "loss.power": 2,
     }
@@ -710,8 +728,8 @@ def test_what_makes_a_function_another(edit, tmp_path) -> None:
     assert differences(current, stored)[0].keys() == entries.keys()
 
 
-def test_the_bytecode_of_a_function_does_not_count(tmp_path) -> None:
-    """It differs between versions of Python. A function whose source is gone may be any."""
+def test_the_settings_do_not_include_the_bytecode_of_a_function(tmp_path) -> None:
+    """The bytecode differs between versions of Python. The code of a function without source is not compared."""
     loss = loss_of(tmp_path / "a")
     stored = settings(loss, "loss")
     code = loss.__code__
@@ -722,7 +740,7 @@ def test_the_bytecode_of_a_function_does_not_count(tmp_path) -> None:
 
 
 def test_an_option_that_a_version_lacks_has_its_default() -> None:
-    """A run that was saved before `LocalTraining(augment=)` existed is one without augmentation."""
+    """A run that was saved before `LocalTraining(augment=)` existed has no augmentation."""
     saved, without = {"local.lr": 0.1}, {"local.lr": 0.1, "local.augment": None}
     with_it = {"local.lr": 0.1, "local.augment": "crop_and_flip.<locals>.augment"}
     assert differences(saved, without) == differences(without, saved) == ({}, [])
@@ -730,7 +748,7 @@ def test_an_option_that_a_version_lacks_has_its_default() -> None:
 
 
 @pytest.mark.parametrize("bank", ["device", "files"])
-def test_other_code_of_a_function_is_a_warning(bank, tmp_path) -> None:
+def test_changed_code_of_a_function_causes_a_warning(bank, tmp_path) -> None:
     def simulate(loss) -> fd.Simulation:
         where = tmp_path / "bank" if bank == "files" else bank
         return fd.Simulation(MODEL._replace(loss=loss), DATA, fd.algorithms.scaffold(), cohort_size=2, bank=where)
@@ -751,10 +769,11 @@ def test_other_code_of_a_function_is_a_warning(bank, tmp_path) -> None:
         saved.restore(simulate(loss_of(tmp_path / "d", 3)))
 
 
-def test_what_a_run_was_configured_with_is_asked_when_it_goes_on(device, tmp_path) -> None:
+def test_a_run_resumes_only_with_the_same_config(device, tmp_path) -> None:
     configured = fd.Checkpoints(tmp_path, config={"note": 1})
     run(device, device.init(KEY), 2, configured)
-    state, _ = fd.Checkpoints(tmp_path).restore(device)  # to look at
+    # Without ``config``, the state can be restored, but the run cannot be resumed.
+    state, _ = fd.Checkpoints(tmp_path).restore(device)
     with pytest.raises(ValueError, match="config.note: 1 in the checkpoint, not nothing"):
         run(device, state, 1, tmp_path)
     with pytest.raises(ValueError, match="config.note: 1 in the checkpoint, not 2"):
@@ -770,7 +789,7 @@ def lines_of(folder: Path) -> list[dict]:
     return told([json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()])
 
 
-def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
+def test_the_command_line_resumes_a_run(tmp_path, capsys, monkeypatch) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "folder"
     assert cli.main([*TINY, "--rounds", "7", "--output", str(whole)]) == 0
 
@@ -787,7 +806,7 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
     said = capsys.readouterr().err
     assert f" rounds; to resume: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said
     assert not (folder / "curves.png").exists()
-    (folder / "rounds.jsonl").write_text("")  # whatever a kill has left of it
+    (folder / "rounds.jsonl").write_text("")  # a kill may leave an incomplete log
     with files.lock_folder(folder / "checkpoints", "it"):
         assert cli.main(["run", "--resume", str(folder)]) == 2
     assert "--output must be used by one run at a time" in capsys.readouterr().err
@@ -796,10 +815,10 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
     assert lines_of(folder) == lines_of(whole)
     assert re.search("running fedavg: rounds 7 to 7\nrunning scaffold: rounds [456] to 7", capsys.readouterr().out)
     last = [fd.Checkpoints(path / "checkpoints/2-scaffold").about(7) for path in (whole, folder)]
-    assert last[0].leaves == last[1].leaves  # checksums of every array
+    assert last[0].leaves == last[1].leaves  # they include the checksum of every array
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
 
-    assert cli.main(["run", "--resume", str(folder)]) == 0  # there is nothing left to do
+    assert cli.main(["run", "--resume", str(folder)]) == 0  # the run is complete already
     assert "running" not in capsys.readouterr().out and lines_of(folder) == lines_of(whole)
     for arguments, said in [
         ([str(folder), "--lr", "3"], "only --rounds, .* may be changed, got '--lr'"),
@@ -812,9 +831,12 @@ def test_the_command_line_goes_on(tmp_path, capsys, monkeypatch) -> None:
 
 
 def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
-    """The log from round 3 on, the models and a picture: warnings, nothing half written, and all of it later."""
+    """The log after round 2, the models and a figure cannot be written.
+
+    The command warns and leaves no incomplete file. After ``--resume`` everything is written.
+    """
     folder, whole = tmp_path / "folder", tmp_path / "whole"
-    command = [*TINY[:-4], "--checkpoint-every", "2"]  # without evaluations but the last
+    command = [*TINY[:-4], "--checkpoint-every", "2"]  # only the last round is evaluated
     assert cli.main([*command, "--output", str(whole)]) == 0
     capsys.readouterr()
 
@@ -852,7 +874,7 @@ def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
     assert files[0] == files[1] and (folder / "scaffold/model.npz").exists()
 
 
-def test_kills_at_random_moments_lose_no_more_than_the_interval(tmp_path) -> None:
+def test_a_killed_run_loses_at_most_one_interval(tmp_path) -> None:
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("kill.py")), str(tmp_path), "6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,7 @@
-"""Files that are damaged, hostile or odd: one ValueError that names the file, never wrong data, a wait or a crash."""
+"""Damaged, hostile and unusual files raise a ValueError that names the file.
+
+They never cause a hang or a crash. If a format has checksums, changed data are never loaded.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from fedjax_drift import cli
 from fedjax_drift.data import datasets
 
 
-def test_a_hundred_damaged_files() -> None:
-    quick = [name for name in damage.FORMATS if "tfds" not in name]  # which takes seconds to import, in every process
+def test_a_hundred_damaged_files_have_no_bad_outcome() -> None:
+    quick = [name for name in damage.FORMATS if "tfds" not in name]  # importing TFDS takes seconds in every child
     if importlib.util.find_spec("safetensors") is None:
         quick.remove("parameters safetensors")
     command = [sys.executable, "-W", "ignore", damage.__file__, "100", *quick]
@@ -97,7 +100,7 @@ def test_a_hundred_damaged_files() -> None:
         ("run folder", "another model", r"config\.json can't be read: .*linaer"),
     ],
 )
-def test_what_is_said_of_them(tmp_path: Path, monkeypatch, file_format: str, change: str, message: str) -> None:
+def test_message_for_a_damaged_file(tmp_path: Path, monkeypatch, file_format: str, change: str, message: str) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
     one = damage.FORMATS[file_format]
     path = one.make(tmp_path)
@@ -107,7 +110,7 @@ def test_what_is_said_of_them(tmp_path: Path, monkeypatch, file_format: str, cha
     assert damage.ours(error.value, tmp_path, path)
 
 
-def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_damaged_cache_is_computed_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
     one = damage.FORMATS["cache npz"]
     path = one.make(tmp_path)
@@ -118,7 +121,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, monkeypatch) -> None:
             assert damage.digest(one.load(tmp_path)) == whole
 
 
-def test_the_command_line_says_it_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_command_line_reports_a_damaged_file_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
     one = damage.FORMATS["images npz"]
     one.crafted["unclosed header"](one.make(tmp_path))
@@ -138,7 +141,7 @@ OPTIONS = [(name, option) for name, options in datasets.OPTIONS.items() for opti
 
 
 @pytest.mark.parametrize("name, option", OPTIONS)
-def test_options_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch, name: str, option: str) -> None:
+def test_options_are_checked_before_any_file_is_read(tmp_path: Path, monkeypatch, name: str, option: str) -> None:
     def read(*_: object, **__: object) -> None:
         raise AssertionError("it was read")
 
@@ -154,7 +157,7 @@ def test_options_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch
         fd.datasets.load(name, **{option: LEGAL[option]})
 
 
-def test_arguments_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch) -> None:
+def test_arguments_are_checked_before_any_file_is_read(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     for data_dir in (3, b"folder", ["a"], True, tmp_path / "file", "\0"):
         calls = [lambda d: fd.datasets.load("mnist", data_dir=d), fd.datasets.describe]
@@ -182,7 +185,7 @@ def test_arguments_are_checked_before_anything_is_read(tmp_path: Path, monkeypat
         fd.datasets.num_classes("emnist", split="digits", num_classes=11)
 
 
-def test_integers_of_numpy_are_integers() -> None:
+def test_numpy_integers_are_accepted() -> None:
     plain = fd.datasets.load("synthetic", seed=200, num_clients=3, num_rows=200)
     for kind in (np.int64, np.uint8):
         same = fd.datasets.load("synthetic", seed=kind(200), num_clients=kind(3), num_rows=kind(200))

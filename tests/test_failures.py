@@ -1,4 +1,4 @@
-"""Clients that drop out, do part of their work or come too late; clipped and private means."""
+"""Client failures (dropout, stragglers, deadlines), and clipped and private aggregation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rounds(sim: fd.Simulation, n: int, seed: int = 0) -> list[dict]:
     return infos
 
 
-def test_a_round_with_dropout_is_the_round_of_those_who_answer(data) -> None:  # noqa: F811
+def test_a_round_with_dropout_equals_a_round_of_the_clients_that_report(data) -> None:  # noqa: F811
     start = simulate(data).init(jax.random.key(0))
     failed, info = simulate(data, dropout=0.5).round_fn(start)
     there = np.asarray(info["cohort"] >= 0)
@@ -58,8 +58,8 @@ def test_a_round_with_dropout_is_the_round_of_those_who_answer(data) -> None:  #
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[gone], b[gone]), failed.clients, start.clients)
 
 
-def test_nobody_answers(data) -> None:  # noqa: F811
-    # FedGVR also keeps the accuracies it has seen: a round without clients is not one of them.
+def test_a_round_without_reporting_clients_changes_nothing(data) -> None:  # noqa: F811
+    # The server of FedGVR also stores test accuracies. A round without reporting clients must not add one.
     sim = simulate(data, fd.algorithms.fedgvr(), dropout=1.0)
     start = sim.init(jax.random.key(0))
     with pytest.warns(RuntimeWarning, match="round 0: no client reported"):
@@ -68,40 +68,43 @@ def test_nobody_answers(data) -> None:  # noqa: F811
     jax.tree.map(np.testing.assert_array_equal, (state.server, state.clients), (start.server, start.clients))
 
 
-def test_probabilities(data) -> None:  # noqa: F811
+def test_the_probabilities_of_dropout_and_stragglers(data) -> None:  # noqa: F811
     infos = rounds(simulate(data, fd.algorithms.fedavg(), dropout=0.3, stragglers=0.6, cohort_size=30), 40)
     answered = np.stack([info["cohort"] >= 0 for info in infos])
     assert abs(answered.mean() - 0.7) < 4 * (0.21 / answered.size) ** 0.5
     full, done = steps_of(SIZES), np.stack([info["client_steps"] for info in infos])
     assert ((done > 0) == answered).all() and (done <= full).all()
-    many = full[None] >= 6  # who has steps enough to be told
+    many = full[None] >= 6
     part = answered & (done < full)
     share = part[answered & many].mean()
     assert abs(share - 0.6) < 4 * (0.24 / (answered & many).sum()) ** 0.5
     shares = (done / full)[part & (full[None] >= 12)]
-    assert abs(shares.mean() - 0.5) < 0.05  # 1..K_i - 1, each as likely
+    assert abs(shares.mean() - 0.5) < 0.05  # each of 1..K_i - 1 steps is equally likely
     assert all(info["steps"] == info["client_steps"].sum() for info in infos)
 
 
-def test_a_straggler_stops_early_by_hand() -> None:
-    """|w - 1|^2 / 2 with rate 1/2: after s steps D = 1 - 2^-s, whatever the epochs; SCAFFOLD's variate divides by s."""
+def test_stragglers_agree_with_a_computation_by_hand() -> None:
+    """The loss is |w - 1|^2 / 2, and the learning rate is 1/2. Then D = 1 - 2^-s after s steps.
+
+    This does not depend on the epochs. SCAFFOLD divides the control variate by s, not by the planned 6 steps.
+    """
     model = fd.Model(lambda key: jnp.zeros(1), lambda w, x: w[None] - x, loss=lambda z, y: (z[:, 0] ** 2) / 2)
     federation = fd.FederatedData.from_clients([(np.ones((6, 1), "f4"), np.zeros(6, "i4"))] * 20)
     local = fd.LocalTraining(epochs=3, batch_size=3, lr=0.5)
     sim = fd.Simulation(model, federation, fd.algorithms.scaffold(), local=local, cohort_size=20, stragglers=1.0)
     state, info = sim.round_fn(sim.init(jax.random.key(0)))
     s = np.asarray(info["client_steps"])
-    assert set(s) == {1, 2, 3, 4, 5}  # of 6
+    assert set(s) == {1, 2, 3, 4, 5}  # of 6 steps
     D = 1 - 0.5**s
     np.testing.assert_allclose(state.params[0], D.mean(), rtol=1e-6)
     np.testing.assert_allclose(np.ravel(state.clients.c), -D / (s * 0.5), rtol=1e-6)
-    # (w - 1)^2 / 2 before each of its s steps
+    # The loss of a client is the mean of (w - 1)^2 / 2 over its s steps, before each step.
     np.testing.assert_allclose(info["loss"], [np.mean(0.5 * 0.25 ** np.arange(k)) for k in s], rtol=1e-6)
 
 
-def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
+def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  # noqa: F811
     slow = {"speed_spread": 1.0}
-    # What a client takes is proportional to its steps: a deadline finds each client's slowness.
+    # A client's time is its slowness times its steps. So the slowness follows from the first deadline that it meets.
     by = {"deadline": 1.0, "cohort_size": 30} | slow
     sim = simulate(data, fd.algorithms.fedavg(), **by)
     how, start, rows = sim.setup.engine, sim.init(jax.random.key(0)), sim.setup.arrays.rows
@@ -113,7 +116,7 @@ def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
 
     deadlines = np.geomspace(0.05, 10, 80)
     there = np.stack([heard(deadline) for deadline in deadlines])
-    assert (np.diff(there.astype(int), axis=0) >= 0).all()  # who makes it, makes a later deadline
+    assert (np.diff(there.astype(int), axis=0) >= 0).all()  # a client that meets a deadline meets all later ones
     taken = np.where(there.any(0), deadlines[there.argmax(0)], np.inf)
     slowness = np.log(taken / steps_of(SIZES) * (2 * -(-np.mean(SIZES) // 4)))
     assert 0.7 < slowness[np.isfinite(slowness)].std() < 1.3
@@ -122,11 +125,11 @@ def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
     for info in rounds(simulate(data, fd.algorithms.fedavg(), over_selection=1.5, **slow), 3):
         assert len(info["asked"]) == 15 and len(info["cohort"]) == 10 and (info["cohort"] >= 0).all()
         late = np.setdiff1d(info["asked"], info["cohort"])
-        assert taken[info["cohort"]].max() <= 1.1 * taken[late].min()  # the deadlines are 1.07 apart
+        assert taken[info["cohort"]].max() <= 1.1 * taken[late].min()  # deadlines differ by a factor of 1.07
         assert np.isin(info["asked"], info["cohort"]).sum() == 10
         in_order = [i for i in info["asked"] if i in info["cohort"]]
         np.testing.assert_array_equal(in_order, info["cohort"])
-    # Those that drop out make room for others.
+    # Other selected clients replace those that drop out.
     infos = rounds(simulate(data, fd.algorithms.fedavg(), over_selection=2.0, dropout=0.3), 10)
     assert np.mean([(info["cohort"] >= 0).sum() for info in infos]) > 9
 
@@ -134,7 +137,7 @@ def test_who_comes_first_and_who_comes_too_late(data) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     "options", [{"bank": "host"}, {"stream": True}, {"bank": "sharded", "shard_data": True, "mesh": None}, {"lanes": 3}]
 )
-def test_failures_are_the_same_wherever_things_are_kept(data, options) -> None:  # noqa: F811
+def test_failures_do_not_depend_on_placement(data, options) -> None:  # noqa: F811
     failing = {"dropout": 0.4, "stragglers": 0.4, "over_selection": 1.4, "deadline": 2.0, "speed_spread": 0.5}
     plain, other = simulate(data, **failing), simulate(data, **failing, **options)
     states = [sim.init(jax.random.key(1)) for sim in (plain, other)]
@@ -146,7 +149,7 @@ def test_failures_are_the_same_wherever_things_are_kept(data, options) -> None: 
         states = [a, b]
 
 
-def test_measured_drift_is_of_those_who_answer(data) -> None:  # noqa: F811
+def test_drift_is_measured_for_the_clients_that_report(data) -> None:  # noqa: F811
     sim = simulate(data, dropout=0.4, stragglers=0.4, measure=("updates", "gradients"))
     start = sim.init(jax.random.key(0))
     _, info = sim.round_fn(start)
@@ -172,13 +175,13 @@ def test_a_sweep_over_dropout(data) -> None:  # noqa: F811
 
 def test_clipped_mean(data) -> None:  # noqa: F811
     start = simulate(data).init(jax.random.key(0))
-    D = []  # each client's own update: SCAFFOLD's first round from c = 0
+    D = []  # each client's update, from a round of this client alone; SCAFFOLD starts with c = 0
     for i in range(4):
         state, _ = simulate(data).round_fn(start, cohort=[i])
         D.append(jax.tree.map(lambda a, b: a - b, state.server, start.server))
     scaled = []
     for d in D:
-        c = jax.tree.map(lambda c: 30 * c, d.c)  # the server adds 1 / N of a client's message
+        c = jax.tree.map(lambda c: 30 * c, d.c)  # the server adds the client's message for c divided by N = 30
         norm = float(jnp.sqrt(tree.dot((d.params, c), (d.params, c))))
         scaled.append(jax.tree.map(lambda leaf, norm=norm: leaf * min(1, 0.5 / norm), d))
     assert any(float(jnp.sqrt(tree.dot(d, d))) > 0.5 for d in D)
@@ -204,9 +207,10 @@ def test_private_mean(data) -> None:  # noqa: F811
         scale = min(1, 0.1 / float(jnp.sqrt(tree.dot(D, D)))) / 10
         total = jax.tree.map(lambda s, D, scale=scale: s + scale * D, total, D)
     close(jax.tree.map(jnp.subtract, quiet.params, start.params), total)
-    assert set(np.asarray(info["weight"])) == {0.0, 1.0}  # nobody's size shows
+    assert set(np.asarray(info["weight"])) == {0.0, 1.0}  # the weights do not depend on the sizes
 
-    noise = []  # with nobody there: N(0, (z S / K)^2), and the server takes it for a message
+    # Without reporting clients, the server gets only noise from N(0, (z S / K)^2), and uses it like an update.
+    noise = []
     sim = private(3.0, dropout=1.0)
     state = start
     for _ in range(30):
@@ -215,10 +219,10 @@ def test_private_mean(data) -> None:  # noqa: F811
     values = np.concatenate(noise)
     assert abs(values.std() / (3.0 * 0.1 / 10) - 1) < 0.1 and abs(values.mean()) < 4 * values.std() / len(values) ** 0.5
     empty = [int((info["cohort"] >= 0).sum()) for info in rounds(private(1.0, cohort=1), 40)]
-    assert 0 in empty  # independent coins: a cohort may be empty
+    assert 0 in empty  # each client is selected independently, so a cohort may be empty
 
 
-def test_privacy_is_accounted(data) -> None:  # noqa: F811
+def test_privacy_accounting(data) -> None:  # noqa: F811
     pytest.importorskip("dp_accounting")
 
     def spent(z: float, n: int, **options) -> float:
@@ -226,7 +230,8 @@ def test_privacy_is_accounted(data) -> None:  # noqa: F811
         how = {"aggregation": rule, "sampling": "bernoulli", "cohort_size": 3} | options
         return fd.aggregation.epsilon(simulate(data, fd.algorithms.fedavg(), **how), n, 1e-5)
 
-    # All 30 in every round, 4 rounds at z = 4: one Gaussian mechanism of z = 2, by the exact formula (Balle, Wang 2018)
+    # 4 rounds of all 30 clients with z = 4 are equivalent to one Gaussian mechanism with z = 2. `delta` is its exact
+    # formula (Balle, Wang 2018).
     from scipy.stats import norm
 
     def delta(epsilon: float, sigma: float) -> float:
@@ -257,22 +262,22 @@ BAD = [
 ]
 
 
-def test_how_many_are_asked() -> None:
+def test_the_number_of_selected_clients() -> None:
     for K in range(1, 120):
         for percent in (100, 110, 130, 250):
             asked = fd.Failures(over_selection=percent / 100).clients_asked(K, 1000)
             assert asked == -(-percent * K // 100)
         for N in range(K, 2 * K):
-            assert fd.Failures(over_selection=N / K).clients_asked(K, N) == N  # all clients
+            assert fd.Failures(over_selection=N / K).clients_asked(K, N) == N  # selects all clients
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)
-def test_bad_input(data, options, message) -> None:  # noqa: F811
+def test_bad_input_raises(data, options, message) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=message):
         simulate(data, **options)
 
 
-def test_groups_of_options_are_the_flat_options(data) -> None:  # noqa: F811
+def test_grouped_options_equal_flat_options(data) -> None:  # noqa: F811
     mesh = fd.clients_mesh(jax.devices()[:1])
     flat = simulate(data, mesh=mesh, dropout=0.3, deadline=2.0, lanes=2, eval_batch_size=7)
     failures, placement = fd.Failures(dropout=0.3, deadline=2.0), fd.Placement(mesh=mesh, lanes=2, eval_batch_size=7)
@@ -294,7 +299,7 @@ def test_groups_of_options_are_the_flat_options(data) -> None:  # noqa: F811
         simulate(data, lr=0.1)
 
 
-def test_executed_steps_of_a_group_are_those_of_its_longest_lane_in_every_epoch(data) -> None:  # noqa: F811
+def test_a_group_executes_the_steps_of_its_longest_lane_in_every_epoch(data) -> None:  # noqa: F811
     engine = simulate(data, local=fd.LocalTraining(epochs=2, batch_size=1)).setup.engine._replace(lanes=2)
     straggler_and_other = Client(
         *[jnp.array(values).reshape(1, 1, 2) for values in ([0, 1], [10, 6], [0, 0], [10, 12], [0, 1])]
@@ -304,8 +309,8 @@ def test_executed_steps_of_a_group_are_those_of_its_longest_lane_in_every_epoch(
     assert executed_steps(engine, whole) == 2 * 20
 
 
-def test_an_algorithm_may_do_more_steps_than_its_stragglers(data) -> None:  # noqa: F811
-    """The steps of `work` count, and not those of the cohort, however many clients train side by side."""
+def test_an_algorithm_may_train_stragglers_for_all_steps(data) -> None:  # noqa: F811
+    """An algorithm may increase ``work.num_steps``. The result must not depend on the number of lanes."""
     fedavg = fd.algorithms.fedavg()
 
     def all_steps(server, client, work: fd.Work) -> fd.ClientResult:

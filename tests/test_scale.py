@@ -1,4 +1,4 @@
-"""Data sets and client states that do not fit on a device, cohorts of huge federations, and rounds without the host."""
+"""Data sets and client states that do not fit on a device, cohorts of huge federations, and many rounds at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def data() -> fd.FederatedData:
 
 @pytest.fixture(scope="module")
 def mapped(data, tmp_path_factory) -> fd.FederatedData:
-    """The same rows in files that are read as they are needed."""
+    """The same examples in memory-mapped files."""
     folder = tmp_path_factory.mktemp("rows")
     for name in ("x", "y"):
         np.save(folder / f"{name}.npy", getattr(data, name))
@@ -52,7 +52,7 @@ def assert_equal(a, b) -> None:
 
 
 def client_states(state: fd.ServerState):
-    """Leaves [N, ...], wherever they are kept."""
+    """Returns the client states, leaves [N, ...], from the devices or from a client store."""
     ids = np.arange(len(SIZES))
     return jax.tree.map(lambda a: np.asarray(a)[: len(ids)], state.clients if not hasattr(state.clients, "gather")
                         else state.clients.gather(ids))  # fmt: skip
@@ -60,7 +60,7 @@ def client_states(state: fd.ServerState):
 
 @pytest.fixture(scope="module")
 def expected(data) -> tuple[fd.ServerState, list]:
-    """Everything on the device, one `round_fn` after another."""
+    """The reference: examples and client states on the devices, and one call of `round_fn` per round."""
     sim = simulate(data, measure="updates")
     state, infos = sim.init(jax.random.key(0)), []
     for _ in range(ROUNDS):
@@ -70,7 +70,7 @@ def expected(data) -> tuple[fd.ServerState, list]:
 
 
 @pytest.mark.parametrize(("where", "stream"), [("sharded", False), ("host", False), ("sharded", True), ("files", True)])
-def test_rows_and_states_may_live_anywhere(data, mapped, expected, where, stream, tmp_path) -> None:
+def test_results_do_not_depend_on_placement(data, mapped, expected, where, stream, tmp_path) -> None:
     bank = str(tmp_path / "bank") if where == "files" else where
     sim = simulate(mapped if stream else data, stream=stream, bank=bank, measure="updates")
     by_run, history = sim.run(sim.init(jax.random.key(0)), ROUNDS, eval_every=2, progress=False)
@@ -87,8 +87,11 @@ def test_rows_and_states_may_live_anywhere(data, mapped, expected, where, stream
 
 
 @pytest.mark.parametrize("name", ["vrl_sgd", "lfd"])
-def test_any_state_may_live_anywhere(data, name) -> None:
-    """Steps that are counted, and finished after the round; flags, and the model of the round before."""
+def test_states_of_other_algorithms_can_be_kept_anywhere(data, name) -> None:
+    """In VRL-SGD, a client state has a scalar and is completed after the round.
+
+    In LfD, it has a flag and the local model of the client's last participation.
+    """
 
     def after(bank: str):
         model, algorithm = fd.models.linear((6,), 4, cosine=name == "lfd"), fd.algorithms.ALGORITHMS[name]()
@@ -103,7 +106,7 @@ def test_any_state_may_live_anywhere(data, name) -> None:
         assert_close(after(bank), wanted)
 
 
-def test_a_part_of_the_states_is_on_each_device(data) -> None:
+def test_sharded_client_states_are_divided_among_the_devices(data) -> None:
     odd = fd.FederatedData.from_clients([data.client(i) for i in range(9)], test=(data.x_test, data.y_test))
     sim = simulate(odd, bank="sharded", cohort_size=4, sampling="uniform")
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
@@ -112,10 +115,10 @@ def test_a_part_of_the_states_is_on_each_device(data) -> None:
     compiled = sim.executor.programs.lower("donating_round", state, sim.setup.arrays, None).compile()
     assert "all-gather" not in "".join(
         line for line in compiled.as_text().splitlines() if "f32[10," in line
-    )  # nobody ever holds the whole bank
+    )  # no device ever has all client states
 
 
-def test_rows_dealt_anew_stream_too(data, mapped) -> None:
+def test_redistributed_examples_can_be_streamed(data, mapped) -> None:
     here, there = (
         simulate(rows.redealt(0.5), devices=1, stream=stream) for rows, stream in ((data, False), (mapped, True))
     )
@@ -125,7 +128,7 @@ def test_rows_dealt_anew_stream_too(data, mapped) -> None:
     assert_equal(a["size"], b["size"])
 
 
-def test_the_states_on_the_host_are_the_newest(data, tmp_path) -> None:
+def test_wrong_uses_of_client_states_outside_the_devices_raise(data, tmp_path) -> None:
     sim = simulate(data, bank=tmp_path / "bank")
     start = sim.init(jax.random.key(0))
     state, _ = sim.run(start, 2, progress=False)
@@ -139,7 +142,7 @@ def test_the_states_on_the_host_are_the_newest(data, tmp_path) -> None:
         sim.round_fn(simulate(data).init(jax.random.key(0)))
 
 
-def test_a_folder_of_states_is_reopened_only_by_its_own_run(data, tmp_path) -> None:
+def test_a_client_store_is_reopened_only_by_its_own_run(data, tmp_path) -> None:
     build = lambda **options: simulate(data, bank=tmp_path / "bank", **options)  # noqa: E731
     sim = build()
     start = sim.init(jax.random.key(0))
@@ -164,12 +167,12 @@ def test_a_folder_of_states_is_reopened_only_by_its_own_run(data, tmp_path) -> N
         (build(local=fd.LocalTraining(epochs=2, batch_size=4, lr=0.3)), "local.lr.: 0.2 in the client store, not 0.3"),
         (build(cohort_size=8), "cohort_size.: 7 in the client store, not 8"),
         (build(dropout=0.5), "failures.dropout"),
-    ):  # one identity for folders of states and for checkpoints
+    ):  # client stores and checkpoints compare the same identity
         with pytest.raises(ValueError, match=f"belongs to another simulation: .*{message}"):
             other.reopen(saved)
 
 
-def test_a_folder_of_states_knows_its_hyper_parameters(data, tmp_path) -> None:
+def test_a_client_store_of_other_hyper_parameters_is_refused(data, tmp_path) -> None:
     build = lambda alpha: simulate(data, fd.algorithms.feddc(alpha), bank=tmp_path / "bank")  # noqa: E731
     state = build(0.1).init(jax.random.key(0))
     saved = jax.device_get(state._replace(clients=()))
@@ -179,8 +182,8 @@ def test_a_folder_of_states_knows_its_hyper_parameters(data, tmp_path) -> None:
     assert int(build(0.1).reopen(saved).round) == 0
 
 
-def test_a_round_that_is_refused_leaves_the_states(data) -> None:
-    """`on_nonfinite="raise"`: neither the server nor a client on the host moves."""
+def test_a_round_that_is_not_finite_changes_no_state(data) -> None:
+    """With ``on_nonfinite="raise"``, neither the server variables nor the client states on the host change."""
     x = data.x.astype(np.float32)
     bad = fd.FederatedData(x, data.y, data.sizes)
     model = fd.models.linear((6,), 4)
@@ -194,7 +197,7 @@ def test_a_round_that_is_refused_leaves_the_states(data) -> None:
     assert error.value.state.clients.round == int(error.value.state.round) == len(error.value.history)
 
 
-def test_a_full_disk_ends_the_run_at_the_round_before(data, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_ends_the_run_with_the_previous_round(data, tmp_path, monkeypatch) -> None:
     sim = simulate(data, bank=tmp_path / "bank")
     start = sim.init(jax.random.key(0))
     commit = ClientStore.commit
@@ -211,12 +214,12 @@ def test_a_full_disk_ends_the_run_at_the_round_before(data, tmp_path, monkeypatc
         sim.run(start, 5, progress=False)
     state, history = error.value.state, error.value.history
     assert int(state.round) == state.clients.round == len(history) == 2
-    monkeypatch.undo()  # there is room again: nothing was lost
+    monkeypatch.undo()  # there is space again, and the run resumes without loss
     state, _ = sim.run(state, 3, progress=False)
     assert_close(state.server, simulate(data).run(simulate(data).init(jax.random.key(0)), 5, progress=False)[0].server)
 
 
-def test_a_file_that_changes_is_noticed(data, tmp_path) -> None:
+def test_a_changed_file_is_detected(data, tmp_path) -> None:
     np.save(tmp_path / "x.npy", data.x)
     mapped = fd.FederatedData(np.load(tmp_path / "x.npy", mmap_mode="r")[:], data.y, data.sizes)
     sim = simulate(mapped, stream=True)
@@ -228,12 +231,12 @@ def test_a_file_that_changes_is_noticed(data, tmp_path) -> None:
 
     with pytest.raises(OSError, match=r"x\.npy must not change") as error:
         sim.run(start, 50, progress=False, on_round=overwrite)
-    state, history = error.value.state, error.value.history  # nothing that was done is lost
+    state, history = error.value.state, error.value.history  # no completed round is lost
     assert int(state.round) == len(history) >= 2
     assert_close(state.params, simulate(data).run(start, len(history), progress=False)[0].params)
 
 
-def test_streaming_says_what_it_cannot_do(mapped) -> None:
+def test_unsupported_uses_of_streaming_raise(mapped) -> None:
     sim = simulate(mapped, stream=True)
     state = sim.init(jax.random.key(0))
     with pytest.raises(ValueError, match="outside jax.jit"):
@@ -242,12 +245,12 @@ def test_streaming_says_what_it_cannot_do(mapped) -> None:
         simulate(mapped, stream=True, measure="gradients")
 
 
-def test_auto_looks_at_what_a_device_holds(data, monkeypatch) -> None:
+def test_automatic_placement_depends_on_the_memory_of_a_device(data, monkeypatch) -> None:
     def with_memory(size: int) -> None:
         monkeypatch.setattr("fedjax_drift.simulation.placement.memory_of", lambda mesh: size)
 
     state, N, K = 4 * 28, 30, simulate(data).setup.engine.capacity
-    with_memory(2 * (N + 2 * K) * state)  # the bank and what a round makes of it just fit
+    with_memory(2 * (N + 2 * K) * state)  # the client states, and two copies of those of a cohort, just fit
     assert simulate(data, stream=False).bank == "device"
     with_memory(2 * N * state)
     assert simulate(data, devices=1, stream=False).bank == "device"
@@ -278,9 +281,9 @@ def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
     start = sim.init(jax.random.key(0))
     with pytest.warns(UserWarning, match="lanes do not fit in a device's memory: the run continues with") as said:
         state = sim.round_fn(start)[0] if method == "round_fn" else sim.run(start, 1, progress=False)[0]
-    said = [w for w in said if w.category is UserWarning]  # others: what is collected here
+    said = [w for w in said if w.category is UserWarning]  # other warnings come from garbage collection
     lanes = [w.message.args[0].split()[0] for w in said]
-    assert {w.filename for w in said} == {__file__}  # the caller's line, not one of the library
+    assert {w.filename for w in said} == {__file__}  # the warning shows the caller's line, not a line of the library
     assert lanes == ["4", "2"] and sim.lanes == 1
     assert_close(state.server, simulate(data, devices=1, sampling="uniform").round_fn(start)[0].server)
     monkeypatch.setattr(sim.executor, "launch", lambda *_: (_ for _ in ()).throw(
@@ -290,7 +293,7 @@ def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
 
 
 def needing_memory() -> fd.Model:
-    """A linear model that takes 2^50 bytes, which no machine has, as soon as clients train side by side."""
+    """A linear model that needs 2^50 bytes, more than any machine has, if several clients train side by side."""
 
     @jax.custom_batching.custom_vmap
     def taking(x: jax.Array) -> jax.Array:
@@ -310,8 +313,8 @@ def needing_memory() -> fd.Model:
 
 
 @pytest.mark.parametrize(("method", "devices"), [("round_fn", 1), ("run", 2)])
-def test_a_program_that_fails_leaves_the_state_unless_it_was_donated(data, method, devices) -> None:
-    """XLA itself runs out of memory here, once the state has been given to the program."""
+def test_a_failed_program_keeps_its_state_unless_the_state_was_donated(data, method, devices) -> None:
+    """Here XLA runs out of memory itself, after the state has been passed to the program."""
 
     def simulation(**options) -> fd.Simulation:
         mesh = fd.clients_mesh(jax.devices()[:devices])
@@ -327,7 +330,7 @@ def test_a_program_that_fails_leaves_the_state_unless_it_was_donated(data, metho
     expected = one(alone, state)
     sim = simulation(lanes=2)
     with pytest.warns(UserWarning, match="2 lanes do not fit in a device's memory: the run continues with 1"):
-        found = one(sim, state)  # from the very state that the failed program was given
+        found = one(sim, state)  # from the same state that the failed program received
     assert sim.lanes == 1
     assert_close(found.server, expected.server)
     donating = simulation(lanes=2, donate=True)
@@ -335,11 +338,11 @@ def test_a_program_that_fails_leaves_the_state_unless_it_was_donated(data, metho
     with pytest.raises(MemoryError, match="the state was donated to the round that failed: .* with lanes=1"):
         one(donating, own)
     assert own.params.is_deleted()
-    assert_close(one(alone, state).server, expected.server)  # a failure is over: no later call raises it again
+    assert_close(one(alone, state).server, expected.server)  # later calls do not raise the error again
 
 
-def test_without_a_cpu_backend_the_accelerator_draws(data, monkeypatch) -> None:
-    """JAX_PLATFORMS=cuda registers no CPU."""
+def test_without_a_cpu_backend_cohorts_are_drawn_on_the_accelerator(data, monkeypatch) -> None:
+    """With JAX_PLATFORMS=cuda, JAX has no CPU backend."""
     sim = simulate(data, bank="host", stream=True)
     expected, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
     local_devices = jax.local_devices
@@ -364,7 +367,7 @@ def test_without_a_cpu_backend_the_accelerator_draws(data, monkeypatch) -> None:
         (None, {}, np.inf),
     ],
 )
-def test_a_containers_memory_counts(groups, limits, expected, tmp_path, monkeypatch) -> None:
+def test_the_memory_limit_of_a_container_is_used(groups, limits, expected, tmp_path, monkeypatch) -> None:
     for name, text in limits.items():
         file = tmp_path / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -382,19 +385,20 @@ def test_cohorts_of_huge_federations_are_uniform() -> None:
     cohorts = np.asarray(jax.jit(jax.vmap(lambda key: first_distinct(key, N, K)))(
         jax.random.split(jax.random.key(0), draws)))  # fmt: skip
     assert all(len(set(cohort)) == K for cohort in cohorts) and cohorts.min() >= 0 and cohorts.max() < N
-    for place in range(K):  # every place of the order, in 30 bins: chi-square with 29 degrees of freedom
+    # A chi-square test for each position in the cohort. With 30 bins, it has 29 degrees of freedom.
+    for place in range(K):
         counts = np.bincount(cohorts[:, place] * 30 // N, minlength=30)
-        assert ((counts - draws / 30) ** 2 / (draws / 30)).sum() < 58.3  # exceeded once in 1,000
+        assert ((counts - draws / 30) ** 2 / (draws / 30)).sum() < 58.3  # exceeded with probability 1/1,000
     half = np.asarray(first_distinct(jax.random.key(1), 2000, 1000))
     assert len(set(half)) == 1000
 
 
-def test_many_rounds_are_one_program(data, caplog) -> None:
+def test_many_rounds_are_compiled_as_one_program(data, caplog) -> None:
     sim = simulate(data, sampling="uniform")
     start = sim.init(jax.random.key(0))
     with jax.log_compiles(), caplog.at_level("WARNING"):
         state, history = sim.run(start, 150, eval_every=70, progress=False)
-    # None, if a simulation of the same form was run before.
+    # Nothing is compiled if a simulation with the same shapes was run before.
     assert len([r for r in caplog.records if r.message.startswith("Compiling jit(rounds)")]) <= 1
     assert [r["round"] for r in history] == list(range(1, 151))
     assert [r["round"] for r in history if "loss" in r] == [70, 140, 150]
@@ -404,7 +408,7 @@ def test_many_rounds_are_one_program(data, caplog) -> None:
     assert history[3]["train_loss"] == pytest.approx(float(np.average(info["loss"], weights=info["size"])), rel=1e-5)
 
 
-def test_bfloat16_computes_in_it_and_keeps_float32(data) -> None:
+def test_computing_in_bfloat16_keeps_parameters_in_float32(data) -> None:
     model = fd.models.mnist_2nn(4, (6,))
     half = model.computing_in(jnp.bfloat16)
     params, x = model.init(jax.random.key(0)), np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
