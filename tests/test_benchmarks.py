@@ -1,4 +1,7 @@
-"""What the benchmarks count, and the tables that are made from their files. Whether they run: `all.py --quick`."""
+"""Tests of the numbers that the benchmarks count, and of the tables that are made from their results files.
+
+`all.py --quick` tests that the benchmarks run.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ def shared(monkeypatch) -> tuple[Any, Any]:
     return measure, workloads
 
 
-def test_the_layers_that_are_counted_are_the_models(shared) -> None:
+def test_the_counted_layers_have_the_parameters_of_the_models(shared) -> None:
     measure, workloads = shared
     for name in [*workloads.NETWORKS, workloads.RESNET]:
         assert workloads.parameters(name) == fd.models.num_parameters(measure.model(name)), name
 
 
-def test_necessary_operations_and_bytes_of_a_network_small_enough_to_count(shared, monkeypatch) -> None:
+def test_necessary_operations_and_bytes_of_a_small_network(shared, monkeypatch) -> None:
     _, workloads = shared
-    # 3x3 convolution of 2 filters on 4x4x1, valid and pooled to 1x1, then 2 -> 5.
+    # A 3x3 convolution with 2 filters on an image of 4x4x1 (padding VALID, pooled to 1x1), then a dense layer 2 -> 5.
     network = workloads.Network((4, 4, 1), 5, ((2, 3, "VALID", 2),), ())
     monkeypatch.setitem(workloads.NETWORKS, "small", network)
     first, second = 9 * 2 * 4, 2 * 5
@@ -41,7 +44,7 @@ def test_necessary_operations_and_bytes_of_a_network_small_enough_to_count(share
     assert workloads.step_bytes("small", 3) == 8 * d + 3 * (16 + 16 * (2 * 4 + 5))
 
 
-def test_a_table_is_its_files(shared, tmp_path) -> None:
+def test_a_table_shows_its_results_file(shared, tmp_path) -> None:
     measure, _ = shared
     rows = [
         measure.row("fast", [0.3, 0.1, 0.2], "s a round", at_most=0.25, note="a note"),
@@ -64,7 +67,7 @@ def test_a_table_is_its_files(shared, tmp_path) -> None:
     assert measure.with_tables(made, tmp_path) == made
 
 
-def test_the_readmes_tables_are_those_of_the_results_files(shared) -> None:
+def test_the_tables_in_the_readme_match_the_results_files(shared) -> None:
     measure, _ = shared
     text = measure.README.read_text()
     assert measure.with_tables(text) == text, "run experiments/benchmarks/all.py --tables"
@@ -72,7 +75,7 @@ def test_the_readmes_tables_are_those_of_the_results_files(shared) -> None:
     assert {path.name.split(".")[0] for path in measure.RESULTS.glob("*.json")} <= shown
 
 
-def test_the_run_book_goes_on_where_it_stopped(shared, tmp_path, monkeypatch, capsys) -> None:
+def test_the_run_book_resumes_where_it_stopped(shared, tmp_path, monkeypatch, capsys) -> None:
     measure, _ = shared
     import run_book
 
@@ -91,7 +94,7 @@ def test_the_run_book_goes_on_where_it_stopped(shared, tmp_path, monkeypatch, ca
                 return super().wait()
             while self.poll() is None and not (tmp_path / "slow" / "some.cpu.json").exists():
                 time.sleep(0.01)
-            clock.append(10.0**6)  # the time is over as soon as the step has written its file
+            clock.append(10.0**6)  # the time limit is reached as soon as the step has written its file
             raise subprocess.TimeoutExpired("slow", timeout)
 
     clock = [0.0]
@@ -114,7 +117,7 @@ def test_the_run_book_goes_on_where_it_stopped(shared, tmp_path, monkeypatch, ca
     assert sorted(path.name for path in results.iterdir()) == ["good.cpu.json", "slow.cpu.json"]
 
 
-def test_the_traffic_of_a_programs_kernels(shared) -> None:
+def test_traffic_counts_the_bytes_and_the_kernels_of_a_program(shared) -> None:
     from compiled import traffic
 
     text = """\

@@ -25,7 +25,7 @@ def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
 
 
-def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
+def test_run_compares_algorithms_and_its_command_reproduces_it(tmp_path, capsys):
     folder = tmp_path / "o"
     command = [*TINY, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=0.5", "--momentum", "0.5"]
     command += ["--output", str(folder)]
@@ -51,7 +51,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
     assert "--force" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == written
 
-    (folder / "drift.png").touch()  # of an earlier run that measured
+    (folder / "drift.png").touch()  # as if an earlier run with --measure had written it
     assert cli.main([*shlex.split(config["command"])[1:], "--force"]) == 0
     models = {"fedavg", "fedprox_mu_0_5"}
     assert {path.name for path in folder.iterdir()} == {*written, "checkpoints", *models}
@@ -104,7 +104,7 @@ def test_run_compares_algorithms_and_its_command_repeats_it(tmp_path, capsys):
         ([], "required: --algorithm"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(arguments, said, tmp_path, monkeypatch, capsys):
+def test_bad_input_prints_one_line_and_writes_nothing(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     np.savez("whole.npz", x_train=np.zeros((5, 28, 28), np.uint8))
     Path("mnist.npz").write_bytes(Path("whole.npz").read_bytes()[:-200])
@@ -114,8 +114,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(arguments, said, tmp_path, mon
     assert not output and not Path("runs").exists()
 
 
-def test_what_was_trained_can_be_taken_out(tmp_path):
-    """By `fd.load_run`; and from its checkpoints, by whoever builds the same simulation."""
+def test_trained_models_can_be_loaded(tmp_path):
+    """`fd.load_run` loads the model. A simulation with the same options can restore the state from a checkpoint."""
     folder = tmp_path / "o"
     command = [*TINY, "--algorithm", "fedavg", "--algorithm", "scaffold", "--lr", "0.3", "--seed", "4"]
     assert cli.main([*command, "--output", str(folder)]) == 0
@@ -150,12 +150,13 @@ def test_what_was_trained_can_be_taken_out(tmp_path):
     (folder / "fedavg" / "model.npz").unlink()
     with pytest.raises(ValueError, match="has not finished: use fedjax-drift run --resume"):
         fd.load_run(folder, "fedavg")
-    assert cli.main(["run", "--resume", str(folder)]) == 0  # which makes it again
+    assert cli.main(["run", "--resume", str(folder)]) == 0  # which writes the model again
     assert (folder / "fedavg" / "model.npz").exists()
 
 
-def test_seeds_and_a_target(tmp_path, capsys, monkeypatch):
-    """Each seed is the run with that seed alone; tables, pictures and files tell them apart; stopped, they go on."""
+def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
+    """Each seed gives the results of a run with this seed alone. Tables, plots and files distinguish the seeds. A run
+    that was stopped resumes."""
     folder, alone = tmp_path / "o", tmp_path / "alone"
     command = [*TINY, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=0.5", "--lr", "0.3", "--data-seed", "1"]
     assert cli.main([*command, "--rounds", "4", "--seed", "3", "--output", str(alone)]) == 0
@@ -193,7 +194,7 @@ def test_seeds_and_a_target(tmp_path, capsys, monkeypatch):
         assert (folder / name).stat().st_size > 10_000
     run = fd.load_run(folder, "fedprox:mu=0.5", 4)
     assert [record["seed"] for record in run.history] == [4] * 40
-    assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 6  # the mean over seeds
+    assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 6  # the scores are means over the seeds
     for wrong, said in (
         (["--seeds", "2", "--stream", "yes"], "--seeds 2: stream must be False in a sweep"),
         (["--target", "97"], "must be an accuracy in 0..1, got '97': 0.97 for 97 %"),
@@ -207,14 +208,14 @@ def test_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     ("typed", "meant"),
     [("--goal", None), ("--trgets", "--target"), ("--eval", "--eval-every"), ("--clint", "--clients"), ("--zz", None)],
 )
-def test_only_a_near_option_is_suggested(typed, meant, capsys):
+def test_only_a_similar_option_is_suggested(typed, meant, capsys):
     assert cli.main([*TINY, "--algorithm", "fedavg", typed, "1"]) == 2
     said = capsys.readouterr().err
     assert f"unknown argument '{typed}'" + (f": did you mean {meant!r}?" if meant else " (see") in said
 
 
-def test_what_is_measured_is_written_and_drawn(tmp_path, capsys):
-    """With classes that a client has not, and an algorithm that reports its gain."""
+def test_measures_are_written_and_plotted(tmp_path, capsys):
+    """Each client lacks some of the classes, and the algorithm reports its gain."""
     folder = tmp_path / "o"
     command = [*TINY, "--rounds", "4", "--algorithm", "fedeve", "--partition", "shards:1", "--clients", "5", "--redeal"]
     command += ["evenly", "--measure", "updates,gradients", "--measure", "predictions,forgetting,labels"]
@@ -232,7 +233,7 @@ def test_what_is_measured_is_written_and_drawn(tmp_path, capsys):
     assert all("gain" in r for r in done)
 
 
-def test_every_option_can_be_written(tmp_path, monkeypatch):
+def test_every_kind_of_algorithm_option_can_be_passed(tmp_path, monkeypatch):
     monkeypatch.setattr("fedjax_drift.cli.run.simulate", lambda config, *_: made.update(config) or 0)
     made: dict = {}
     written = {
@@ -250,8 +251,8 @@ def test_every_option_can_be_written(tmp_path, monkeypatch):
     assert made["model"]["cosine"] is True
 
 
-def test_rows_and_client_states_on_the_host(tmp_path, capsys):
-    """Each algorithm has a folder of its own; the numbers are those of the device; what holds files is refused."""
+def test_examples_and_client_states_on_the_host_give_the_same_results(tmp_path, capsys):
+    """Each algorithm has its own folder in the folder of --bank. A folder that is not empty is refused."""
     command = [*TINY, "--algorithm", "scaffold", "--algorithm", "feddyn:alpha=0.1", "--output"]
     elsewhere = ["--stream", "yes", "--bank", str(tmp_path / "bank")]
     assert (
@@ -266,7 +267,7 @@ def test_rows_and_client_states_on_the_host(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:round 0. 3 of 3 client updates are not finite")
-def test_an_algorithm_that_diverges_makes_way_for_the_next(tmp_path, capsys):
+def test_the_next_algorithm_runs_after_one_that_diverges(tmp_path, capsys):
     folder = tmp_path / "o"
     command = [*TINY, "--algorithm", "fedgvr", "--algorithm", "feddyn:alpha=1", "--lr", "1e38", "--epochs", "3"]
     assert cli.main([*command, "--output", str(folder)]) == 1
@@ -277,7 +278,7 @@ def test_an_algorithm_that_diverges_makes_way_for_the_next(tmp_path, capsys):
     assert [r["algorithm"] for r in done] == 2 * ["feddyn:alpha=1"] and done[-1]["train_loss"] is None
 
 
-def test_clients_are_scored_on_their_own_rows(tmp_path, capsys):
+def test_clients_are_evaluated_on_their_own_test_examples(tmp_path, capsys):
     folder = tmp_path / "o"
     command = ["run", "--dataset", "glyphs:num_writers=5", "--model", "linear", "--cohort", "2", "--rounds", "1"]
     command += ["--per-client", "--no-progress", "--output", str(folder)]
@@ -293,20 +294,20 @@ def test_clients_are_scored_on_their_own_rows(tmp_path, capsys):
     assert (
         "clients.csv, fairness.png" in " ".join(printed.split()) and (folder / "fairness.png").stat().st_size > 10_000
     )
-    assert cli.main(["run", "--resume", str(folder)]) == 0  # complete: scored again
+    assert cli.main(["run", "--resume", str(folder)]) == 0  # the run is complete; its clients are evaluated again
     assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 5
     dealt = [*TINY, "--partition", "dirichlet:1", "--algorithm", "fedavg", "--per-client"]
     assert cli.main([*dealt, "--output", str(tmp_path / "p")]) == 0
     assert len((tmp_path / "p" / "clients.csv").read_text().splitlines()) > 1
 
 
-def test_a_bug_is_no_bad_input(tmp_path, monkeypatch):
+def test_a_bug_is_not_reported_as_bad_input(tmp_path, monkeypatch):
     monkeypatch.setattr(fd.datasets, "load", lambda *_, **__: np.zeros(3).reshape(2, 2))
     with pytest.raises(ValueError, match="cannot reshape"):
         cli.main([*TINY, "--algorithm", "fedavg", "--output", str(tmp_path / "o")])
 
 
-def test_ctrl_c_ends_the_algorithm_and_keeps_what_is_done(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_stops_the_run_and_keeps_the_completed_rounds(tmp_path, monkeypatch, capsys):
     folder, run = tmp_path / "o", fd.Simulation.run
 
     def interrupted_in_round_2(self, state, rounds, eval_every, *, on_round, **options):
@@ -325,7 +326,7 @@ def test_ctrl_c_ends_the_algorithm_and_keeps_what_is_done(tmp_path, monkeypatch,
     assert (folder / "curves.png").exists() and re.search(rf"fedavg +{len(done)} ", capsys.readouterr().out)
 
 
-def test_quickstart_is_the_run_command_it_prints(tmp_path, monkeypatch, capsys):
+def test_quickstart_runs_the_command_that_it_prints(tmp_path, monkeypatch, capsys):
     def trained(self, state, rounds, eval_every, *, on_round, measure_every, **_):
         assert eval_every == 1 and measure_every == rounds == 2
         for t in (1, 2):
@@ -353,7 +354,7 @@ def test_quickstart_is_the_run_command_it_prints(tmp_path, monkeypatch, capsys):
     assert "unknown argument '--writers'" in capsys.readouterr().err
 
 
-def test_quickstarts_table_says_who_met_the_target_and_when():
+def test_the_table_of_quickstart_shows_when_the_target_is_reached():
     runs = {
         "fedavg": [{"round": t, "accuracy": 0.02 * t, "client_drift": [9.0, 0.1 * t]} for t in range(1, 21)],
         "scaffold": [{"round": 1, "accuracy": 0.4}],
@@ -369,17 +370,17 @@ def test_quickstarts_table_says_who_met_the_target_and_when():
     assert " - " in quickstart.table({"stopped": [{"round": 1}]}, 0.3)
 
 
-def test_data_lists_and_draws(tmp_path, capsys):
+def test_the_data_command_lists_data_sets_and_plots_a_federation(tmp_path, capsys):
     assert cli.main(["data", "--data-dir", str(tmp_path)]) == 0
     listing = capsys.readouterr().out
     assert all(name in listing for name in fd.datasets.NAMES) and "To get mnist:" in listing
     look = ["data", "synthetic", "--partition", "shards:2", "--clients", "70", "--output", str(tmp_path / "o")]
     assert cli.main(look) == 0
-    assert "56 to 58" in capsys.readouterr().out  # 4,000 rows in 140 blocks of 28 or 29
+    assert "56 to 58" in capsys.readouterr().out  # 4,000 examples in 140 shards of 28 or 29
     assert (tmp_path / "o" / "federation.png").stat().st_size > 10_000
 
 
-def test_pictures_show_the_numbers_and_leave_the_backend_alone():
+def test_plots_show_the_numbers_and_do_not_change_the_backend():
     before = matplotlib.get_backend()
     history = [{"round": t, "train_loss": 1 / t} | ({"accuracy": t / 10} if t % 2 == 0 else {}) for t in range(1, 5)]
     accuracy, loss = plots.curves({"a": history, "b": history[:2]}).axes
@@ -396,7 +397,7 @@ def test_pictures_show_the_numbers_and_leave_the_backend_alone():
     assert matplotlib.get_backend() == before
 
 
-def test_the_module_from_a_shell(tmp_path):
+def test_the_command_line_runs_as_a_module(tmp_path):
     def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "fedjax_drift.cli", *arguments], capture_output=True, text=True)
 
@@ -411,7 +412,7 @@ def test_the_module_from_a_shell(tmp_path):
     )
 
 
-def test_a_reader_that_has_gone_is_no_bad_input(tmp_path, monkeypatch, capfd) -> None:
+def test_a_broken_pipe_is_not_reported_as_bad_input(tmp_path, monkeypatch, capfd) -> None:
     def gone(*_) -> None:
         raise BrokenPipeError
 

@@ -1,4 +1,4 @@
-"""Every measure of drift against plain NumPy, and that measuring leaves the rounds alone."""
+"""Tests of every drift measure against NumPy. They also test that measuring does not change the rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedjax_drift.measures import drift
 from fedjax_drift.types import ClientResult
 
 FEATURES, C, EPOCHS, LR = 5, 4, 3, 0.5
-CLASSES = [[0], [1, 2], [0, 1, 2, 3], [2, 3], [1], [0, 3], [0, 1, 2]]  # of each client
+CLASSES = [[0], [1, 2], [0, 1, 2, 3], [2, 3], [1], [0, 3], [0, 1, 2]]  # the classes of each client
 SIZES = [3, 10, 16, 7, 1, 12, 5]
 ALL = tuple(drift.MEASURES)
 
@@ -39,7 +39,7 @@ def softmax_regression() -> fd.Model:
 
 def simulate(data, measure=(), algorithm=None, devices=1, **options) -> fd.Simulation:
     options = {"cohort_size": 4, "eval_batch_size": 5} | options
-    options.setdefault("local", fd.LocalTraining(epochs=EPOCHS, batch_size=100, lr=LR))  # a step is a whole epoch
+    options.setdefault("local", fd.LocalTraining(epochs=EPOCHS, batch_size=100, lr=LR))  # one step per epoch
     mesh = clients_mesh(jax.devices()[:devices])
     algorithm = algorithm or fd.algorithms.fedavg()
     return fd.Simulation(softmax_regression(), data, algorithm, measure=measure, mesh=mesh, **options)
@@ -70,12 +70,12 @@ def class_accuracies(w, x, y):
 
 
 def by_hand(data, w, cohort) -> dict[str, np.ndarray]:
-    """Every measure of a FedAvg round with one step an epoch, in float64."""
+    """Returns every measure of a FedAvg round with one step per epoch, computed in float64."""
     cuts = np.cumsum(data.sizes)[:-1]
     clients = list(zip(np.split(data.x.astype(float), cuts), np.split(data.y, cuts), strict=True))
     x_test, y_test = data.x_test.astype(float), data.y_test
     w = np.asarray(w, float)
-    path = {}  # of each client the models after every epoch
+    path = {}  # client -> its local models after every epoch
     for i in cohort:
         path[i] = [w]
         for _ in range(EPOCHS):
@@ -139,19 +139,20 @@ def measured(data) -> fd.Simulation:
     return simulate(data, measure=ALL)
 
 
-def test_every_measure_by_hand(data, measured):
+def test_every_measure_matches_numpy(data, measured):
     sim = measured
     state = sim.init(jax.random.key(1))
     cohort = [4, 2, 0, 5]
     want = by_hand(data, state.params, cohort)
     check(sim.measure(state, cohort=cohort), want)
-    # The cases are there: a client with all classes, and a class that the global model never gets right.
+    # The special cases occur: a client that has all classes, and a class that the global model never predicts
+    # correctly.
     assert np.isnan(want["lp_absent"]).tolist() == [False, True, False, False]
     assert 0 in class_accuracies(np.asarray(state.params), data.x_test, data.y_test)
     assert 0 < np.nanmin(want["lp_absent"]) < 1
 
 
-def test_absent_clients_have_no_value_and_leave_the_others_alone(data):
+def test_measures_of_absent_clients_are_nan_and_the_others_do_not_change(data):
     sim = simulate(data, measure=ALL, sampling="bernoulli", lanes=3, devices=2)
     seen = set()
     for seed in range(3):
@@ -167,8 +168,9 @@ def test_absent_clients_have_no_value_and_leave_the_others_alone(data):
     assert len(seen) > 1
 
 
-def test_clients_train_as_in_the_round(data):
-    # With minibatches, momentum and shuffles there is no closed form, but FedAvg with one client IS its local model.
+def test_measured_clients_train_as_in_the_round(data):
+    # With minibatches, momentum and shuffling there is no closed form. But with a single client, the new global model
+    # of FedAvg is the local model of this client.
     sim = simulate(data, local=fd.LocalTraining(epochs=2, batch_size=3, lr=0.1, momentum=0.5), cohort_size=3)
     state = sim.init(jax.random.key(0))
     cohort = [1, 5, 2]
@@ -180,8 +182,8 @@ def test_clients_train_as_in_the_round(data):
     np.testing.assert_allclose(found["update_cosine"][:, -1], cosine, rtol=1e-4)
 
 
-def test_updates_start_at_the_model_that_was_sent(data):
-    # FedEve sends w - M. The gain of a single client is 1, so the next M is start - theta_i.
+def test_updates_are_measured_from_the_model_that_was_sent(data):
+    # FedEve sends w - M. With a single client the gain is 1, so the next M is start - theta_i.
     sim = simulate(data, algorithm=fd.algorithms.fedeve())
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
     assert float(jnp.linalg.norm(state.server.M)) > 0.1
@@ -190,7 +192,7 @@ def test_updates_start_at_the_model_that_was_sent(data):
     assert float(found[-1]) == pytest.approx(float(jnp.linalg.norm(after.server.M)), rel=1e-4)
 
 
-def test_all_clients_of_one_size_have_no_period_drift():
+def test_period_drift_is_zero_if_all_clients_take_part_with_equal_sizes():
     rng = np.random.default_rng(0)
     data = fd.FederatedData.from_clients([rows(rng, 9, [i % C]) for i in range(7)])
     sim = simulate(data, cohort_size=7, lanes=2, devices=2)
@@ -198,8 +200,10 @@ def test_all_clients_of_one_size_have_no_period_drift():
     assert float(found["period_drift"]) == 0 and float(found["gradient_variance"]) > 0.01
 
 
-def test_rows_dealt_anew_are_those_of_the_round(data):
-    cohort = [0, 3, 6]  # 15 rows, so 5 each: the mean of their gradients is that of the pooled rows
+def test_measures_use_the_redistributed_examples_of_the_round(data):
+    # The cohort has 15 examples, so each client gets 5. So the mean of the clients' gradients is the gradient of the
+    # pooled examples.
+    cohort = [0, 3, 6]
     cuts = np.cumsum(data.sizes)[:-1]
     x, y = (np.concatenate([np.split(a, cuts)[i] for i in cohort]) for a in (data.x, data.y))
     sim = simulate(data.redealt(), cohort_size=3)
@@ -209,11 +213,12 @@ def test_rows_dealt_anew_are_those_of_the_round(data):
     np.testing.assert_allclose(found["label_mix"], np.bincount(y, minlength=C) / 15, rtol=1e-5)
     pooled = square(gradient(w, x, y) - gradient(w, data.x, data.y))
     assert float(found["period_drift"]) == pytest.approx(pooled, rel=1e-4)
-    assert abs(by_hand(data, w, cohort)["period_drift"] / pooled - 1) > 0.02  # their own rows tell another story
+    assert abs(by_hand(data, w, cohort)["period_drift"] / pooled - 1) > 0.02  # their own examples give another value
 
 
-def test_clients_that_are_dealt_no_row_have_no_value(data):
-    sim = simulate(data.redealt(1e-3), cohort_size=7)  # each class goes to one client, so 3 at least get nothing
+def test_measures_of_clients_without_redistributed_examples_are_nan(data):
+    # Each of the 4 classes goes to a single client. So at least 3 of the 7 clients get no example.
+    sim = simulate(data.redealt(1e-3), cohort_size=7)
     norms = np.asarray(sim.measure(sim.init(jax.random.key(0)), "updates")["update_norm"])
     absent = np.isnan(norms)
     assert (absent.all(1) == absent.any(1)).all() and 3 <= absent.all(1).sum() < 7
@@ -226,7 +231,7 @@ REQUIRED |= {name: {"beta": 0.5} for name in ("slowmo", "fedadc")}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_is_measured(data, name):
+def test_every_algorithm_can_be_measured(data, name):
     def features(params, x):
         return jnp.tanh((x @ params["body"]) * params["norm"][None])
 
@@ -243,12 +248,12 @@ def test_every_algorithm_is_measured(data, name):
     algorithm = ALGORITHMS[name](**REQUIRED.get(name, {}))
     mesh = clients_mesh(jax.devices()[:1])
     sim = fd.Simulation(model, data, algorithm, local=fd.LocalTraining(2, 8), cohort_size=2, mesh=mesh)
-    found = jax.eval_shape(lambda: sim.measure(sim.init(jax.random.key(0)), "updates"))  # compiling all takes long
+    found = jax.eval_shape(lambda: sim.measure(sim.init(jax.random.key(0)), "updates"))  # compiling would take long
     assert found["update_norm"].shape == found["update_cosine"].shape
-    assert found["update_norm"].shape[0] == 2 and found["update_norm"].shape[1] in (1, 2)  # FedRep: of one epoch
+    assert found["update_norm"].shape[0] == 2 and found["update_norm"].shape[1] in (1, 2)  # FedRep measures one epoch
 
 
-def test_measuring_leaves_rounds_alone(data, measured):
+def test_measuring_does_not_change_the_rounds(data, measured):
     plain = simulate(data)
     state = plain.init(jax.random.key(0))
     text = [sim.executor.programs.lower("round", state, sim.setup.arrays, None).as_text() for sim in (plain, measured)]
@@ -261,7 +266,7 @@ def test_measuring_leaves_rounds_alone(data, measured):
     assert len(more) > len(info)
 
 
-def test_history_has_what_was_measured(data, measured):
+def test_the_history_contains_the_measures(data, measured):
     sim = measured
     state, history = sim.run(sim.init(jax.random.key(0)), 4, eval_every=0, progress=False, measure_every=2)
     keys = set(by_hand(data, state.params, [0]))
@@ -269,7 +274,7 @@ def test_history_has_what_was_measured(data, measured):
     record = json.loads(json.dumps(history))[1]
     assert len(record["kl"]) == len(record["client_drift"]) == EPOCHS and len(record["label_mix"]) == C
     assert isinstance(record["period_drift"], float) and isinstance(record["lp_present"], float)
-    # The second round's cohort, whatever it was, measured from the state before it.
+    # The cohort of the second round is measured again, from the state before this round.
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
     found = sim.measure(state)
     assert record["update_norm"] == pytest.approx(np.asarray(found["update_norm"]).mean(0), rel=1e-5)
@@ -277,27 +282,27 @@ def test_history_has_what_was_measured(data, measured):
     assert record["label_mix"] == pytest.approx(np.asarray(found["label_mix"]), rel=1e-6)
 
 
-def test_a_client_that_diverges():
+def test_measures_of_a_client_that_diverges_are_nan():
     rng = np.random.default_rng(0)
     x, y = rows(rng, 6)
     clients = [rows(rng, 8), (x * np.float32(1e30), y), rows(rng, 4, [1, 2])]
     data = fd.FederatedData.from_clients(clients, test=rows(rng, 9))
-    local = fd.LocalTraining(epochs=3, lr=1e10)  # the others move far, but not that far
+    local = fd.LocalTraining(epochs=3, lr=1e10)  # the updates of the other clients are large, but finite
     sim = simulate(data, cohort_size=3, local=local, on_nonfinite="drop_client")
     state = sim.init(jax.random.key(0))
     found = sim.measure(state)
     for name in ("update_norm", "update_cosine", "client_drift", "cka", "kl", "lp_present"):
         assert np.isfinite(found[name]).reshape(3, -1).all(1).tolist() == [True, False, True], name
         assert np.isnan(found[name][1]).all(), name
-    alone = sim.measure(state, "updates", [0, 2])  # a client that is dropped leaves the mean update alone
+    alone = sim.measure(state, "updates", [0, 2])  # a dropped client does not change the mean update
     np.testing.assert_allclose(found["update_cosine"][::2], alone["update_cosine"], rtol=1e-5)
 
     kept = simulate(data, cohort_size=3, local=local).measure(state, "updates")
-    assert np.isnan(kept["update_cosine"]).all()  # the mean is not finite, for all to see
+    assert np.isnan(kept["update_cosine"]).all()  # the mean update is not finite
     np.testing.assert_allclose(kept["update_norm"], found["update_norm"], rtol=1e-5)
 
 
-def test_linear_cka_does_not_see_rotations_and_scales():
+def test_linear_cka_is_invariant_to_rotation_and_scale():
     rng = np.random.default_rng(0)
     X = rng.normal(size=(50, 4)).astype(np.float32)
     Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
@@ -308,7 +313,7 @@ def test_linear_cka_does_not_see_rotations_and_scales():
     assert float(drift.linear_cka(garbage, X**3, mask)) == pytest.approx(hsic_cka(X[:30], X[:30] ** 3), rel=1e-4)
 
 
-def test_bad_names_and_missing_things(data):
+def test_unknown_names_and_missing_data_are_errors(data):
     for bad, message in [("update", "did you mean 'updates'"), (None, "got None"), (("kl",), "one of")]:
         with pytest.raises(ValueError, match=message):
             simulate(data, measure=bad)
@@ -330,7 +335,7 @@ def test_bad_names_and_missing_things(data):
     assert sim.measure(sim.init(jax.random.key(0)), ("updates", "gradients")).keys() >= {"update_norm", "period_drift"}
 
 
-def test_clients_with_a_training_of_their_own(data):
+def test_updates_cannot_be_measured_if_the_algorithm_does_not_call_local_train(data):
     def client_update(server, client, work):
         return ClientResult(jnp.zeros_like(server.params), jnp.ones(()), client, {})
 
@@ -338,11 +343,11 @@ def test_clients_with_a_training_of_their_own(data):
     state = sim.init(jax.random.key(0))
     with pytest.raises(ValueError, match="client_update of lazy must call fedjax_drift.local.train"):
         sim.measure(state, "updates")
-    assert sim.measure(state, "labels")["label_mix"].shape == (C,)  # counts rows, whoever trains on them
+    assert sim.measure(state, "labels")["label_mix"].shape == (C,)  # "labels" only counts examples
 
 
-def test_an_algorithm_may_return_metrics_of_its_own(data):
-    """What is measured does not pass through an algorithm's metrics."""
+def test_an_algorithm_may_return_its_own_metrics(data):
+    """The measures do not depend on the metrics that an algorithm returns."""
     plain = fd.algorithms.fedavg()
 
     def client_update(server, client, work):

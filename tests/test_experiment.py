@@ -1,4 +1,4 @@
-"""Tables of papers: from a table's file to its page, and what goes on after an interruption."""
+"""Tests of experiments/tables: reading, running, resuming and reporting the tables of papers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ as = "natural, half of them"
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
-    """Simulations of the same options share their programs in all tests here: nearly all of the time is compiling."""
+    """Simulations with the same options share their programs in all tests of this file. Compiling takes nearly all of
+    the time."""
     simulations: dict[str, dict[str, fd.Simulation]] = {}
     parse_run = fd.parse_run
 
@@ -89,13 +90,13 @@ def compiled_once():
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder of tables."""
+    """A folder with two tables."""
     return with_tables(tmp_path / "tables", table=TINY, figure=REFERENCE)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The results of the tiny table, run at one go."""
+    """The results of the tiny table after an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     assert do(with_tables(folder / "tables", table=TINY), folder / "o") == 0
     return folder / "o"
@@ -122,7 +123,7 @@ def series(runs: dict[int, Result]) -> dict[int, dict[str, Series]]:
 
 
 def row(page: str, what: str) -> list[str]:
-    """The cells of the first row of a page that says so."""
+    """Returns the cells to the right of the cell ``what``, in the first row of a page that has this cell."""
     line = next(line for line in page.splitlines() if f"| {what} |" in line)
     return [cell.strip() for cell in line.split(f"| {what} |")[1].strip(" |").split("|")]
 
@@ -130,7 +131,7 @@ def row(page: str, what: str) -> list[str]:
 # --- a table from its file to its page --------------------------------------------------------------------------------
 
 
-def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, whole, tmp_path, capsys):
+def test_a_table_is_run_once_and_its_page_shows_the_results(place, whole, tmp_path, capsys):
     output = Path(shutil.copytree(whole, tmp_path / "o"))
     lines = (output / "tiny/table/natural-half-of-them/FedAvg.jsonl").read_text().splitlines()
     runs = [json.loads(line) for line in lines]
@@ -183,7 +184,7 @@ def test_a_table_is_run_once_and_its_page_says_what_is_in_the_results(place, who
     assert "2 of 4 cells" in capsys.readouterr().out
 
 
-def test_the_command_of_a_result_gives_its_numbers(whole, tmp_path, monkeypatch):
+def test_the_command_of_a_result_reproduces_its_numbers(whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prox = read(whole, "FedProx")
     words = shlex.split(prox[1].command)[1:]
@@ -197,7 +198,7 @@ def test_the_command_of_a_result_gives_its_numbers(whole, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", papers.table_names(papers.EXPERIMENTS))
-def test_every_committed_table_is_one_that_can_be_run(name):
+def test_every_committed_table_is_valid(name):
     table = papers.read_table(papers.EXPERIMENTS, name)
     cells = [cell for setting in table.settings.values() for cell in setting.cells.values()]
     assert {cell.method for cell in cells} == set(table.methods)
@@ -210,7 +211,7 @@ def test_every_committed_table_is_one_that_can_be_run(name):
             assert set(numbers) <= set(setting.cells)
 
 
-def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
+def test_the_committed_pages_match_the_committed_results(tmp_path):
     results = papers.EXPERIMENTS / "results"
     tables = papers.read_tables(papers.EXPERIMENTS, papers.table_names(papers.EXPERIMENTS))
     for table in tables:
@@ -226,18 +227,18 @@ def test_the_committed_pages_are_those_of_the_committed_results(tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted((papers.EXPERIMENTS / "tables").glob("*.py")), ids=lambda file: file.stem)
-def test_tables_use_public_names_alone(file):
+def test_the_code_of_the_tables_uses_only_public_names(file):
     text = file.read_text()
     assert set(re.findall(r"^(?:from|import) fedjax_drift.*", text, re.MULTILINE)) <= {"import fedjax_drift as fd"}
     assert set(re.findall(r"\bfd\.(\w+)", text)) <= {*fd.__all__, "__version__", "__file__"}
     assert not re.findall(r"\._(?!_|replace|asdict|fields)\w+", text)
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- resuming ---------------------------------------------------------------------------------------------------------
 
 
 def interrupted(sweep, rounds: list[int], at: int | None = None):
-    """The sweep, which notes the rounds that it records; Ctrl-C is pressed once, in round ``at`` of its first run."""
+    """Returns a sweep that appends its recorded rounds to ``rounds``. It raises SIGINT when it first records ``at``."""
 
     def swept(*arguments, **options):
         def on_round(seed, setting, record):
@@ -253,10 +254,10 @@ def interrupted(sweep, rounds: list[int], at: int | None = None):
 LONG = TINY.replace("rounds = 8", "rounds = 60")
 
 
-def test_ctrl_c_ends_it_and_it_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys):
+def test_a_run_stopped_by_ctrl_c_resumes_with_the_same_results(tmp_path, monkeypatch, capsys):
     place, only = with_tables(tmp_path / "tables", table=LONG), "--methods=FedAvg"
     assert do(place, tmp_path / "whole", only) == 0
-    monkeypatch.setattr(runner, "SAVE_SECONDS", 1e-6)  # a save whenever there is none on its way
+    monkeypatch.setattr(runner, "SAVE_SECONDS", 1e-6)  # saves again as soon as the previous save is done
     before, after = [], []
     with monkeypatch.context() as patch:
         patch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, before, at=1))
@@ -266,14 +267,14 @@ def test_ctrl_c_ends_it_and_it_goes_on_as_if_nothing_had_been(tmp_path, monkeypa
     (early, late), (_, other) = (one.rounds for one in saved)
     assert late == other == max(before) < 60
 
-    shutil.rmtree(saved[1].place(late))  # as after a kill between the saves of the two seeds
+    shutil.rmtree(saved[1].place(late))  # as if it was killed between the saves of the two seeds
     monkeypatch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, after))
     assert do(place, tmp_path / "o", only) == 0 and not list((tmp_path / "o").rglob("*.partial"))
     assert min(after) == early + 1
     assert series(read(tmp_path / "o")) == series(read(tmp_path / "whole"))
 
 
-def test_seeds_that_have_not_begun_do_not_hold_back_those_that_have(tmp_path, monkeypatch):
+def test_seeds_with_checkpoints_resume_when_new_seeds_are_added(tmp_path, monkeypatch):
     place, only, rounds = with_tables(tmp_path / "tables", table=LONG), "--methods=FedAvg", []
     with monkeypatch.context() as patch:
         patch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, [], at=1))
@@ -283,7 +284,7 @@ def test_seeds_that_have_not_begun_do_not_hold_back_those_that_have(tmp_path, mo
     assert rounds.count(1) == 1 and [run.together for run in read(tmp_path / "o").values()] == [1, 1]
 
 
-def test_another_process_at_a_cell_is_left_alone(place, whole, tmp_path, capsys):
+def test_a_cell_that_another_process_runs_is_skipped(place, whole, tmp_path, capsys):
     output = Path(shutil.copytree(whole, tmp_path / "o"))
     table = papers.read_table(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedAvg"]
@@ -296,7 +297,7 @@ def test_another_process_at_a_cell_is_left_alone(place, whole, tmp_path, capsys)
     assert not list(output.rglob("*.partial"))
 
 
-def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
+def test_rounds_and_seeds_can_be_added_and_other_options_are_refused(place, tmp_path, capsys):
     output = tmp_path / "o"
     assert do(place, output, "--methods=FedAvg", "--rounds=2") == 0
     assert {seed: run.rounds for seed, run in read(output).items()} == {0: 2, 1: 2}
@@ -318,7 +319,7 @@ def test_more_rounds_more_seeds_and_other_options(place, tmp_path, capsys):
     assert "did you mean 'FedAvg'?" in capsys.readouterr().err
 
 
-def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys):
+def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, capsys):
     output, text = tmp_path / "o", TINY.replace("seeds = 2", 'seeds = 1\nuntil = "rounds to 1 %"')
     place = with_tables(tmp_path / "tables", table=text)
     table = papers.read_table(place, "tiny/table")
@@ -345,7 +346,7 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
     assert "FedProx: tuning 2 combinations" in capsys.readouterr().out
     tried = runner.read_tuned(cell, tmp_path / "p")
     assert [each.values for each in tried] == [{"lr": 1e-4, "mu": 0.3}, {"lr": 0.5, "mu": 0.3}]
-    # a quarter of 32 examples: the scores are eighths, and the run itself has all its data again
+    # A quarter of the 32 examples is held out, so the scores are multiples of 1/8. The run itself uses all examples.
     assert all(each.score / 12.5 == round(each.score / 12.5) for each in tried) and before != tried
     assert "validation" not in read(tmp_path / "p", "FedProx")[0].options
     with pytest.raises(ValueError, match="must have the grid and the validation of the table, got others"):
@@ -359,18 +360,18 @@ def test_a_target_ends_a_cell_early_and_tuning_finds_its_values(tmp_path, capsys
         do(untuned, output, "--tune")
 
 
-def test_a_cell_with_a_target_goes_on_in_parts_to_the_same_end(whole, tmp_path, monkeypatch):
+def test_a_cell_with_a_target_runs_in_sections_with_the_same_results(whole, tmp_path, monkeypatch):
     never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
     place, totals = with_tables(tmp_path / "tables", table=never), []
     sweep = fd.Simulation.sweep
     monkeypatch.setattr(fd.Simulation, "sweep", lambda sim, n, *a, **b: totals.append(n) or sweep(sim, n, *a, **b))
-    monkeypatch.setattr(runner, "TARGET_SECONDS", 0.0)  # looks after every evaluation
+    monkeypatch.setattr(runner, "TARGET_SECONDS", 0.0)  # checks the target after every evaluation
     assert do(place, tmp_path / "o", "--methods=FedAvg") == 0 and totals == [4, 8]
     assert series(read(tmp_path / "o")) == series(read(whole)) and not read(tmp_path / "o")[0].reached
 
 
-def test_the_rounds_of_a_section_fill_its_time(tmp_path, monkeypatch):
-    """Rounds overlap, so the records of a section may differ: here the first one has all its seconds."""
+def test_the_length_of_a_section_depends_on_the_duration_of_its_rounds(tmp_path, monkeypatch):
+    """Rounds overlap, so only the sum of the seconds of a section matters. Here its first record has all of them."""
     never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
     never = never.replace("eval_every = 4", "eval_every = 1")
     place, totals, sweep = with_tables(tmp_path / "tables", table=never), [0], fd.Simulation.sweep
@@ -387,7 +388,7 @@ def test_the_rounds_of_a_section_fill_its_time(tmp_path, monkeypatch):
     assert do(place, tmp_path / "o", "--methods=FedAvg") == 0 and totals == [0, 1, 4, 7, 8]
 
 
-def test_cells_share_their_data_only_if_all_options_of_the_data_are_equal():
+def test_cells_share_their_data_only_if_all_data_options_are_equal():
     parser = Parser(prog="")
     add_data(parser, required=True)
     options = set(vars(parser.parse_args(["--dataset=mnist"]))) - {"seed"}
@@ -420,8 +421,8 @@ def test_every_seed_can_have_its_own_partition(whole, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("call", [0, 1], ids=["between two sections", "at the end of a cell"])
-def test_ctrl_c_in_the_last_rounds_of_a_sweep_counts(tmp_path, monkeypatch, call):
-    """The sweep has all of its rounds then, and returns as usual."""
+def test_ctrl_c_in_the_last_rounds_of_a_sweep_stops_the_run(tmp_path, monkeypatch, call):
+    """At this point, all rounds of the sweep are complete, so the sweep returns as usual."""
     never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
     place, totals, sweep = with_tables(tmp_path / "tables", table=never), [], fd.Simulation.sweep
 
@@ -438,14 +439,14 @@ def test_ctrl_c_in_the_last_rounds_of_a_sweep_counts(tmp_path, monkeypatch, call
     assert do(place, tmp_path / "o") == 0 and sorted(read(tmp_path / "o", "FedProx")) == [0, 1]
 
 
-def test_seeds_in_any_order_are_the_same_runs(place, whole, tmp_path):
+def test_the_order_of_the_seeds_does_not_change_the_runs(place, whole, tmp_path):
     table = papers.read_table(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedAvg"]
     assert runner.run_cells(table, [cell], [1, 0], tmp_path, progress=False)
     assert series(read(tmp_path)) == series(read(whole))
 
 
-def test_tuning_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, capsys):
+def test_tuning_stopped_by_ctrl_c_resumes_with_the_same_results(tmp_path, monkeypatch, capsys):
     place = with_tables(tmp_path / "tables", table=LONG.replace("[tune]\nrounds = 2", "[tune]\nrounds = 60"))
     only = ["--tune", "--methods=FedProx"]
     assert do(place, tmp_path / "whole", *only) == 0
@@ -460,13 +461,13 @@ def test_tuning_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path, monkey
     assert tried[0] == tried[1] and len(tried[0].splitlines()) == 4
 
 
-def test_tuning_to_a_target_that_some_never_reach():
+def test_tuning_ignores_combinations_without_a_finite_score():
     tried = [runner.Tuned({"lr": lr}, score, 5) for lr, score in ((1, math.nan), (2, 9.0), (3, 4.0), (4, math.inf))]
     assert runner.best_of(tried, Score("s", take="rounds_to")) == {"lr": 3}
     assert runner.best_of(tried, Score("s")) == {"lr": 2}
 
 
-def test_what_tuning_kept_of_a_target_not_reached_is_read_again(tmp_path):
+def test_a_tuning_result_that_did_not_reach_the_target_is_read_back(tmp_path):
     cell = papers.Cell("t", "s", "m", {"algorithm": "fedavg"})
     file = runner.tuning_file(cell, tmp_path)
     file.parent.mkdir(parents=True)
@@ -474,7 +475,7 @@ def test_what_tuning_kept_of_a_target_not_reached_is_read_again(tmp_path):
     assert runner.best_of(runner.read_tuned(cell, tmp_path), Score("s", take="rounds_to")) == {"lr": 2}
 
 
-def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole, monkeypatch):
+def test_a_setting_whose_data_are_missing_is_skipped(place, whole, monkeypatch):
     def absent(words, **options):
         raise FileNotFoundError(next(word for word in words if word.startswith("--dataset")))
 
@@ -487,7 +488,7 @@ def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole,
     assert not runner.run_cells(table, cells[:1], None, whole, say=said.append)
 
 
-# --- what a table may say ---------------------------------------------------------------------------------------------
+# --- the contents of a table ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -517,7 +518,7 @@ def test_a_setting_whose_data_are_not_there_does_not_end_the_table(place, whole,
         ("50±1", "50±", "could not convert"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_said(place, old, new, said):
+def test_an_invalid_table_raises_an_error_that_names_the_problem(place, old, new, said):
     assert old in TINY
     (place / "tiny/table.toml").write_text(TINY.replace(old, new, 1))
     with pytest.raises(ValueError, match="table.toml: ") as error:
@@ -525,14 +526,14 @@ def test_what_is_wrong_with_a_table_is_said(place, old, new, said):
     assert said in str(error.value)
 
 
-def test_an_option_that_no_run_has_is_refused_before_it_runs(tmp_path):
+def test_an_unknown_option_is_refused_before_the_run(tmp_path):
     place = with_tables(tmp_path / "tables", table=TINY.replace("batch_size", "bach_size"))
     with pytest.raises(ValueError, match="unknown argument '--bach-size=4': did you mean '--batch-size'"):
         do(place, tmp_path / "o")
     assert not list((tmp_path / "o").rglob("*.partial"))
 
 
-def test_a_setting_of_another_table_is_run_there_and_shown_here(place, tmp_path, capsys):
+def test_a_setting_that_refers_to_another_table_stores_its_results_there(place, tmp_path, capsys):
     other = papers.read_table(place, "tiny/table").settings["natural, half of them"]
     assert papers.read_table(place, "tiny/figure").settings["half"].cells == {"FedProx": other.cells["FedProx"]}
     words = ["run", "tiny/figure", f"--tables={place}", f"--output={tmp_path}", "--rounds=8"]
@@ -542,7 +543,7 @@ def test_a_setting_of_another_table_is_run_there_and_shown_here(place, tmp_path,
         papers.read_table(place, "tiny/tabel")
 
 
-def test_a_choice_of_rows_and_methods(place):
+def test_settings_and_methods_can_be_selected(place):
     table = papers.read_table(place, "tiny/table")
     assert [(c.setting, c.method) for c in papers.select(table, ["NATURAL"], ["fedavg"])] == [
         ("natural, half of them", "FedAvg")
@@ -553,7 +554,7 @@ def test_a_choice_of_rows_and_methods(place):
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"seed": 0}', '{"series": []}', '{"seed": 0, "series": {}, "x": 1}'])
-def test_a_damaged_line_is_named(tmp_path, line):
+def test_a_damaged_line_of_a_results_file_is_named(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match="a.jsonl, line 1 is not a result .*: delete the file"):
         runner.read_results(tmp_path / "a.jsonl")
@@ -579,12 +580,12 @@ CURVE = {
         ({"take": "best", "round": 2}, 0.5),
         ({"take": "best", "of": "loss"}, 1.0),
         ({"take": "best", "of": "loss", "round": 1}, 4.0),
-        ({"take": "best", "round": 1, "of": "cka"}, math.nan),  # nothing so early
+        ({"take": "best", "round": 1, "of": "cka"}, math.nan),  # no value up to round 1
         ({"take": "last"}, 0.7),
         ({"take": "last", "window": 2, "of": "gain"}, 4.0),
-        ({"take": "last", "window": 2}, math.nan),  # a mean of what is not finite
+        ({"take": "last", "window": 2}, math.nan),  # one of the two values is not finite
         ({"take": "last", "of": "loss"}, math.nan),
-        ({"take": "last", "of": "cka"}, 0.25),  # after the last local epoch
+        ({"take": "last", "of": "cka"}, 0.25),  # the value after the last local epoch
         ({"take": "last", "of": "cka", "window": 2}, 0.475),
         ({"take": "at", "round": 2, "scale": 100}, 50),
         ({"take": "at", "round": 4}, math.nan),
@@ -605,18 +606,18 @@ CURVE = {
         ({"take": "rounds_to", "of": "unknown"}, math.nan),
     ],
 )
-def test_a_score_of_a_series(score, value):
+def test_scores_are_computed_from_series(score, value):
     assert Score("s", **score)(CURVE) == pytest.approx(value, nan_ok=True)
 
 
-def test_signs_and_digits():
+def test_signs_and_digits_of_scores():
     assert [Score("s", of=of, take=take).sign for of, take in (
         ("accuracy", "best"), ("loss", "last"), ("train_loss", "at"), ("accuracy", "rounds_to"), ("gain", "median"))
     ] == [1, -1, -1, -1, 0]  # fmt: skip
     assert [Score("s", take="rounds_to").digits, Score("s", scale=100).digits, Score("s").digits] == [0, 2, 4]
 
 
-def test_a_printed_number(place):
+def test_printed_numbers_and_summaries(place):
     of = papers.printed_number
     assert of(98.5) == Printed(98.5, None, "98.5") and of("69.1±0.6") == Printed(69.1, 0.6, "69.1±0.6")
     assert of(">600") == Printed(math.inf, None, ">600")
@@ -625,7 +626,7 @@ def test_a_printed_number(place):
 
 
 def runs(*values: float, seeds: range | None = None, rounds: int = 100) -> dict[int, Result]:
-    """Runs whose accuracy is the value in round 50, and 0 before."""
+    """Returns runs whose accuracy is 0 in round 10 and the given value in round 50."""
     one = Result("s", "m", 0, rounds, False, 1.0, 1, "", {}, None, "", {}, "", {})
     return {
         seed: one._replace(seed=seed, series={"accuracy": Series([10, 50], [0.0, value])})
@@ -640,33 +641,33 @@ ROUNDS = Score("rounds", take="rounds_to", target=0.5)
 @pytest.mark.parametrize(
     ("ours", "printed", "score", "shown"),
     [
-        (runs(0.50, 0.51, 0.52), "55.9", ACCURACY, "-4.90 ?"),  # 4.303 sqrt(1/3 + 1) = 4.97
+        (runs(0.50, 0.51, 0.52), "55.9", ACCURACY, "-4.90 ?"),  # half of the interval: 4.303 sqrt(1/3 + 1) = 4.97
         (runs(0.50, 0.51, 0.52), "56", ACCURACY, "-5.00 ▼"),
         (runs(0.50, 0.51, 0.52), "46", ACCURACY, "+5.00 ▲"),
-        (runs(0.50, 0.51, 0.52), "54±0.4", ACCURACY, "-3.00 ?"),  # 4.303 sqrt(1/3 + 0.4^2) = 3.02
+        (runs(0.50, 0.51, 0.52), "54±0.4", ACCURACY, "-3.00 ?"),  # half of the interval: 4.303 sqrt(1/3 + 0.4^2) = 3.02
         (runs(0.50, 0.51, 0.52), "54.1±0.4", ACCURACY, "-3.10 ▼"),
-        (runs(0.5001, 0.50, 0.50), "50.1", ACCURACY, "-0.10 ≈"),  # within half a point, all of the interval
-        (runs(0.50), "47±1", ACCURACY, "+3.00"),  # nobody knows how much it varies
-        (runs(0.50, 0.50), "49", ACCURACY, "+1.00"),  # nor here
+        (runs(0.5001, 0.50, 0.50), "50.1", ACCURACY, "-0.10 ≈"),  # the whole interval is within half a point
+        (runs(0.50), "47±1", ACCURACY, "+3.00"),  # the variance over seeds is unknown
+        (runs(0.50, 0.50), "49", ACCURACY, "+1.00"),  # the variance over seeds is 0
         (runs(math.nan), "50", ACCURACY, "-"),
         (runs(0.7, 0.7), ">40", ROUNDS, "reached ▲"),
         (runs(0.7), ">40", ROUNDS, "reached"),
         (runs(0.7, 0.4), ">40", ROUNDS, "reached"),
         (runs(0.4, 0.4), "40", ROUNDS, "not reached ▼"),
-        (runs(0.4, 0.4), "400", ROUNDS, "-"),  # maybe later
-        (runs(0.4, 0.4), "80", ROUNDS._replace(round=60), "-"),  # likewise
+        (runs(0.4, 0.4), "400", ROUNDS, "-"),  # our runs end after 100 rounds, before round 400
+        (runs(0.4, 0.4), "80", ROUNDS._replace(round=60), "-"),  # only the first 60 rounds count
         (runs(0.4, 0.4), ">400", ROUNDS, "-"),
-        (runs(0.7, 0.7, 0.4), "40", ROUNDS, "+10"),  # of those that did
+        (runs(0.7, 0.7, 0.4), "40", ROUNDS, "+10"),  # the mean over the seeds that reached the target
     ],
 )
-def test_the_difference_to_the_paper(ours, printed, score, shown):
+def test_the_difference_from_the_paper_and_its_mark(ours, printed, score, shown):
     number = papers.printed_number(printed)
     assert report._difference_text(ours, number, score, True) == shown
     assert report._difference_text(ours, number, score, False) == shown.rstrip(" ▲▼≈?")
 
 
 def compared_runs(a, b, score: Score) -> tuple[str, str, bool]:
-    """The word, the text, and whether there is an interval."""
+    """Returns the word, the text, and whether there is an interval."""
     word, text, p = comparison.compare(a, b, score)
     return word, text, not math.isnan(p)
 
@@ -680,14 +681,16 @@ def test_a_claim_is_judged_by_a_t_interval():
     early = {seed: run._replace(series={"accuracy": Series([10 + seed], [0.9])}) for seed, run in runs(1, 1, 1).items()}
     assert compared_runs(early, runs(0.9, 0.9, 0.9), ROUNDS) == ("holds", "+39.0 [+36.5, +41.5], 3 seeds", True)
 
-    # No interval: of other seeds, of one, of seeds that do not differ, of what is not scored.
+    # There is no interval if the methods share fewer than two seeds, if all seeds have the same difference, if a method
+    # has no score, or if no run reached the target.
     assert compared_runs(runs(*a), runs(0.5, 0.6, seeds=range(7, 9)), ACCURACY) == ("open", "+30.00", False)
     assert compared_runs(runs(0.3), runs(0.1), ACCURACY) == ("open", "+20.00", False)
     assert compared_runs(runs(0.3, 0.3), runs(0.25, 0.25), ACCURACY) == ("open", "+5.00 for every seed", False)
     assert compared_runs(runs(0.3, 0.3), runs(math.nan, math.nan), ACCURACY) == ("open", "not scored", False)
     assert compared_runs(runs(0.1), runs(0.2), ROUNDS) == ("open", "neither reached the target", False)
 
-    # Never reached is a bound, the round after the last that counts; rounds that one has alone don't count.
+    # A run that never reaches the target counts as if it reached the target one round after its last round, which gives
+    # a bound. The score "best" only uses the rounds that both methods have.
     bound = "+90.0 [+87.5, +92.5], 3 seeds (a bound: not all reached the target)"
     assert compared_runs(early, runs(0.1, 0.1, 0.1), ROUNDS) == ("holds", bound, True)
     assert compared_runs(early, runs(0.1, 0.1, 0.1), ROUNDS._replace(round=60))[1].startswith("+50.0 ")
@@ -700,12 +703,12 @@ def test_a_claim_is_judged_by_a_t_interval():
     assert compared_runs(runs(0.3, 0.4, 9), runs(0.2, 0.2, math.nan), ACCURACY)[1].endswith(", 2 seeds")
 
 
-def test_p_values_and_their_correction():
-    """Holm: the smallest of m p-values must be below 0.05 / m, the next below 0.05 / (m - 1), and so on."""
+def test_p_values_and_holms_correction():
+    """Holm: the smallest of m p-values must be at most 0.05 / m, the next at most 0.05 / (m - 1), and so on."""
     a, b = [0.9, 0.8, 0.85], [0.7, 0.72, 0.74]
     assert comparison.compare(runs(*a), runs(*b), ACCURACY).p == pytest.approx(stats.ttest_rel(a, b).pvalue)
     assert comparison.holm([0.02, 0.01, math.nan, 0.04]) == [True, True, False, True]
-    assert comparison.holm([0.03, 0.01, 0.04]) == [False, True, False]  # 0.03 > 0.05 / 2 ends it
+    assert comparison.holm([0.03, 0.01, 0.04]) == [False, True, False]  # 0.03 > 0.05 / 2 ends the procedure
     assert comparison.holm([]) == []
 
 
@@ -716,7 +719,7 @@ def test_a_smoothed_curve_reaches_its_target_later():
     assert Score("s", take="rounds_to", target=0.8, smooth=9)(series) == math.inf
 
 
-def test_a_claim_that_the_papers_numbers_contradict_is_counted_apart():
+def test_a_claim_that_the_papers_numbers_contradict_is_counted_separately():
     printed = {"A": papers.printed_number(">300"), "B": papers.printed_number(133), "C": papers.printed_number(">300")}
     orders = [report._printed_order(printed, a, b, ROUNDS) for a, b in ("BA", "AB", "AC", "AD")]
     assert orders == ["yes", "no", "equal", "-"]
@@ -728,7 +731,7 @@ def test_a_claim_that_the_papers_numbers_contradict_is_counted_apart():
     assert lines[-1] == "- s, rounds: A over B: +1.0 [+0.5, +1.5], 3 seeds"
 
 
-def test_a_setting_whose_runs_diverged_has_no_panel_and_does_not_end_the_page(tmp_path):
+def test_a_setting_whose_runs_all_diverged_has_no_panel(tmp_path):
     good, bad = ([1, 2], [0.5, 0.5]), ([1, 2], [math.nan, math.nan])
     settings = [
         Compared("bad", {"A": [bad]}, {"A": [(None, 3.0)]}),
@@ -740,7 +743,7 @@ def test_a_setting_whose_runs_diverged_has_no_panel_and_does_not_end_the_page(tm
         fd.plots.compared(settings[:1], "y")
 
 
-def test_panels_of_one_method_share_their_axis_and_those_of_several_do_not():
+def test_panels_share_their_y_axis_only_if_there_is_one_method():
     def axes_of(methods):
         low, high = ([1, 2], [0.1, 0.2]), ([1, 2], [0.7, 0.9])
         settings = [Compared(name, dict.fromkeys(methods, [run]), {}) for name, run in (("x", low), ("y", high))]
@@ -767,14 +770,14 @@ def queue_of(place: Path, output: Path, *arguments: str) -> int:
 
 @pytest.fixture
 def queued(tmp_path: Path, monkeypatch) -> Path:
-    """Tables of which one setting needs data that are not at hand, and one is a headline."""
-    monkeypatch.setattr("os.nice", lambda by: 0)  # a process cannot raise its priority again
+    """A table with a setting whose data are not available, and a headline setting."""
+    monkeypatch.setattr("os.nice", lambda by: 0)  # the process of the tests could not restore its priority
     text = TINY.replace('"patience"', '"MNIST (not available here)"')
     text = text.replace("[scores]", 'headline = ["later"]\n[scores]', 1) + "[settings.later]\nrounds = 4\n"
     return with_tables(tmp_path / "tables", table=text)
 
 
-def test_the_queue_runs_headlines_first_and_then_nothing_is_missing(queued, tmp_path, capsys):
+def test_the_queue_runs_headline_settings_first_until_nothing_is_missing(queued, tmp_path, capsys):
     output = tmp_path / "o"
     assert queue_of(queued, output, "missing") == 0
     listed = capsys.readouterr().out
@@ -791,12 +794,12 @@ def test_the_queue_runs_headlines_first_and_then_nothing_is_missing(queued, tmp_
     assert "0 jobs of 0 cells, about 0.0 hours" in capsys.readouterr().out
 
 
-def test_the_budget_ends_the_queue_as_ctrl_c_does(queued, tmp_path, monkeypatch, capsys):
-    """The job in progress is saved, and the next call completes it: the same results as at one go."""
+def test_the_budget_stops_the_queue_like_ctrl_c(queued, tmp_path, monkeypatch, capsys):
+    """The job in progress is saved. The next call completes it, with the results of an uninterrupted run."""
     folders = tmp_path / "whole", tmp_path / "parts"
     queue_of(queued, folders[0], "run", "--missing", "--no-progress")
     with monkeypatch.context() as patch:
-        patch.setattr("signal.setitimer", lambda *timer: None)  # the alarm comes after a number of rounds instead
+        patch.setattr("signal.setitimer", lambda *timer: None)  # the first sweep raises the alarm instead of a timer
         sweep = fd.Simulation.sweep
 
         def with_alarm(self, *arguments, **options):
@@ -811,7 +814,7 @@ def test_the_budget_ends_the_queue_as_ctrl_c_does(queued, tmp_path, monkeypatch,
     assert of_whole == of_parts
 
 
-def test_an_estimate_uses_the_rate_that_was_measured(queued, tmp_path):
+def test_an_estimate_uses_the_measured_rate(queued, tmp_path):
     output = tmp_path / "o"
     tables = papers.read_tables(queued, ["tiny/table"])
     queue_of(queued, output, "run", "--missing", "--no-progress")
@@ -836,7 +839,7 @@ def test_a_budget_is_a_duration(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "150", "m", "-3m", "nanh", "infs"])
-def test_another_budget_is_an_error(text: str) -> None:
+def test_an_invalid_budget_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="--budget must be a number of seconds, minutes or hours such as 150m"):
         queue.seconds_of(text)
 
@@ -861,7 +864,7 @@ def verdict_of(setting: str, word: str, survives: bool = True) -> comparison.Ver
 def test_a_claim_is_supported_or_contradicted_by_most_of_its_settings(words: list[str], expected: str) -> None:
     claim = claims.Claim("Nobody", "A beats B.", "tiny/table", "score", "A", "B", ("s", "t"), "Why not.")
     verdicts = [verdict_of(setting, word) for setting, word in zip("st", words, strict=False)]
-    verdicts += [verdict_of("u", "holds"), verdict_of("s", "holds")._replace(a="C")]  # of another claim
+    verdicts += [verdict_of("u", "holds"), verdict_of("s", "holds")._replace(a="C")]  # these belong to other claims
     assert claims.verdict(claim, claims.evidence(claim, verdicts)) == expected
     page = "\n".join(claims.section([claim], {"tiny/table": verdicts}))
     assert f"| {expected} |" in page and ("Why not." in page) == (expected == "contradicted")
@@ -869,8 +872,8 @@ def test_a_claim_is_supported_or_contradicted_by_most_of_its_settings(words: lis
     assert claims.verdict(claim, claims.evidence(claim, weak)) == "open"
 
 
-def test_claims_name_what_the_tables_have(tmp_path):
-    """The committed claims are read without an error; a wrong name is one."""
+def test_claims_may_only_use_names_of_the_tables(tmp_path):
+    """The committed claims can be read. A wrong name raises an error."""
     tables = papers.read_tables(papers.EXPERIMENTS, papers.table_names(papers.EXPERIMENTS))
     known = claims.read(papers.EXPERIMENTS, tables)
     assert {claim.paper.partition(",")[0] for claim in known} == {"FedDC", "LfD", "FedEve", "FedADC", "FedGVRGM"}

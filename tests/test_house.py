@@ -1,4 +1,4 @@
-"""The structure of the package: who imports whom, and names that have moved."""
+"""Tests of the structure of the package: which modules import which, and modules and names that have moved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLOORS = [
 
 
 def imports(module: str) -> set[str]:
-    """The modules of the package that a module imports, also inside its functions and for its annotations."""
+    """Returns the modules of the package that a module imports, also inside functions and for annotations."""
     path, found = MODULES[module], set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -54,7 +54,7 @@ def room(module: str) -> str:
 GRAPH = {module: imports(module) for module in MODULES}
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     done: set[str] = set()
 
     def visit(module: str, above: tuple[str, ...]) -> None:
@@ -68,13 +68,13 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         visit(module, ())
 
 
-def test_imports_go_down() -> None:
+def test_modules_import_only_from_their_own_or_lower_layers() -> None:
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     inside = [module for module in MODULES if room(module) not in ("", "_moved")]
     assert {room(module) for module in inside} == set(floor), "a room without a floor"
     for module in inside:
         for other in GRAPH[module]:
-            if other != "fedjax_drift":  # which the command line alone may import
+            if other != "fedjax_drift":  # only the command line may import the package itself
                 assert floor[room(other)] <= floor[room(module)], f"{module} imports {other}"
             else:
                 assert room(module) == "cli", f"{module} imports the package itself"
@@ -86,14 +86,14 @@ def test_imports_go_down() -> None:
             )
 
 
-def test_every_room_says_what_lives_there() -> None:
+def test_every_subpackage_has_a_docstring() -> None:
     for path in MODULES.values():
         if path.name == "__init__.py":
             text = ast.get_docstring(ast.parse(path.read_text()))
             assert text and text.count("\n") >= 2, path
 
 
-def test_nobody_reaches_into_a_simulation() -> None:
+def test_no_code_uses_private_attributes_of_a_simulation() -> None:
     for folder in (ROOT, ROOT.parent / "tests", ROOT.parent / "experiments"):
         for path in folder.rglob("*.py"):
             if path == ROOT / "simulation/simulation.py":
@@ -122,7 +122,7 @@ def test_modules_that_have_moved_can_be_imported(old) -> None:
     assert callable(fd.sweep) and all(getattr(fd, name) is not None for name in fd.__all__)
 
 
-def test_renamed_names_work() -> None:
+def test_renamed_names_can_be_imported() -> None:
     program = (
         "import warnings; warnings.simplefilter('ignore')\n"
         "from fedjax_drift.bank import Bank, Damaged; from fedjax_drift.storage.client_store import ClientStore\n"

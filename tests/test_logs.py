@@ -1,4 +1,4 @@
-"""Logs: what is written while a run goes on, and read back; and the bar, which shows only where somebody looks."""
+"""Tests of logs, which are written during a run and can be read back, and of the progress bar."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def table(folder) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_json_and_csv_line_by_line(tmp_path) -> None:
+def test_json_and_csv_are_written_line_by_line(tmp_path) -> None:
     with logs.Log(tmp_path / "a" / "b") as log:
         folder = log.folder
-        log(FIRST)  # on disk at once
+        log(FIRST)  # the record is on disk at once
         assert json.loads((folder / "rounds.jsonl").read_text()) == FIRST | {"gain": None}
         assert table(folder) == [{"round": "1", "train_loss": "2.5", "gain": ""}]
         log(SECOND)
@@ -39,7 +39,7 @@ def test_json_and_csv_line_by_line(tmp_path) -> None:
             "round": "2", "train_loss": "1.5", "gain": "0.25", "cka[0]": "0.5", "cka[1]": "", "accuracy": "0.75"
         }  # fmt: skip
     with (folder / "rounds.jsonl").open("a") as file:
-        file.write('{"round": 3, "tra')  # killed here
+        file.write('{"round": 3, "tra')  # the process was killed while it wrote this line
     read = logs.read(folder)
     assert read[1]["cka"][0] == 0.5 and math.isnan(read[1]["cka"][1]) and math.isnan(read[0]["gain"]) and len(read) == 2
 
@@ -62,7 +62,7 @@ def test_tensorboard_gets_every_number(tmp_path) -> None:
     found = {}
     for path in (tmp_path / "tensorboard").rglob("events.*"):
         data, at = path.read_bytes(), 0
-        while at < len(data):  # length, checksum, event, checksum
+        while at < len(data):  # each entry is a length, a checksum, an event and a checksum
             length = int.from_bytes(data[at : at + 8], "little")
             event = Event.FromString(data[at + 12 : at + 12 + length])
             at += length + 16
@@ -73,8 +73,8 @@ def test_tensorboard_gets_every_number(tmp_path) -> None:
     assert math.isinf(found["a", "cka", 2]) and ("a", "round", 1) not in found
 
 
-def test_a_full_disk_is_one_warning_and_no_line_is_lost(tmp_path) -> None:
-    """Some rounds, one of them with a new column, find no room, or room for half of a line."""
+def test_a_full_disk_causes_one_warning_and_no_line_is_lost(tmp_path) -> None:
+    """In some rounds, one of them with a new column, the file can grow by only 20 bytes, which is less than a line."""
     history = [{"round": i, "train_loss": 1 / i} | ({"accuracy": 0.5} if i % 3 == 0 else {}) for i in range(1, 9)]
     folder = tmp_path / "log"
     with (
@@ -97,7 +97,7 @@ def test_a_full_disk_is_one_warning_and_no_line_is_lost(tmp_path) -> None:
     assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["rounds.csv", "rounds.jsonl"]
 
 
-def test_what_a_log_refuses(tmp_path) -> None:
+def test_bad_input(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     for folder, message in [
         (5, "folder must be a path, got 5"),
@@ -135,7 +135,7 @@ def test_what_a_log_refuses(tmp_path) -> None:
     ("text", "message"),
     [("[1]\n", "line 1: a record must be a JSON object"), ("{}\nx\n", "line 2: a record must be one")],
 )
-def test_what_is_no_log_is_said(tmp_path, text, message) -> None:
+def test_reading_a_file_that_is_not_a_log_is_an_error(tmp_path, text, message) -> None:
     with pytest.raises(ValueError, match="must be a log"):
         logs.read(tmp_path)
     (tmp_path / "rounds.jsonl").write_text(text)
@@ -143,7 +143,7 @@ def test_what_is_no_log_is_said(tmp_path, text, message) -> None:
         logs.read(tmp_path)
 
 
-def test_a_run_is_logged_and_drawn_from_its_log(tmp_path) -> None:
+def test_a_run_can_be_plotted_from_its_log(tmp_path) -> None:
     rows = [(np.eye(3, dtype=np.float32), np.arange(3))] * 4
     data = fd.FederatedData.from_clients(rows, test=rows[0])
     sim = fd.Simulation(fd.models.linear((3,), 3), data, fd.algorithms.fedavg(), cohort_size=2, measure="labels")
@@ -155,7 +155,7 @@ def test_a_run_is_logged_and_drawn_from_its_log(tmp_path) -> None:
         assert drawn == [[line.get_xydata().tolist() for line in axes.lines] for axes in picture(history).axes]
 
 
-def test_the_bar_shows_where_somebody_looks(monkeypatch) -> None:
+def test_the_progress_bar_is_shown_in_a_terminal_but_not_in_ci(monkeypatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.delenv("CI", raising=False)

@@ -1,4 +1,7 @@
-"""The global model and the clients' own models on each client's own test rows, before and after fine-tuning."""
+"""Tests of the evaluation of each client on its own test examples, and of data with validation examples.
+
+The evaluated models are the global model and the personal models, before and after fine-tuning.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import pytest
 import fedjax_drift as fd
 from fedjax_drift.measures import personal
 
-SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # training rows of 20 ragged clients
-TESTS = [4, 0, 1, 9, 2, 3, 0, 17, 1, 1] * 2  # their test rows
+SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # numbers of training examples of 20 clients
+TESTS = [4, 0, 1, 9, 2, 3, 0, 17, 1, 1] * 2  # numbers of their test examples
 CLASSES = 4
 
 
@@ -33,14 +36,14 @@ def simulate(data, devices=2, algorithm=None, **options) -> fd.Simulation:
 
 
 def scored(params, x, y) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Loss and correctness of each row, and the gradient's factor p - onehot(y)."""
+    """Returns the loss and the correctness of each example, and the factor p - onehot(y) of its gradient."""
     logits = x @ params["kernel"] + params["bias"]
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     return -np.log(p[np.arange(len(y)), y]), logits.argmax(1) == y, p - np.eye(CLASSES)[y]
 
 
-def test_one_step_by_hand(data, monkeypatch) -> None:
-    monkeypatch.setattr(personal, "CHUNK", 8)  # three programs, the last with four of nobody
+def test_one_step_of_fine_tuning_matches_numpy(data, monkeypatch) -> None:
+    monkeypatch.setattr(personal, "CHUNK", 8)  # three chunks; the last one has 4 padding clients
     sim = simulate(data)
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
     w = jax.tree.map(np.asarray, state.params["classifier"]["dense"])
@@ -62,7 +65,7 @@ def test_one_step_by_hand(data, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("where", [{"devices": 1, "lanes": 3}, {"stream": True}, {"shard_data": True}])
-def test_it_does_not_matter_where(data, monkeypatch, where) -> None:
+def test_scores_do_not_depend_on_the_placement(data, monkeypatch, where) -> None:
     own = fd.LocalTraining(epochs=3, batch_size=4, lr=0.2, momentum=0.5)
     sim = simulate(data, devices=1)
     state = sim.init(jax.random.key(1))
@@ -75,8 +78,8 @@ def test_it_does_not_matter_where(data, monkeypatch, where) -> None:
 
 
 @pytest.mark.parametrize("where", [{"devices": 1}, {"bank": "host"}, {"bank": "sharded"}, {"stream": True}])
-def test_models_of_the_algorithm_by_hand(data, monkeypatch, where) -> None:
-    """Those of Ditto after two rounds, wherever their states are, and then fine-tuned from there."""
+def test_personal_models_of_ditto_match_numpy(data, monkeypatch, where) -> None:
+    """The models are evaluated after two rounds, and after fine-tuning, for each placement of the client states."""
     monkeypatch.setattr(personal, "CHUNK", 8)
     sim = simulate(data, **where, algorithm=fd.algorithms.ditto(lam=0.1))
     state = sim.init(jax.random.key(0))
@@ -99,8 +102,8 @@ def test_models_of_the_algorithm_by_hand(data, monkeypatch, where) -> None:
             np.testing.assert_allclose(result["personal_loss"][i], wanted, rtol=2e-5)
 
 
-def test_numbers_of_any_kind_become_pythons(data) -> None:
-    """Arrays of one number, which can't be hashed, train and fine-tune as the number does."""
+def test_numbers_of_any_type_become_python_numbers(data) -> None:
+    """Arrays of one number cannot be hashed. They give the same training and fine-tuning as the number itself."""
     given = {
         "lr": jax.numpy.float32(0.5),
         "lr_decay": np.array(0.5),
@@ -126,15 +129,15 @@ def test_summary() -> None:
     found = fd.personal.summary([np.nan, *np.arange(21) / 20])
     assert found == pytest.approx(
         {"clients": 21, "mean": 0.5, "std": np.std(np.arange(21) / 20), "q05": 0.05, "q25": 0.25, "median": 0.5}
-        | {"q75": 0.75, "q95": 0.95, "lowest_10": 0.05, "highest_10": 0.95}  # three of 21
+        | {"q75": 0.75, "q95": 0.95, "lowest_10": 0.05, "highest_10": 0.95}  # means of three of the 21 values
     )
     with pytest.raises(ValueError, match="at least 1 client, got none"):
         fd.personal.summary([np.nan])
 
 
-def test_test_rows_in_a_clients_label_mix() -> None:
+def test_with_client_tests_follows_the_label_mix_of_each_client() -> None:
     y, tests = np.repeat([0, 1, 2], [40, 20, 20]), np.repeat([0, 1, 2], [20, 10, 30])
-    parts = [np.arange(0, 10), np.arange(10, 80)]  # 10 of class 0; 30 of it and all others
+    parts = [np.arange(0, 10), np.arange(10, 80)]  # 10 examples of class 0; the other 30 of it and all other classes
     x_test = np.arange(60, dtype=np.float32)[:, None]
     data = fd.FederatedData.from_partition(np.zeros((80, 1), np.float32), y, parts, test=(x_test, tests))
     cut = data.with_client_tests(seed=1)
@@ -149,7 +152,7 @@ def test_test_rows_in_a_clients_label_mix() -> None:
         other.with_client_tests()
 
 
-def test_validation_rows_come_from_every_client() -> None:
+def test_validation_examples_come_from_every_client() -> None:
     sizes = np.array([1, 4, 10, 25])
     rows, y = np.arange(40, dtype=np.float32)[:, None], np.arange(40) % 3
     data = fd.FederatedData(rows, y, sizes, rows[:3], y[:3])

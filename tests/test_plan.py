@@ -1,4 +1,4 @@
-"""Plans: what a round needs on its devices, which need not be here."""
+"""Tests of plans. A plan reports what a round needs on its devices, which need not exist."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def simulate(mesh=None, **options) -> fd.Simulation:
     return fd.Simulation(model, data, fd.algorithms.scaffold(), cohort_size=6, mesh=mesh, **options)
 
 
-def test_a_plan_is_that_of_the_program_that_runs() -> None:
-    """The same program, compiled for the arrays of a run, has the same memory; and the run has these arrays."""
+def test_a_plan_matches_the_program_that_runs() -> None:
+    """A plan reports the memory of the program that is compiled for a run, and the sizes of the arrays of the run."""
     sim = simulate(fd.clients_mesh(jax.devices()[:2]), bank="sharded")
     plan, state, arrays = sim.plan(), sim.init(jax.random.key(0)), sim.setup.arrays
     memory = sim.executor.programs.lower("donating_round", state, arrays, None).compile().memory_analysis()
@@ -52,7 +52,7 @@ def test_a_plan_is_that_of_the_program_that_runs() -> None:
     assert "does not fit" in text and "2 x cpu" in text and "all-reduce" in text
 
 
-def test_data_that_are_only_shapes_take_no_memory() -> None:
+def test_of_shapes_allocates_no_memory() -> None:
     data = fd.FederatedData.of_shapes(10**6, 1000, (32, 32, 3))
     assert data.x.shape == (10**9, 32, 32, 3) and data.x.strides == (0, 0, 0, 0) and data.x.dtype == np.uint8
     assert data.sizes.tolist() == [1000] * 10**6 and data.x_test is None
@@ -60,7 +60,7 @@ def test_data_that_are_only_shapes_take_no_memory() -> None:
         fd.FederatedData.of_shapes(1, 0, (2,))
 
 
-def test_what_cannot_be_planned() -> None:
+def test_a_simulation_that_needs_the_host_cannot_be_planned() -> None:
     with pytest.raises(ConfigurationError, match="a plan needs the training examples on the devices"):
         simulate(stream=True).plan()
     with pytest.raises(ConfigurationError, match="a plan needs the client states on the devices"):
@@ -68,17 +68,17 @@ def test_what_cannot_be_planned() -> None:
 
 
 @pytest.mark.parametrize("name", ["v5e", "4x4", "v5e:4x", "", "v5e:4x4 ", "v5e:0x4", "h1000", "h100:0", "h100:x8"])
-def test_the_name_of_a_slice_or_of_gpus(name) -> None:
+def test_an_invalid_name_of_devices_is_an_error(name) -> None:
     with pytest.raises(ConfigurationError, match="topology must be a TPU slice or GPUs, such as v5e:4x4"):
         fd.described_mesh(name)
 
 
-def test_a_description_of_a_gpu_that_cannot_be_read(tmp_path) -> None:
+def test_a_gpu_description_that_cannot_be_read_is_an_error(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match="the description .*no.txtpb' cannot be read"):
         fd.described_mesh(str(tmp_path / "no.txtpb"))
 
 
-def test_what_is_asked_of_the_compilers(monkeypatch, tmp_path) -> None:
+def test_described_mesh_passes_the_topology_to_the_compilers(monkeypatch, tmp_path) -> None:
     asked = []
 
     def get(**options):
@@ -97,7 +97,7 @@ def test_what_is_asked_of_the_compilers(monkeypatch, tmp_path) -> None:
     assert "NVIDIA A100-SXM4-40GB" in asked[4]["target_config"] and gpus.MEMORY["Own"] == 1234567890
 
 
-def test_a_compiler_that_is_missing_and_one_that_refuses(monkeypatch) -> None:
+def test_a_missing_compiler_and_a_refused_topology_are_errors(monkeypatch) -> None:
     def fails(message):
         def get(**options):
             raise RuntimeError(message)
@@ -136,7 +136,7 @@ def test_the_command_line_prints_a_plan_for_each_slice_and_algorithm(monkeypatch
     ]  # fmt: skip
 
 
-def test_devices_that_are_too_small_do_not_stop_the_plans(monkeypatch, capsys) -> None:
+def test_devices_with_too_little_memory_do_not_stop_the_other_plans(monkeypatch, capsys) -> None:
     monkeypatch.setattr(fd, "described_mesh", lambda name: fd.clients_mesh(jax.devices()[: int(name)]))
 
     class Program:
@@ -164,7 +164,7 @@ def test_devices_that_are_too_small_do_not_stop_the_plans(monkeypatch, capsys) -
         (["plan", "--dataset", "movielens", "--rows-per-client", "5", "--algorithm", "fedavg"], "data set of images"),
     ],
 )
-def test_bad_input_is_one_line(arguments, said, monkeypatch, capsys) -> None:
+def test_bad_input_prints_one_line(arguments, said, monkeypatch, capsys) -> None:
     if "movielens" in arguments:
         monkeypatch.setattr(fd, "described_mesh", lambda name: fd.clients_mesh())
         arguments = [*arguments, "--topology", "v5e:2x2"]
@@ -203,14 +203,15 @@ ENTRY %main (p: f32[]) -> f32[] {
 """
 
 
-def test_the_text_of_a_program() -> None:
+def test_cycles_and_collectives_are_read_from_the_text_of_a_program() -> None:
     assert [program_text.cycles_of_loop(HLO, depth) for depth in range(3)] == [85, 75, 75]
     assert program_text.cycles_of_loop(HLO.replace("while", "call"), 0) == 0
     assert program_text.collectives(HLO) == {"all-reduce": 1, "all-gather": 1}
 
 
-def test_the_steps_of_a_plan_are_those_of_a_round() -> None:
-    """One device does the steps of all five groups. The busiest of two does those of the first, fourth and fifth."""
+def test_the_steps_of_a_plan_match_a_round() -> None:
+    """There are five groups of two clients. One device trains all groups. The busier of two devices trains the
+    first, the fourth and the fifth group."""
     data = fd.FederatedData(np.zeros((55, 8)), np.zeros(55, int), np.arange(1, 11))
     local = fd.LocalTraining(epochs=2, batch_size=2)
     for devices in (1, 2):
@@ -218,14 +219,17 @@ def test_the_steps_of_a_plan_are_those_of_a_round() -> None:
         model, fedavg = fd.models.linear((8,), 3), fd.algorithms.fedavg()
         sim = fd.Simulation(model, data, fedavg, local=local, cohort_size=10, lanes=2, mesh=mesh)
         plan, (_, info) = sim.plan(), sim.round_fn(sim.init(jax.random.key(0)))
-        rows = [10, 8, 6, 4, 2]  # of each group of two clients: 2 epochs of 5, 4, 3, 2 and 1 batches
+        rows = [10, 8, 6, 4, 2]  # the steps of each group: 2 epochs of 5, 4, 3, 2 and 1 batches
         assert int(info["executed_steps"]) == 2 * sum(rows)
         assert plan.steps == (sum(rows) if devices == 1 else rows[0] + rows[3] + rows[4]) and plan.cycles == 0
 
 
 @pytest.mark.parametrize("network", ["lenet5", "mnist_2nn"])
-def test_what_a_lane_needs_is_what_the_compiled_step_needs(network, monkeypatch) -> None:
-    """By a factor of 2, for the form of the convolution that GPUs use. Two numbers of lanes give the need of one."""
+def test_the_estimated_memory_of_a_lane_matches_the_compiled_step(network, monkeypatch) -> None:
+    """The estimate is right within a factor of 2, for the implementation of the convolution that GPUs use.
+
+    The difference between the memory of 6 lanes and that of 2 lanes gives the memory of one lane.
+    """
     monkeypatch.setattr(conv, "FORMS", {"default": conv.FORMS["default"]})
     model, B = getattr(fd.models, network)(), 20
 
@@ -245,12 +249,12 @@ def test_what_a_lane_needs_is_what_the_compiled_step_needs(network, monkeypatch)
     assert each / 2 < lane.total < 2 * each
 
 
-def test_the_number_of_lanes() -> None:
+def test_the_automatic_number_of_lanes() -> None:
     def fastest(most, memory=2.0**34, platform="gpu", parameters=2**20, activations=2**20) -> int:
         return lanes.fastest(most, memory, lanes.Lane(platform, parameters, activations))
 
     assert [fastest(most) for most in (1, 10, 100, 200, 3400)] == [1, 10, 25, 50, 128]
-    assert fastest(3400, parameters=2**26) == 31  # half of 16 GiB, and 257 MiB a lane
+    assert fastest(3400, parameters=2**26) == 31  # half of 16 GiB, with 257 MiB per lane
     assert fastest(3400, memory=2.0**20) == 1 and fastest(3400, memory=float("inf")) == 128
     assert [fastest(3400, platform="tpu", activations=n) for n in (0, 2**10, 2**20, 3 * 2**20, 2**26)] == [
         128, 128, 16, 4, 1
@@ -258,7 +262,7 @@ def test_the_number_of_lanes() -> None:
     assert fastest(3, platform="tpu") == 3
 
 
-def test_an_accelerators_lanes_come_from_the_model(monkeypatch) -> None:
+def test_the_number_of_lanes_on_an_accelerator_depends_on_the_model(monkeypatch) -> None:
     monkeypatch.setattr(placement, "memory_of", lambda mesh: 2.0**30)
     mesh = SimpleNamespace(shape={"clients": 1}, devices=np.array([SimpleNamespace(platform="tpu")]))
     lane = lanes.Lane("tpu", 10, 2**22)
@@ -266,11 +270,11 @@ def test_an_accelerators_lanes_come_from_the_model(monkeypatch) -> None:
     assert placement.Placement(lanes=64).lanes_for(100, mesh, None) == 64
 
 
-# --- compilers for devices that are not here --------------------------------------------------------------------------
+# --- compilers for devices that need not exist ------------------------------------------------------------------------
 
 
 @needs_libtpu
-def test_a_plan_for_a_slice_that_is_not_here() -> None:
+def test_a_plan_for_a_described_tpu_slice() -> None:
     sim = simulate(fd.described_mesh("v5e:4x4"))
     plan = sim.plan()
     assert plan.devices == "16 x TPU v5 lite on 4 hosts" and plan.fits and plan.memory == 2**34
@@ -280,7 +284,7 @@ def test_a_plan_for_a_slice_that_is_not_here() -> None:
 
 
 @needs_cuda
-def test_a_plan_for_gpus_that_are_not_here() -> None:
+def test_a_plan_for_described_gpus() -> None:
     plan = simulate(fd.described_mesh("h100:2")).plan()
     assert plan.devices == "2 x NVIDIA H100 80GB HBM3" and plan.fits and plan.memory < 84978434048
     assert plan.cycles == 0 and "cycles" not in str(plan)
@@ -290,8 +294,8 @@ def test_a_plan_for_gpus_that_are_not_here() -> None:
 @pytest.mark.parametrize(
     "devices", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:2", marks=needs_cuda)]
 )
-def test_the_round_that_an_accelerator_runs(devices, algorithm) -> None:
-    """With LeNet-5. SCAFFOLD's client states are sharded over the devices."""
+def test_the_compiled_round_of_an_accelerator(devices, algorithm) -> None:
+    """The model is LeNet-5. The client states of SCAFFOLD are sharded over the devices."""
     data = fd.FederatedData.of_shapes(64, 50, (28, 28, 1))
     options = {"cohort_size": 32, "mesh": fd.described_mesh(devices), "bank": "sharded"}
     sim = fd.Simulation(fd.models.lenet5(), data, getattr(fd.algorithms, algorithm)(), **options)
@@ -299,7 +303,7 @@ def test_the_round_that_an_accelerator_runs(devices, algorithm) -> None:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     found = program_text.collectives(text)
     if algorithm == "fedavg":
-        assert found["all-reduce"] == 1  # the sum of the messages and of the metrics
+        assert found["all-reduce"] == 1  # it sums the messages and the metrics
         assert set(found) <= {"all-reduce", "all-gather"}
     else:
         assert found["collective-permute"] >= 1 and set(found) <= {"all-reduce", "all-gather", "collective-permute"}
@@ -322,7 +326,7 @@ def test_sharded_examples_can_be_planned(devices) -> None:
 @pytest.mark.parametrize(
     "devices", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:4", marks=needs_cuda)]
 )
-def test_a_team_of_devices_shares_frozen_matrices(devices) -> None:
+def test_frozen_matrices_are_sharded_over_a_team_of_devices(devices) -> None:
     data = fd.FederatedData.of_shapes(64, 50, (512,), np.float32)
     network = fd.Model(
         lambda key: {"w": jnp.zeros((512, 2048)), "v": jnp.zeros((2048, 512))},
@@ -336,7 +340,7 @@ def test_a_team_of_devices_shares_frozen_matrices(devices) -> None:
     assert plan.devices.endswith("2 for each client") and plan.frozen == 4 * 512 * 2048
     text = compiled_round(sim.setup, sim.executor.programs).as_text()
     assert not re.search(r"f32\[(512,2048|2048,512)\]", text)  # no device has a whole matrix
-    # The states of all clients are not collected, only gradients.
+    # Only gradients are gathered, not the states of all clients.
     collected = [re.findall(r"\[([\d,]*)\]", line)[0] for line in re.findall(r"= (.*) all-gather(?:-start)?\(", text)]
     assert collected and all(math.prod(map(int, shape.split(","))) <= 4 * 2048 for shape in collected)
 
@@ -351,7 +355,7 @@ def test_a_round_on_a_tpu_makes_no_copy_of_the_examples(image) -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize(("network", "lanes"), [("lenet5", 16), ("mnist_2nn", 16), ("emnist_cnn", 4)])
-def test_our_networks_cost_a_tpu_no_more_than_plain_modules(network, lanes, monkeypatch) -> None:
+def test_our_networks_need_no_more_tpu_cycles_than_plain_modules(network, lanes, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments" / "benchmarks"))
     from compiled import PLAIN, estimate, plain_model
 

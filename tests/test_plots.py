@@ -1,4 +1,4 @@
-"""Pictures show the numbers of the histories they are given."""
+"""Tests that plots show the numbers of the histories that they are given."""
 
 import json
 
@@ -11,7 +11,10 @@ from fedjax_drift import logs, plots
 
 
 def history(rounds=6, seed=0, epochs=3, every=2, labels=4):
-    """A run measured every few rounds, as it comes back from JSON lines; absent classes are unknown in round 4."""
+    """Returns the history of a run that is measured every ``every`` rounds, as read from JSON.
+
+    ``lp_absent`` is None in round 4.
+    """
     rng = np.random.default_rng(seed)
     records = []
     for t in range(1, rounds + 1):
@@ -39,7 +42,7 @@ BY_ROUND = {
 
 
 @pytest.mark.parametrize("picture", BY_ROUND, ids=lambda picture: picture.__name__)
-def test_lines_are_the_measured_rounds(picture, tmp_path):
+def test_lines_show_the_measured_rounds(picture, tmp_path):
     records = {"a": history(), "b": history(seed=1, rounds=4), "bare": [{"round": 1, "train_loss": 1.0}]}
     figure = picture(records, path=tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
@@ -51,13 +54,13 @@ def test_lines_are_the_measured_rounds(picture, tmp_path):
         assert axes.get_yscale() == scale and axes.get_xlabel() == "Round" and axes.get_ylabel() and axes.get_title()
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
-    assert len(names) == 2 and names[0][0] == "a" and names[1][0] == "b"  # no entry for the run without a line
+    assert len(names) == 2 and names[0][0] == "a" and names[1][0] == "b"  # the run without a line has no entry
     guides = [points(axes.lines[-1]) for axes in figure.axes] if picture is plots.forgetting else []
     assert all(guide == [[0, 1], [1, 1]] for guide in guides)
     assert picture is not plots.gain or names == ["a (median gain 0.31)", "b (median gain 0.31)"]
 
 
-def test_agreement_is_over_local_epochs_unless_there_is_one():
+def test_agreement_is_plotted_over_local_epochs_if_there_are_several():
     records = {"a": history(rounds=8)}
     cka, kl = plots.agreement(records).axes
     values = np.array([record["kl"] for record in records["a"] if "kl" in record])  # [4 rounds, 3 epochs]
@@ -75,14 +78,14 @@ def test_agreement_is_over_local_epochs_unless_there_is_one():
     assert cka.get_xlabel() == "Round"
 
 
-def test_many_rounds_become_medians_of_windows():
+def test_many_rounds_are_shown_as_medians_of_windows():
     rounds = [{"round": t, "train_loss": float(t % 10), "clients": 1} for t in range(1, 501)]
     (loss,) = plots.curves({"long": rounds, "short": rounds[:25]}).axes
-    assert points(loss.lines[0]) == [[5.5 + 10 * i, 4.5] for i in range(50)]  # 0 to 9 in each window of 10 rounds
+    assert points(loss.lines[0]) == [[5.5 + 10 * i, 4.5] for i in range(50)]  # each window has the values 0 to 9
     assert len(loss.lines[1].get_xdata()) == 3 and loss.get_xlabel() == "Round (median and quartiles)"
 
 
-def test_zeros_stay_on_a_logarithmic_axis():
+def test_zeros_are_shown_on_a_logarithmic_axis():
     sampled, everyone = history(), [record | {"period_drift": 0.0} for record in history(every=1)]
     figure = plots.drift({"sampled": sampled, "everyone": everyone})
     period = figure.axes[0]
@@ -90,8 +93,8 @@ def test_zeros_stay_on_a_logarithmic_axis():
     assert (period.lines[1].get_ydata() == 0).all() and len(period.lines[1].get_ydata()) == 6
 
 
-def test_several_seeds_are_a_mean_in_its_confidence_interval(tmp_path):
-    seeds = [[{"round": t, "train_loss": t + s} for t in range(1, 4 + s)] for s in (0, 1, 2)]  # rounds 1 to 3 in all
+def test_several_seeds_are_shown_as_a_mean_with_its_confidence_interval(tmp_path):
+    seeds = [[{"round": t, "train_loss": t + s} for t in range(1, 4 + s)] for s in (0, 1, 2)]  # all have rounds 1 to 3
     half = 4.302652730 * 1 / 3**0.5  # Student's t with 2 degrees of freedom; standard deviation 1
     (loss,) = plots.curves({"a": seeds, "alone": seeds[0]}).axes
     assert points(loss.lines[0]) == [[1, 2], [2, 3], [3, 4]] and points(loss.lines[1]) == [[1, 1], [2, 2], [3, 3]]
@@ -99,7 +102,7 @@ def test_several_seeds_are_a_mean_in_its_confidence_interval(tmp_path):
     np.testing.assert_allclose(sorted(set(edges[edges[:, 0] == 2, 1].round(6))), [3 - half, 3 + half], atol=1e-5)
     assert loss.get_xlabel() == "Round (mean over seeds, 95 % confidence)"
 
-    with logs.Log(tmp_path) as log:  # the same from a log, and from a sweep
+    with logs.Log(tmp_path) as log:  # a log, and the runs of a sweep, give the same plot
         for seed, history in enumerate(seeds):
             for record in history:
                 log({"algorithm": "a", "seed": seed, **record})
@@ -108,16 +111,17 @@ def test_several_seeds_are_a_mean_in_its_confidence_interval(tmp_path):
         figure = plots.curves(records)
         assert points(figure.axes[0].lines[0]) == points(loss.lines[0])
         assert [text.get_text() for text in figure.legends[0].get_texts()] == [name]
-    assert not plots.curves(seeds[0]).legends  # one history, which has no name
+    assert not plots.curves(seeds[0]).legends  # a single history has no name
 
-    drifts = [[{"round": 1, "period_drift": 10.0**s}] for s in (0, 1, 2)]  # on a logarithmic axis: of the logarithms
+    # On a logarithmic axis, the mean and the interval are those of the logarithms.
+    drifts = [[{"round": 1, "period_drift": 10.0**s}] for s in (0, 1, 2)]
     (period,) = plots.drift({"a": drifts}).axes
     edges = np.log10(period.collections[0].get_paths()[0].vertices[:, 1])
     np.testing.assert_allclose(points(period.lines[0]), [[1, 10]])
     np.testing.assert_allclose([edges.min(), edges.max()], [1 - half, 1 + half], atol=1e-6)
 
 
-def test_rounds_to_target_tells_what_is_a_bound():
+def test_the_plot_of_rounds_to_target_marks_bounds():
     def run(*accuracies):
         return [{"round": 10 * t, "accuracy": a} for t, a in enumerate(accuracies, 1)] + [{"round": 99}]
 
@@ -127,7 +131,8 @@ def test_rounds_to_target_tells_what_is_a_bound():
     assert [bar.get_hatch() for bar in axes.patches] == [None, None, "///"]
     assert [text.get_text() for text in axes.texts] == ["20", "mean 20", "> 20"] and "90 %" in axes.get_title()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["there", "seeds", "never"]
-    # From the evaluation before the first that meets the target; and the seeds.
+    # A thin line starts at the evaluation before the first one that reaches the target. The last entry has the dots
+    # of the seeds.
     assert [line.get_xdata().tolist() for line in axes.lines] == [[10, 20], [0, 10], [20, 30], [10, 30]]
     assert "line: since the evaluation before" in axes.get_xlabel()
     (axes,) = plots.rounds_to_target({"a": [run(0.9), run(0.1)]}, 0.5).axes
@@ -141,7 +146,7 @@ def test_rounds_to_target_tells_what_is_a_bound():
         plots.rounds_to_target(records, "high")
 
 
-def test_rounds_to_target_as_numbers():
+def test_rounds_to_target_returns_numbers():
     def run(*values, every=10):
         return [{"round": every * t, "accuracy": a, "loss": 1 - a} for t, a in enumerate(values, 1)] + [{"round": 99}]
 
@@ -164,7 +169,7 @@ def swept(algorithm, seeds=(0, 1), settings=({},), value=0.5):
     ]
 
 
-def test_runs_of_several_algorithms_and_settings_are_told_apart(tmp_path):
+def test_runs_of_several_algorithms_and_settings_have_distinct_names(tmp_path):
     def names(records):
         figure = plots.curves(records)
         return [text.get_text() for text in figure.legends[0].get_texts()] if figure.legends else []
@@ -175,7 +180,7 @@ def test_runs_of_several_algorithms_and_settings_are_told_apart(tmp_path):
     settings = [{"lr": 0.1}, {"lr": 0.2}]
     assert names(swept("fedavg", settings=settings)) == ["lr 0.1", "lr 0.2"]
     assert names(swept("fedavg", settings=settings) + swept("feddc")) == ["fedavg, lr 0.1", "fedavg, lr 0.2", "feddc"]
-    # In a dict: what a sweep returned, one run, its settings; the folders of several seeds' logs.
+    # A value of a dict may be the runs of a sweep, a single run, or a list with the folder of the log of each seed.
     assert names({"A": swept("fedavg"), "B": swept("feddc")[0]}) == ["A", "B"]
     assert names({"A": swept("fedavg", settings=settings)}) == ["A, lr 0.1", "A, lr 0.2"]
     for seed in range(2):
@@ -186,7 +191,7 @@ def test_runs_of_several_algorithms_and_settings_are_told_apart(tmp_path):
     (line,) = plots.curves({"A": folders}).axes[0].lines
     assert line.get_ydata().tolist() == pytest.approx([55, 55])
     lines = [{"algorithm": a, "seed": s, "round": 1, "accuracy": 0.1} for a in "xy" for s in (1, 2)]
-    assert names(lines) == ["x", "y"]  # as `logs.read` gives them
+    assert names(lines) == ["x", "y"]  # as `logs.read` returns them
     for wrong, message in (
         (
             swept("fedavg") + swept("fedavg"),
@@ -199,8 +204,8 @@ def test_runs_of_several_algorithms_and_settings_are_told_apart(tmp_path):
             plots.curves(wrong)
 
 
-def test_bands_stay_where_the_quantity_is():
-    """Few seeds far apart have intervals of Student's t that reach below what is possible."""
+def test_bands_stay_in_the_range_of_the_quantity():
+    """With few seeds that differ much, an interval of Student's t would include impossible values."""
 
     def seed(lp, accuracy, loss):
         return [{"round": t, "lp_absent": lp, "accuracy": accuracy, "train_loss": loss} for t in (1, 2)]
@@ -210,7 +215,7 @@ def test_bands_stay_where_the_quantity_is():
     assert bands[0].min() == 0 and bands[0].max() > 30
     accuracy, loss = (axes.collections[0].get_paths()[0].vertices[:, 1] for axes in plots.curves(records).axes)
     assert (accuracy.min(), accuracy.max()) == (0, 100)
-    assert loss.min() < -1  # a loss that was negative may be
+    assert loss.min() < -1  # one loss is negative, so the band has no lower limit
 
 
 def test_fairness_shows_quantiles_and_the_worst_tenth():
@@ -232,7 +237,7 @@ def test_fairness_shows_quantiles_and_the_worst_tenth():
         plots.fairness([accuracy])
 
 
-def test_what_is_no_classifier_has_pictures_too():
+def test_plots_of_a_model_that_is_not_a_classifier():
     run = [{"round": t, "train_loss": 2.0 / t, "loss": 3.0 / t} for t in (1, 2)]
     test, train = plots.curves(run).axes
     assert points(test.lines[0]) == [[1, 3], [2, 1.5]] and "Test loss" in test.get_title()
@@ -241,7 +246,7 @@ def test_what_is_no_classifier_has_pictures_too():
     assert sizes.get_title() == "Sizes (8 examples in all)"
 
 
-def test_records_of_any_form(tmp_path):
+def test_plots_accept_records_in_all_forms(tmp_path):
     run = history(rounds=2)
     for name in ("a", "b"):
         with logs.Log(tmp_path / name, before=run):
@@ -256,7 +261,7 @@ def test_records_of_any_form(tmp_path):
         plots.rounds_to_target([{"round": 1, "accuracy": 0.5}], 95)
 
 
-def test_the_story_of_drift_is_in_four_panels(tmp_path):
+def test_drift_story_has_four_panels(tmp_path):
     rng = np.random.default_rng(0)
     data = fd.FederatedData.from_clients([(rng.random((4, 2)), np.full(4, label)) for label in (0, 1, 1)])
     records = {"a": history(rounds=40, every=3), "b": history(rounds=40, every=3, seed=1)}
@@ -264,11 +269,11 @@ def test_the_story_of_drift_is_in_four_panels(tmp_path):
         for record in records[name]:
             record["accuracy"] = gained * record["round"]
     figure = plots.drift_story(records, 0.5, data, tmp_path / "story.png")
-    mix, drift, accuracy, rounds, _ = figure.axes  # and the colour bar
+    mix, drift, accuracy, rounds, _ = figure.axes  # the last axes are the colour bar
     np.testing.assert_array_equal(mix.images[0].get_array(), [[100, 0], [0, 100], [0, 100]])
     assert drift.get_yscale() == "log" and points(drift.lines[0])[0] == [3, records["a"][2]["client_drift"][-1]]
     assert points(accuracy.lines[1])[24] == [25, 50] and points(accuracy.lines[2]) == [[0, 50], [1, 50]]
-    assert len({line.get_marker() for line in accuracy.lines[:2]}) == 2  # without colours, too
+    assert len({line.get_marker() for line in accuracy.lines[:2]}) == 2  # the lines also differ without colours
     assert [text.get_text() for text in rounds.texts] == ["> 40", "25"]
     assert (tmp_path / "story.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match=r"at least 1 round that was measured, got none: pass measure=\('gradients'"):
@@ -278,7 +283,7 @@ def test_the_story_of_drift_is_in_four_panels(tmp_path):
         plots.drift_story(records, 0.5, unlabelled)
 
 
-def test_label_mix_has_bubbles_of_the_shares():
+def test_label_mix_shows_shares_as_bubbles():
     run = history(rounds=9, every=1)
     run[0]["label_mix"] = [0.5, 0.0, 0.5, 0.0]
     (axes,) = plots.label_mix(run).axes
@@ -304,7 +309,7 @@ def test_quadratics_have_a_panel_per_setting():
         plots.quadratics(errors, ["all clients"])
 
 
-def test_fifteen_runs_look_different_and_the_same_in_every_picture():
+def test_fifteen_runs_have_distinct_styles_that_are_the_same_in_all_plots():
     records = {f"run {i}": history(rounds=2) for i in range(15)}
     looks = [(line.get_color(), line.get_linestyle()) for line in plots.curves(records).axes[0].lines]
     assert len(set(looks)) == 15
@@ -316,7 +321,7 @@ def test_fifteen_runs_look_different_and_the_same_in_every_picture():
     assert all(legend.y1 < axes.get_tightbbox().y0 for axes in figure.axes)
 
 
-def test_nothing_measured_says_how_to_measure():
+def test_without_measured_rounds_the_error_names_the_option():
     bare = [{"round": 1, "train_loss": 1.0}]
     names = {
         plots.drift: "gradients",
@@ -335,7 +340,7 @@ def test_nothing_measured_says_how_to_measure():
         plots.quadratics({}, [])
 
 
-def test_the_backend_is_left_alone():
+def test_plots_do_not_change_the_backend():
     before = matplotlib.get_backend()
     plots.drift({"a": history(rounds=2)})
     assert matplotlib.get_backend() == before

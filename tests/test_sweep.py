@@ -1,4 +1,4 @@
-"""Every run of a sweep is what the same run alone gives, and all of them share one trace."""
+"""Tests that a run of a sweep gives the same results as a separate run, and that all runs share one trace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def data() -> fd.FederatedData:
 
 
 def mlp() -> fd.Model:
-    """A small network whose `apply` counts how often it is traced."""
+    """A small network. Its `apply` counts how often it is traced."""
 
     def init(key: jax.Array) -> dict:
         a, b = jax.random.split(key)
@@ -88,8 +88,8 @@ def local(**options) -> fd.LocalTraining:
     return fd.LocalTraining(**({"epochs": 2, "batch_size": 4, "lr": 0.2} | options))
 
 
-def test_settings_and_seeds_as_alone(data) -> None:
-    """Four runs spread over two devices, one after another on each; and two side by side on one device."""
+def test_settings_and_seeds_match_separate_runs(data) -> None:
+    """Two devices train two runs each, one after another. Then one device trains two runs side by side at a time."""
 
     def build(lr, mu, epochs, devices=2):
         return simulate(data, fd.algorithms.fedprox(mu=mu), devices, local=local(lr=lr, epochs=epochs))
@@ -105,8 +105,9 @@ def test_settings_and_seeds_as_alone(data) -> None:
 
 
 @pytest.mark.as_users
-def test_on_one_device_bit_for_bit(data) -> None:
-    """Client states, observing, measures, weight decay that is 0 in one setting, given parameters."""
+def test_runs_on_one_device_are_bitwise_identical_to_separate_runs(data) -> None:
+    """The algorithm has client states and observes. The runs have measures, given parameters, and a weight decay
+    that is 0 in one setting."""
 
     def build(decay, mu):
         algorithm = fd.algorithms.fedgvr(mu=mu)
@@ -120,8 +121,8 @@ def test_on_one_device_bit_for_bit(data) -> None:
 
 
 @pytest.mark.parametrize("name", ["scaffold, bernoulli", "optimizer, redealt"])
-def test_a_last_group_that_is_not_full(data, name) -> None:
-    """Three runs, two side by side; so one of them is there twice."""
+def test_a_last_turn_that_is_not_full(data, name) -> None:
+    """Three runs are trained, two side by side. So the last turn trains the last run twice."""
     data = data.redealt(0.5) if "redealt" in name else data
 
     def build(lr):
@@ -134,14 +135,14 @@ def test_a_last_group_that_is_not_full(data, name) -> None:
     assert_as_alone(build, runs[2:], 2, 2e-5, eval_every=0)
 
 
-def test_fewer_runs_than_devices_train_on_all_of_them(data) -> None:
+def test_fewer_runs_than_devices_use_all_devices(data) -> None:
     sim = simulate(data, fd.algorithms.scaffold())
     runs = quietly(lambda: sim, 3, seeds=[5])
     assert runs[0].state.params["a"].devices() == set(jax.devices()[:2])
     assert_as_alone(lambda: sim, runs, 3, 1e-6)
 
 
-def test_one_trace_however_many_runs_rounds_and_devices(data) -> None:
+def test_the_number_of_traces_does_not_depend_on_runs_rounds_or_devices(data) -> None:
     def traces(seeds: int, rounds: int, devices: int) -> tuple[int, int]:
         model, builds = mlp(), []
 
@@ -171,7 +172,7 @@ def test_a_sweep_over_two_devices_compiles_once(data, caplog) -> None:
         assert {run.state.params["a"].devices().pop() for run in runs} == set(jax.devices()[:2])
 
 
-def test_another_rate_compiles_nothing_in_a_sweep_of_seeds(data) -> None:
+def test_another_learning_rate_does_not_recompile_a_sweep_of_seeds(data) -> None:
     model = mlp()
     first, second = (simulate(data, model=model, local=local(lr=lr)) for lr in (0.1, 0.3))
     runs = first.sweep(2, range(3), progress=False)
@@ -182,7 +183,7 @@ def test_another_rate_compiles_nothing_in_a_sweep_of_seeds(data) -> None:
     assert_as_alone(lambda: second, others, 2, 1e-5)
 
 
-def test_seeds_alone_compile_once_for_all_sweeps_of_a_simulation(sim) -> None:
+def test_all_sweeps_of_a_simulation_over_seeds_compile_once(sim) -> None:
     first = quietly(lambda: sim, 2, seeds=range(2))
     traces = MLP.apply.traces
     again = quietly(lambda: sim, 3, seeds=range(1, 4))
@@ -199,7 +200,7 @@ def test_no_rounds_and_no_test_set() -> None:
     assert "loss" not in quietly(lambda: sim, 1)[0].history[0]
 
 
-def test_a_run_that_diverges_warns_and_leaves_the_others_alone(data) -> None:
+def test_a_run_that_diverges_warns_and_does_not_change_the_others(data) -> None:
     def build(lr):
         return simulate(data, devices=1, local=local(lr=lr))
 
@@ -209,14 +210,14 @@ def test_a_run_that_diverges_warns_and_leaves_the_others_alone(data) -> None:
     assert_as_alone(build, [good], 4, 1e-5, eval_every=0)
 
 
-def test_every_round_is_told(sim) -> None:
+def test_on_round_is_called_for_every_round_of_every_run(sim) -> None:
     told: list[tuple] = []
     runs = quietly(lambda: sim, 2, seeds=[1, 2], on_round=lambda *each: told.append(each))
     assert sorted((seed, record["round"]) for seed, _, record in told) == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert [record for seed, _, record in told if seed == 1] == runs[0].history
 
 
-def test_interrupted_it_returns_what_is_done(sim) -> None:
+def test_an_interrupted_sweep_returns_the_completed_rounds(sim) -> None:
     told: list[tuple] = []
 
     def interrupt(*each) -> None:
@@ -230,7 +231,7 @@ def test_interrupted_it_returns_what_is_done(sim) -> None:
     assert all("accuracy" in run.history[-1] for run in runs)
 
 
-def test_an_error_of_on_round_keeps_what_is_done(sim) -> None:
+def test_an_error_in_on_round_keeps_the_completed_rounds(sim) -> None:
     def full(seed, setting, record) -> None:
         if record["round"] == 3:
             raise OSError("disk full")
@@ -240,7 +241,7 @@ def test_an_error_of_on_round_keeps_what_is_done(sim) -> None:
     assert all(len(run.history) == int(run.state.round) >= 3 for run in raised.value.runs)
 
 
-def test_fewer_runs_side_by_side_when_memory_does_not_suffice(data, monkeypatch) -> None:
+def test_fewer_runs_train_side_by_side_if_memory_is_too_small(data, monkeypatch) -> None:
     launch = TURNS.launch
 
     def small(mesh, program, values, *rest):
@@ -305,9 +306,9 @@ def test_bad_build(sim) -> None:
         quietly(fd.LocalTraining, 1)
 
 
-def test_client_states_of_all_runs_must_fit(data, monkeypatch) -> None:
+def test_client_states_of_all_runs_must_fit_in_memory(data, monkeypatch) -> None:
     sim = simulate(data, fd.algorithms.scaffold())
-    monkeypatch.setattr(MODULE, "memory_of", lambda mesh: 4 * 8 * 80 * 3.0)  # three banks
+    monkeypatch.setattr(MODULE, "memory_of", lambda mesh: 4 * 8 * 80 * 3.0)  # the client states of three runs
     assert len(quietly(lambda: sim, 0, seeds=range(6))) == 6
     with pytest.raises(
         ValueError, match=r"client states of 7 runs must fit in the devices' memory, got 0.0 GB on each"
@@ -325,8 +326,9 @@ def told(runs: list[Run]) -> list:
 
 @pytest.mark.as_users
 @pytest.mark.parametrize("ends", ["ctrl-c", "killed", "sigterm", "error"])
-def test_a_sweep_that_was_stopped_goes_on_bit_for_bit(data, ends, tmp_path) -> None:
-    """Three runs on two devices; whatever ended the sweep, the same call finishes it, and a third returns at once."""
+def test_a_stopped_sweep_resumes_with_bitwise_identical_results(data, ends, tmp_path) -> None:
+    """Three runs train on two devices. After any stop, the same call resumes the sweep. A third call returns at
+    once."""
     build, how = partial(saving, data), {"settings": grid(lr=[0.1, 0.2, 0.3]), "seeds": [5], "eval_every": 4}
     whole = quietly(build, 9, **how)
     saved = fd.Checkpoints(tmp_path, every=2, keep=2)
@@ -354,12 +356,14 @@ def test_a_sweep_that_was_stopped_goes_on_bit_for_bit(data, ends, tmp_path) -> N
     assert told(runs) == told(whole)
     again = quietly(build, 9, checkpoints=saved, on_round=lambda *each: pytest.fail("done already"), **how)
     assert told(again) == told(whole)
-    state, history = fd.Checkpoints(tmp_path / "lr=0.2-seed-5").restore(build(0.2))  # each is a run's own
+    # Each run has its own checkpoints.
+    state, history = fd.Checkpoints(tmp_path / "lr=0.2-seed-5").restore(build(0.2))
     assert int(state.round) == 9 and told(whole)[1] == [{k: v for k, v in r.items() if k != "seconds"} for r in history]
 
 
-def test_runs_of_which_some_are_behind_go_on_together(data, tmp_path) -> None:
-    """A kill between the saves of two runs: what one has more is done again. More rounds go on from the end."""
+def test_a_sweep_resumes_if_a_run_lacks_the_newest_checkpoint(data, tmp_path) -> None:
+    """The sweep was killed between the saves of two runs. It resumes from the newest round that all runs have, and
+    continues past the end of the first sweep."""
     sim = saving(data)
     whole = quietly(lambda: sim, 8, seeds=range(3), eval_every=3)
     saved = fd.Checkpoints(tmp_path, every=2)
@@ -380,7 +384,7 @@ def test_runs_of_which_some_are_behind_go_on_together(data, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_goes_on_from_runs(data, together) -> None:
+def test_a_sweep_continues_the_runs_of_an_earlier_sweep(data, together) -> None:
     def build(lr: float) -> fd.Simulation:
         return simulate(data, fd.algorithms.scaffold(), local=local(lr=lr))
 

@@ -1,4 +1,4 @@
-"""Runs that end early: at a target, or after evaluations without improvement."""
+"""Tests of runs that end early: at a target, or after evaluations without improvement."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def sim() -> fd.Simulation:
 
 
 def records(**metrics) -> list[dict]:
-    """One record per round, from the values of each metric; a None is a round without an evaluation."""
+    """Returns one record per round, from the values of each metric. None stands for a round without an evaluation."""
     rows = [dict(zip(metrics, values, strict=True)) for values in zip(*metrics.values(), strict=True)]
     return [{"round": t, **{k: v for k, v in row.items() if v is not None}} for t, row in enumerate(rows, 1)]
 
 
-def test_rules_by_hand() -> None:
+def test_reaches_and_stalls() -> None:
     history = records(loss=[2.0, None, 1.0, None, 1.5], accuracy=[0.1, None, 0.6, None, 0.5])
     assert fd.until.reaches(accuracy=0.5)(history) and not fd.until.reaches(accuracy=0.51)(history)
     assert fd.until.reaches(accuracy=0.5, loss=1.5)(history) and not fd.until.reaches(accuracy=0.5, loss=1.4)(history)
@@ -54,11 +54,11 @@ def test_a_sweep_ends_when_all_runs_have_ended(sim, tmp_path) -> None:
     rule = fd.until.reaches(loss=goal * 1.0001)
     runs = sim.sweep(40, [0, 1], eval_every=1, until=rule, checkpoints=tmp_path)
     assert [len(run.history) for run in runs] == [max(firsts)] * 2
-    again = sim.sweep(40, [0, 1], eval_every=1, until=rule, checkpoints=tmp_path)  # which has nothing to do
+    again = sim.sweep(40, [0, 1], eval_every=1, until=rule, checkpoints=tmp_path)  # both runs have ended already
     assert [run.history for run in again] == [run.history for run in runs]
 
 
-def test_the_best_state_is_kept(sim, tmp_path) -> None:
+def test_the_checkpoint_with_the_best_loss_is_kept(sim, tmp_path) -> None:
     checkpoints = fd.Checkpoints(tmp_path, best="loss", keep=1, every=1)
     rule = fd.until.stalls("loss", 3, by=0.02)
     _, history = sim.run(sim.init(jax.random.key(0)), 200, eval_every=1, until=rule, checkpoints=checkpoints)
