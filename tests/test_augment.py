@@ -1,4 +1,4 @@
-"""Augmentation: images against NumPy, a round against a NumPy loop, results that depend on the client's key alone."""
+"""Tests of augmentation: images and a round against NumPy, and results with lanes, streaming and two devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from test_trajectories import library_order
 
 import fedjax_drift as fd
 
-SIZES = (3, 10, 7, 25, 1, 16)  # as in test_trajectories, whose order of examples is used here
+SIZES = (3, 10, 7, 25, 1, 16)  # as in test_trajectories, because library_order uses those
 SHAPE, CLASSES, B, EPOCHS, LR = (6, 5, 2), 3, 4, 2, 0.1
 
 
 def numpy_crop_and_flip(key: jax.Array, image: np.ndarray, padding: int, crop: float, flip: float) -> np.ndarray:
-    """The window of the padded image, one pixel after another. Only the random numbers are the library's."""
+    """Crops and flips the padded image pixel by pixel. Only the random numbers come from the library."""
     offset_key, crop_key, flip_key = jax.random.split(key, 3)
     top, left = np.asarray(jax.random.randint(offset_key, (2,), 0, 2 * padding + 1))
     if not jax.random.bernoulli(crop_key, crop):
@@ -45,7 +45,7 @@ def test_every_position_is_equally_likely() -> None:
     images = jax.vmap(fd.augment.crop_and_flip(1), (0, None))(jax.random.split(jax.random.key(0), 18_000), image)
     _, counts = np.unique(np.asarray(images).reshape(len(images), -1), axis=0, return_counts=True)
     assert len(counts) == 18  # nine positions, mirrored or not
-    assert abs(counts / 1000 - 1).max() < 0.15  # five standard deviations
+    assert abs(counts / 1000 - 1).max() < 0.15  # about five standard deviations
 
 
 def federation() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -64,7 +64,7 @@ def simulation(**options) -> fd.Simulation:
     return fd.Simulation(model, data, algorithm, local=local, **{"cohort_size": 3} | options)
 
 
-def test_a_round_is_that_of_a_numpy_loop_over_augmented_images() -> None:
+def test_a_round_matches_a_numpy_loop_over_augmented_images() -> None:
     sim, cohort = simulation(mesh=fd.clients_mesh(jax.devices()[:1])), (1, 3, 5)
     state = sim.init(jax.random.key(0))
     _, round_key = jax.random.split(jax.random.fold_in(state.key, 0))
@@ -90,7 +90,9 @@ def test_a_round_is_that_of_a_numpy_loop_over_augmented_images() -> None:
 
 
 @pytest.mark.parametrize("options", [{"lanes": 1}, {"lanes": 3}, {"stream": True}, {"lanes": 2}], ids=str)
-def test_variants_depend_on_the_clients_key_alone(options: dict) -> None:
+def test_results_do_not_depend_on_lanes_streaming_or_devices(options: dict) -> None:
+    """The augmentation of an example only depends on the key of its client."""
+
     def after_two_rounds(sim: fd.Simulation) -> np.ndarray:
         state = sim.init(jax.random.key(0))
         for cohort in ((1, 3, 5), (0, 3, 2)):
@@ -103,8 +105,8 @@ def test_variants_depend_on_the_clients_key_alone(options: dict) -> None:
     )
 
 
-def test_evaluation_and_full_gradients_use_the_images_themselves() -> None:
-    """With no examples cropped or mirrored, all that does not train is the same."""
+def test_evaluation_and_full_gradients_do_not_augment() -> None:
+    """An augmentation that makes all images black stops training, but changes neither evaluation nor full gradients."""
     x, y = federation()[3]
     local = fd.LocalTraining(batch_size=B, lr=LR, augment=lambda key, image: image * 0)
     data = fd.FederatedData.from_clients(federation(), test=(x, y))
@@ -133,7 +135,7 @@ def test_evaluation_and_full_gradients_use_the_images_themselves() -> None:
         ),
     ],
 )
-def test_a_wrong_augmentation_is_an_error_before_compilation(augment, words: str) -> None:
+def test_a_wrong_augmentation_raises_before_compilation(augment, words: str) -> None:
     data = fd.FederatedData.from_clients(federation())
     model = fd.Model(init=lambda key: jnp.zeros((np.prod(SHAPE), CLASSES)), apply=logits)
     with pytest.raises(ValueError, match=words):
@@ -149,7 +151,7 @@ def test_crops_need_images() -> None:
         fd.augment.crop_and_flip(crop=2)
 
 
-def test_the_command_line_augments() -> None:
+def test_the_command_line_passes_the_augmentation_on() -> None:
     words = "--dataset synthetic --algorithm fedavg --augment crop_and_flip:padding=2,crop=0.5"
     with pytest.raises(ValueError, match="needs images"):
         fd.parse_run(words.split())

@@ -1,4 +1,4 @@
-"""Each reader on a small file of the true form, written here as the authors' own tools do."""
+"""Tests of the readers on small files in the published formats, written as the authors' tools write them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_label(data: fd.FederatedData) -> np.ndarray:
     return data.x[data.y.argsort(kind="stable")]
 
 
-# ---------------------------------------------------------------- absence
+# ---------------------------------------------------------------- missing files
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def by_label(data: fd.FederatedData) -> np.ndarray:
         ("femnist", {}, r"preprocess\.sh.*fedjax\.datasets.*tff\.simulation.*glyphs"),
     ],
 )
-def test_absence_says_what_to_download_and_where_to_put_it(tmp_path, monkeypatch, name, options, said) -> None:
+def test_a_missing_data_set_names_its_download_and_folder(tmp_path, monkeypatch, name, options, said) -> None:
     def unprepared(name: str) -> None:
         raise FileNotFoundError("not prepared")
 
@@ -64,7 +64,7 @@ def test_absence_says_what_to_download_and_where_to_put_it(tmp_path, monkeypatch
     assert not row["available"] and datasets.GET[name] in row["how"]
 
 
-def test_absence_names_what_the_options_ask_for(monkeypatch) -> None:
+def test_missing_files_are_named_according_to_the_options(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(FileNotFoundError, match=r"emnist_byclass\.npz .*load\('emnist', split='byclass'\)"):
         load("emnist", split="byclass")
@@ -83,7 +83,10 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 
 
 def write_emnist(folder: Path, split: str = "letters", first: int = 1) -> dict[str, np.ndarray]:
-    """Two training rows and one test row of each of 26 classes; their images lie on their sides."""
+    """Writes two training examples and one test example of each of 26 classes, with transposed images as published.
+
+    Returns the upright images and the labels, which start at 0.
+    """
     a = {}
     for part, rows in (("train", 52), ("test", 26)):
         a[f"x_{part}"] = RNG.integers(0, 256, (rows, 28, 28), np.uint8)
@@ -93,20 +96,21 @@ def write_emnist(folder: Path, split: str = "letters", first: int = 1) -> dict[s
     return a
 
 
-def test_emnist_is_turned_counted_from_0_and_cut(tmp_path: Path) -> None:
+def test_emnist_is_transposed_relabelled_from_0_and_limited_to_num_classes(tmp_path: Path) -> None:
     a = write_emnist(tmp_path)
     data = load("emnist", iid(1))
     np.testing.assert_array_equal(by_label(data)[..., 0], a["x_train"][a["y_train"].argsort(kind="stable")])
     few = load("emnist", iid(1), tmp_path, num_classes=10)
     assert few.y.max() == 9 and len(few.x) == 20 and few.x_test is not None and len(few.x_test) == 10
     np.testing.assert_array_equal(few.x_test[..., 0], a["x_test"][:10])
-    pixels = a["x_train"][a["y_train"] < 10] / 255  # of the chosen rows, one number for all pixels
+    pixels = a["x_train"][a["y_train"] < 10] / 255  # mean and std of all pixels of the loaded examples
     np.testing.assert_allclose([few.mean, few.std], [[pixels.mean()], [pixels.std()]], rtol=1e-6)
     np.savez(tmp_path / "emnist_letters.npz", **{key: value[:26] for key, value in a.items()})
-    assert len(load("emnist", iid(1), tmp_path).x) == 26  # npz first: upright already, from 0
+    assert len(load("emnist", iid(1), tmp_path).x) == 26  # npz files have priority: upright images, labels from 0
 
 
-def test_emnist_of_tensorflow_datasets_is_turned_but_letters_are_not_complete(monkeypatch) -> None:
+def test_emnist_from_tensorflow_datasets_is_transposed_and_lacks_letters(monkeypatch) -> None:
+    """The letters split of tensorflow-datasets is not read, because it is incomplete."""
     x = RNG.integers(0, 256, (94, 28, 28, 1), np.uint8)
     asked = []
 
@@ -118,13 +122,13 @@ def test_emnist_of_tensorflow_datasets_is_turned_but_letters_are_not_complete(mo
     data = load("emnist", iid(1), split="balanced")
     np.testing.assert_array_equal(by_label(data)[::2], x[:47].swapaxes(1, 2))
     load("emnist", iid(1), split="balanced")
-    assert asked == ["emnist/balanced"]  # and kept
+    assert asked == ["emnist/balanced"]  # the second call reads the cache
     with pytest.raises(FileNotFoundError, match="emnist_letters"):
         load("emnist")
     assert asked == ["emnist/balanced"]
 
 
-def test_damaged_idx_files(tmp_path: Path) -> None:
+def test_damaged_idx_files_are_refused(tmp_path: Path) -> None:
     write_emnist(tmp_path)
     path = tmp_path / "emnist-letters-train-images-idx3-ubyte.gz"
     whole = path.read_bytes()
@@ -142,7 +146,7 @@ def test_damaged_idx_files(tmp_path: Path) -> None:
             load("emnist", iid(1))
         assert path.name in str(error.value)
     path.write_bytes(whole)
-    write_idx(tmp_path / "emnist-letters-train-labels-idx1-ubyte.gz", np.arange(52) % 26)  # from 0
+    write_idx(tmp_path / "emnist-letters-train-labels-idx1-ubyte.gz", np.arange(52) % 26)  # from 0, but must start at 1
     with pytest.raises(ValueError, match=r"y_train must be in 0\.\.25, got -1\.\.24"):
         load("emnist", iid(1))
     (tmp_path / "emnist-letters-test-labels-idx1-ubyte.gz").unlink()
@@ -160,7 +164,7 @@ def test_damaged_idx_files(tmp_path: Path) -> None:
 
 
 class Python2(pickle._Pickler):
-    """Writes text and bytes as Python 2 wrote its strings, as CIFAR's authors' files have them."""
+    """Pickles text and bytes as strings of Python 2, as in the files of CIFAR's authors."""
 
     def save_string(self, text: str | bytes) -> None:
         encoded = text.encode("latin1") if isinstance(text, str) else text
@@ -176,7 +180,7 @@ def write_batch(path: Path, x: np.ndarray, **labels: list[int]) -> None:
     path.write_bytes(path.read_bytes().replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
 
 
-def test_cifar_pickles(tmp_path: Path) -> None:
+def test_cifar_pickles_are_read(tmp_path: Path) -> None:
     x = RNG.integers(0, 256, (7, 32, 32, 3), np.uint8)
     folder = tmp_path / "cifar-100-python"
     write_batch(folder / "train", x[:5], fine_labels=[4, 2, 99, 0, 50], coarse_labels=[0] * 5)
@@ -194,7 +198,7 @@ def test_cifar_pickles(tmp_path: Path) -> None:
     np.testing.assert_array_equal(by_label(load("cifar10", iid(1))), x[1:6])
 
 
-def test_pickles_that_are_foreign_or_damaged_are_refused_and_not_run(tmp_path: Path) -> None:
+def test_malicious_or_damaged_pickles_are_refused_and_not_executed(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-100-python"
     write_batch(folder / "train", np.zeros((2, 32, 32, 3), np.uint8), fine_labels=[0, 1])
     whole = (folder / "train").read_bytes()
@@ -231,7 +235,7 @@ def test_pickles_that_are_foreign_or_damaged_are_refused_and_not_run(tmp_path: P
 # ---------------------------------------------------------------- folders of images
 
 
-def test_cinic10_is_decoded_once_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cinic10_is_decoded_again_only_if_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = pytest.importorskip("PIL.Image")
     pixels = RNG.integers(0, 256, (3, 10, 2, 32, 32, 3), np.uint8)
     for part, of_part in zip(("train", "valid", "test"), pixels, strict=True):
@@ -245,7 +249,7 @@ def test_cinic10_is_decoded_once_until_a_file_changes(tmp_path: Path, monkeypatc
     np.testing.assert_array_equal(data.x_test, pixels[2].reshape(20, 32, 32, 3))
     np.testing.assert_array_equal(data.y_test, np.repeat(np.arange(10), 2))
     with monkeypatch.context() as patch:
-        patch.setattr(image_files, "decode_files", None)  # not called again
+        patch.setattr(image_files, "decode_files", None)  # must not be called again
         np.testing.assert_array_equal(load("cinic10", iid(1)).x, data.x)
     both = load("cinic10", iid(1), valid=True)
     assert sorted(map(bytes, both.x)) == sorted(map(bytes, pixels[:2].reshape(40, 32, 32, 3)))
@@ -267,14 +271,14 @@ def test_cinic10_is_decoded_once_until_a_file_changes(tmp_path: Path, monkeypatc
         load("cinic10", iid(1), valid=1)
 
 
-def test_tiny_imagenet_follows_its_text_files(tmp_path: Path) -> None:
+def test_tiny_imagenet_gets_its_labels_from_text_files(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "tiny-imagenet-200"
     wnids = [f"n{i:08}" for i in range(200)]
     for i, wnid in enumerate(wnids):
         (folder / "train" / wnid / "images").mkdir(parents=True)
         (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text("")
-        shade = image.new("L", (64, 64), i) if i % 2 else image.new("RGB", (64, 64), (i, i, i))  # some are grey
+        shade = image.new("L", (64, 64), i) if i % 2 else image.new("RGB", (64, 64), (i, i, i))  # half are grey
         shade.save(folder / "train" / wnid / "images" / f"{wnid}_0.JPEG")
     (folder / "wnids.txt").write_text("\n".join(wnids[::-1]) + "\n")
     (folder / "val" / "images").mkdir(parents=True)
@@ -300,7 +304,7 @@ def test_tiny_imagenet_follows_its_text_files(tmp_path: Path) -> None:
         load("tiny_imagenet", iid(1))
 
 
-# ---------------------------------------------------------------- federated data in others' forms
+# ---------------------------------------------------------------- federated data in the formats of other projects
 
 Clients = dict[str, tuple[np.ndarray, np.ndarray]]
 
@@ -344,7 +348,7 @@ def write_tff(path: Path, clients: Clients, names: tuple[str, str] = ("pixels", 
 
 
 def characters(sizes: dict[str, int]) -> tuple[Clients, Clients]:
-    """Clients of FEMNIST as it is stored, 1 = background, and as it should come out, 255 = ink."""
+    """Returns FEMNIST clients twice: as stored, with 1 = background, and as they must be read, with 255 = ink."""
     ours: Clients = {
         name: (RNG.integers(0, 256, (rows, 28, 28), np.uint8), RNG.integers(0, 62, rows).astype(np.int32))
         for name, rows in sizes.items()
@@ -374,7 +378,7 @@ SOURCES = ("leaf", "fedjax", "tff")
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_femnist_of_others_is_inverted_and_keeps_its_writers(tmp_path: Path, source: str, monkeypatch) -> None:
+def test_femnist_of_other_projects_is_inverted_and_keeps_its_writers(tmp_path: Path, source: str, monkeypatch) -> None:
     train, ours = characters({"f0000_14": 3, "f0001_41": 1, "f0005_26": 4})
     test, our_test = characters({"f0005_26": 2, "f0000_14": 1})
     write_femnist(tmp_path, source, train, test)
@@ -387,7 +391,7 @@ def test_femnist_of_others_is_inverted_and_keeps_its_writers(tmp_path: Path, sou
     assert data.x_test is not None
     np.testing.assert_array_equal(data.x_test[..., 0], wanted)
     with monkeypatch.context() as patch:
-        patch.setattr(federated_files, "_by_writer", None)  # not called again
+        patch.setattr(federated_files, "_by_writer", None)  # must not be called again
         np.testing.assert_array_equal(load("femnist", source=source).x, data.x)
     assert load("femnist", iid(2)).test_sizes is None
     assert load("femnist", standardize=True).mean == pytest.approx(0.0365, abs=1e-4)
@@ -395,7 +399,7 @@ def test_femnist_of_others_is_inverted_and_keeps_its_writers(tmp_path: Path, sou
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_femnist_without_a_test_part_or_with_other_writers_in_it(tmp_path: Path, source: str) -> None:
+def test_femnist_without_a_test_set_or_with_other_test_writers(tmp_path: Path, source: str) -> None:
     train, _ = characters({"f0000_14": 10, "f0001_41": 1})
     write_femnist(tmp_path / "one", source, train, None)
     alone = load("femnist", data_dir=tmp_path / "one")
@@ -406,7 +410,7 @@ def test_femnist_without_a_test_part_or_with_other_writers_in_it(tmp_path: Path,
     assert pooled.sizes.tolist() == [10, 1] and pooled.test_sizes is None and len(pooled.x_test) == 3
 
 
-def test_femnist_chooses_its_source(tmp_path: Path) -> None:
+def test_femnist_reads_the_requested_source(tmp_path: Path) -> None:
     for rows, source in enumerate(SOURCES, 2):
         write_femnist(tmp_path, source, characters({"a": rows, "b": 1})[0], characters({"a": 1})[0])
     np.savez(tmp_path / "femnist_writers.npz", x=np.zeros((9, 28, 28), np.uint8), y=np.arange(9), writer=[7] * 9)
@@ -418,7 +422,7 @@ def test_femnist_chooses_its_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_columns_of_any_numbers(tmp_path: Path, source: str) -> None:
+def test_numeric_columns_of_any_name_and_shape_are_read(tmp_path: Path, source: str) -> None:
     train = {name: (RNG.normal(size=(n, 3)).astype(np.float32), np.arange(n)) for name, n in (("b", 2), ("a", 3))}
     train["c"] = (np.zeros((0, 3), np.float32), np.arange(0))
     test = {"a": (np.ones((1, 3), np.float32), np.array([5]))}
@@ -438,15 +442,15 @@ def test_columns_of_any_numbers(tmp_path: Path, source: str) -> None:
         assert read(paths[0], x="image", y="coarse_label").x_test is None
         with pytest.raises(ValueError, match=r"no column 'pixels', only .*pass the names of the columns as x="):
             read(paths[0])
-    order = ["a", "b"] if source == "tff" else ["b", "a"]  # HDF5 lists its groups by name
+    order = ["a", "b"] if source == "tff" else ["b", "a"]  # HDF5 sorts its groups by name
     assert data.sizes.tolist() == [len(train[name][1]) for name in order] and data.x.dtype == np.float32
     np.testing.assert_array_equal(data.x, np.concatenate([train[name][0] for name in order]))
-    assert [name.rpartition(":")[2] for name in data.client_names] == order  # FedJAX's have a hash before a colon
+    assert [name.rpartition(":")[2] for name in data.client_names] == order  # FedJAX prefixes a hash and a colon
     assert data.test_sizes is not None and data.test_sizes.tolist() == [int(name == "a") for name in order]
     np.testing.assert_array_equal(data.y_test, [5])
 
 
-def test_a_test_part_of_other_clients_is_pooled(tmp_path: Path) -> None:
+def test_a_test_set_with_other_clients_is_pooled(tmp_path: Path) -> None:
     rows = (np.ones((2, 3)), np.arange(2))
     write_leaf(tmp_path / "train" / "0.json", {"a": rows, "b": rows})
     assert fd.datasets.from_leaf(tmp_path).x_test is None
@@ -458,7 +462,7 @@ def test_a_test_part_of_other_clients_is_pooled(tmp_path: Path) -> None:
         fd.datasets.from_leaf(tmp_path)
 
 
-def test_damaged_json(tmp_path: Path) -> None:
+def test_damaged_json_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "train" / "0.json"
     with pytest.raises(FileNotFoundError, match=r"must have \*\.json"):
         fd.datasets.from_leaf(tmp_path)
@@ -479,7 +483,7 @@ def test_damaged_json(tmp_path: Path) -> None:
         assert str(path) in str(error.value)
 
 
-def test_damaged_databases(tmp_path: Path) -> None:
+def test_damaged_sqlite_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.sqlite"
     with pytest.raises(FileNotFoundError, match="a.sqlite"):
         fd.datasets.from_fedjax(path)
@@ -508,7 +512,7 @@ def test_damaged_databases(tmp_path: Path) -> None:
         assert str(path) in str(error.value)
 
 
-def test_damaged_hdf5(tmp_path: Path) -> None:
+def test_damaged_hdf5_files_are_refused(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     path = tmp_path / "a.h5"
     with pytest.raises(FileNotFoundError, match="a.h5"):
@@ -524,7 +528,7 @@ def test_damaged_hdf5(tmp_path: Path) -> None:
         fd.datasets.from_tff(path)
 
 
-def test_images_that_are_no_femnist(tmp_path: Path) -> None:
+def test_arrays_that_are_not_femnist_images_are_refused(tmp_path: Path) -> None:
     for x in (np.full((1, 28, 28), 7.0), np.zeros((1, 5)), np.full((1, 28, 28), np.nan)):
         write_leaf(tmp_path / "leaf_femnist" / "train" / "0.json", {"a": (x, np.arange(1))})
         with pytest.raises(ValueError, match=r"client 'a' must have images of 28 x 28 numbers in 0\.\.1"):
@@ -545,7 +549,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # ---------------------------------------------------------------- the command line
 
 
-def test_the_command_line_knows_them(tmp_path: Path) -> None:
+def test_the_command_line_supports_every_data_set(tmp_path: Path) -> None:
     assert set(DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
     assert datasets.num_classes("emnist", split="digits") == 10 == datasets.num_classes("emnist", num_classes=10)
     assert datasets.found("emnist") == "no"
@@ -554,4 +558,4 @@ def test_the_command_line_knows_them(tmp_path: Path) -> None:
     assert datasets.found("emnist", split="balanced") == "no"
     run = fd.parse_run("--dataset emnist:num_classes=10 --algorithm fedavg --clients 4 --cohort 2")
     model = run.config["model"]
-    assert model["name"] == "emnist_nn" and model["parameters"] == 89_610  # FedDC's network for EMNIST-L
+    assert model["name"] == "emnist_nn" and model["parameters"] == 89_610  # the network of FedDC for EMNIST-L

@@ -16,7 +16,7 @@ from fedjax_drift.data.partition import by_writer, dirichlet, iid
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine is read or written, and nothing is downloaded."""
+    """Uses temporary folders and hides TensorFlow, so that no file of the user is touched and nothing is downloaded."""
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
     monkeypatch.delenv("FEDJAX_DRIFT_DATA", raising=False)
@@ -47,7 +47,7 @@ def images(rows: int = 40, test_rows: int = 10, shape: tuple[int, ...] = (28, 28
 # ---------------------------------------------------------------- npz files
 
 
-def test_npz_rows_reach_the_clients_unchanged(tmp_path: Path) -> None:
+def test_examples_of_npz_files_reach_the_clients_unchanged(tmp_path: Path) -> None:
     arrays = images()
     np.savez(tmp_path / "mnist.npz", **arrays)
     data = load("mnist", iid(4, seed=1), str(tmp_path))
@@ -70,7 +70,7 @@ def test_folders_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     assert [*sizes, len(load("mnist", iid(2)).x)] == [30, 20, 10]
 
 
-def test_a_missing_file_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_a_command_that_creates_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"elsewhere.mnist\.npz.*numpy\.savez"):
         load("mnist", data_dir=tmp_path / "elsewhere")
     with pytest.raises(
@@ -101,7 +101,9 @@ def _without(key: str) -> dict[str, np.ndarray]:
         (images() | {"x_train": np.array([None] * 40)}, "Python objects"),
     ],
 )
-def test_foreign_arrays_are_refused(tmp_path: Path, change: dict[str, np.ndarray], message: str) -> None:
+def test_arrays_that_do_not_fit_the_data_set_are_refused(
+    tmp_path: Path, change: dict[str, np.ndarray], message: str
+) -> None:
     np.savez(tmp_path / "mnist.npz", **change)
     with pytest.raises(ValueError, match=message) as error:
         load("mnist", iid(2), tmp_path)
@@ -122,7 +124,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             load("mnist", iid(2), tmp_path)
 
 
-def test_folders_and_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folders_and_files_raise_value_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(ValueError, match="cannot look for"):
         load("mnist", data_dir=tmp_path / "loop")
@@ -133,15 +135,15 @@ def test_folders_and_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pyte
     def refuse(path: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(files.os, "stat", refuse)  # a chmod would not stop the administrator
+    monkeypatch.setattr(files.os, "stat", refuse)  # chmod would have no effect for root
     with pytest.raises(ValueError, match="Permission denied: allow this user"):
         files.find(["mnist.npz"], [tmp_path])
 
 
-# ---------------------------------------------------------------- the data sets' own rules
+# ---------------------------------------------------------------- rules of individual data sets
 
 
-def test_mnist_writers_line_up_with_the_images(tmp_path: Path) -> None:
+def test_mnist_writers_must_match_the_images(tmp_path: Path) -> None:
     np.savez(tmp_path / "mnist.npz", **images(6))
     with pytest.raises(FileNotFoundError, match=r"mnist_writers\.npz"):
         load("mnist", by_writer(), tmp_path)
@@ -154,13 +156,13 @@ def test_mnist_writers_line_up_with_the_images(tmp_path: Path) -> None:
     assert load("mnist", iid(2), tmp_path).num_clients == 2
 
 
-def test_femnist_is_inverted_and_every_writer_tests(tmp_path: Path) -> None:
+def test_femnist_is_inverted_and_split_for_each_writer(tmp_path: Path) -> None:
     writer = np.array([4, 1, 4, 1, 4, 4, 4, 8, 4, 4, 4, 4, 4])
     x = np.zeros((13, 28, 28), np.uint8) + np.arange(13, dtype=np.uint8)[:, None, None]
     np.savez(tmp_path / "femnist_writers.npz", x=x, y=np.arange(13), writer=writer)
     data = load("femnist", data_dir=tmp_path)
     assert data.sizes.tolist() == [1, 8, 1] and data.test_sizes is not None
-    assert data.test_sizes.tolist() == [1, 2, 0]  # ten rows give two; a single row stays in training
+    assert data.test_sizes.tolist() == [1, 2, 0]  # 20 % of ten examples; a single example is for training
     assert data.x_test is not None and data.y_test is not None
     rows, test_rows = data.y, data.y_test
     assert sorted([*rows, *test_rows]) == list(range(13))
@@ -172,7 +174,9 @@ def test_femnist_is_inverted_and_every_writer_tests(tmp_path: Path) -> None:
     assert load("femnist", iid(3), tmp_path).test_sizes is None
 
 
-def test_cifar10_jpegs_are_decoded_once_and_known_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_jpegs_are_decoded_again_only_if_their_content_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = pytest.importorskip("PIL.Image")
 
     def write(colours: list[int]) -> None:
@@ -190,7 +194,7 @@ def test_cifar10_jpegs_are_decoded_once_and_known_by_content(tmp_path: Path, mon
     assert first.x.shape == (3, 32, 32, 3) and first.x_test is not None and len(first.x_test) == 1
     np.testing.assert_allclose(first.x[first.y.argsort()].mean((1, 2))[:, 0], [50, 100, 150], atol=2)
     with monkeypatch.context() as patch:
-        patch.setattr(image_files, "decode_jpegs", None)  # not called again
+        patch.setattr(image_files, "decode_jpegs", None)  # must not be called again
         np.testing.assert_array_equal(load("cifar10", iid(1), tmp_path).x, first.x)
     write([10, 20, 30, 40])
     assert load("cifar10", iid(1), tmp_path).x.max() < 40
@@ -203,7 +207,7 @@ def test_cifar10_jpegs_are_decoded_once_and_known_by_content(tmp_path: Path, mon
     assert len(load("cifar10", iid(1), tmp_path).x) == 20
 
 
-def test_glyphs_are_kept_and_remade_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_glyphs_are_cached_and_generated_again_if_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from fedjax_drift.data import glyphs
 
@@ -213,7 +217,7 @@ def test_glyphs_are_kept_and_remade_when_damaged(tmp_path: Path, monkeypatch: py
     kept = list((tmp_path / "cache").iterdir())
     assert len(kept) == 1 and kept[0].suffix == ".npz"
     with monkeypatch.context() as patch:
-        patch.setattr(glyphs, "make_glyphs", None)  # not called again
+        patch.setattr(glyphs, "make_glyphs", None)  # must not be called again
         again = load("glyphs", dirichlet(3, 0.3), num_writers=2)
         digits = load("glyphs", num_writers=2, num_classes=10)
     assert again.num_clients == 3 and again.test_sizes is None and len(again.x) == len(data.x)
@@ -225,7 +229,7 @@ def test_glyphs_are_kept_and_remade_when_damaged(tmp_path: Path, monkeypatch: py
         np.testing.assert_array_equal(load("glyphs", num_writers=2).x, data.x)
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "file"))
     spec = {"a": files.Column()}
@@ -269,7 +273,7 @@ def test_prepared_tfds_data_are_read_without_tensorflow(tmp_path: Path, monkeypa
     ))  # fmt: skip
     assert shuffled == wanted
     with monkeypatch.context() as patch:
-        patch.setattr(files, "from_tfds", None)  # kept as npz: not called again
+        patch.setattr(files, "from_tfds", None)  # must not be called again: the cache has an npz file
         np.testing.assert_array_equal(load("mnist", iid(1)).x, data.x)
     with pytest.raises(FileNotFoundError, match="official order"):
         load("mnist", by_writer())
@@ -280,7 +284,7 @@ def test_prepared_tfds_data_are_read_without_tensorflow(tmp_path: Path, monkeypa
         files.from_tfds("mnist")
 
 
-def test_without_a_network_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tfds_data_that_cannot_be_prepared_raise_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     tfds = pytest.importorskip("tensorflow_datasets")
 
     def offline(*args: object, **kwargs: object) -> None:
@@ -302,20 +306,20 @@ def test_without_a_network_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def labels_fit_one_model(x: np.ndarray, y: np.ndarray, classes: int) -> float:
-    """The training accuracy of one linear model, by least squares on one-hot labels."""
+    """Returns the training accuracy of a linear model, fitted to one-hot labels by least squares."""
     design = np.c_[x, np.ones(len(x))]
     weights = np.linalg.lstsq(design, np.eye(classes)[y], rcond=None)[0]
     return float(((design @ weights).argmax(1) == y).mean())
 
 
-def test_feddyn_synthetic() -> None:
+def test_synthetic_data_of_feddyn() -> None:
     data = datasets.synthetic()
     assert data.num_clients == 20 and (data.sizes == 200).all() and data.x.dtype == np.float32
     assert data.x.shape == (4000, 30) and data.y.max() == 4 and data.x_test is not None
     np.testing.assert_array_equal(data.x_test, data.x)
     np.testing.assert_allclose(data.x.var(0), np.arange(1, 31) ** -1.2, rtol=0.15)
     pooled = [labels_fit_one_model(d.x, d.y, 5) for d in (data, datasets.synthetic(alpha=1.0))]
-    assert pooled[0] > 0.7 > pooled[1]  # alpha = 0: one model for all; alpha = 1: each client its own
+    assert pooled[0] > 0.7 > pooled[1]  # one model for all with alpha = 0, one per client with alpha = 1
     centres = [
         np.stack([d.client(i)[0].mean(0) for i in range(20)]).std()
         for d in (data, datasets.synthetic(beta=1.0), datasets.synthetic(beta=1.0, iid_data=True))
@@ -325,7 +329,7 @@ def test_feddyn_synthetic() -> None:
     np.testing.assert_array_equal(load("synthetic").x, data.x)
 
 
-def test_fedprox_synthetic() -> None:
+def test_synthetic_data_of_fedprox() -> None:
     data = datasets.synthetic(1.0, 1.0, variant="fedprox")
     assert data.num_clients == 30 and data.x.shape[1:] == (60,) and data.y.max() == 9
     assert data.test_sizes is not None
@@ -333,9 +337,9 @@ def test_fedprox_synthetic() -> None:
     assert total.min() >= 50 and total.max() > 3 * np.median(total)
     np.testing.assert_array_equal(data.sizes, (0.9 * total).astype(int))
     shared = datasets.synthetic(variant="fedprox", iid_sol=True, iid_data=True, num_rows=100)
-    own = datasets.synthetic(variant="fedprox", iid_data=True, num_rows=100)  # alpha = 0: still a model each
+    own = datasets.synthetic(variant="fedprox", iid_data=True, num_rows=100)  # one model per client despite alpha = 0
     assert labels_fit_one_model(shared.x, shared.y, 10) > labels_fit_one_model(own.x, own.y, 10) + 0.2
-    moved = datasets.synthetic(variant="fedprox", num_rows=100)  # beta = 0: still a centre each
+    moved = datasets.synthetic(variant="fedprox", num_rows=100)  # one mean per client despite beta = 0
     assert np.stack([moved.client(i)[0].mean(0) for i in range(30)]).std() > 0.8
     pooled = load("synthetic", iid(3), variant="fedprox", num_rows=100)
     assert pooled.num_clients == 3 and pooled.test_sizes is None and len(pooled.x) == 2700
@@ -365,7 +369,7 @@ def test_bad_arguments(arguments: tuple, options: dict, message: str) -> None:
         load(*arguments, **options)
 
 
-def test_describe_tells_what_is_here(tmp_path: Path) -> None:
+def test_describe_lists_the_available_data_sets(tmp_path: Path) -> None:
     np.savez(tmp_path / "mnist.npz", **images())
     rows = {row["name"]: row for row in datasets.describe(tmp_path)}
     assert tuple(rows) == datasets.NAMES
@@ -390,7 +394,7 @@ def test_real_files(real: str, name: str, rows: int | None, test_rows: int | Non
         np.testing.assert_allclose([data.x.std() / 255], data.std, atol=1e-4)
     else:
         assert data.test_sizes is not None and data.test_sizes.min() >= 1
-        assert data.x.mean() < 100  # ink is the smaller part: 255 = ink
+        assert data.x.mean() < 100  # 255 is ink, and most pixels are background
 
 
 def test_real_mnist_writers(real: str) -> None:
@@ -401,7 +405,7 @@ def test_real_mnist_writers(real: str) -> None:
 # ---------------------------------------------------------------- dialogue
 
 
-def test_dialogue_is_what_its_speakers_say() -> None:
+def test_dialogue_has_known_words_and_next_characters_as_labels() -> None:
     data = load("dialogue", num_clients=3, num_rows=20, length=40, seed=5)
     assert data.x.shape == data.y.shape == (54, 40) and (data.test_sizes == 2).all()
     np.testing.assert_array_equal(data.x[:, 1:], data.y[:, :-1])
@@ -414,7 +418,7 @@ def test_dialogue_is_what_its_speakers_say() -> None:
     assert not np.array_equal(load("dialogue", num_clients=3, num_rows=20, length=40, seed=6).x, data.x)
 
 
-def test_dialogues_entropy_rate_is_that_of_its_text() -> None:
+def test_dialogue_entropy_matches_the_generated_text() -> None:
     chain = next(dialogue.speakers(1, 1.0, 5))
     (ids,) = dialogue.passages(chain, 1, 60_000, np.random.default_rng(0))
     words = "".join(dialogue.CHARACTERS[i - 1] for i in ids).split()[1:-1]

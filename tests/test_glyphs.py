@@ -12,7 +12,7 @@ def glyphs() -> Glyphs:
 
 
 def linear(x: np.ndarray, labels: np.ndarray, x_test: np.ndarray) -> np.ndarray:
-    """What a ridge regression on one-hot labels says of each image of x_test."""
+    """Returns the predictions of a ridge regression on one-hot labels for the images x_test."""
 
     def rows(images: np.ndarray) -> np.ndarray:
         return np.pad(images.reshape(-1, 784) / np.float32(255), ((0, 0), (0, 1)), constant_values=1)
@@ -26,7 +26,7 @@ def test_shapes_and_ranges(glyphs: Glyphs) -> None:
     for x, y, writer in (glyphs[:3], glyphs[3:]):
         assert x.shape == (len(y), 28, 28) and x.dtype == np.uint8
         assert y.dtype == np.uint8 and writer.dtype == np.int32 and len(writer) == len(y)
-        # No empty writer in either part; rows grouped by writer.
+        # Every writer has training and test examples. The examples are grouped by writer.
         np.testing.assert_array_equal(np.unique(writer), np.arange(200))
         assert (np.diff(writer) >= 0).all()
         np.testing.assert_array_equal(np.unique(y), np.arange(len(CHARACTERS)))
@@ -57,14 +57,14 @@ def test_labels_are_mostly_digits_and_differ_between_writers(glyphs: Glyphs) -> 
     counts = np.zeros((200, 62))
     np.add.at(counts, (glyphs.writer, glyphs.y), 1)
     assert np.count_nonzero(counts, axis=1).max() < 62
-    # Without label skew the shares of the ten digits would vary as those of a plain sample do.
+    # Without label skew, the counts would be multinomial samples, and the mean of surplus would be about 1.
     n = counts.sum(axis=1, keepdims=True)
     share = counts.sum(axis=0) / n.sum()
     surplus = (counts - n * share) ** 2 / (n * share * (1 - share))
     assert surplus[:, :10].mean() > 1.5
 
 
-def test_deterministic_in_the_seed_and_a_prefix_of_more_writers(glyphs: Glyphs) -> None:
+def test_images_only_depend_on_the_seed_and_the_writer(glyphs: Glyphs) -> None:
     few = make_glyphs(7)
     for part, first in ((slice(0, 3), glyphs.writer < 7), (slice(3, 6), glyphs.writer_test < 7)):
         for a, b in zip(few[part], glyphs[part], strict=True):
@@ -73,19 +73,19 @@ def test_deterministic_in_the_seed_and_a_prefix_of_more_writers(glyphs: Glyphs) 
     assert len(other.y) != len(few.y)
 
 
-def test_a_writer_is_known_by_the_hand(glyphs: Glyphs) -> None:
+def test_writers_can_be_recognised_by_their_handwriting(glyphs: Glyphs) -> None:
     train, test = glyphs.writer < 20, glyphs.writer_test < 20
     hit = linear(glyphs.x[train], glyphs.writer[train], glyphs.x_test[test])
     assert (hit == glyphs.writer_test[test]).mean() > 0.3, "always the commonest: 0.1"
 
 
-def test_characters_are_known_across_writers(glyphs: Glyphs) -> None:
+def test_characters_can_be_recognised_across_writers(glyphs: Glyphs) -> None:
     train, test = glyphs.writer < 150, glyphs.writer_test >= 150
     hit = linear(glyphs.x[train], glyphs.y[train], glyphs.x_test[test])
     assert (hit == glyphs.y_test[test]).mean() > 0.25, "always the commonest: 0.07"
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="num_writers must be >= 1, got 0"):
         make_glyphs(0)
     with pytest.raises(ValueError, match="seed must be >= 0, got -1"):

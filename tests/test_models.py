@@ -1,4 +1,4 @@
-"""The layers against `lax.conv`, the zoo against the papers' parameter counts, flax modules as models."""
+"""Tests of the layers against `lax.conv` and flax, of the parameter counts of the papers, and of flax modules."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_parameter_counts_of_variants() -> None:
 
 @pytest.fixture(params=list(conv.FORMS))
 def form(request, monkeypatch) -> str:
-    """The tests run with the implementation of each platform in turn, here on a CPU."""
+    """Runs a test with the convolution of each platform in turn, always on a CPU."""
     monkeypatch.setattr(conv, "FORMS", {"default": conv.FORMS[request.param]})
     return request.param
 
@@ -77,7 +77,7 @@ def own_conv(x, kernel, stride, padding):
 @pytest.mark.parametrize("padding", ["SAME", "VALID", (2, 1)])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(("size", "window"), [((7, 9), 3), ((8, 5), 5), ((6, 6), 1)])
-def test_conv_is_lax_conv(size, window, stride, padding) -> None:
+def test_conv_matches_lax_conv(size, window, stride, padding) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(4, *size, 3)), jnp.float32)
     kernels = jnp.asarray(rng.normal(size=(2, window, window, 3, 5)), jnp.float32)
@@ -98,13 +98,13 @@ def test_conv_is_lax_conv(size, window, stride, padding) -> None:
 @pytest.mark.parametrize(
     ("channels", "filters", "size", "window", "pool"),
     [
-        (1, 6, (9, 12), 5, 2),  # one patch for four windows
-        (3, 5, (8, 9), 3, 3),  # patches, then blocks
-        (3, 20, (9, 8), 3, 2),  # XLA's convolution
-        (20, 3, (42, 41), 3, 1),  # the same, in two chunks
+        (1, 6, (9, 12), 5, 2),  # on a CPU: one patch for four windows
+        (3, 5, (8, 9), 3, 3),  # on a CPU: matrix product, then pooling
+        (3, 20, (9, 8), 3, 2),  # on a CPU: XLA's convolution
+        (20, 3, (42, 41), 3, 1),  # on a CPU: XLA's convolution in two chunks
     ],
 )
-def test_every_form_of_conv_is_lax_conv_and_flax_pooling(channels, filters, size, window, pool, form) -> None:
+def test_every_form_of_conv_matches_lax_conv_and_flax_pooling(channels, filters, size, window, pool, form) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(4, *size, channels)), jnp.float32)
     kernels = jnp.asarray(rng.normal(size=(2, window, window, channels, filters)), jnp.float32)
@@ -129,13 +129,13 @@ def test_every_form_of_conv_is_lax_conv_and_flax_pooling(channels, filters, size
 
 
 @pytest.mark.parametrize("filters", [3, 20])
-def test_ties_share_the_gradient_of_pooling(filters) -> None:
+def test_equal_maxima_share_the_gradient_of_pooling(filters) -> None:
     kernel = jnp.ones((1, 1, 1, filters))
     g = jax.grad(lambda x: layers.conv(x, kernel, pool=2).sum())(jnp.ones((1, 4, 4, 2)))
     np.testing.assert_allclose(g, filters / 4)
 
 
-def test_conv_has_second_derivatives(form) -> None:
+def test_second_derivatives_of_conv_match_lax_conv(form) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 5, 5, 3)), jnp.float32)
     kernel = jnp.asarray(rng.normal(size=(3, 3, 3, 20)), jnp.float32)
@@ -153,14 +153,14 @@ def test_conv_has_second_derivatives(form) -> None:
 @pytest.mark.parametrize(
     ("channels", "filters", "size", "window", "stride", "pool"),
     [
-        (1, 6, (7, 8), 3, 1, 2),  # one patch for four windows
-        (20, 3, (5, 4), 1, 1, 1),  # the product
-        (3, 20, (6, 5), 3, 2, 1),  # the product, strided
-        (3, 20, (6, 5), 3, 1, 2),  # XLA's convolution, pooled
-        (20, 3, (42, 41), 3, 1, 1),  # the same, in two chunks
+        (1, 6, (7, 8), 3, 1, 2),  # on a CPU: one patch for four windows
+        (20, 3, (5, 4), 1, 1, 1),  # on a CPU: matrix product
+        (3, 20, (6, 5), 3, 2, 1),  # on a CPU: matrix product with a stride
+        (3, 20, (6, 5), 3, 1, 2),  # on a CPU: XLA's convolution, then pooling
+        (20, 3, (42, 41), 3, 1, 1),  # on a CPU: XLA's convolution in two chunks
     ],
 )
-def test_forward_mode_is_reverse_mode_and_that_of_lax_conv(channels, filters, size, window, stride, pool, form) -> None:
+def test_forward_and_reverse_mode_of_conv_match_lax_conv(channels, filters, size, window, stride, pool, form) -> None:
     rng = np.random.default_rng(0)
     shapes = ((4, *size, channels), (2, window, window, channels, filters)) * 2
     x, kernels, dx, dkernels = (rng.normal(size=shape) / window for shape in shapes)
@@ -209,7 +209,7 @@ def test_jacobians_of_both_modes_agree() -> None:
     np.testing.assert_allclose(forward, reverse, rtol=1e-6)
 
 
-def test_no_derivative_on_a_cpu_is_a_grouped_convolution() -> None:
+def test_derivatives_on_a_cpu_use_no_grouped_convolution() -> None:
     x, kernels = jnp.ones((20, 5, 5, 2)), jnp.ones((3, 3, 3, 20, 20))
 
     def hessian_product(kernel):
@@ -222,7 +222,7 @@ def test_no_derivative_on_a_cpu_is_a_grouped_convolution() -> None:
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize(("size", "window", "stride"), [((7, 9), 2, 2), ((8, 6), 3, 2), ((5, 5), 2, 1)])
-def test_pooling_is_flax_pooling(size, window, stride, padding) -> None:
+def test_pooling_matches_flax_pooling(size, window, stride, padding) -> None:
     x = jnp.asarray(np.random.default_rng(0).permutation(4 * size[0] * size[1] * 3).reshape(4, *size, 3), jnp.float32)
     for ours, theirs in ((layers.max_pool, nn.max_pool), (layers.avg_pool, nn.avg_pool)):
 
@@ -241,7 +241,7 @@ def test_pooling_is_flax_pooling(size, window, stride, padding) -> None:
         np.testing.assert_allclose(a[0], b[0], rtol=1e-5)
 
 
-def test_group_norm_is_flax_group_norm() -> None:
+def test_group_norm_matches_flax_group_norm() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(3, 2, (4, 5, 6, 8)), jnp.float32)
     scale, bias = jnp.arange(8.0), jnp.arange(8.0) ** 2
     variables = {"params": {"scale": scale, "bias": bias}}
@@ -250,8 +250,8 @@ def test_group_norm_is_flax_group_norm() -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_lenet_is_the_same_network_in_flax() -> None:
-    """The whole forward pass and its gradient against flax's own layers, with the same weights."""
+def test_lenet_matches_the_same_network_in_flax() -> None:
+    """Compares the logits and the gradient with those of flax's layers, for the same weights."""
     model = fd.models.lenet5(10)
     params = model.init(jax.random.key(0))
     x = jax.random.uniform(jax.random.key(1), (3, 28, 28, 1))
@@ -276,7 +276,7 @@ def test_lenet_is_the_same_network_in_flax() -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "lenet5", "simple_fl_lenet", "simple_cnn"])
-def test_head_of_features_is_apply_and_cosines_are_cosines(name) -> None:
+def test_head_of_features_equals_apply_and_cosine_models_return_cosines(name) -> None:
     shape = {"linear": (30,), "simple_cnn": (32, 32, 3)}.get(name, (28, 28, 1))
     x = jax.random.normal(jax.random.key(1), (5, *shape))
     for cosine in (False, True):
@@ -292,7 +292,7 @@ def test_head_of_features_is_apply_and_cosines_are_cosines(name) -> None:
     assert np.isfinite(zero).all()
 
 
-def test_initial_weights_are_pytorchs() -> None:
+def test_initial_weights_have_the_distribution_of_pytorch() -> None:
     kernel = fd.models.mnist_2nn().init(jax.random.key(0))["layers_0"]["kernel"]
     assert abs(kernel).max() <= 784**-0.5 and float(kernel.std()) == pytest.approx((784 * 3) ** -0.5, rel=0.01)
     assert all(not leaf.any() for leaf in jax.tree.leaves(fd.models.linear().init(jax.random.key(0))))
@@ -307,7 +307,7 @@ def one_round(model: fd.Model) -> list[np.ndarray]:
     return jax.tree.leaves(states[0].params)
 
 
-def test_any_linen_module() -> None:
+def test_linen_modules_become_models() -> None:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x, train: bool):
@@ -334,7 +334,7 @@ def test_any_linen_module() -> None:
         fd.Model.from_linen(Normed(), (4,))
 
 
-def test_any_nnx_module() -> None:
+def test_nnx_modules_become_models() -> None:
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.dense, self.dropout = nnx.Linear(4, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
@@ -351,7 +351,7 @@ def test_any_nnx_module() -> None:
     instance = Net(nnx.Rngs(0))
     fixed = fd.Model.from_nnx(instance)
     outputs = {float(fixed.train_apply(fixed.init(jax.random.key(0)), x, jax.random.key(k)).sum()) for k in range(6)}
-    assert len(outputs) > 3  # a module's own random streams are seeded anew for every step
+    assert len(outputs) > 3  # the random streams of an instance are seeded again for every step
     np.testing.assert_array_equal(fixed.init(jax.random.key(5))["dense"]["kernel"], instance.dense.kernel[...])
 
     class Tokens(nnx.Module):
@@ -368,13 +368,13 @@ def test_any_nnx_module() -> None:
 
 
 class Equinox:
-    """Stands for an Equinox module, which is known by where its class comes from."""
+    """A stand-in for an Equinox module, which is recognised by the package of its class."""
 
     __module__ = "equinox._module"
 
 
 class Haiku:
-    """Stands for a transformed function of Haiku."""
+    """A stand-in for a transformed function of Haiku."""
 
     __module__ = "haiku._src.transform"
 
@@ -411,12 +411,12 @@ class Nnx(nnx.Module):
         ),
     ],
 )
-def test_modules_of_another_kind_are_told_where_to_go(make, said) -> None:
+def test_errors_for_other_modules_say_how_to_use_them(make, said) -> None:
     with pytest.raises(ValueError, match=said):
         make()
 
 
 @pytest.mark.parametrize("lines", [adapters.EQUINOX, adapters.HAIKU])
-def test_the_page_on_models_has_the_lines_of_the_errors(lines) -> None:
+def test_the_code_in_the_errors_is_also_on_the_page_about_models(lines) -> None:
     page = Path(fd.__file__).parents[1] / "docs" / "models.md"
-    assert lines in page.read_text()  # where the tests of the pages run them
+    assert lines in page.read_text()  # the tests of the documentation run these lines

@@ -9,7 +9,8 @@ from fedjax_drift.data import assignment, partition
 from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, shards
 
 ALPHAS = (5e-324, 1e-6, 0.01, 0.3, 100.0, 1e6, 1e300)
-# Gaps, a negative label, a class of one row, sizes that no tested N divides.
+# The labels have gaps, one label is negative, and one class has a single example. Most class sizes are not multiples
+# of the tested numbers of clients.
 LABELS = np.random.default_rng(7).permutation(np.repeat([-3, 0, 1, 2, 40, 41], [1, 7, 90, 400, 251, 250]))
 SKEWED = np.random.default_rng(8).permutation(np.repeat([0, 1, 2, 3], [28000, 8000, 3000, 1000]))
 
@@ -42,7 +43,7 @@ def recipes(seed: int) -> list[partition.Partition]:
 
 
 @pytest.mark.filterwarnings("error")
-def test_every_recipe_keeps_its_promises():
+def test_every_partitioner_assigns_each_example_once_and_depends_on_its_seed():
     for recipe, other_recipe in zip(recipes(seed=3), recipes(seed=4), strict=True):
         parts, again, other = recipe(LABELS), recipe(LABELS), other_recipe(LABELS)
         arguments = recipe.arguments
@@ -59,73 +60,74 @@ def test_every_recipe_keeps_its_promises():
             assert not all(map(np.array_equal, parts, other)), recipe
 
 
-def test_equal_sizes_differ_by_at_most_one_whatever_the_numbers():
+def test_equal_sizes_differ_by_at_most_one():
     for rows, clients in itertools.product((60_000, 50_000, 1001, 1000), (3, 7, 100, 499, 1000)):
         sizes = assignment.apportion(rows, np.ones(clients))
         assert sizes.sum() == rows and set(sizes) <= {rows // clients, -(-rows // clients)}
 
 
-def test_size_sigma_is_the_spread_of_the_log_size():
+def test_size_sigma_is_the_standard_deviation_of_the_log_sizes():
     for recipe in (iid(400, 0, 0.3), dirichlet(400, 0.3, size_sigma=0.3)):
         sizes = np.array([len(rows) for rows in recipe(SKEWED)])
         assert np.log(sizes).std() == pytest.approx(0.3, rel=0.12)
 
 
 def label_mix(recipe: partition.Partition, y: np.ndarray) -> np.ndarray:
-    """Relative label frequencies [N, C]."""
+    """Returns the relative label frequencies of each client, [N, C]."""
     counts = np.array([np.bincount(y[rows], minlength=y.max() + 1) for rows in recipe(y)])
     return counts / counts.sum(axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize(("prior", "concentration"), [("client", lambda a: a), ("global", lambda a: a / 10)])
 @pytest.mark.parametrize("alpha", [0.05, 0.3, 3.0, 1000.0])
-def test_label_mixes_spread_as_the_dirichlet_says(prior, concentration, alpha):
+def test_label_distributions_vary_as_expected_from_the_dirichlet_distribution(prior, concentration, alpha):
     y = np.repeat(np.arange(10), 4000)
     size, a = 20, concentration(alpha)
     purity = (label_mix(dirichlet(2000, alpha, prior=prior), y) ** 2).sum(axis=1).mean()
-    # E sum_c p_c^2 under Dir(a 1_10), seen through `size` draws; few turns meet a used-up class.
+    # The expectation of sum_c q_c^2, where q are the frequencies of `size` draws from p ~ Dir(a 1_10). Draws of classes
+    # without remaining examples are repeated, but they are too few to matter.
     assert purity == pytest.approx(1 / size + (1 - 1 / size) * (a + 1) / (10 * a + 1), rel=0.05)
 
 
-def test_class_prior_spreads_each_class_as_the_dirichlet_says():
+def test_class_prior_splits_each_class_by_a_dirichlet_distribution():
     y = np.repeat(np.arange(2), 20_000)
     share = [len(dirichlet(4, 5.0, s, prior="class")(y[:20_000])[0]) / 20_000 for s in range(400)]
     assert np.mean(share) == pytest.approx(1 / 4, abs=0.02)
     assert np.var(share) == pytest.approx(1 / 4 * 3 / 4 / (4 * 5 + 1), rel=0.25)
-    # Whoever holds more than its part after the first class gets nothing of the second.
+    # Clients that have M/N examples or more after the first class get no example of the second class.
     parts = dirichlet(4, 0.5, 1, "class")(y)
     first, second = np.array([np.bincount(y[rows], minlength=2) for rows in parts]).T
     assert (first >= 10_000).any() and not second[first >= 10_000].any()
 
 
-def test_without_a_cap_each_class_is_spread_for_itself():
+def test_without_a_cap_classes_are_split_independently():
     y = np.repeat(np.arange(2), 20_000)
     counts = [
         np.bincount(y[dirichlet(4, 0.5, s, "class", min_size=1, capped=False)(y)[0]], minlength=2) for s in range(400)
     ]
     first, second = np.transpose(counts) / 20_000
-    assert np.mean(second[first >= 0.5]) == pytest.approx(1 / 4, abs=0.06)  # whoever has much of the first class, too
+    assert np.mean(second[first >= 0.5]) == pytest.approx(1 / 4, abs=0.06)  # even with much of the first class
     assert np.var(second) == pytest.approx(1 / 4 * 3 / 4 / (4 * 0.5 + 1), rel=0.25)
 
 
-def test_class_prior_rounds_without_favour():
+def test_class_prior_rounds_without_bias():
     y = np.repeat(np.arange(10), 100)
     sizes = [len(dirichlet(300, 1e6, s, prior="class", min_size=1)(y)[0]) for s in range(60)]
     assert np.mean(sizes) == pytest.approx(1000 / 300, abs=0.4)
 
 
-def test_global_prior_is_centred_on_a_skewed_label_frequency():
+def test_global_prior_is_centred_on_skewed_label_frequencies():
     p = np.bincount(SKEWED) / SKEWED.size
     kept = label_mix(dirichlet(100, alpha=1e6, prior="global"), SKEWED)
     np.testing.assert_allclose(kept.mean(axis=0), p, atol=1e-9)
-    assert np.abs(kept - p).max() < 5 * np.sqrt(0.21 / 400)  # binomial noise of 400 rows
-    # Var p_c = p_c (1 - p_c) / (alpha + 1) for Dir(alpha p).
+    assert np.abs(kept - p).max() < 5 * np.sqrt(0.21 / 400)  # five standard deviations of 400 binomial draws
+    # For Dir(alpha p), Var p_c = p_c (1 - p_c) / (alpha + 1). The other term is the noise of 40 examples per client.
     spread = label_mix(dirichlet(1000, alpha=20, prior="global"), SKEWED).var(axis=0)
     np.testing.assert_allclose(spread, p * (1 - p) * (1 / 21 + (20 / 21) / 40), rtol=0.15)
 
 
 def deal_one_by_one(rng, class_sizes, sizes, alpha):
-    """The authors' procedure as its description reads: counts [N, C]."""
+    """Follows the description of FedDyn's procedure literally, one example at a time. Returns counts [N, C]."""
     mixes = rng.dirichlet(np.full(len(class_sizes), alpha), len(sizes))
     left, counts = list(class_sizes), np.zeros((len(sizes), len(class_sizes)), int)
     while any(left):
@@ -139,9 +141,9 @@ def deal_one_by_one(rng, class_sizes, sizes, alpha):
     return counts
 
 
-def test_dealing_all_turns_at_once_has_the_law_of_dealing_one_by_one():
+def test_vectorised_assignment_has_the_same_distribution_as_one_by_one():
     class_sizes, sizes, draws = np.array([1, 5, 5]), np.array([1, 3, 7]), 3000
-    alpha = 1.5  # at small alpha the literal procedure hardly ever ends
+    alpha = 1.5  # with a small alpha, the literal procedure takes too long
     y, rng = np.repeat(np.arange(3), class_sizes), np.random.default_rng(0)
     at_once, one_by_one = np.zeros((2, draws, 3, 3))
     for k in range(draws):
@@ -154,32 +156,32 @@ def test_dealing_all_turns_at_once_has_the_law_of_dealing_one_by_one():
         assert (np.abs(gap) <= 4 * error + 1e-12).all()
 
 
-def test_a_used_up_class_leaves_the_ratios_of_the_others():
-    mixes = np.array([[0.0, -2000.0, -2000.0 - np.log(3)]])  # classes 1 and 2 underflow beside 0
+def test_other_classes_keep_their_ratios_if_a_class_is_exhausted():
+    mixes = np.array([[0.0, -2000.0, -2000.0 - np.log(3)]])  # the weights of classes 1 and 2 underflow
     drawn = assignment._draw(np.random.default_rng(0), mixes, np.array([False, True, True]), np.zeros(20_000, int))
     assert np.bincount(drawn, minlength=3)[0] == 0
     assert (drawn == 1).mean() == pytest.approx(3 / 4, abs=0.015)
 
 
-def test_repair_takes_from_the_largest():
+def test_small_clients_get_examples_of_the_largest_clients():
     assert assignment.top_up(np.array([0, 9, 3, 7, 1]), 3).tolist() == [3, 5, 3, 6, 3]
     parts = dirichlet(50, 1e-6, seed=0, prior="class", min_size=15)(LABELS)
     sizes = np.array([len(rows) for rows in parts])
-    assert sizes.min() == 15 and (sizes == 15).sum() > 25  # a draw fills six clients
+    assert sizes.min() == 15 and (sizes == 15).sum() > 25  # at most six clients had examples before
 
 
 @pytest.mark.parametrize("per_client", [1, 2, 4])
-def test_shards_hold_few_labels(per_client):
+def test_shards_limit_the_number_of_labels_per_client(per_client):
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 5000))
-    parts = shards(100, per_client, seed=5)(y)  # blocks end where labels end
+    parts = shards(100, per_client, seed=5)(y)  # no block has examples of two labels
     labels = np.array([np.unique(y[rows]).size for rows in parts])
     assert labels.max() == per_client and {len(rows) for rows in parts} == {500}
     cut_across = [np.unique(LABELS[rows]).size for rows in shards(31, per_client)(LABELS)]
-    assert max(cut_across) <= 3 + 2 * (per_client - 1)  # one block may meet three classes
+    assert max(cut_across) <= 3 + 2 * (per_client - 1)  # the first block can contain three labels, the others two
 
 
 @pytest.mark.parametrize(("clients", "per_client"), [(10, 5), (100, 2), (7, 3), (4, 10)])
-def test_classes_gives_exactly_that_many_labels(clients, per_client):
+def test_classes_gives_each_client_exactly_per_client_labels(clients, per_client):
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 600))
     parts = classes(clients, per_client, seed=5)(y)
     has = np.array([np.isin(np.arange(10), y[rows]) for rows in parts])
@@ -212,18 +214,18 @@ def test_distribution_splits_each_label_in_proportion():
     at_least = table(distribution(3, [[1e-9, 0, 1], [1e300, 1, 1], [1e-9, 0, 1]], min_per_label=3))
     assert at_least.tolist() == [[3, 0, at_least[0, 2]], [594, 60, at_least[1, 2]], [3, 0, at_least[2, 2]]]
     assert at_least[:, 2].min() == 3
-    first, last = distribution(2, [[1e-9, 1e-9, 1e-9], [1, 1, 1]])(y)  # nobody is empty
+    first, last = distribution(2, [[1e-9, 1e-9, 1e-9], [1, 1, 1]])(y)  # no client is empty
     assert len(first) == 1 and len(last) == 669
 
 
-def test_rows_of_one_label_are_shuffled():
+def test_examples_of_one_label_are_shuffled():
     one_label = np.zeros(1000, int)
     for recipe in (iid(2), shards(2, 1), classes(2, 1), *(dirichlet(2, 100, prior=p) for p in partition.PRIORS)):
         rows = recipe(one_label)[0]
         assert np.corrcoef(np.isin(np.arange(1000), rows), np.arange(1000))[0, 1] ** 2 < 0.02, recipe
 
 
-def test_writers_come_in_increasing_order():
+def test_by_writer_sorts_the_writers():
     writer = np.array([30, 5, 30, 5, 7])
     parts = by_writer()(np.zeros(5, int), writer)
     assert [rows.tolist() for rows in parts] == [[1, 3], [4], [0, 2]]
@@ -232,7 +234,7 @@ def test_writers_come_in_increasing_order():
     assert by_writer().num_clients is None
 
 
-def test_a_recipe_is_a_value():
+def test_partitioners_are_compared_by_value():
     recipe = dirichlet(100, alpha=0.3, seed=0)
     assert eval(repr(recipe)) == recipe != dirichlet(100, alpha=0.3, seed=1)
     assert hash(recipe) == hash(dirichlet(100, 0.3, 0))

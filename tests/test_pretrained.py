@@ -23,7 +23,7 @@ def same(one, other) -> bool:
     return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), one, other))
 
 
-def test_parameters_come_back_from_their_file(tmp_path):
+def test_saved_parameters_are_loaded_unchanged(tmp_path):
     models = {
         "named": fd.models.linear((4,), num_classes=2),
         "bare": fd.Model(init=lambda key: jax.random.normal(key, (3,)), apply=lambda w, x: x @ w),
@@ -63,7 +63,10 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
 
 
 def torchvision(blocks: int = 2) -> dict[str, np.ndarray]:
-    """Shaped and named as ``resnet18().state_dict()`` (resnet34's has more blocks), a number of its own in each."""
+    """Returns arrays with the names and shapes of ``resnet18().state_dict()``. Each array has its own constant value.
+
+    blocks: the number of blocks per stage, 2 for resnet18. Deeper networks such as resnet34 have more.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
 
     def layer(name: str, norm: str, outputs: int, inputs: int, size: int) -> None:
@@ -87,7 +90,7 @@ def torchvision(blocks: int = 2) -> dict[str, np.ndarray]:
 
 
 def resnet18(**options) -> fd.Model:
-    """Whose initial parameters are all -1."""
+    """Returns a ResNet-18 whose initial parameters are all -1."""
     model = fd.models.resnet18(**options)
     shapes = jax.eval_shape(model.init, KEY)
     return model._replace(init=lambda key: jax.tree.map(lambda leaf: -jnp.ones(leaf.shape, leaf.dtype), shapes))
@@ -97,7 +100,7 @@ def leaves(params) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(params)}
 
 
-def test_torchvisions_resnet18_fills_ours(tmp_path):
+def test_parameters_of_torchvisions_resnet18_are_loaded(tmp_path):
     state = torchvision()
     state["conv1.weight"][5, 2, 1, 4] = 0.5
     np.savez(tmp_path / "resnet18.npz", **state)
@@ -133,13 +136,13 @@ def test_a_deeper_resnet_is_refused(tmp_path: Path):
 
 
 def torch_conv2d(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, padding: int) -> np.ndarray:
-    """What torch.nn.functional.conv2d computes for images [B, C, H, W] and a weight [out, in, k, k]."""
+    """Computes torch.nn.functional.conv2d in NumPy, for images [B, C, H, W] and a weight [out, in, k, k]."""
     x = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     windows = np.lib.stride_tricks.sliding_window_view(x, weight.shape[2:], (2, 3))  # [B, C, H, W, k, k]
     return np.einsum("bchwij,ocij->bohw", windows, weight) + bias[:, None, None]
 
 
-def test_to_torch_has_pytorchs_layouts_and_flattening():
+def test_to_torch_uses_pytorchs_layouts_and_flattening():
     model = fd.models.lenet5(10)
     params = model.init(KEY)
     state = fd.models.to_torch(params)
@@ -155,7 +158,7 @@ def test_to_torch_has_pytorchs_layouts_and_flattening():
     np.testing.assert_allclose(linear(x, state, "classifier.dense"), model.apply(params, images), rtol=1e-4, atol=1e-5)
 
 
-def test_to_torch_unstacks_blocks_and_copies():
+def test_to_torch_unstacks_blocks_and_returns_copies():
     params = fd.models.vit(5, (6, 4, 3), 2, width=W, depth=LAYERS, heads=H).init(KEY)
     state = fd.models.to_torch(params)
     query = params["blocks"]["attention"]["query"]["kernel"]
@@ -165,14 +168,14 @@ def test_to_torch_unstacks_blocks_and_copies():
     assert all(array.flags.c_contiguous and array.flags.writeable for array in state.values())
     resnet = fd.models.to_torch(fd.models.resnet18().init(KEY))
     assert resnet["blocks_2.Conv_2.weight"].shape == (128, 64, 1, 1) and "norm.weight" in resnet
-    listed = fd.models.to_torch({"blocks": [{"kernel": np.ones((2, 3))}]})  # a user's own blocks, which are not stacked
+    listed = fd.models.to_torch({"blocks": [{"kernel": np.ones((2, 3))}]})  # blocks of a user's model are not stacked
     assert {name: array.shape for name, array in listed.items()} == {"blocks.0.weight": (3, 2)}
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------
 
 
-def test_safetensors_keep_every_dtype(tmp_path):
+def test_safetensors_files_keep_every_dtype(tmp_path):
     numpy = pytest.importorskip("safetensors.numpy")
     params = {
         "a": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3, jnp.bfloat16) / 3},
@@ -187,7 +190,7 @@ def test_safetensors_keep_every_dtype(tmp_path):
         save_params(params, tmp_path / "a.npz")
 
 
-def test_without_the_package_safetensors_its_command_is_named(tmp_path, monkeypatch):
+def test_a_missing_safetensors_package_is_reported_with_its_pip_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     model = fd.models.linear((4,), num_classes=2)
     (tmp_path / "a.safetensors").write_bytes(b"")
@@ -199,7 +202,7 @@ def test_without_the_package_safetensors_its_command_is_named(tmp_path, monkeypa
             call()
 
 
-# --- the transformers of other programs, against a forward pass in NumPy ----------------------------------------------
+# --- transformers of other programs, compared with a forward pass in NumPy -------------------------------------------
 
 
 def torch_linear(name: str, inputs: int, outputs: int) -> dict[str, np.ndarray]:
@@ -211,11 +214,11 @@ def torch_norm(name: str, scale: str = "weight", bias: str = "bias") -> dict[str
 
 
 def gpt2_file() -> dict[str, np.ndarray]:
-    """Named and shaped as GPT-2's model.safetensors, whose dense layers are [in, out]."""
+    """Returns arrays with the names and shapes of GPT-2's model.safetensors. Weights of dense layers are [in, out]."""
     file = {"wte.weight": DRAWN(VOCABULARY, W), "wpe.weight": DRAWN(LENGTH, W), **torch_norm("ln_f")}
     for i in range(LAYERS):
         file |= torch_norm(f"h.{i}.ln_1") | torch_norm(f"h.{i}.ln_2")
-        file[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, LENGTH, LENGTH), "f4"))  # a buffer
+        file[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, LENGTH, LENGTH), "f4"))  # a buffer, not a parameter
         for name, inputs, outputs in (
             ("attn.c_attn", W, 3 * W),
             ("attn.c_proj", W, W),
@@ -227,7 +230,10 @@ def gpt2_file() -> dict[str, np.ndarray]:
 
 
 def bert_file() -> dict[str, np.ndarray]:
-    """Named and shaped as BERT's model.safetensors, with the old names of the first norm."""
+    """Returns arrays with the names and shapes of BERT's model.safetensors.
+
+    The first layer normalisation has the old names of its parameters, "gamma" and "beta".
+    """
     file = {
         "bert.embeddings.word_embeddings.weight": DRAWN(VOCABULARY, W),
         "bert.embeddings.position_embeddings.weight": DRAWN(LENGTH, W),
@@ -246,7 +252,10 @@ def bert_file() -> dict[str, np.ndarray]:
 
 
 def vit_file() -> dict[str, np.ndarray]:
-    """Named and shaped as the model.safetensors of ViTForImageClassification, for 6x4 images and patches of 2."""
+    """Returns arrays with the names and shapes of the model.safetensors of ViTForImageClassification.
+
+    The images have 6x4 pixels, and the patches 2x2.
+    """
     file = {
         "vit.embeddings.cls_token": DRAWN(1, 1, W),
         "vit.embeddings.position_embeddings": DRAWN(1, 7, W),
@@ -277,7 +286,10 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """One example: [T, W] each, one head after the other. seen: bool [T, T]."""
+    """Computes the attention of one example, one head after another.
+
+    query, key, value: [T, W]. seen: bool [T, T], whether position i sees position j.
+    """
     heads = []
     for columns in np.split(np.arange(W), H):
         scores = query[:, columns] @ key[:, columns].T / (W / H) ** 0.5
@@ -300,7 +312,7 @@ def gpt2(file: dict, ids: np.ndarray) -> np.ndarray:
 
 
 def bert(file: dict, ids: np.ndarray) -> np.ndarray:
-    """The pooled output."""
+    """Returns the pooled output."""
     tables = [file[f"bert.embeddings.{kind}_embeddings.weight"] for kind in ("word", "position", "token_type")]
     x = tables[0][ids] + tables[1][: len(ids)] + tables[2][0]
     first = "bert.embeddings.LayerNorm"
@@ -343,7 +355,7 @@ SIZES = {"width": W, "depth": LAYERS, "heads": H}
 IDS = np.array([[3, 1, 4, 1, 5, 0], [9, 2, 6, 0, 0, 0], [5, 3, 5, 8, 9, 7]])
 
 
-def test_gpt2_computes_what_numpy_computes(tmp_path):
+def test_gpt2_matches_numpy(tmp_path):
     file = gpt2_file()
     np.savez(tmp_path / "gpt2.npz", **file)
     model = fd.models.decoder(VOCABULARY, LENGTH, **SIZES)
@@ -364,7 +376,7 @@ def test_gpt2_computes_what_numpy_computes(tmp_path):
         load_params(fd.models.decoder(VOCABULARY, 5, **SIZES), tmp_path / "gpt2.npz", fd.models.names.GPT2)
 
 
-def test_bert_computes_what_numpy_computes(tmp_path):
+def test_bert_matches_numpy(tmp_path):
     file = bert_file()
     np.savez(tmp_path / "bert.npz", **file)
     model = fd.models.encoder(4, VOCABULARY, LENGTH, **SIZES, bert=True)
@@ -378,7 +390,7 @@ def test_bert_computes_what_numpy_computes(tmp_path):
     np.testing.assert_allclose(model.features(params, IDS), [bert(file, row) for row in IDS], rtol=1e-4, atol=1e-4)
 
 
-def test_vit_computes_what_numpy_computes(tmp_path):
+def test_vit_matches_numpy(tmp_path):
     numpy = pytest.importorskip("safetensors.numpy")
     file = vit_file()
     numpy.save_file(file, tmp_path / "vit.safetensors")
@@ -389,7 +401,7 @@ def test_vit_computes_what_numpy_computes(tmp_path):
     np.testing.assert_allclose(model.apply(params, images), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_names_of_your_own(tmp_path):
+def test_custom_names_select_the_arrays_of_a_file(tmp_path):
     model = fd.models.linear((4,), num_classes=2)
     weight, bias = DRAWN(2, 4), DRAWN(2)
     np.savez(tmp_path / "fc.npz", **{"net.fc.weight": weight, "net.fc.bias": bias, "net.other.bias": bias})
@@ -430,7 +442,7 @@ def test_load_needs_no_model(tmp_path: Path, suffix: str) -> None:
         ({"a": np.ones(2), "a/b": np.ones(2)}, "must not begin with the name of another array"),
     ],
 )
-def test_names_that_files_cannot_keep_apart(tmp_path: Path, params: dict, message: str) -> None:
+def test_reserved_or_ambiguous_array_names_are_refused(tmp_path: Path, params: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fd.models.save(tmp_path / "model.npz", params)
         fd.models.load(tmp_path / "model.npz")

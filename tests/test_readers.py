@@ -1,4 +1,4 @@
-"""Data sets of other libraries become federations: Hugging Face, Flower, pandas, PyTorch."""
+"""Tests of the readers of other libraries' data sets: Hugging Face, Flower, pandas, PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hf():
 
 @pytest.fixture
 def images(hf):
-    """30 grey images of three writers."""
+    """A data set of 30 grey images by three writers."""
     from PIL import Image
 
     columns = {"image": [Image.fromarray(x) for x in GREY], "label": LABELS, "writer": WHO, "tokens": TOKENS}
@@ -39,7 +39,7 @@ def images(hf):
 
 
 def same(data: fd.FederatedData, x: np.ndarray, y: np.ndarray, rows: list[np.ndarray]) -> None:
-    """The clients of the data have these rows of x and y, in this order."""
+    """Asserts that client i has the examples rows[i] of x and y, in this order."""
     assert data.sizes.tolist() == [len(part) for part in rows]
     np.testing.assert_array_equal(data.x, x[np.concatenate(rows)])
     np.testing.assert_array_equal(data.y, y[np.concatenate(rows)])
@@ -60,7 +60,7 @@ def test_gather_joins_blocks(rows, cuts) -> None:
     assert np.shares_memory(joined, x) == (rows is None and not cuts)
 
 
-def test_huggingface_images_of_writers(images, hf) -> None:
+def test_huggingface_images_are_grouped_by_writer(images, hf) -> None:
     splits = hf.DatasetDict(train=images, test=images.select([0, 4, 3]))
     data = fd.datasets.from_huggingface(splits, x="image", y="label", client="writer", name="faces")
     same(data, GREY[..., None], LABELS, rows_of(WHO))
@@ -72,18 +72,18 @@ def test_huggingface_images_of_writers(images, hf) -> None:
     assert fd.data.from_huggingface(images, "image", "label", "writer", test=others).test_sizes is None
     with pytest.raises(ValueError, match="are all training clients, got client 'eve'"):
         fd.data.from_huggingface(images, "image", "label", "writer", test=others, client_tests=True)
-    colour = images.cast_column("image", hf.Image(mode="RGB")).shuffle(seed=1)  # an indices mapping
+    colour = images.cast_column("image", hf.Image(mode="RGB")).shuffle(seed=1)  # with an indices mapping
     data = fd.data.from_huggingface(colour, "image", "label", partition=fd.partition.iid(4))
     assert data.x.shape == (30, 5, 4, 3) and sorted(data.x[:, 0, 0, 2]) == sorted(GREY[:, 0, 0])
 
 
-def test_huggingface_partitions_of_numbers_and_lists(hf) -> None:
+def test_huggingface_numbers_and_lists_are_partitioned(hf) -> None:
     partition = fd.partition.dirichlet(4, alpha=0.5, seed=1)
     parts = partition(LABELS)
     nested = rng.normal(size=(30, 3, 2))
     columns = {"a": NUMBERS[:, 0], "b": NUMBERS[:, 1], "nested": nested.tolist(), "label": LABELS, "id": LABELS + 5}
     whole = hf.Dataset.from_dict(columns)
-    pieces = hf.concatenate_datasets([whole.select(range(9)), whole.select(range(9, 30))])  # two chunks
+    pieces = hf.concatenate_datasets([whole.select(range(9)), whole.select(range(9, 30))])  # with two Arrow chunks
     for dataset in (whole, pieces, pieces.select(list(range(30))[::-1]).select(list(range(30))[::-1])):
         read = {"y": "label", "partition": partition}
         same(fd.data.from_huggingface(dataset, x=["a", "b"], **read), NUMBERS, LABELS, parts)
@@ -93,7 +93,7 @@ def test_huggingface_partitions_of_numbers_and_lists(hf) -> None:
     assert fd.data.from_huggingface(whole, "nested", "a", partition=fd.partition.iid(3)).y.dtype == np.float32
 
 
-def test_huggingface_tokens(images) -> None:
+def test_huggingface_token_lists_are_truncated_and_padded(images) -> None:
     expected = np.array([(tokens + [0, 0, 0])[:3] for tokens in TOKENS], np.int32)
     read = {"length": 3, "truncate": True, "partition": fd.partition.iid(2)}
     data = fd.data.from_huggingface(images, x="tokens", y="tokens", **read)
@@ -162,7 +162,7 @@ def test_huggingface_errors_name_the_column(images, hf, options, message) -> Non
     assert message in str(error.value)
 
 
-def test_huggingface_refuses_what_is_no_data_set(images, hf) -> None:
+def test_unsupported_huggingface_data_sets_are_refused(images, hf) -> None:
     transformed = images.with_transform(lambda rows: rows)
     for dataset, message in (
         (images.to_iterable_dataset(), "got a IterableDataset: load it without streaming=True"),
@@ -203,7 +203,7 @@ def test_flwr_partitions_become_clients(images, flwr) -> None:
         assert data.client_names == (("ann", "bob", "cid") if is_natural else None)
 
 
-def test_flwr_federated_data_set(images, flwr, hf, tmp_path) -> None:
+def test_flwr_federated_datasets_are_read_with_their_test_split(images, flwr, hf, tmp_path) -> None:
     for split, rows in (("train", range(20)), ("test", range(20, 30)), ("more", range(4))):
         images.remove_columns("image").select(rows).to_parquet(tmp_path / f"{split}.parquet")
     files = {split: str(tmp_path / f"{split}.parquet") for split in ("train", "test", "more")}
@@ -238,7 +238,7 @@ def frame(pd):
     return frame.assign(maybe=pd.array([None, *range(29)], dtype="Int64"), sure=pd.array(range(30), dtype="Int64"))
 
 
-def test_pandas_columns(pd, frame) -> None:
+def test_pandas_columns_become_examples_and_clients(pd, frame) -> None:
     data = fd.datasets.from_pandas(frame, x=["a", "b"], y="label", client="who", test=frame[:4])
     same(data, NUMBERS, LABELS, rows_of(WHO))
     assert data.client_names == ("ann", "bob", "cid") and data.test_sizes.tolist() == [1, 2, 1]
@@ -277,7 +277,7 @@ def test_pandas_errors_name_the_column(frame, options, message) -> None:
 
 
 class Pairs:
-    """A map-style data set, as torch's."""
+    """A map-style data set like those of PyTorch."""
 
     def __init__(self, x, y) -> None:
         self.x, self.y = x, y
@@ -289,7 +289,7 @@ class Pairs:
         return self.x[k], self.y[k]
 
 
-def test_torch_style_pairs_of_arrays_and_images() -> None:
+def test_torch_style_pairs_of_arrays_and_images_are_read() -> None:
     from PIL import Image
 
     pairs = Pairs(NUMBERS.astype("f8"), LABELS.tolist())
@@ -315,20 +315,20 @@ def test_torch_style_pairs_of_arrays_and_images() -> None:
         (Pairs(NUMBERS, LABELS), {"channels_first": True}, "channels_first=True needs images [C, H, W], got inputs of"),
     ],
 )
-def test_torch_style_errors(pairs, options, message) -> None:
+def test_unsupported_torch_style_data_sets_are_refused(pairs, options, message) -> None:
     with pytest.raises(ValueError) as error:
         fd.data.from_torch(pairs, **({"partition": fd.partition.iid(1)} | options))
     assert message in str(error.value)
 
 
-def test_torch_tensors(monkeypatch) -> None:
+def test_torch_tensors_are_converted_to_channels_last(monkeypatch) -> None:
     torch = pytest.importorskip("torch", reason="tensors need torch")
     colour = rng.random((30, 3, 5, 4)).astype("f4")
     tensors = torch.utils.data.TensorDataset(torch.tensor(colour, requires_grad=True), torch.tensor(LABELS))
     expected = np.moveaxis(colour, 1, -1)
     looped = fd.data.from_torch(torch.utils.data.Subset(tensors, range(30)), client_of=WHO, channels_first=True)
     same(looped, expected, LABELS, rows_of(WHO))
-    monkeypatch.setattr(type(tensors), "__getitem__", None)  # it is not called
+    monkeypatch.setattr(type(tensors), "__getitem__", None)  # must not be called
     same(fd.data.from_torch(tensors, client_of=WHO, channels_first=True), expected, LABELS, rows_of(WHO))
 
 

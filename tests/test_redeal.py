@@ -1,4 +1,4 @@
-"""Rows dealt anew every round: every row once, absent places stay empty, the laws of FedEve's two reshuffles."""
+"""Tests of `redeal`: every example goes to one present client, and FedEve's two splits have the right distributions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedjax_drift.data.redeal import _dirichlet, drift_regimes, redeal
 rng = np.random.default_rng(0)
 SIZES = rng.integers(1, 60, 40).astype(np.int32)
 OFFSETS = (np.cumsum(SIZES) - SIZES).astype(np.int32)
-LABELS = rng.integers(0, 7, SIZES.sum()).astype(np.int32)  # classes 7 and 8 of num_classes=9 have no row
+LABELS = rng.integers(0, 7, SIZES.sum()).astype(np.int32)  # num_classes=9, but 7 and 8 have no example
 COHORTS = [[40, 3, 17, 40, 0, 39, 22, 40], [5, 40, 40, 40, 40, 40, 40, 40], [40] * 8, [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
 def cohort(ids) -> tuple[jax.Array, ...]:
-    """ids, sizes and offsets [K]; id 40 is an absent place."""
+    """Returns ids, sizes and offsets, [K] each. The id 40 stands for an absent client."""
     ids, here = np.asarray(ids, np.int32), np.minimum(ids, 39)
     return jnp.asarray(ids), jnp.asarray(np.where(np.asarray(ids) < 40, SIZES[here], 0)), jnp.asarray(OFFSETS[here])
 
 
 @pytest.mark.parametrize("alpha", [None, 5e-324, 0.3, 1e300])
-def test_every_row_goes_to_one_client_that_is_present(alpha):
+def test_every_example_goes_to_one_present_client(alpha):
     labels = None if alpha is None else jnp.asarray(LABELS)
     traces = []
 
@@ -47,12 +47,12 @@ def test_every_row_goes_to_one_client_that_is_present(alpha):
         assert (dealt[np.asarray(sizes) == 0] == 0).all() and (rows[dealt.sum() :] == 0).all()
         if alpha in (None, 1e300) and (sizes > 0).any():
             shares = dealt[np.asarray(sizes) > 0]
-            assert np.ptp(shares) <= (1 if alpha is None else 14)  # up to 2 rows of each of the 7 classes
+            assert np.ptp(shares) <= (1 if alpha is None else 14)  # up to 2 examples of each of the 7 classes
     assert len(traces) == 1
 
 
 def counts(cases: int, sizes: list[int], labels: np.ndarray, alpha: float | None) -> np.ndarray:
-    """[cases, K, C]: rows of each class that each place holds, of one data set dealt with many keys."""
+    """Returns the number of examples per client and class, [cases, K, C], after splits with different keys."""
     K, classes = len(sizes), int(labels.max()) + 1
     size = jnp.asarray(sizes, jnp.int32)
     arguments = (jnp.arange(K), size, jnp.cumsum(size) - size, None if alpha is None else jnp.asarray(labels))
@@ -68,33 +68,33 @@ def counts(cases: int, sizes: list[int], labels: np.ndarray, alpha: float | None
 
 
 @pytest.mark.parametrize("alpha", [0.1, 2.0])
-def test_uneven_shares_follow_the_dirichlet_law(alpha):
+def test_uneven_splits_follow_the_dirichlet_distribution(alpha):
     K, n = 5, 1000
     shares = counts(400, [600] * K, np.arange(K * 600) % 3, alpha) / n
-    # One class, one place: Beta(alpha, (K - 1) alpha), up to the rounding to whole rows.
+    # The share of a client in a class has the distribution Beta(alpha, (K - 1) alpha), apart from rounding.
     expected = (1 / K) * (1 - 1 / K) / (K * alpha + 1)
     np.testing.assert_allclose(shares.mean((0, 2)), 1 / K, atol=4.5 * np.sqrt(expected / 1200))
     assert shares.var() == pytest.approx(expected, rel=0.1)
     if alpha >= 1:
         assert stats.kstest(shares[:, 2, 1], stats.beta(alpha, (K - 1) * alpha).cdf).pvalue > 1e-3
-    # Classes are split independently, and two places of one class compete.
+    # Classes are split independently. The shares of two clients in the same class are negatively correlated.
     assert abs(np.corrcoef(shares[:, 0, 0], shares[:, 0, 1])[0, 1]) < 0.2
     assert np.corrcoef(shares[:, 0, 0], shares[:, 4, 0])[0, 1] == pytest.approx(-1 / (K - 1), abs=0.16)
 
 
-def test_rare_classes_favour_no_place():
-    mean = counts(300, [10] * 5, np.arange(50) % 25, 1.0).sum(2).mean(0)  # two rows of each of 25 classes
+def test_rare_classes_favour_no_client():
+    mean = counts(300, [10] * 5, np.arange(50) % 25, 1.0).sum(2).mean(0)  # two examples of each of 25 classes
     np.testing.assert_allclose(mean, 10, atol=1)
 
 
-def test_large_classes_are_dealt_to_the_last_row():
-    """float32 rounds one of these class sizes down and the other up; the last cut must still be the class size."""
+def test_large_classes_are_split_without_losing_an_example():
+    """float32 rounds one class size down and the other up. The last split point must still be the class size."""
     n, present = np.repeat([2**24 + 1, 2**24 + 3], 100), jnp.arange(6) < 4
     upto = np.asarray(_dirichlet(jax.random.key(5), jnp.arange(6), present, 0.05, jnp.asarray(n)))
     assert (upto[3:] == n).all() and (np.diff(upto, axis=0, prepend=0) >= 0).all()
 
 
-def test_even_shares_mix_the_clients_at_random():
+def test_even_splits_mix_the_clients_at_random():
     sizes = [70, 20, 10]
     origin = np.repeat(np.arange(3), sizes)
     table = counts(1500, sizes, origin, None)
@@ -106,7 +106,7 @@ def test_even_shares_mix_the_clients_at_random():
         assert held.var() == pytest.approx(law.var(), rel=0.17)
 
 
-def test_double_precision_keeps_int32():
+def test_outputs_are_int32_in_double_precision():
     with jax.enable_x64(True):
         ids, sizes, offsets = cohort(COHORTS[0])
         for alpha in (None, 0.3):
@@ -115,7 +115,7 @@ def test_double_precision_keeps_int32():
             assert [a.dtype for a in out] == [jnp.int32] * 3
 
 
-def test_four_regimes_of_the_same_rows():
+def test_the_four_drift_regimes_have_the_same_examples():
     x, y = rng.integers(0, 256, (600, 2, 2, 1), np.uint8), rng.integers(0, 3, 600)
     regimes = drift_regimes(x, y, num_clients=6, alpha=0.1, test=(x[:9], y[:9]), mean=0.1, std=0.3, name="toy")
     assert {name: data.redeal for name, data in regimes.items()} == {
@@ -125,7 +125,7 @@ def test_four_regimes_of_the_same_rows():
         "both": None,
     }
     iid, period, client, both = regimes.values()
-    assert client.x is iid.x and period.x is both.x  # shared, not copied
+    assert client.x is iid.x and period.x is both.x  # the arrays are shared, not copied
     for data in (iid, both):
         assert sorted(map(bytes, data.x)) == sorted(map(bytes, x))
         assert data.mean == np.float32(0.1) and len(data.x_test) == 9
@@ -152,10 +152,10 @@ SIGNED = fd.FederatedData(DATA.x, np.arange(4) - 1, DATA.sizes)
         (lambda: drift_regimes(DATA.x, DATA.y, 5, 1.0), "needs at least 5 examples, got a data set with 4"),
     ],
 )
-def test_bad_input(call, message):
+def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_even_shares_need_no_classes():
+def test_even_splits_need_no_integer_labels():
     assert FLOATS.redealt().redeal == "evenly"

@@ -1,4 +1,4 @@
-"""BatchNorm: running statistics that are averaged, kept by the clients, or frozen, against a slow loop."""
+"""Tests of BatchNorm with averaged, local and frozen running statistics, against a slow reference loop."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
 
 SIZES, FEATURES, HIDDEN, CLASSES = (3, 10, 7, 5, 1, 6), 5, 4, 3
-LOCAL: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 0.2}  # so the last batches have 3, 2, 3, 1, 1 and 2 rows
+LOCAL: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 0.2}  # last batches: 3, 2, 3, 1, 1, 2 examples
 COHORTS = [(1, 0, 4), (3, 1, 2), (1, 5, 3)]
 MOMENTUM, EPSILON = 0.7, 1e-5
 
 
 class Linen(nn.Module):
-    """The extractor and the features are the same here."""
+    """A network with BatchNorm. Its extractor is the part before BatchNorm, and its head the last layer."""
 
     def setup(self) -> None:
         self.a, self.norm = nn.Dense(HIDDEN), nn.BatchNorm(momentum=MOMENTUM)
@@ -75,7 +75,7 @@ def some_clients(dtype: type = np.float64, sizes=SIZES) -> list[tuple[np.ndarray
 
 
 def initial(dtype: type = np.float64) -> dict[str, Any]:
-    """A model, with statistics that are not those of an initialisation."""
+    """Returns the parameters of a model, with running statistics that are not the usual initial ones."""
     rng = np.random.default_rng(1)
 
     def draw(*shape: int) -> np.ndarray:
@@ -103,7 +103,7 @@ def simulate(model, algorithm=None, clients=None, lanes=1, **options) -> fd.Simu
     return fd.Simulation(model, data, algorithm or fd.algorithms.fedavg(), mesh=mesh, lanes=lanes, **options)
 
 
-# --- the slow loop ----------------------------------------------------------------------------------------------------
+# --- the slow reference loop ------------------------------------------------------------------------------------------
 
 
 def normalised(P, h, mean, var):
@@ -111,7 +111,7 @@ def normalised(P, h, mean, var):
 
 
 def output(P, x, s=None):
-    """The logits, with the statistics of the batch or with s, and the statistics of the batch."""
+    """Returns the logits and the statistics of the batch. BatchNorm uses s, or those of the batch if s is None."""
     h = x @ P["a"]["kernel"] + P["a"]["bias"][None]
     mean, var = h.mean(0), ((h - h.mean(0)[None]) ** 2).mean(0)
     z = normalised(P, h, mean, var) if s is None else normalised(P, h, s["norm"]["mean"], s["norm"]["var"])
@@ -129,7 +129,7 @@ def gradient(P, x, y):
 
 @cache
 def slow(kept: str) -> list[tuple[Any, Any, list[Any]]]:
-    """FedAvg. The model, its statistics and those of every client after each round."""
+    """Runs FedAvg. Returns the model, its statistics and those of every client after each round."""
     clients, sim = some_clients(), simulate(MODULES["linen"](kept))
     key = sim.init(jax.random.key(0)).key
     w, s = (initial()[name] for name in ("params", "batch_stats"))
@@ -160,7 +160,7 @@ def slow(kept: str) -> list[tuple[Any, Any, list[Any]]]:
 @pytest.mark.parametrize(
     ("kind", "kept", "lanes"), [("linen", "average", 1), ("nnx", "average", 3), ("nnx", "local", 1)]
 )
-def test_fedavg_follows_the_slow_loop(kind, kept, lanes) -> None:
+def test_fedavg_matches_the_slow_loop(kind, kept, lanes) -> None:
     with jax.enable_x64(True):
         sim = simulate(in_float64(MODULES[kind](kept)), clients=some_clients(), lanes=lanes)
         state = sim.init(jax.random.key(0))
@@ -178,7 +178,7 @@ def test_fedavg_follows_the_slow_loop(kind, kept, lanes) -> None:
             close(scores["personal_loss" if kept == "local" else "loss"][i], loss)
 
 
-def test_frozen_statistics_are_constants() -> None:
+def test_frozen_statistics_act_as_constants() -> None:
     start = initial(np.float32)
     constants = start["batch_stats"]
     plain = fd.Model(
@@ -202,7 +202,10 @@ def test_frozen_statistics_are_constants() -> None:
 
 
 def cosines(kept: str) -> fd.Model:
-    """A model that meets the requirements of all algorithms. LfD does not depend on whether its logits are cosines."""
+    """A model that meets the requirements of all algorithms.
+
+    LfD requires `cosine=True`. It also runs if the logits are not cosines, as here.
+    """
     return MODULES["linen"](kept)._replace(cosine=True)
 
 
@@ -215,20 +218,20 @@ TWO_MODELS, FOLLOWS_ACCURACY = ("ditto", "pfedme", "apfl"), ("fedgvr", "fedgvrgm
 
 @pytest.mark.parametrize("kept", ["average", "local", "frozen"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_works_or_is_refused(name, kept) -> None:
+def test_every_algorithm_handles_the_statistics_or_is_refused(name, kept) -> None:
     algorithm = algorithm_of(name)
     refused = (name in TWO_MODELS and kept != "frozen") or (name in FOLLOWS_ACCURACY and kept == "local")
     if refused:
         with pytest.raises(ConfigurationError, match=f"{name} .*got statistics=.{kept}"):
             simulate(cosines(kept), algorithm)
         return
-    sim = simulate(cosines(kept), algorithm)  # which traces the update of a client
+    sim = simulate(cosines(kept), algorithm)  # this traces the client update
     start = initial(np.float32)
     server = sim.setup.engine.algorithm.init_server(start)
     message = sim.setup.any_update().message
     shapes = [leaf.shape for leaf in jax.tree.leaves(start["batch_stats"])]
     assert [leaf.shape for leaf in jax.tree.leaves(message.change)] == (shapes if kept == "average" else [])
-    # Whatever the server does with the other leaves, the statistics move by the mean of their changes.
+    # Every server adds the mean change of the statistics to them, whatever it does with the other leaves.
     mean = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.25, leaf.dtype), message)
     context = fd.types.Round(jnp.int32(0), jnp.float32(0.1), jnp.float32(0.5), len(SIZES), 5.0)
     new = sim.setup.engine.algorithm.server_update(server, mean, context)
@@ -238,22 +241,22 @@ def test_every_algorithm_works_or_is_refused(name, kept) -> None:
 
 
 @pytest.mark.parametrize("name", ["moon", "fedntd", "fedlc", "lfd", "fedlesam"])
-def test_padding_has_no_influence(name) -> None:
-    """Client 0 trains alone in a round, with batches of 3 rows. With a larger client, they are padded to 4."""
+def test_padding_does_not_change_the_results(name) -> None:
+    """Client 0 trains alone with a batch of 3 examples, which is padded to 4 if there is a larger client."""
     models = []
     with jax.enable_x64(True):
         model = in_float64(cosines("average"))
         for sizes in ((3, 2), (3, 9)):
             sim = simulate(model, algorithm_of(name), some_clients(sizes=sizes), cohort_size=1)
             state = sim.init(jax.random.key(0))
-            for _ in range(2):  # MOON and LfD then have a previous model
+            for _ in range(2):  # in the second round, MOON and LfD have a previous model
                 state, _ = sim.round_fn(state, [0])
             models.append(state.params)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *models)
 
 
-def test_the_statistics_cost_no_forward_pass() -> None:
-    """In local training with the model's loss, they come from the pass for the gradient."""
+def test_the_statistics_need_no_additional_forward_pass() -> None:
+    """In local training with the model's loss, the forward pass for the gradient also returns the statistics."""
     model = MODULES["linen"]("average")
     forward = model.statistics.forward
 
@@ -273,8 +276,8 @@ def test_the_statistics_cost_no_forward_pass() -> None:
 
 
 @pytest.mark.parametrize("kept", ["average", "local"])
-def test_lanes_agree(kept) -> None:
-    """With lanes, clients wait for those with more steps, and one lane is empty."""
+def test_the_number_of_lanes_does_not_change_the_results(kept) -> None:
+    """With 4 lanes, one lane is empty, and clients wait for the one with the most steps."""
     models = []
     with jax.enable_x64(True):
         model = in_float64(MODULES["nnx"](kept))
@@ -295,12 +298,13 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path) -> None:
     state, _ = fd.Checkpoints(tmp_path).restore(sim)
     resumed, _ = sim.run(state, 2, eval_every=0)
     jax.tree.map(np.testing.assert_array_equal, resumed._replace(key=0), straight._replace(key=0))
-    base = resumed.clients.base.personal  # FedBN keeps the parameters of BatchNorm, and the statistics come in addition
+    # FedBN keeps BatchNorm's parameters as personal state. The statistics are kept in addition.
+    base = resumed.clients.base.personal
     assert [leaf.shape for leaf in base] == [(len(SIZES), HIDDEN)] * 2
     assert not np.array_equal(*jax.tree.leaves(resumed.clients.statistics)[0][:2])
 
 
-def test_drift_is_that_of_the_other_leaves() -> None:
+def test_drift_metrics_leave_out_the_statistics() -> None:
     sim = simulate(MODULES["linen"]("average"), measure=("updates", "gradients"), cohort_size=1)
     state = sim.init(jax.random.key(0), initial(np.float32))
     new, info = sim.round_fn(state, [1])
@@ -330,7 +334,7 @@ def test_fine_tuning_also_updates_the_statistics() -> None:
         assert scores["personal_loss"][1] == pytest.approx(float(loss), rel=1e-4)
 
 
-def test_dropout_and_lower_precision() -> None:
+def test_dropout_and_bfloat16_work_with_batch_norm() -> None:
     x, mask = jnp.ones((6, FEATURES)) * jnp.arange(6.0)[:, None], jnp.arange(6) < 4
     for kept in ("average", "frozen"):
         model = fd.Model.from_linen(Dropped(), (FEATURES,), statistics=kept)
@@ -345,7 +349,7 @@ def test_dropout_and_lower_precision() -> None:
     assert 1e-6 < np.abs(logits - full).max() < 0.1
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0.05, atol=0.05), new, expected)
     sim = simulate(half)
-    assert simulate(half, sim.algorithm).algorithm is sim.algorithm  # an algorithm can be used again
+    assert simulate(half, sim.algorithm).algorithm is sim.algorithm  # an algorithm can be used in a second simulation
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -419,12 +423,12 @@ OPTIONS = '(?s)got None: pass .*"average" .*"local" .*"frozen" .*GroupNorm'
         ),
     ],
 )
-def test_wrong_uses_are_errors(make, message) -> None:
+def test_wrong_uses_raise_configuration_errors(make, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
 
 
-def test_an_algorithm_of_ones_own_must_use_the_library() -> None:
+def test_custom_algorithms_must_pass_the_mask_and_call_local_train() -> None:
     def without_mask(server, client, work):
         batch = work.epoch(work.key)(0)
         work.logits(server.params, batch.x, work.key)
@@ -441,7 +445,7 @@ def test_an_algorithm_of_ones_own_must_use_the_library() -> None:
 
 
 def test_a_large_module_is_wrapped_without_allocating_it() -> None:
-    """A billion parameters: 4 GB in float32."""
+    """The module has a billion parameters, 4 GB in float32."""
 
     def large(rngs: nnx.Rngs) -> nnx.Module:
         return nnx.Sequential(

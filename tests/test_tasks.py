@@ -1,4 +1,4 @@
-"""Beyond images: scores of whole test sets, MovieLens with DIN, AG News, BindingDB."""
+"""Tests of `Model.scores`, and of the tasks without images: MovieLens with DIN, AG News, BindingDB."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedjax_drift.models import layers
 # ---------------------------------------------------------------- scores
 
 
-def test_auc_counts_every_pair_and_ties_half() -> None:
+def test_auc_counts_all_pairs_and_ties_as_one_half() -> None:
     rng = np.random.default_rng(0)
     z, y = rng.integers(0, 9, 300).astype("f4"), rng.integers(0, 2, 300)
     z[:2], y[:3] = np.inf, 1
@@ -31,9 +31,9 @@ def test_auc_counts_every_pair_and_ties_half() -> None:
     assert np.isnan(fd.ranking.auc(z, np.ones(300)))
 
 
-def test_rankings_of_the_first_row_of_every_block() -> None:
+def test_ranking_metrics_use_the_rank_of_the_first_example_of_each_block() -> None:
     z = jnp.array([[3.0, 1, 2, 0], [1, 2, 3, 0], [0, 1, 2, 3], [1, 1, 0, 0], [np.nan, 0, 0, 0]]).reshape(-1, 1)
-    assert fd.ranking.ranks(z, 4).tolist() == [1, 3, 4, 2, 4]  # a tie, and NaN, count against it
+    assert fd.ranking.ranks(z, 4).tolist() == [1, 3, 4, 2, 4]  # ties and NaN give a worse rank
     assert float(fd.ranking.hit_rate(z, 2, group=4)) == pytest.approx(2 / 5)
     assert float(fd.ranking.ndcg(z, 3, group=4)) == pytest.approx((1 + 1 / np.log2(4) + 1 / np.log2(3)) / 5)
     found = fd.ranking.scores(4, (1, 3))(z, jnp.tile(jnp.array([1, 0, 0, 0]), 5))
@@ -45,7 +45,7 @@ def test_rankings_of_the_first_row_of_every_block() -> None:
 
 
 def by_place(logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
-    """Differs when a row is missing, padded, or in another place."""
+    """Checksums that change if an example is missing, padded or moved."""
     place = jnp.arange(1, len(y) + 1)
     return {"logits": (logits[:, 0] * place).sum(), "labels": (y * place).sum(), "rows": jnp.asarray(len(y))}
 
@@ -58,7 +58,7 @@ def scored(scores: object, test_rows: int = 11, **options: object) -> fd.Simulat
     return fd.Simulation(model, data, fd.algorithms.feddyn(0.1), cohort_size=2, eval_batch_size=3, **options)
 
 
-def test_scores_see_every_test_row_in_its_place() -> None:
+def test_scores_receive_all_test_examples_in_order() -> None:
     sim = scored(by_place)
     assert sim.mesh.size == 2
     state, history = sim.run(sim.init(jax.random.key(3)), rounds=2, eval_every=2, progress=False)
@@ -96,13 +96,13 @@ def test_scores_see_every_test_row_in_its_place() -> None:
         (fd.ranking.scores(), "a ranking needs one logit per example"),
     ],
 )
-def test_scores_are_tried_before_anything_compiles(scores: object, message: str) -> None:
+def test_scores_are_checked_before_compilation(scores: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scored(scores)
 
 
-def test_a_score_a_row_is_averaged_for_all_and_for_each_client() -> None:
-    """A binary classifier with one logit has the accuracy that its scores give it, everywhere."""
+def test_scores_per_example_are_averaged_over_all_examples_and_per_client() -> None:
+    """All functions report the accuracy that the scores of a binary classifier with one logit define."""
     rng = np.random.default_rng(0)
     sizes, tests = [5, 9, 3, 12], [4, 0, 3, 6]
     clients = [(rng.normal(size=(n, 3)).astype("f4"), rng.integers(0, 2, n)) for n in sizes]
@@ -114,18 +114,19 @@ def test_a_score_a_row_is_averaged_for_all_and_for_each_client() -> None:
         loss=fd.models.binary_cross_entropy,
         scores=lambda z, y: {"accuracy": (z > 0) == (y == 1), "auc": fd.ranking.auc(z, y)},
     )
-    sim = fd.Simulation(model, data, fd.algorithms.fedgvr(), cohort_size=2, eval_batch_size=4)  # which needs accuracy
+    # FedGVR needs the accuracy.
+    sim = fd.Simulation(model, data, fd.algorithms.fedgvr(), cohort_size=2, eval_batch_size=4)
     state, history = sim.run(sim.init(jax.random.key(0)), 2, eval_every=1, progress=False)
     z = data.x_test @ np.asarray(state.params)
     right, ends = (z > 0) == data.y_test, np.cumsum(tests)
     scores, each = sim.evaluate(state), sim.evaluate_clients(state, fine_tune=1)
     assert scores["accuracy"] == history[-1]["accuracy"] == pytest.approx(right.mean())
     assert scores["auc"] == pytest.approx(float(fd.ranking.auc(z, data.y_test)))
-    assert set(each) == {"loss", "accuracy", "personal_loss", "personal_accuracy"}  # auc is of all rows
+    assert set(each) == {"loss", "accuracy", "personal_loss", "personal_accuracy"}  # auc has no value per client
     for i, (n, end) in enumerate(zip(tests, ends, strict=True)):
         assert each["accuracy"][i] == pytest.approx(right[end - n : end].mean()) if n else np.isnan(each["accuracy"][i])
     assert sim.sweep(2, [0], progress=False)[0].history[-1]["accuracy"] == pytest.approx(right.mean())
-    # A scalar of that name replaces a classifier's own, of which there is then none a client.
+    # A scalar with the name "accuracy" replaces a classifier's accuracy, and there is no accuracy per client.
     top = fd.models.linear((3,), 2)._replace(scores=lambda z, y: {"accuracy": jnp.asarray(0.25)})
     replaced = fd.Simulation(top, data, fd.algorithms.fedavg(), cohort_size=2)
     start = replaced.init(jax.random.key(0))
@@ -137,7 +138,10 @@ def test_a_score_a_row_is_averaged_for_all_and_for_each_client() -> None:
 
 @pytest.fixture
 def ml_1m(tmp_path: Path) -> Path:
-    """12 users of 40 films in ML-1M's format, in no order of time; nobody has rated the films that 3 divides."""
+    """Writes the ratings of 12 users in the format of ML-1M and returns the folder.
+
+    There are up to 40 films, none with an id that is a multiple of 3. The ratings are not sorted by time.
+    """
     rng = np.random.default_rng(0)
     lines = []
     for user in range(1, 13):
@@ -151,7 +155,7 @@ def ml_1m(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_movielens_leaves_the_latest_out_and_draws_films_never_rated(ml_1m: Path) -> None:
+def test_movielens_tests_on_the_latest_rating_and_draws_unrated_films(ml_1m: Path) -> None:
     data = fd.datasets.load("movielens", data_dir=ml_1m, history=3, test_negatives=9)
     rated: dict[int, list[tuple[int, int]]] = {}
     for line in (ml_1m / "ml-1m" / "ratings.dat").read_text().split():
@@ -171,14 +175,14 @@ def test_movielens_leaves_the_latest_out_and_draws_films_never_rated(ml_1m: Path
         for j, block in enumerate([*np.split(x, len(films) - 1), test]):
             assert (block[:, 6:] == [0] * (3 - j) + films[max(0, j - 3) : j]).all()
             assert set(block[1:, 5].tolist()) <= known - set(films)
-            # The user's own number, gender (F before M), age group, occupation and zip code.
+            # The ids of the user, gender (F is 1, M is 2), age group, occupation and zip code.
             n = i + 1
             assert (block[:, :5] == [n, 2 - n % 2, 1 + n % 7, n + 9, 1 + n % 5]).all()
     assert movielens.sizes(data) == (13, 3, 8, 22, 6, max(known) + 1)
     assert (fd.datasets.load("movielens", None, ml_1m, history=3, test_negatives=9, seed=1).x != data.x).any()
 
 
-def test_every_film_never_rated_is_drawn_alike(tmp_path: Path) -> None:
+def test_all_unrated_films_are_equally_likely_negative_examples(tmp_path: Path) -> None:
     users, films = np.repeat([7, 9], 3), np.array([900, 20, 31, 31, 5, 6])
     times = np.array([5, 5, 4, 1, 2, 3])
     np.savez(tmp_path / "movielens_latest_small.npz", user_id=users, movie_id=films, timestamp=times)
@@ -186,15 +190,15 @@ def test_every_film_never_rated_is_drawn_alike(tmp_path: Path) -> None:
         "movielens", None, tmp_path, size="latest-small", history=2, negatives=3000, test_negatives=2
     )
     x, y = data.client(0)
-    assert x[0].tolist() == [7, 0, 0, 0, 0, 4, 0, 0]  # 5, 6, 20, 31, 900 have the numbers 1 to 5
-    assert data.x_test[0].tolist() == [7, 0, 0, 0, 0, 3, 4, 5]  # of one second, the later in the file is the later
+    assert x[0].tolist() == [7, 0, 0, 0, 0, 4, 0, 0]  # films 5, 6, 20, 31, 900 have the ids 1 to 5
+    assert data.x_test[0].tolist() == [7, 0, 0, 0, 0, 3, 4, 5]  # ratings of the same second keep the file's order
     drawn = np.bincount(x[y == 0, 5], minlength=6)
     assert (drawn[1:3] > 2800).all() and drawn.sum() == drawn[1:3].sum() == 6000
     with pytest.raises(ValueError, match="at most 2, the number of films that user 7 never rated in .*, got 3"):
         fd.datasets.load("movielens", None, tmp_path, size="latest-small", test_negatives=3)
 
 
-def test_movielens_says_what_is_missing_or_damaged(ml_1m: Path, tmp_path: Path) -> None:
+def test_missing_or_damaged_movielens_files_are_reported(ml_1m: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"elsewhere.ml-1m.ratings\.dat does not exist: download MovieLens 1M"):
         fd.datasets.load("movielens", data_dir=tmp_path / "elsewhere")
     ratings = ml_1m / "ml-1m" / "ratings.dat"
@@ -214,14 +218,14 @@ def test_movielens_says_what_is_missing_or_damaged(ml_1m: Path, tmp_path: Path) 
         fd.datasets.load("movielens", data_dir=ml_1m)
 
 
-def test_din_is_its_equations() -> None:
+def test_din_matches_its_equations() -> None:
     sizes = (5, 3, 8, 22, 6, 30)
     model = fd.models.din(sizes)
     given = jax.jit(model.init)(jax.random.key(0))
     params = jax.tree.map(lambda a: np.asarray(a, np.float64), given)
     rng = np.random.default_rng(0)
     x = np.stack([rng.integers(0, [*sizes, 30, 30, 30, 30]) for _ in range(6)]).astype(np.int16)
-    x[0, 6:], x[1, 6:8] = 0, 0  # no history; a short one
+    x[0, 6:], x[1, 6:8] = 0, 0  # no history, and a short one
 
     def dense(name: str, v: np.ndarray) -> np.ndarray:
         return v @ params[name]["kernel"] + params[name]["bias"]
@@ -242,11 +246,13 @@ def test_din_is_its_equations() -> None:
     np.testing.assert_allclose(model.loss(jnp.array([0.0, 3.0]), jnp.array([1, 0])), [np.log(2), 3.048587], rtol=1e-5)
     gradient = jax.jit(jax.grad(lambda p: model.apply(p, x).sum()))(given)
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
-    x[0, 0] = 5  # beyond the table
+    x[0, 0] = 5  # an id beyond the embedding table
     assert np.isnan(apply(given, x)).tolist() == [True] + [False] * 5
 
 
-def test_the_command_line_fits_din_to_the_films(ml_1m: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_line_derives_the_sizes_of_din_from_the_data(
+    ml_1m: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     arguments = ["run", "--dataset", "movielens:history=3,test_negatives=9", "--data-dir", str(ml_1m)]
     arguments += ["--algorithm", "fedavg", "--rounds", "2", "--cohort", "3", "--output", str(tmp_path / "out")]
     assert cli.main([*arguments, "--no-progress"]) == 0
@@ -266,13 +272,14 @@ def test_real_movielens() -> None:
 # ---------------------------------------------------------------- AG News
 
 
-def test_agnews_numbers_the_frequent_words(tmp_path: Path) -> None:
+def test_agnews_gives_ids_to_the_most_frequent_words(tmp_path: Path) -> None:
     (tmp_path / "ag_news_csv").mkdir()
     train = tmp_path / "ag_news_csv" / "train.csv"
     train.write_text('"3","Oil up, up","Oil ""rose"" \\$40"\n"1","Up!","x"\n"2","Oil","é"\n')
     train.with_name("test.csv").write_text('"4","Gold","up 40 oil zebra oil oil oil"\n')
     data = fd.datasets.load("agnews", fd.partition.iid(1), tmp_path, vocabulary=5, length=6)
-    # oil and up three times each, then 40 before rose and x in the alphabet; the others are unknown.
+    # "oil" and "up" occur three times each. "40" is the next word, because it sorts before "rose" and "x". The other
+    # words are unknown.
     rows = {tuple(x): int(y) for x, y in zip(data.x.tolist(), data.y, strict=True)}
     assert rows == {(2, 3, 3, 2, 1, 4): 2, (3, 1, 0, 0, 0, 0): 0, (2, 0, 0, 0, 0, 0): 1}
     assert data.x_test.tolist() == [[1, 3, 4, 2, 1, 2]] and data.y_test.tolist() == [3]
@@ -300,7 +307,7 @@ def binding_file(folder: Path, rows: list[tuple[str, str, str]], header: list[st
     return path
 
 
-def test_bindingdb_takes_pairs_whose_kd_tells(tmp_path: Path) -> None:
+def test_bindingdb_uses_pairs_with_a_conclusive_kd(tmp_path: Path) -> None:
     rows = [("CCO", " 12.5", "MKV"), ("CCO", "99", "MKV"), ("C=O", ">10000", "mk v"), ("N", "<100", "MKV")]
     rows += [("N", "", "MKV"), ("", "5", "MKV"), ("N", "5", ""), ("O", "30", "MKV"), ("[Na+]", "<1e1", "M" * 9)]
     path = binding_file(tmp_path, rows)
@@ -333,7 +340,7 @@ def test_bindingdb_takes_pairs_whose_kd_tells(tmp_path: Path) -> None:
         fd.datasets.load("bindingdb", data_dir=tmp_path)
 
 
-# ---------------------------------------------------------------- the classifiers of text and of characters
+# ---------------------------------------------------------------- text_classifier and drug_target
 
 
 def small(name: str, cosine: bool) -> tuple[fd.Model, np.ndarray]:
@@ -345,7 +352,7 @@ def small(name: str, cosine: bool) -> tuple[fd.Model, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["text_classifier", "drug_target"])
-def test_they_have_what_moon_and_lfd_need(name: str) -> None:
+def test_text_and_drug_models_meet_the_requirements_of_moon_and_lfd(name: str) -> None:
     model, x = small(name, cosine=True)
     params = jax.jit(model.init)(jax.random.key(0))
     logits, features, gradient = jax.jit(
@@ -377,7 +384,7 @@ def test_padding_does_not_count_as_a_word() -> None:
     assert np.isfinite(apply(params, 0 * x)).all()
 
 
-def test_a_convolution_along_a_sequence_is_lax_conv() -> None:
+def test_a_convolution_along_a_sequence_matches_lax_conv() -> None:
     x = jax.random.normal(jax.random.key(0), (3, 9, 5))  # [B, length, C]
     conv = layers.Conv(4, (3, 1))
     params = conv.init(jax.random.key(1), x.transpose(2, 1, 0)[:, :, None])

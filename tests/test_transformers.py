@@ -1,4 +1,4 @@
-"""The transformers: their structure, what they mask, precision, speed under vmap, and that they learn."""
+"""Tests of the transformers: structure, masks, precision, operations under vmap, and training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(request):
     return MAKE[request.param]
 
 
-def test_blocks_are_stacked_matrices_and_start_differently(make) -> None:
+def test_blocks_are_stacked_and_have_different_initial_values(make) -> None:
     model, _ = make()
     blocks = model.init(KEY)["blocks"]
     assert blocks["attention"]["query"]["kernel"].shape == (3, 16, 16)
@@ -61,7 +61,7 @@ def test_remat_and_lanes_give_the_same_gradients(make) -> None:
         jax.tree.map(lambda a, b, i=lane: np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-4), both, alone)
 
 
-def test_only_embeddings_gather_and_scatter(make) -> None:
+def test_only_embeddings_use_gather_and_scatter(make) -> None:
     model, x = make()
     params = jax.vmap(model.init)(jax.random.split(KEY, 2))
     gradients = jax.vmap(jax.grad(lambda p: jnp.square(model.apply(p, x)).sum()))
@@ -82,7 +82,7 @@ def test_reductions_are_in_float32_if_the_rest_is_in_bfloat16(make) -> None:
     np.testing.assert_allclose(half.apply(params, x), logits, atol=0.05 * float(abs(logits).max()))
 
 
-def test_dropout_is_for_training_and_differs_between_blocks(make) -> None:
+def test_dropout_is_used_in_training_only_and_depends_on_the_key(make) -> None:
     assert make()[0].train_apply is None
     model, x = make(dropout=0.5)
     params = model.init(KEY)
@@ -92,7 +92,7 @@ def test_dropout_is_for_training_and_differs_between_blocks(make) -> None:
 
 
 @pytest.mark.parametrize("bert", [False, True])
-def test_padding_changes_nothing(bert) -> None:
+def test_padding_does_not_change_the_output(bert) -> None:
     model = fd.models.encoder(5, 9, 12, **SMALL, bert=bert)
     params = model.init(KEY)
     longer, shorter = TOKENS.at[:, 7:].set(0), TOKENS[:, :7]
@@ -101,7 +101,7 @@ def test_padding_changes_nothing(bert) -> None:
     assert jnp.isfinite(model.apply(params, jnp.zeros_like(TOKENS))).all()
 
 
-def test_the_decoder_does_not_see_what_follows() -> None:
+def test_the_decoder_does_not_see_later_tokens() -> None:
     model, _ = MAKE["decoder"]()
     params = model.init(KEY)
     one, other = (model.apply(params, tokens) for tokens in (TOKENS, TOKENS.at[:, 7:].set(1)))
@@ -110,7 +110,7 @@ def test_the_decoder_does_not_see_what_follows() -> None:
 
 
 def test_patches_are_squares() -> None:
-    """The output doesn't change if two patches and their positions are exchanged."""
+    """The output does not change if two patches and their position embeddings are exchanged."""
     model, x = MAKE["vit"]()
     params = model.init(KEY)
     swapped = x.at[:, :4, :4].set(x[:, 4:, :4]).at[:, 4:, :4].set(x[:, :4, :4])
@@ -150,7 +150,7 @@ def test_wrong_options_are_refused(call, said) -> None:
         call()
 
 
-def test_moon_and_the_decoder_train() -> None:
+def test_vit_trains_with_moon_and_the_decoder_with_fedavg() -> None:
     rng = np.random.default_rng(0)
     images = fd.FederatedData.from_clients([(rng.normal(size=(6, 8, 8, 1)).astype("f4"), np.arange(6) % 5)] * 2)
     sim = fd.Simulation(MAKE["vit"]()[0], images, fd.algorithms.moon(), cohort_size=2)
