@@ -1,4 +1,4 @@
-"""Two CPU devices for every test, and shape mistakes made loud: ``[K] * [K, d]`` raises."""
+"""Gives every test two CPU devices. Implicit rank promotion, such as ``[K] * [K, d]``, raises an error."""
 
 import os
 import shutil
@@ -10,29 +10,30 @@ from pathlib import Path
 import jax
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))  # of experiments/; the last, so that an installed library is tested
+sys.path.append(str(Path(__file__).parents[1]))  # for experiments/; appended, so that an installed library comes first
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Nearly all of the time is compiling: unoptimised machine code is made in two thirds of it, here and in processes that
-# tests start, and without XLA's fusion emitters in half of it. That is for this process alone: tests of bits have one
-# with the emitters, as programs of users do. XLA ends a process that sets a flag which its version does not know, so
-# each is tried in a child process first.
+# Most of the time of the tests is compilation. These flags reduce it to less than half. The first two are also set in
+# the processes that tests start. Without fusion emitters, some results differ in their last bits from those of users'
+# programs, so tests that compare bits run in processes with the emitters. A process that sets a flag which its version
+# of XLA does not have is aborted, so each flag is first tried in a child process.
 AS_USERS, QUICK = "FEDJAX_DRIFT_TESTS_AS_USERS", "FEDJAX_DRIFT_TESTS_XLA_FLAGS"
-UNOPTIMISED, EMITTERS = "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"
+FOR_CHILDREN = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 
 
 def known_to_xla(flag: str) -> bool:
-    """Whether a process with this flag starts."""
+    """Whether this version of XLA has the flag."""
     program = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
     env = os.environ | {"XLA_FLAGS": flag}
     return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True).returncode == 0
 
 
-if QUICK not in os.environ:  # asked once for all processes of pytest-xdist
-    os.environ[QUICK] = " ".join(filter(known_to_xla, [UNOPTIMISED, EMITTERS]))
+if QUICK not in os.environ:  # the processes of pytest-xdist inherit it
+    os.environ[QUICK] = " ".join(filter(known_to_xla, [*FOR_CHILDREN, EMITTERS]))
 known = os.environ[QUICK].split()
 for_children = " ".join([os.environ.get("XLA_FLAGS", ""), *(flag for flag in known if flag != EMITTERS)])
 here = [EMITTERS] if EMITTERS in known and AS_USERS not in os.environ else []
@@ -40,7 +41,7 @@ os.environ["XLA_FLAGS"] = " ".join([for_children, *here])
 jax.devices()
 os.environ["XLA_FLAGS"] = for_children
 
-# What one test has compiled the others need not, in this run of the tests alone, also in processes that tests start.
+# Tests, and the processes that they start, share compiled programs in a temporary cache.
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 owner = CACHE not in os.environ
 if owner:
@@ -53,13 +54,16 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "as_users: in a process whose programs have XLA's fusion emitters")
+    config.addinivalue_line("markers", "as_users: runs in a process whose programs use XLA's fusion emitters")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem) -> bool | None:
-    """A test that is to run as_users: in a process of its own, without which sweeps, and states on the host, are not
-    bit for bit what they are elsewhere. Where XLA has emitters whatever one says, this process will do."""
+    """Runs a test with the marker as_users in a new process, whose programs are compiled as those of users.
+
+    Such tests compare bits of sweeps, or of states on the host. No new process is needed if this version of XLA does
+    not have the flag EMITTERS.
+    """
     has_emitters = AS_USERS in os.environ or EMITTERS not in known
     if pyfuncitem.get_closest_marker("as_users") is None or has_emitters:
         return None
@@ -71,5 +75,5 @@ def pytest_pyfunc_call(pyfuncitem) -> bool | None:
 
 
 def pytest_unconfigure() -> None:
-    if owner:  # not a process of pytest-xdist
+    if owner:  # the processes of pytest-xdist do not own the folder
         shutil.rmtree(os.environ[CACHE], ignore_errors=True)

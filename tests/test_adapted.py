@@ -221,7 +221,7 @@ def test_checkpoints_name_the_base(tmp_path: Path) -> None:
     first, folder = simulation(1), tmp_path / "run"
     whole, _ = first.run(first.init(jax.random.key(0)), 4, progress=False)
     first.run(first.init(jax.random.key(0)), 2, progress=False, checkpoints=fd.Checkpoints(folder))
-    again = simulation(1)  # the same values, made again
+    again = simulation(1)  # a new base with the same values
     state, _ = fd.Checkpoints(folder).restore(again)
     state, _ = again.run(state, 2, progress=False)
     assert jax.tree.all(jax.tree.map(np.array_equal, state.params, whole.params))
@@ -330,7 +330,7 @@ def test_a_base_in_bfloat16_gives_the_same_results() -> None:
     np.testing.assert_array_equal(logits, fd.models.lora(half, 2).apply(params, x))
 
 
-def test_what_a_user_found(tmp_path: Path) -> None:
+def test_regressions(tmp_path: Path) -> None:
     network, data = fd.models.mnist_2nn(), federation()
     base = network.init(jax.random.key(0))
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), base)

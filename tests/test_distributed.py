@@ -1,4 +1,4 @@
-"""Several processes that simulate together, for real, and rows that are cut over the devices."""
+"""Simulations of several processes, which are started here, and data sets that are sharded over devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKER = Path(__file__).with_name("together.py")
 
 
 def start_all(commands: list[list[str]], seconds: float = 600) -> list[subprocess.CompletedProcess]:
-    """Runs Python processes side by side, and none survives: they are killed once one takes too long."""
+    """Runs Python processes in parallel. If one takes too long, all of them are killed."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     children = [subprocess.Popen([sys.executable, *command], **pipes) for command in commands]
@@ -59,8 +59,8 @@ def assert_close(a, b) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
 
 
-def test_two_processes_of_two_devices(tmp_path) -> None:
-    """Rows, of which each process has only its own, and client states cut over four devices: as in one process."""
+def test_two_processes_with_two_devices_agree_with_one_process(tmp_path) -> None:
+    """Each process loads only its own examples. The client states are sharded over all four devices."""
     address = free_address()
     for ended in start_all([[str(WORKER), address, "2", str(i), str(tmp_path)] for i in range(2)]):
         assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -76,14 +76,14 @@ def test_two_processes_of_two_devices(tmp_path) -> None:
     alone = outcome(team, *team.run(team.init(jax.random.key(0)), 2, 0, progress=False))
     assert_close(one["teams of 2"], alone)
     assert_close(one["teams of 4"], alone)
-    rounds, recorded = one["interrupted"]  # of which only the second process was asked
+    rounds, recorded = one["interrupted"]  # the interrupt was sent to the second process only
     assert ASKED_AT <= rounds == recorded < 10_000
     state, history = sim.run(sim.init(jax.random.key(0)), 2, 0, progress=False)
     assert_close(one["alone"], outcome(sim, state, history))
     assert '"host"' in one["folder"] and "clients_mesh(jax.local_devices())" in one["sweep"]
 
 
-def test_the_first_process_writes(tmp_path) -> None:
+def test_the_first_process_writes_and_errors_end_all_processes(tmp_path) -> None:
     address, folder = free_address(), tmp_path / "out"
     run = ["-m", "fedjax_drift.cli", "run", "--dataset=synthetic:num_clients=6,num_rows=20", "--cohort=3", "--rounds=2"]
     run += ["--algorithm=scaffold", "--bank=sharded", "--checkpoint-every=1", f"--output={folder}"]
@@ -94,7 +94,7 @@ def test_the_first_process_writes(tmp_path) -> None:
     assert (config["processes"], config["devices"]["count"]) == (2, 2)
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 2 and (folder / "curves.png").is_file()
 
-    # What two processes have saved, one goes on from: as one does that was alone from the start.
+    # One process can resume a run of two processes. The result is that of a run of one process.
     def losses(folder: Path) -> list[float]:
         return [json.loads(line)["train_loss"] for line in (folder / "rounds.jsonl").read_text().splitlines()]
 
@@ -103,7 +103,7 @@ def test_the_first_process_writes(tmp_path) -> None:
     assert cli.main(["run", "--resume", str(folder), "--rounds=4"]) == 0
     np.testing.assert_allclose(losses(folder), losses(tmp_path / "alone"), rtol=1e-5)
 
-    # What one process alone finds wrong, a file that only it has not, ends both.
+    # A data file is missing for one process only. Both processes end.
     wrong = [*run[:2], "run", "--dataset=mnist", f"--data-dir={tmp_path}", "--algorithm=fedavg"]
     commands = [[*run, "--force", f"--distributed={address},2,0"], [*wrong, f"--distributed={address},2,1"]]
     first, second = start_all(commands)
@@ -111,8 +111,8 @@ def test_the_first_process_writes(tmp_path) -> None:
     assert "error: process 1: mnist is read from" in second.stderr and "error" not in first.stderr
 
 
-def test_cut_rows_give_the_same_bits() -> None:
-    """Also where the host looks clients up, and where the gradients of all clients are taken."""
+def test_sharded_examples_give_the_same_bits() -> None:
+    """This includes client states on the host, and drift measures that need the gradients of all clients."""
 
     def end(**options) -> tuple:
         sim = simulate(rows(), lanes=3, measure=("gradients", "labels"), **options)
@@ -123,17 +123,17 @@ def test_cut_rows_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("D", [1, 2])
-def test_exchange_moves_bits(D) -> None:
-    """Floats that are not numbers, and zeros with a sign, arrive as they were; so do padding and empty places."""
+def test_exchange_preserves_every_bit(D) -> None:
+    """NaN and negative zero are preserved. Padding and empty places are correct."""
     mesh, sizes = fd.clients_mesh(jax.devices()[:D]), np.array([3, 1, 4, 2, 2], np.int32)
     odd = np.array([0x80000000, 0x7FC01234, 0xFF800000, 1, 0x3F800000], np.uint32)
     bits = np.resize(odd, (sizes.sum(), 2)) + np.arange(sizes.sum(), dtype=np.uint32)[:, None] % 2
     labels = np.arange(sizes.sum())
     data = fd.FederatedData(np.zeros_like(bits, np.float32), labels, sizes)
-    object.__setattr__(data, "x", bits.view(np.float32))  # which the constructor refuses
+    object.__setattr__(data, "x", bits.view(np.float32))  # the constructor would raise an error
     x, y, offsets, _ = exchange.place_parts(data, mesh)
 
-    ids = np.array([[4, 2, 5], [5, 0, 3]])[:D]  # 5: nobody
+    ids = np.array([[4, 2, 5], [5, 0, 3]])[:D]  # 5 is an absent client
     asked, at = np.append(sizes, 0)[ids], np.append(offsets, 0)[ids].astype(np.int32)
     moved = jax.shard_map(
         lambda x, y: exchange.exchange((x, y), jnp.asarray(asked), jnp.asarray(at), 8),
@@ -147,8 +147,8 @@ def test_exchange_moves_bits(D) -> None:
             assert (got_x[place].view(np.uint32) == bits[row]).all() and got_y[place] == labels[row]
 
 
-def test_no_device_is_dealt_more_rows_than_it_has_room_for() -> None:
-    """Every cohort of small federations; the bound is reached where every client takes as many steps."""
+def test_the_examples_of_a_device_fit_in_its_buffer() -> None:
+    """Tries every cohort of small federations. The bound is attained if all clients do the same number of steps."""
     rng = np.random.default_rng(0)
     reached = 0
     for _ in range(40):
@@ -168,7 +168,7 @@ def test_no_device_is_dealt_more_rows_than_it_has_room_for() -> None:
     assert reached > 20
 
 
-def test_parts_hold_every_row_once() -> None:
+def test_shards_contain_every_example_once() -> None:
     sizes = np.random.default_rng(0).geometric(0.1, 50).astype(np.int32)
     for D in (1, 3, 64):
         clients, offsets, R = exchange.parts(sizes, D)
@@ -179,22 +179,24 @@ def test_parts_hold_every_row_once() -> None:
         assert max(held) - min(held) <= sizes.max()
 
 
-def test_communication_is_what_the_program_says() -> None:
+def test_communication_matches_the_compiled_program() -> None:
     sim = simulate(rows(), shard_data=True, bank="sharded")
     sent = sim.communication()
-    assert sent["message sum"] == 2 * 4 * (6 * 4 + 4) + 4  # SCAFFOLD: two models' worth, and the weight
-    assert sent["client states"] == 2 * 5 * 4 * (6 * 4 + 4)  # five of nine clients on a device, there and back
+    assert sent["message sum"] == 2 * 4 * (6 * 4 + 4) + 4  # SCAFFOLD: two models, and the weight
+    assert sent["client states"] == 2 * 5 * 4 * (
+        6 * 4 + 4
+    )  # five of nine clients are on a device; states are read and written
     S = exchange.longest_share(sim.setup.engine.rows_by_rank, 2, 5, 1)
     assert sent["rows"] == S * (6 + 4)
     program = (
         sim.executor.programs.lower("round", sim.init(jax.random.key(0)), sim.setup.arrays, None).compile().as_text()
     )
     assert program.count(" all-reduce(") == 1
-    half = sent["client states"] // 2  # the new states alone
+    half = sent["client states"] // 2  # only the new states
     assert simulate(rows()).communication() == sent | {"client states": half, "rows": 0}
 
 
-def test_auto_cuts_what_fits_on_all_devices_only(monkeypatch) -> None:
+def test_auto_shards_only_what_does_not_fit_on_one_device(monkeypatch) -> None:
     data = rows()
     need = data.x.nbytes + data.y.nbytes
 
@@ -219,7 +221,7 @@ def test_auto_cuts_what_fits_on_all_devices_only(monkeypatch) -> None:
         simulate(data.redealt(), shard_data=True)
 
 
-def test_initialize_says_what_is_wrong(monkeypatch) -> None:
+def test_initialize_raises_clear_errors(monkeypatch) -> None:
     for name in ("SLURM_PROCID", "OMPI_MCA_orte_hnp_uri", *distributed.STARTED_BY_MPI, "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="must be \"host:port\", got 'node0'"):

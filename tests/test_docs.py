@@ -1,4 +1,4 @@
-"""What is shown is run: the Python of the README and of every page, the commands' flags, and the notebooks."""
+"""Runs the Python examples of the README and of every page, checks the commands, and runs the notebooks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n+)?```python\n(.*?)```", re.DOTAL
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """(the package that it needs or "", its source) of every Python block; fewer writers are drawn sooner."""
+    """Returns (the package that it needs or "", its source) for every Python block, with fewer writers of glyphs."""
     return BLOCK.findall(page.read_text().replace("num_writers=50", "num_writers=16"))
 
 
@@ -41,12 +41,12 @@ def own_cache(monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_pages_examples_run(page, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fd, "use_cpu_devices", lambda n=None: n)  # these tests have two, and JAX has started
-    one_device = fd.clients_mesh(jax.devices()[:1])  # for which programs compile sooner
+    monkeypatch.setattr(fd, "use_cpu_devices", lambda n=None: n)  # JAX has already started, with two devices
+    one_device = fd.clients_mesh(jax.devices()[:1])  # programs for one device compile faster
     monkeypatch.setattr("fedjax_drift.simulation.placement.clients_mesh", lambda *_: one_device)
     monkeypatch.setattr(fd, "use_compilation_cache", lambda path=None: path)
     names: dict = {"__name__": "__main__"}
-    with jax.numpy_rank_promotion("allow"):  # as users have it
+    with jax.numpy_rank_promotion("allow"):  # JAX's default
         for needs, source in blocks(page):
             if not needs:
                 exec(compile(source, page, "exec"), names)
@@ -68,14 +68,14 @@ def test_the_readmes_example_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_pages_commands_are_understood_and_its_links_lead_somewhere(page) -> None:
+def test_a_pages_commands_parse_and_its_links_exist(page) -> None:
     text = page.read_text()
     shown = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = "\n".join(shown).replace("\\\n", " ").splitlines() + re.findall(r"`([^`\n]+)`", text)
     for line in lines:
         if command := re.search(r"(?:^|&& )fedjax-drift (.*)", line):
             argv = shlex.split(command[1], comments=True)
-            if "--resume" in argv:  # the folder knows them
+            if "--resume" in argv:  # the folder contains these settings
                 argv += ["--dataset", "glyphs", "--algorithm", "fedavg"]
             try:
                 parse(argv)
@@ -93,7 +93,7 @@ def errors() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def wrong() -> dict:
-    """What the calls of the page of errors use."""
+    """Returns the names that the calls on the page of errors use."""
     ((_, source),) = blocks(ROOT / "docs" / "errors.md")
     names: dict = {}
     exec(source, names)
@@ -106,13 +106,13 @@ def test_thirty_wrong_calls_are_shown() -> None:
 
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize(("call", "says"), errors(), ids=[call[:60] for call, _ in errors()])
-def test_a_wrong_call_says(wrong, call, says) -> None:
+def test_a_wrong_call_raises_the_documented_error(wrong, call, says) -> None:
     with pytest.raises(ValueError) as error:
         eval(call, wrong)
     assert str(error.value) == says
 
 
-def test_the_algorithms_page_has_every_factory_and_what_it_keeps() -> None:
+def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text()
     rows = re.findall(r"^\| \[`(\w+)`\]\(#([\w-]+)\) \|[^|]*\| ([\d,]+) \|[^|]*\| (\d) \|$", page, re.MULTILINE)
     assert [name for name, *_ in rows] == list(ALGORITHMS)
@@ -138,7 +138,7 @@ def test_the_algorithms_page_has_every_factory_and_what_it_keeps() -> None:
         assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], anchor
 
 
-def test_importing_imports_nothing_heavy() -> None:
+def test_import_does_not_import_heavy_packages() -> None:
     heavy = ("tensorflow", "tensorflow_datasets", "matplotlib", "PIL", "tqdm", "orbax", "pandas", "scipy.stats")
     heavy += ("datasets", "flwr_datasets", "pyarrow", "torch")
     program = f"import fedjax_drift, sys; print([name for name in {heavy} if name in sys.modules])"
@@ -154,7 +154,7 @@ SMALL = {  # sizes in the notebooks' first cells
     "05_to_a_tpu_slice.ipynb": {"ROUNDS": 1},
     "06_adapters.ipynb": {"CLIENTS": 8, "COHORT": 4, "ROUNDS": 1, "PRETRAINING": 1},
 }
-LESS = {  # of what a notebook does several times, which takes longest
+LESS = {  # replacements that make notebooks do slow things once instead of several times
     '    "SCAFFOLD": fd.algorithms.scaffold(),\n    "FedDC": fd.algorithms.feddc(alpha=0.1),\n': "",
     '("period drift", "client drift", "iid")': '("client drift",)',
     "widths, measured = (1, 4, 16), {}": "widths, measured = (4,), {}",
@@ -162,14 +162,14 @@ LESS = {  # of what a notebook does several times, which takes longest
 }
 
 
-def test_what_notebooks_do_less_of_is_there() -> None:
+def test_the_texts_to_replace_occur_in_the_notebooks() -> None:
     notebooks = [json.loads(path.read_text()) for path in (ROOT / "notebooks").glob("*.ipynb")]
     sources = ["".join(cell["source"]) for notebook in notebooks for cell in notebook["cells"]]
     assert [sum(source.count(text) for source in sources) for text in LESS] == [1] * len(LESS)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_run(path) -> None:
+def test_notebooks_run(path, monkeypatch) -> None:
     import nbformat
     from nbclient import NotebookClient
 
@@ -178,7 +178,9 @@ def test_notebooks_run(path) -> None:
     assert all(cell.execution_count and not any(o.output_type == "error" for o in cell.outputs) for cell in code)
     kept = pictures(notebook)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("use_cpu_devices()", "use_cpu_devices(1)")  # each compiles for itself
+        cell.source = cell.source.replace(
+            "use_cpu_devices()", "use_cpu_devices(1)"
+        )  # each device compiles its own program
         for text, less in LESS.items():
             cell.source = cell.source.replace(text, less)
     for name, value in SMALL[path.name].items():
@@ -187,6 +189,7 @@ def test_notebooks_run(path) -> None:
             cell.source, n = re.subn(rf"^{name} = .*$", f"{name} = {value}", cell.source, flags=re.MULTILINE)
             found += n
         assert found == 1, name
+    monkeypatch.setenv("XLA_FLAGS", os.environ["FEDJAX_DRIFT_TESTS_XLA_FLAGS"])  # programs compile in half of the time
     resources = {"metadata": {"path": path.parent}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     assert pictures(notebook) == kept

@@ -1,4 +1,4 @@
-"""The leaderboard on a tiny federation: it is resumed, and its page has the numbers of the runs."""
+"""Runs and resumes the leaderboard on a tiny federation, and checks the numbers on its page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiny(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_it_runs_is_resumed_and_makes_a_page(tiny, monkeypatch) -> None:
+def test_it_runs_and_resumes_and_writes_a_page(tiny, monkeypatch) -> None:
     said: list[str] = []
     for name in entrants.ENTRANTS:
         runner.run(NAME, name, tiny, False, said.append)

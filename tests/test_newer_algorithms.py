@@ -1,4 +1,4 @@
-"""The algorithms of 2020 to 2025: a round by hand, limits in which one is another, and invariants."""
+"""Algorithms of 2020 to 2025: rounds computed by hand, limit cases that are other algorithms, and invariants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVERYONE = {"cohorts": [range(6)] * 3, "rounds": 3}
 
 # Two steps of rate 1/2 towards a, from w = 0: D = 3 a / 4, so 1.5 and 6 for the targets 2 and 8; K eta = 1.
 def test_fednova_by_hand() -> None:
-    # Batches of one row: K = 2 and 6, D = 2 (1 - 2^-2) and 8 (1 - 2^-6), weights 1 and 3.
+    # Batches of one example: K = 2 and 6, D = 2 (1 - 2^-2) and 8 (1 - 2^-6), weights 1 and 3.
     wanted = (2 + 3 * 6) / 4 * (1.5 / 2 + 3 * 7.875 / 6) / 4
     assert models_after(alg.fednova(), 1, batch_size=1) == pytest.approx([wanted])
     # mu = 1, K = 2: theta = a / 2, then a / 2 - (a / 2 - a + a / 2) / 2 = a / 2; a_i = 1 + (1 - 1/2), A = 2.
@@ -37,7 +37,7 @@ def test_fednova_by_hand() -> None:
 
 
 def test_fedcm_and_fedacg_by_hand() -> None:
-    # alpha = 1/2: a step covers a quarter of the way. D = 7 a / 16, mean 2.1875, and so is -Delta.
+    # alpha = 1/2: a step covers a quarter of the distance. D = 7 a / 16, mean 2.1875, and so is -Delta.
     def D(a, w=2.1875):
         theta = w
         for _ in range(2):
@@ -51,9 +51,9 @@ def test_fedcm_and_fedacg_by_hand() -> None:
 
 
 def test_sharpness_aware_steps_by_hand() -> None:
-    # On a line, the gradient at theta + e is that of a target which is rho further away.
+    # In one dimension, perturbing theta by e has the effect of a target that is rho farther away.
     assert models_after(alg.fedsam(rho=0.5), 1) == pytest.approx([0.75 * 5.5])
-    # FedLESAM: in round 0 none; then e = -rho, because the model has moved up by 3.75.
+    # FedLESAM has no perturbation in round 0. Then e = -rho, because the model has moved up by 3.75.
     assert models_after(alg.fedlesam(rho=0.5)) == pytest.approx([3.75, 3.75 + 0.75 * (5.5 - 3.75)])
 
     def regularised(a, h, w, mu=0.0, s=0.0, smoo=False):
@@ -105,11 +105,11 @@ def softmax(z) -> np.ndarray:
 
 def test_fedntd_and_fedlc_by_hand() -> None:
     z = np.array([1.0, 0.0, -1.0])
-    first = z - (softmax(z) - [1, 0, 0])  # of one label 0; q_theta = q_w at first
+    first = z - (softmax(z) - [1, 0, 0])  # for one example with label 0; in the first step, q_theta = q_w
     q = [np.append(0, softmax(v[1:] / 2)) for v in (first, z)]
     wanted = first - (softmax(first) - [1, 0, 0] + 0.5 * 2 * (q[0] - q[1]))
     np.testing.assert_allclose(logits_are_parameters([0], alg.fedntd(0.5, 2.0), epochs=2), wanted, rtol=1e-5)
-    # 1 row of class 0 and 16 of class 1: margins 2 and 1; nothing of class 2, which is left out or has 200.
+    # One example of class 0 and 16 of class 1 have margins 2 and 1. Class 2 is absent: it is left out or has 200.
     labels, mean_label = [0] + [1] * 16, np.array([1, 16, 0]) / 17
     masked = z - (softmax(z - [2, 1, np.inf]) - mean_label)
     np.testing.assert_allclose(logits_are_parameters(labels, alg.fedlc(tau=2.0)), masked, rtol=1e-5)
@@ -137,7 +137,7 @@ def test_fedadamw_by_hand() -> None:
 
 
 def test_personal_models_by_hand() -> None:
-    # Ditto, lam = 1/2 from v = w = 0: as FedProx, 5 a / 8. The global model is FedAvg's.
+    # Ditto with lam = 1/2 from v = w = 0 gives 5 a / 8, as FedProx. The global model is that of FedAvg.
     sim = federate(alg.ditto(lam=0.5))
     state = states_after(sim, 1)[-1]
     np.testing.assert_allclose(state.clients.v, [1.25, 5.0])
@@ -147,7 +147,7 @@ def test_personal_models_by_hand() -> None:
     v = np.array([2, 8]) * (0.25 + 0.25 * (1 - (0.25 + 0.5) / 2))
     np.testing.assert_allclose(state.clients.v, v, rtol=1e-6)
     assert float(state.params) == pytest.approx(3.75)
-    # Adaptive, before the first step v = theta: alpha stays; then <v - theta, g> = -a / 4 (5 a / 8 - ...).
+    # Adaptive: before the first step v = theta, so alpha does not change. Then <v - theta, g> = -a / 4 (5 a / 8 - ...).
     state = states_after(federate(alg.apfl(alpha=0.5, adaptive=True), quadratics([2.0])), 1)[-1]
     slope = (0.5 - 1.0) * ((0.5 * 0.5 + 0.5 * 1.0) - 2)
     assert float(state.clients.alpha[0]) == pytest.approx(0.5 - 0.5 * slope)
@@ -157,21 +157,21 @@ def test_personal_models_by_hand() -> None:
     assert float(state.params) == pytest.approx(5 / 4)
 
 
-def test_what_a_user_found() -> None:
-    # FedNova's coefficients where their closed forms cancel: mu -> 0 is FedAvg, momentum near 1 is a sum.
+def test_regressions() -> None:
+    # The closed forms of FedNova's coefficients cancel: mu -> 0 is FedAvg, momentum near 1 gives a sum.
     equal = {"equal": True, "rounds": 2}
     assert_same(parameters(alg.fednova(mu=1e-9), **equal), parameters(alg.fedavg(), **equal))
-    # A straggler of FedRep does a step on the shared leaves, by whose number SCAFFOLD divides.
+    # A straggler of FedRep does at least one step on the shared leaves. SCAFFOLD divides by the number of these steps.
     base = alg.partly_shared(alg.scaffold(), "out", "alternate")
     data, local = ragged(), fd.LocalTraining(epochs=3, batch_size=4)
     sim = fd.Simulation(MODEL, data, base, local=local, cohort_size=6, stragglers=1.0)
     state, info = sim.round_fn(sim.init(jax.random.key(0)))
     assert np.isfinite(ravel_pytree((state.server, state.clients))[0]).all() and (np.asarray(info["loss"]) > 0).all()
-    # Drift of a partly shared model is that of its shared part: alone, a client is the mean.
+    # Drift is that of the shared leaves. With one client in the cohort, it is 0.
     sim = fd.Simulation(MODEL, data, alg.partly_shared(personal="out"), local=local, cohort_size=1)
     found = sim.measure(sim.init(jax.random.key(0)), "updates", cohort=[3])
     assert float(found["update_cosine"][0, -1]) == pytest.approx(1)
-    # tau = 0 among others in a sweep is FedAvg, as it is alone.
+    # In a sweep with other values, tau = 0 is FedAvg, as in a single run.
     build = lambda tau: fd.Simulation(MODEL, data, alg.fedlc(tau), cohort_size=3)  # noqa: E731
     runs = fd.sweep(build, 1, settings=[{"tau": 0.0}, {"tau": 1.0}], progress=False)
     alone, _ = build(0.0).run(build(0.0).init(jax.random.key(0)), 1)
@@ -201,7 +201,7 @@ def test_limits() -> None:
     adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.01))
     local = {"lr": 0.01, "rounds": 1}
     wanted = parameters(alg.fedavg(weighting="uniform"), optimizer=adamw, **local)
-    # In round 0 there is neither a global direction nor a second moment.
+    # In round 0, the global direction and the second moment are 0.
     assert_same(parameters(alg.fedadamw(), **local), wanted)
 
 
@@ -257,7 +257,7 @@ def test_limits_of_personal_models() -> None:
         assert_same(server.params["out"], start.params["out"], 0)
         others = [leaf for path, leaf in jax.tree.leaves_with_path(server._replace(params=())) if "out" in str(path)]
         assert not any(leaf.any() for leaf in others)
-    # The terms of the base do not act on the personal leaves: here FedCM's, which make a step a tenth as long.
+    # The base does not change the steps of the personal leaves. FedCM would make them a tenth as long.
     alone, fedcm = (run(alg.partly_shared(base, personal=lambda path: True)) for base in (alg.fedavg(), alg.fedcm()))
     assert_same(fedcm.clients.personal, alone.clients.personal)
     frozen = run(alg.fedbabu(personal="out"))

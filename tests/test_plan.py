@@ -219,9 +219,9 @@ def test_the_steps_of_a_plan_match_a_round() -> None:
         model, fedavg = fd.models.linear((8,), 3), fd.algorithms.fedavg()
         sim = fd.Simulation(model, data, fedavg, local=local, cohort_size=10, lanes=2, mesh=mesh)
         plan, (_, info) = sim.plan(), sim.round_fn(sim.init(jax.random.key(0)))
-        rows = [10, 8, 6, 4, 2]  # the steps of each group: 2 epochs of 5, 4, 3, 2 and 1 batches
-        assert int(info["executed_steps"]) == 2 * sum(rows)
-        assert plan.steps == (sum(rows) if devices == 1 else rows[0] + rows[3] + rows[4]) and plan.cycles == 0
+        steps = [10, 8, 6, 4, 2]  # of each group: 2 epochs of 5, 4, 3, 2 and 1 batches
+        assert int(info["executed_steps"]) == 2 * sum(steps)
+        assert plan.steps == (sum(steps) if devices == 1 else steps[0] + steps[3] + steps[4]) and plan.cycles == 0
 
 
 @pytest.mark.parametrize("network", ["lenet5", "mnist_2nn"])

@@ -192,9 +192,12 @@ def test_a_round_that_is_not_finite_changes_no_state(data) -> None:
         exploding, bad, fd.algorithms.scaffold(), bank="host", on_nonfinite="raise", **SETTING | {"sampling": "uniform"}
     )
     start = sim.init(jax.random.key(0))
+    before = jax.tree.map(np.array, (start.server, client_states(start)))
     with pytest.raises(FloatingPointError) as error:
         sim.run(start, 3, progress=False)
-    assert error.value.state.clients.round == int(error.value.state.round) == len(error.value.history)
+    kept = error.value.state
+    assert kept.clients.round == int(kept.round) == len(error.value.history) == 0
+    assert_equal((kept.server, client_states(kept)), before)
 
 
 def test_a_full_disk_ends_the_run_with_the_previous_round(data, tmp_path, monkeypatch) -> None:

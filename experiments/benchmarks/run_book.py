@@ -4,7 +4,7 @@
     python experiments/benchmarks/run_book.py --collect runs/accelerator
 
 Every step runs in a process of its own, and writes its results to a folder of its own after every row. After --minutes,
-no step starts, and a step that is still running is stopped. The same command goes on with the steps that are not
+no step starts, and a step that is still running is stopped. The same command continues with the steps that are not
 complete. A step that failed is only repeated if its folder is removed.
 
 --collect copies the results to results/ and updates the tables in the README.

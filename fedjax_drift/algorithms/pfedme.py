@@ -13,7 +13,7 @@ envelope of F_i, whose gradient at w_i is lam (w_i - x).
 Deviations:
 - In the paper and in the authors' code, all N clients train in every round, and the server averages |S| of them. Here
   only the cohort trains.
-- (1) goes on from the x of the last batch, as in the authors' code. With `inner_start="local"`, it starts at w_i.
+- (1) starts at the x of the last batch, as in the authors' code. With `inner_start="local"`, it starts at w_i.
 - The weight of a client is 1, as in the paper. The authors' code uses n_i (`weighting="examples"`).
 - Clipping acts on g(x) + lam (x - w_i) in (1). Weight decay is then added. inner_lr does not decay.
 """
