@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
+from fedjax_drift import cli
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,19 @@ def test_the_checkpoint_with_the_best_loss_is_kept(sim, tmp_path) -> None:
     assert 3 < len(history) < 200
     _, until_best = checkpoints.restore(sim, "best")
     assert until_best[-1]["loss"] == min(record["loss"] for record in history)
+
+
+def test_a_run_that_ended_early_continues_with_more_patience(tmp_path, capsys) -> None:
+    folder, data = tmp_path / "run", ["--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--lr", "2"]
+    start = ["run", *data, "--rounds", "12", "--algorithm", "fedavg", "--patience", "1", "--output", str(folder)]
+    assert cli.main(start) == 0
+    first = (folder / "rounds.jsonl").read_text()
+    assert 1 < len(first.splitlines()) < 12
+    assert cli.main(["run", "--resume", str(folder), "--patience", "12"]) == 0
+    both = (folder / "rounds.jsonl").read_text()
+    assert both.startswith(first) and len(both.splitlines()) == 12
+    assert cli.main(["run", "--resume", str(folder), "--patience", "0"]) == 2
+    assert "--patience: must be an integer >= 1, got '0'" in capsys.readouterr().err
 
 
 def test_bad_input(sim) -> None:

@@ -34,7 +34,10 @@ from fedjax_drift.storage.checkpoint import restore_together, split_by_run
 from fedjax_drift.storage.files import lock_folder, replace_file, unused
 
 # Options that may be changed with --resume.
-RESUMED = ("--rounds", "--devices", "--devices-per-client", "--lanes", "--stream", "--bank", "--no-progress")
+RESUMED = (
+    "--rounds", "--target", "--patience", "--devices", "--devices-per-client", "--lanes", "--stream", "--bank",
+    "--no-progress",
+)  # fmt: skip
 
 
 RUN_EXAMPLES = """\
@@ -72,9 +75,10 @@ that was stopped or killed:
 
   fedjax-drift run --resume OUTPUT
 
-The options --rounds (a larger number), --devices, --devices-per-client,
---lanes, --stream, --bank and --no-progress may be changed when a run is
-resumed.
+The options --rounds (a larger number), --target, --patience, --devices,
+--devices-per-client, --lanes, --stream, --bank and --no-progress may be
+changed when a run is resumed. A larger --patience continues a run that
+--patience has ended.
 """
 
 
@@ -153,8 +157,10 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     parser = Parser(prog="fedjax-drift run", add_help=False)
     parser.add_argument("--resume", type=Path, required=True)
     for flag in RESUMED:
-        kind = {"action": "store_true"} if flag == "--no-progress" else {"type": count} if flag == "--rounds" else {}
-        parser.add_argument(flag, **kind)
+        numbers = {"--rounds": count, "--patience": count, "--target": _target}
+        parser.add_argument(
+            flag, **({"action": "store_true"} if flag == "--no-progress" else {"type": numbers.get(flag)})
+        )
     # --distributed is not taken from the first command, because ports and numbers may differ.
     parser.add_argument("--distributed", nargs="?", const=True)
     args, unknown = parser.parse_known_args(argv[1:])
