@@ -1,6 +1,6 @@
 """Compares the plan of a round (`Simulation.plan`) with the memory that rounds use on CPU devices. Linux only.
 
-    python experiments/benchmarks/plan_memory.py [--images 20]
+    python experiments/benchmarks/plan_memory.py [--images 20] [--no-ynnpack]
 
 The model is LeNet-5. All of 3,400 clients take part, with --images images each. Each case runs in a new process. After
 a first round, the process measures
@@ -8,9 +8,12 @@ a first round, the process measures
 - the bytes of all JAX arrays between two rounds, which are the arguments of the program
 - by how much the process grows during the second round, which is its temporary memory
 
-The sum is compared with the plan. The memory of Python, XLA and the compiler is in neither of them. With two devices,
-the process grows by 40 MiB more than planned, and by 180 MiB with --images 100, which are five steps of a client. The
-plan has all arrays of the program. So XLA's runtime for CPUs seems to need memory for each step until the round ends.
+The sum is compared with the plan. The memory of Python, XLA and the compiler is in neither of them.
+
+With two devices, the process grows by more than planned: by 40 MiB with one step per client, and by 180 MiB with five
+(--images 100). The reason is in XLA's runtime for CPUs. It passes small products and reductions to YNNPACK, which offers
+a part of each of them to other threads. All threads are busy with the devices' programs, so these offers (about 11 kB
+per step of LeNet-5) stay in a queue until the round ends. With --no-ynnpack, XLA computes them itself.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +48,7 @@ CASES: tuple[tuple[fd.Algorithm, int, dict[str, Any]], ...] = (  # (algorithm, d
 
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     for i, (algorithm, devices, options) in enumerate(CASES[:1] if arguments.quick else CASES):
-        own = ["--case", str(i), "--images", str(arguments.images)]
+        own = ["--case", str(i), "--images", str(arguments.images), *["--no-ynnpack"] * arguments.no_ynnpack]
         found = measure.own_process(__file__, own, arguments)
         what = ", ".join([algorithm.name, f"{devices} devices", *(f"{k}={v}" for k, v in options.items())])
         used = found["arrays"] + found["growth"]
@@ -58,6 +62,8 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
 def one(arguments: argparse.Namespace) -> dict[str, int]:
     """Returns the planned and the used bytes of all devices."""
     algorithm, devices, options = CASES[arguments.case]
+    if arguments.no_ynnpack:
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
     fd.use_cpu_devices(devices)
     workload = Workload("lenet5", equal_sizes(3400, arguments.images), 3400)
     sim = measure.simulation(tiny(workload) if arguments.quick else workload, algorithm=algorithm, **options)
@@ -86,9 +92,10 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("--case", type=int, help="internal: measure only this case, and print the measurements")
     parser.add_argument("--images", type=int, default=20, help="images of a client; 20 are one step (default: 20)")
+    parser.add_argument("--no-ynnpack", action="store_true", help="without YNNPACK, see above")
     arguments = parser.parse_args()
     if arguments.case is None:
-        measure.save("plan_memory", rows(arguments), arguments)
+        measure.save("plan_memory" + "_no_ynnpack" * arguments.no_ynnpack, rows(arguments), arguments)
     else:
         print(json.dumps(one(arguments)))
 

@@ -7,7 +7,7 @@ CNN) as long.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,10 @@ def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
     With JAX's own rule, a training step of LeNet-5 takes a third longer.
     """
+    if axes == (
+        0,
+    ):  # as a reduction, XLA would pass it to YNNPACK, and a round of LeNet-5 would take 1.2 times as long
+        return reduce(jnp.maximum, jnp.unstack(x))
     return x.max(axes)
 
 
