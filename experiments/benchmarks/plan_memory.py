@@ -10,10 +10,10 @@ a first round, the process measures
 
 The sum is compared with the plan. The memory of Python, XLA and the compiler is in neither of them.
 
-With two devices, the process grows by more than planned: by 40 MiB with one step per client, and by 180 MiB with five
-(--images 100). The reason is in XLA's runtime for CPUs. It passes small products and reductions to YNNPACK, which offers
-a part of each of them to other threads. All threads are busy with the devices' programs, so these offers (about 11 kB
-per step of LeNet-5) stay in a queue until the round ends. With --no-ynnpack, XLA computes them itself.
+With two devices, the process grows by more than planned: by 40 MiB with one step per client, and by 180 MiB with
+five (--images 100). The reason is in XLA's runtime for CPUs. It passes small products and reductions to YNNPACK,
+which offers a part of each of them to other threads. All threads are busy with the devices' programs, so these offers
+(about 11 kB per step of LeNet-5) stay in a queue until the round ends. With --no-ynnpack, XLA computes them itself.
 """
 
 from __future__ import annotations
