@@ -23,7 +23,7 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, poo
     """The implementation of `conv.conv` that is fastest on one core."""
     h, w, C, F = kernel.shape
     x = windows.pad(x, (h, w), stride, padding, 0.0)
-    if pool == 2 and stride == 1 and F < 16:
+    if pool == 2 and stride == 1 and F <= 16:
         return _four_windows(x, kernel)
     # XLA's convolution is only fast with more than 16 channels and in float32. A 1x1 kernel needs no patches.
     if stride > 1 or max(C, F) <= 16 or h * w == 1 or x.dtype != jnp.float32:
