@@ -45,17 +45,21 @@ def test_it_runs_and_resumes_and_writes_a_page(tiny, monkeypatch) -> None:
     assert [one["setting"]["lr"] for one in result["tried"]] == [
         one["setting"]["lr"] for one in runner.read(runner.file_of(tiny, NAME, "FedAvg"))["tried"]
     ]
+    assert not runner.is_complete(result | {"runs": result["runs"][:2] * 2})  # other seeds than those wanted
     file.write_text(json.dumps(result | {"runs": result["runs"][:2]}))  # as after a kill
     monkeypatch.setattr(runner, "tune", None)
     runner.run(NAME, "FedProx", tiny, False, said.append)
     again = runner.read(file)["runs"][2]
     assert again["series"] == result["runs"][2]["series"] and again["clients"] == result["runs"][2]["clients"]
 
+    lost = runner.read(file_of := runner.file_of(tiny, NAME, "FedAvgM"))  # as if its last run had diverged
+    lost["runs"][2]["series"]["loss"][-1] = None
+    file_of.write_text(json.dumps(lost))
     report.write(tiny)
     page = (tiny / "README.md").read_text()
     accuracies = [100 * np.mean(one["series"]["accuracy"][-report.LAST :]) for one in result["runs"]]
     (line,) = [line for line in page.splitlines() if line.startswith("| FedProx")]
-    assert line.startswith(f"| FedProx | {np.mean(accuracies):.2f} ± ")
+    assert line.startswith(f"| FedProx | {np.mean(accuracies):.2f} ± ") and page.count("(1 of 3 diverged)") == 1
     assert (tiny / "ranks.png").stat().st_size > 1000 and "4 of 4 combinations" in page
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,15 +36,23 @@ TEXT = f"""\
   {runner.VALIDATION:.0%} of each client's training examples, which are held out. The test set chooses nothing.
 - **Runs.** The best setting is trained on all training examples for {entrants.ROUNDS} rounds, with five seeds on two
   partitions. Accuracies are means of the last {LAST} evaluations, ± is the half width of the 95 % t interval over the
-  five runs. "vs FedAvg" is the mean difference between runs with the same seed and partition. It is bold if it is
-  significant after Holm's correction for all algorithms of the table.
+  five runs. A run has diverged if its model is no longer finite. Its accuracy counts as 0. "vs FedAvg" is the mean
+  difference between runs with the same seed and partition. It is bold if it is significant after Holm's correction for
+  all algorithms of the table.
 - **Costs.** CPU seconds and megabytes are those until the target accuracy is reached, if all runs reach it. CPU seconds
-  are those of all cores, without compilation. Megabytes are what all clients of the rounds receive and send.
+  are those of all cores, without compilation. Compare them only within a table, because the machines differ (MNIST
+  with Dirichlet 0.1: AMD EPYC; all others: Intel Xeon). Megabytes are what all clients of the rounds receive and send.
 - **Own models.** The last two columns are accuracies on each client's own test examples: the mean over the clients, and
   the mean of the worst 10 %. Algorithms with personal models are scored with them, all others after one epoch of
-  fine-tuning. Their global model is not comparable, so they have no rank.
+  fine-tuning with their tuned learning rate and plain SGD. This rate is too large for a few algorithms whose local
+  steps are not plain SGD (FedCM, MoFedSAM). The global models of algorithms with personal models are not comparable,
+  so they have no rank.
 - FedGVR and FedGVRGM read the accuracy on the test set during training. In the final runs, they have an advantage that
   the others do not have.
+"""
+RANKS = """\
+The rank of an algorithm is that of its accuracy, averaged over federations and partitions. Algorithms whose mean ranks
+differ by less than the critical difference (Nemenyi, 5 %) are not significantly different.
 """
 
 
@@ -52,6 +61,7 @@ class Row(NamedTuple):
 
     name: str
     accuracy: np.ndarray  # [runs], in percent
+    diverged: int  # the number of runs that ended with parameters that are not finite
     to_target: np.ndarray  # [runs], rounds; inf if the target is not reached
     seconds: float  # CPU seconds per round
     megabytes: float  # per round
@@ -72,7 +82,7 @@ def write(output: Path) -> None:
         for federation in FEDERATIONS
     }
     done = sum(map(len, results.values()))
-    parts = [TEXT, f"{done} of {len(ENTRANTS) * len(FEDERATIONS)} combinations have been run.\n"]
+    parts = [wrapped(TEXT), f"{done} of {len(ENTRANTS) * len(FEDERATIONS)} combinations have been run.\n"]
     conclusions = output / "conclusions.md"
     if conclusions.exists():
         parts.append("## What it says\n\n" + conclusions.read_text())
@@ -81,13 +91,22 @@ def write(output: Path) -> None:
     if len(ranked) > 2:
         picture(ranked, len(blocks(tables, list(ranked)))).savefig(output / "ranks.png", dpi=110)
         parts.append(
-            "## Mean ranks\n\n![Mean rank of each algorithm, and the critical difference](ranks.png)\n\nThe rank of an "
-            "algorithm is that of its accuracy, averaged over federations and partitions. Algorithms whose mean ranks "
-            "differ by less than the critical difference (Nemenyi, 5 %) are not significantly different.\n"
+            "## Mean ranks\n\n![Mean rank of each algorithm, and the critical difference](ranks.png)\n\n"
+            + wrapped(RANKS)
         )
     parts += [table(federation, rows) for federation, rows in tables.items() if rows]
     output.mkdir(parents=True, exist_ok=True)
     (output / "README.md").write_text("\n".join(parts))
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs and list items in lines of at most 100 characters."""
+    items = re.split(r"(\n\n|\n(?=- ))", text.strip())  # every second one is a separator
+    items[::2] = [
+        textwrap.fill(" ".join(item.split()), 100, subsequent_indent="  " * item.startswith("- "))
+        for item in items[::2]
+    ]
+    return "".join(items) + "\n"
 
 
 def row(federation: str, name: str, result: Mapping[str, Any]) -> Row:
@@ -107,6 +126,7 @@ def row(federation: str, name: str, result: Mapping[str, Any]) -> Row:
     return Row(
         name,
         100 * np.array([np.mean(curve[-LAST:]) for curve in curves]),
+        sum(run["series"]["loss"][-1] is None for run in runs),
         np.array(reached),
         float(np.mean([run["cpu_seconds_per_round"] for run in runs])),
         entrants.COHORT * bytes_of_model * (entrant.down + entrant.up) / 1e6,
@@ -138,7 +158,8 @@ def table(federation: str, rows: Sequence[Row]) -> str:
         setting = ", ".join(f"{key}={value:g}" for key, value in one.setting.items())
         cells = [
             one.name,
-            f"{one.accuracy.mean():.2f} ± {half_width(one.accuracy):.2f}",
+            f"{one.accuracy.mean():.2f} ± {half_width(one.accuracy):.2f}"
+            + f" ({one.diverged} of {len(one.accuracy)} diverged)" * (one.diverged > 0),
             f"**{gap}**" if significant.get(one.name) else gap,
             *costs,
             *(f"{values.mean():.1f}" for values in (one.worst, one.own, one.own_worst)),

@@ -39,7 +39,9 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def is_complete(result: dict[str, Any]) -> bool:
-    return len(result.get("runs", [])) == sum(map(len, entrants.SEEDS))
+    """Whether a result has the runs of all seeds on all partitions, in this order, and no others."""
+    wanted = [(partition, seed) for partition, seeds in enumerate(entrants.SEEDS) for seed in seeds]
+    return [(run["partition"], run["seed"]) for run in result.get("runs", [])] == wanted
 
 
 def run(federation: str, name: str, output: Path, progress: bool | None, say: Say) -> None:
