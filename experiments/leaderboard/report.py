@@ -45,8 +45,8 @@ TEXT = f"""\
 - **Own models.** The last two columns are accuracies on each client's own test examples: the mean over the clients, and
   the mean of the worst 10 %. Algorithms with personal models are scored with them, all others after one epoch of
   fine-tuning with their tuned learning rate and plain SGD. This rate is too large for a few algorithms whose local
-  steps are not plain SGD (FedCM, MoFedSAM). The global models of algorithms with personal models are not comparable,
-  so they have no rank.
+  steps are not plain SGD of all parameters (FedCM, MoFedSAM, FedBABU). The global models of algorithms with personal
+  models are not comparable, so they have no rank.
 - FedGVR and FedGVRGM read the accuracy on the test set during training. In the final runs, they have an advantage that
   the others do not have.
 """
