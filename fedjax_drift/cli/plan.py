@@ -91,16 +91,21 @@ def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
     """Prints one plan after another, and at the end one line for each if there are several."""
     lines = []
     for (name, topology), sim in simulations.items():
-        needed, there, fits = "-", "-", "no"
+        lanes, cycles, needed, there, fits = "-", "-", "-", "-", "no"
         try:
             plan = sim.plan()
         except TooLargeError as error:  # other devices may have more memory
             text = textwrap.fill(str(error), 100)
         else:
             text, fits = str(plan), "yes" if plan.fits else "no"
+            lanes, cycles = str(plan.lanes), f"{plan.cycles * plan.steps:.2e}" if plan.cycles else "-"
             needed, there = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
         print(f"{name} on {topology}\n{textwrap.indent(text, '  ')}\n", flush=True)
-        lines.append(f"{topology:12}{name:30}{needed:>10}{there:>10}  {fits}")
+        lines.append(f"{topology:12}{name:24}{lanes:>5}{cycles:>16}{needed:>12}{there:>5}  {fits}")
     if len(lines) > 1:
-        print("\n".join([f"{'devices':12}{'algorithm':30}{'GiB needed':>10}{'of':>10}  fits", *lines]))
+        print(
+            "\n".join(
+                [f"{'devices':12}{'algorithm':24}lanes{'cycles a round':>16}{'GiB needed':>12}   of  fits", *lines]
+            )
+        )
     return 0
