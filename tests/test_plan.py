@@ -130,7 +130,8 @@ def test_the_command_line_prints_a_plan_for_each_slice_and_algorithm(monkeypatch
     assert cli.main([*COMMAND, *algorithms, "--topology", "1,2"]) == 0
     printed = capsys.readouterr().out
     assert [f"{name} on {n}\n" in printed for name in ("fedavg", "scaffold") for n in (1, 2)] == [True] * 4
-    assert printed.splitlines()[-5].split() == ["devices", "algorithm", "GiB", "needed", "of", "fits"]
+    headings = ["devices", "algorithm", "lanes", "cycles a round", "GiB needed", "of", "fits"]
+    assert printed.splitlines()[-5].split() == " ".join(headings).split()
     assert [line.split()[:2] for line in printed.splitlines()[-4:]] == [
         ["1", "fedavg"], ["1", "scaffold"], ["2", "fedavg"], ["2", "scaffold"]
     ]  # fmt: skip
@@ -153,7 +154,7 @@ def test_devices_with_too_little_memory_do_not_stop_the_other_plans(monkeypatch,
         "a round with lanes=1 does not fit in the memory of 2 x cpu (34.28G exceed 15.75G.): use more devices"
         in printed
     )
-    assert "1 fedavg - - no 2 fedavg - - no" in printed
+    assert "1 fedavg - - - - no 2 fedavg - - - - no" in printed
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,17 @@ def test_the_estimated_memory_of_a_lane_matches_the_compiled_step(network, monke
     lane = lanes.lane_of(model, lambda x: x, np.zeros((1, 28, 28, 1)), np.zeros(1, int), B, "gpu")
     assert lane.parameters == tree.nbytes(jax.eval_shape(model.init, jax.random.key(0)))
     assert each / 2 < lane.total < 2 * each
+
+
+@pytest.mark.parametrize("network", ["lenet5", "mnist_cnn", "cifar_cnn"])
+def test_a_model_in_bfloat16_gets_the_lanes_of_float32(network) -> None:
+    """The forward pass casts the parameters. The estimate of the activations is not smaller for that."""
+    model = getattr(fd.models, network)()
+    x = np.zeros((1, 32, 32, 3) if network == "cifar_cnn" else (1, 28, 28, 1))
+    single, half = (
+        lanes.lane_of(m, lambda x: x, x, np.zeros(1, int), 20, "tpu") for m in (model, model.computing_in(jnp.bfloat16))
+    )
+    assert half == single and half.activations > 0
 
 
 def test_the_automatic_number_of_lanes() -> None:

@@ -22,7 +22,10 @@ ON_CHIP = 16 * 2**20
 
 
 class Lane(NamedTuple):
-    """The memory that one client needs while it trains. In bytes, without the padding of tiles."""
+    """The memory that one client needs while it trains. In bytes, without the padding of tiles.
+
+    Numbers in bfloat16 count as float32. The compilers for TPUs find the same number of lanes best for both.
+    """
 
     platform: str  # of the devices: "cpu", "tpu" or "gpu"
     parameters: int
@@ -52,8 +55,8 @@ def lane_of(model: Model, decode: Callable[[jax.Array], jax.Array], x: Any, y: A
     params = jax.eval_shape(model.init, jax.random.key(0))
     batch = [jax.ShapeDtypeStruct((B, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in (x, y)]
     forward = jax.make_jaxpr(lambda params, x, y: model.loss(model.apply(params, decode(x)), y))(params, *batch)
-    shared = nbytes([frozen.shapes for frozen in hyper.frozen(model)])
-    return Lane(platform, nbytes(params), max(0, sum(_products(forward.jaxpr, platform)) - nbytes(params) - shared))
+    weights = _size(jax.tree.leaves([params, *(frozen.shapes for frozen in hyper.frozen(model))]))
+    return Lane(platform, nbytes(params), max(0, sum(_products(forward.jaxpr, platform)) - weights))
 
 
 def _products(jaxpr: Jaxpr, platform: str, constants: Sequence[Any] = ()) -> Iterator[int]:
@@ -66,13 +69,16 @@ def _products(jaxpr: Jaxpr, platform: str, constants: Sequence[Any] = ()) -> Ite
         inner = _inner(equation, platform)
         if inner is not None:
             shared = inner.invars[: scan_counts(equation)[0]] if equation.primitive.name == "scan" else []
-            yield equation.params.get("length", 1) * sum(_products(inner, platform, shared)) + _size(shared)
+            constant = _size([variable.aval for variable in shared])
+            yield equation.params.get("length", 1) * sum(_products(inner, platform, shared)) + constant
         elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            yield _size([v for v in (*equation.invars, *equation.outvars) if not any(v is c for c in constants)])
+            variables = (*equation.invars, *equation.outvars)
+            yield _size([v.aval for v in variables if not any(v is c for c in constants)])
 
 
-def _size(variables: Sequence[Any]) -> int:
-    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
+def _size(arrays: Sequence[Any]) -> int:
+    """In bytes, with at least four bytes a number."""
+    return sum(math.prod(array.shape) * max(4, array.dtype.itemsize) for array in arrays)
 
 
 def _inner(equation: JaxprEqn, platform: str) -> Jaxpr | None:
