@@ -128,6 +128,33 @@ def test_every_form_of_conv_matches_lax_conv_and_flax_pooling(channels, filters,
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * float(jnp.abs(theirs).max()))
 
 
+@pytest.mark.parametrize(("stride", "padding"), [(1, "VALID"), (2, "SAME")])
+def test_every_form_of_conv_of_a_sequence_matches_a_one_dimensional_convolution(stride, padding, form) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 4, 11, 3)), jnp.float32)  # two clients, four sequences of length 11
+    kernels = jnp.asarray(rng.normal(size=(2, 4, 3, 5)), jnp.float32)
+
+    def own(x, kernel):
+        y = layers.conv(x.transpose(2, 1, 0)[:, :, None], kernel[:, None], stride, padding)
+        return y[:, :, 0].transpose(2, 1, 0)
+
+    def reference(x, kernel):
+        axes = ("NHC", "HIO", "NHC")
+        return lax.conv_general_dilated(x, kernel, (stride,), padding, dimension_numbers=axes, precision="highest")
+
+    def value_and_grads(conv):
+        def summed(x, kernels):
+            each = jax.vmap(conv)(x, kernels)
+            return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
+
+        return jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True))(x, kernels)
+
+    for ours, theirs in zip(
+        jax.tree.leaves(value_and_grads(own)), jax.tree.leaves(value_and_grads(reference)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("filters", [3, 20])
 def test_equal_maxima_share_the_gradient_of_pooling(filters) -> None:
     kernel = jnp.ones((1, 1, 1, filters))

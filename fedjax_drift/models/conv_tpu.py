@@ -22,6 +22,10 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, poo
     """
     # The convolution itself pads. A padded copy of the images would be an operation of its own.
     around = windows.amounts(x, (kernel.shape[0], kernel.shape[1]), stride, padding)
+    if x.shape[2] == kernel.shape[1] == pool == 1 and around[1] == (0, 0):  # XLA is faster without the axis of size 1
+        axes = ("CHN", "HIO", "CHN")
+        out = lax.conv_general_dilated(x[:, :, 0], kernel[:, 0], (stride,), around[:1], dimension_numbers=axes)
+        return out[:, :, None]
     out = lax.conv_general_dilated(x, kernel, (stride, stride), around, dimension_numbers=("CHWN", "HWIO", "CHWN"))
     if pool == 1:
         return out
