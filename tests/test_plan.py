@@ -245,30 +245,42 @@ def test_the_estimated_memory_of_a_lane_matches_the_compiled_step(network, monke
         return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
     each = (needed(6) - needed(2)) / 4
-    lane = lanes.lane_of(model, lambda x: x, np.zeros((1, 28, 28, 1)), np.zeros(1, int), B, "gpu")
+    lane = lane_of(model, np.zeros((1, 28, 28, 1)), B, "gpu")
     assert lane.parameters == tree.nbytes(jax.eval_shape(model.init, jax.random.key(0)))
     assert each / 2 < lane.total < 2 * each
 
 
-@pytest.mark.parametrize("network", ["lenet5", "mnist_cnn", "cifar_cnn"])
-def test_a_model_in_bfloat16_gets_the_lanes_of_float32(network) -> None:
-    """The forward pass casts the parameters. The estimate of the activations is not smaller for that."""
-    model = getattr(fd.models, network)()
-    x = np.zeros((1, 32, 32, 3) if network == "cifar_cnn" else (1, 28, 28, 1))
-    single, half = (
-        lanes.lane_of(m, lambda x: x, x, np.zeros(1, int), 20, "tpu") for m in (model, model.computing_in(jnp.bfloat16))
-    )
-    assert half == single and half.activations > 0
+def lane_of(model: fd.Model, x: np.ndarray, B: int = 20, platform: str = "tpu") -> lanes.Lane:
+    return lanes.lane_of(model, lambda x: x, x, np.zeros(1, int), B, platform)
+
+
+def test_a_lane_in_bfloat16_has_half_of_the_activations() -> None:
+    """The forward pass casts the parameters. They do not count as activations, in neither dtype."""
+    model, x = fd.models.lenet5(), np.zeros((1, 28, 28, 1))
+    single, half = lane_of(model, x), lane_of(model.computing_in(jnp.bfloat16), x)
+    assert half.parameters == single.parameters
+    assert (half.activations, half.convolved) == (single.activations // 2, single.convolved // 2)
+    assert 0 < single.convolved < single.activations
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_the_table_of_an_embedding_does_not_change_the_activations_of_a_lane(low_rank) -> None:
+    def lane(vocabulary: int) -> lanes.Lane:
+        model = fd.models.encoder(vocabulary=vocabulary, length=8, width=16)
+        return lane_of(fd.models.lora(model, rank=2) if low_rank else model, np.zeros((1, 8), int))
+
+    small, large = lane(10), lane(1000)
+    assert small.activations == large.activations > 0 == small.convolved
 
 
 def test_the_automatic_number_of_lanes() -> None:
-    def fastest(most, memory=2.0**34, platform="gpu", parameters=2**20, activations=2**20) -> int:
-        return lanes.fastest(most, memory, lanes.Lane(platform, parameters, activations))
+    def fastest(most, memory=2.0**34, platform="gpu", parameters=2**20, convolved=2**20) -> int:
+        return lanes.fastest(most, memory, lanes.Lane(platform, parameters, convolved, convolved))
 
     assert [fastest(most) for most in (1, 10, 100, 200, 3400)] == [1, 10, 25, 50, 128]
     assert fastest(3400, parameters=2**26) == 31  # half of 16 GiB, with 257 MiB per lane
     assert fastest(3400, memory=2.0**20) == 1 and fastest(3400, memory=float("inf")) == 128
-    assert [fastest(3400, platform="tpu", activations=n) for n in (0, 2**10, 2**20, 3 * 2**20, 2**26)] == [
+    assert [fastest(3400, platform="tpu", convolved=n) for n in (0, 2**10, 2**20, 3 * 2**20, 2**26)] == [
         128, 128, 16, 4, 1
     ]  # fmt: skip
     assert fastest(3, platform="tpu") == 3
@@ -277,7 +289,7 @@ def test_the_automatic_number_of_lanes() -> None:
 def test_the_number_of_lanes_on_an_accelerator_depends_on_the_model(monkeypatch) -> None:
     monkeypatch.setattr(placement, "memory_of", lambda mesh: 2.0**30)
     mesh = SimpleNamespace(shape={"clients": 1}, devices=np.array([SimpleNamespace(platform="tpu")]))
-    lane = lanes.Lane("tpu", 10, 2**22)
+    lane = lanes.Lane("tpu", 10, 2**22, 2**22)
     assert placement.Placement().lanes_for(100, mesh, lambda platform: lane) == 4
     assert placement.Placement(lanes=64).lanes_for(100, mesh, None) == 64
 

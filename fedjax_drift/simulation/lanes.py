@@ -7,31 +7,32 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from fedjax_drift.models.low_rank import scan_counts
-from fedjax_drift.simulation import hyper
 from fedjax_drift.tree import nbytes
 from fedjax_drift.types import Model
 
 COPIES = 4  # of the parameters in a lane: the local model, its gradient, its momentum and the message
-# Bytes of activations. With many more of them, XLA's compiler for a TPU v5e moves the intermediate results of a step to
-# the memory outside of the chip, and a step of LeNet-5, EMNIST CNN or MNIST CNN takes twice as many cycles per example.
-# This is a rule of thumb: BUILD_NOTES.md has the estimates. The compilers for other TPUs were not asked.
+PRODUCTS = ("dot_general", "conv_general_dilated")  # the operations whose factors and results a lane keeps
+# Bytes that convolutions read and write. With many more of them, XLA's compiler for a TPU v5e moves them to the memory
+# outside of the chip, and a step of LeNet-5, EMNIST CNN or MNIST CNN takes twice as many cycles per example. Networks
+# without convolutions get faster with more lanes. This is a rule of thumb: BUILD_NOTES.md has the estimates. The
+# compilers for other TPUs were not asked.
 ON_CHIP = 16 * 2**20
 
 
 class Lane(NamedTuple):
-    """The memory that one client needs while it trains. In bytes, without the padding of tiles.
-
-    Numbers in bfloat16 count as float32. The compilers for TPUs find the same number of lanes best for both.
-    """
+    """The memory that one client needs while it trains. In bytes, without the padding of tiles."""
 
     platform: str  # of the devices: "cpu", "tpu" or "gpu"
     parameters: int
     activations: int
     """The factors and results of all matrix products and convolutions of a forward pass on one batch. The backward
     pass needs them again. XLA stores little else."""
+
+    convolved: int
+    """The part of the activations that convolutions read and write."""
 
     @property
     def total(self) -> int:
@@ -44,7 +45,7 @@ def fastest(most: int, memory: float, lane: Lane) -> int:
     most: the clients that one device trains in a round. memory: that of one device, in bytes.
     """
     if lane.platform == "tpu":
-        lanes = 2 ** min(7, int(math.log2(max(1.0, ON_CHIP / max(1, lane.activations)))))
+        lanes = 2 ** min(7, int(math.log2(max(1.0, ON_CHIP / max(1, lane.convolved)))))
     else:  # with more lanes, rounds were slower on an H200, because lanes wait for the client with the most steps
         lanes = max(16, min(128, most // 4))
     return max(1, int(min(most, lanes, memory / 2 / lane.total)))
@@ -54,31 +55,46 @@ def lane_of(model: Model, decode: Callable[[jax.Array], jax.Array], x: Any, y: A
     """Returns what a lane needs for a step on B of the examples x, y. Nothing is computed."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     batch = [jax.ShapeDtypeStruct((B, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in (x, y)]
-    forward = jax.make_jaxpr(lambda params, x, y: model.loss(model.apply(params, decode(x)), y))(params, *batch)
-    weights = _size(jax.tree.leaves([params, *(frozen.shapes for frozen in hyper.frozen(model))]))
-    return Lane(platform, nbytes(params), max(0, sum(_products(forward.jaxpr, platform)) - weights))
+    forward = jax.make_jaxpr(lambda params, x, y: model.loss(model.apply(params, decode(x)), y))(params, *batch).jaxpr
+    activations, convolved = (sum(_kept(forward, platform, of, forward.invars[-2:])) for of in (PRODUCTS, PRODUCTS[1:]))
+    return Lane(platform, nbytes(params), activations, convolved)
 
 
-def _products(jaxpr: Jaxpr, platform: str, constants: Sequence[Any] = ()) -> Iterator[int]:
-    """The bytes of the factors and results of all products in a program, also of those inside of its loops.
+def _kept(
+    jaxpr: Jaxpr, platform: str, operations: Sequence[str], inputs: Sequence[Var], constants: Sequence[Var] = ()
+) -> Iterator[int]:
+    """The bytes of the factors and results of the operations in a program, also of those inside of its loops.
 
+    Only values that depend on the examples count. All others are parameters, or were computed from parameters alone.
+
+    operations: names of JAX's primitives.
+    inputs: the program's inputs that depend on the examples.
     constants: variables that do not count, because they are the same in every iteration of a `lax.scan` around this
       program. A `lax.while_loop` counts with one iteration.
     """
+    depending = set(inputs)
+
+    def counted(variables: Sequence[Any]) -> list[Var]:
+        return [v for v in variables if isinstance(v, Var) and v in depending]
+
     for equation in jaxpr.eqns:
+        if not counted(equation.invars):
+            continue
+        depending.update(equation.outvars)
         inner = _inner(equation, platform)
         if inner is not None:
-            shared = inner.invars[: scan_counts(equation)[0]] if equation.primitive.name == "scan" else []
-            constant = _size([variable.aval for variable in shared])
-            yield equation.params.get("length", 1) * sum(_products(inner, platform, shared)) + constant
-        elif equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            variables = (*equation.invars, *equation.outvars)
-            yield _size([v.aval for v in variables if not any(v is c for c in constants)])
+            consts, carried = scan_counts(equation) if equation.primitive.name == "scan" else (0, 0)
+            outer = equation.invars[-len(inner.invars) :]
+            inside = [v for v, w in zip(inner.invars, outer, strict=True) if counted([w])]
+            inside += inner.invars[consts : consts + carried]  # an iteration gets what the one before computed
+            each = sum(_kept(inner, platform, operations, inside, inner.invars[:consts]))
+            yield equation.params.get("length", 1) * each + (_size(counted(outer[:consts])) if each else 0)
+        elif equation.primitive.name in operations:
+            yield _size([v for v in counted([*equation.invars, *equation.outvars]) if v not in constants])
 
 
-def _size(arrays: Sequence[Any]) -> int:
-    """In bytes, with at least four bytes a number."""
-    return sum(math.prod(array.shape) * max(4, array.dtype.itemsize) for array in arrays)
+def _size(variables: Sequence[Any]) -> int:
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)
 
 
 def _inner(equation: JaxprEqn, platform: str) -> Jaxpr | None:
