@@ -626,6 +626,12 @@ def test_algorithms_of_users_are_checked(data) -> None:
             probing()._replace(report=lambda *_: {"gain": jnp.ones(2)}),
             r"probe: gain must be a scalar, got float32\[2",
         ),
+        (probing(metrics=jnp.ones(())), r'probe: metrics must be a dict of scalars such as {"gain": 0.5}, got Array'),
+        (probing(metrics={3: 0.5}), r"probe: metrics must be a dict of scalars .*, got \{3: 0.5\}"),
+        (
+            probing()._replace(report=lambda *_: 0.5),
+            "the result of report must be a dict of scalars .*, got 0.5",
+        ),
         (probing()._replace(requires=("sgdd",)), "Algorithm.requires must be one of .*: did you mean 'sgd'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift import checks
+from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.running_statistics import fine_tuned
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.errors import ConfigurationError
@@ -123,8 +123,11 @@ def personal_scores(
     B = min(eval_batch_size, len(tests.x))
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        model_of = engine.algorithm and engine.algorithm.personal
-        theta = model_of(shared.server, state) if model_of else shared.server.params
+        theta, algorithm = shared.server.params, engine.algorithm
+        if algorithm is not None and algorithm.personal is not None:
+            theta = algorithm.personal(shared.server, state)
+            what = f"{algorithm.name}: a personal model must have the structure and the shapes of the parameters"
+            tree.check_layout(theta, shared.server.params, what, dtypes=False)
         if fine_tune:
             theta = fine_tuned(client_work(engine, shared, client, longest), theta)
         (x, y, offset, size), first = shared.extra

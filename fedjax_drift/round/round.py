@@ -108,7 +108,8 @@ def round_fn(
     info = with_metrics(engine, info, jax.tree.map(of_cohort, metrics))
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
-        info = with_metrics(engine, info, scalars(algorithm, dict(algorithm.report(state.server, mean, context))))
+        reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
+        info = with_metrics(engine, info, reported)
     return ServerState(state.round + 1, state.key, server, clients), info
 
 
@@ -118,10 +119,11 @@ def finished(engine: Engine, server: Any, today: Plan, answered: jax.Array, clie
     answered: bool [D, G, L], whether a client is aggregated.
     """
     finish, none = engine.algorithm.finish, jnp.zeros(0)
+    what = f"{engine.algorithm.name}: a client's finished state"
     assert finish is not None
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        return (), (), tree.cast_like(finish(shared.server, state), state, "a client's finished state")
+        return (), (), tree.cast_like(finish(shared.server, state), state, what)
 
     dealt = jax.tree.map(lambda a, none: jnp.where(answered, a, none), today.dealt, absent(engine))
     engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged

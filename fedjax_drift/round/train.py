@@ -7,7 +7,7 @@ states of the clients. The random numbers of a client depend only on its id and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import tree
+from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import shuffle
@@ -193,21 +193,25 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
             f"{algorithm.name}: client_update must return a ClientResult, got {type(result).__name__}: "
             "return fd.ClientResult(message, weight, state, metrics)"
         )
-    message, metrics = jax.tree.map(jnp.asarray, (result.message, dict(result.metrics)))
-    weight = jnp.asarray(result.weight, shared.lr.dtype)
-    scalars(algorithm, {"the weight": weight} | metrics)
+    metrics = jax.tree.map(jnp.asarray, scalars(algorithm, "metrics", result.metrics))
+    message, weight = jax.tree.map(jnp.asarray, result.message), jnp.asarray(result.weight, shared.lr.dtype)
+    scalars(algorithm, "the weight", {"the weight": weight})
     state = tree.cast_like(result.state, old, f"{algorithm.name}: a client's new state")
     return ClientResult(message, weight, state, metrics)
 
 
-def scalars(algorithm: Algorithm, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values. Raises ConfigurationError if one of them is not a scalar."""
+def scalars(algorithm: Algorithm, what: str, values: Any) -> dict[str, Any]:
+    """Returns the values as a dict. Raises ConfigurationError unless they are a dict of scalars."""
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ConfigurationError(
+            f'{algorithm.name}: {what} must be a dict of scalars such as {{"gain": 0.5}}, got {checks.shown(values)}'
+        )
     for name, value in values.items():
         if shape := jnp.shape(value):
             raise ConfigurationError(
                 f"{algorithm.name}: {name} must be a scalar, got {jnp.result_type(value)}{[*shape]}: take its mean"
             )
-    return values
+    return dict(values)
 
 
 @partitionable
