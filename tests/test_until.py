@@ -68,6 +68,28 @@ def test_the_checkpoint_with_the_best_loss_is_kept(sim, tmp_path) -> None:
     assert until_best[-1]["loss"] == min(record["loss"] for record in history)
 
 
+def test_a_restored_run_ends_where_the_uninterrupted_run_ends(sim, tmp_path) -> None:
+    """The rule is also given the records from before the interruption, which the checkpoints have."""
+
+    def rule(history) -> bool:
+        return len(history) >= 7
+
+    def fails(record) -> None:
+        if record["round"] == 5:
+            raise RuntimeError
+
+    checkpoints, start = fd.Checkpoints(tmp_path), sim.init(jax.random.key(0))
+    uninterrupted, history = sim.run(start, 20, eval_every=1, until=rule)
+    with pytest.raises(RuntimeError):
+        sim.run(start, 20, eval_every=1, until=rule, checkpoints=checkpoints, on_round=fails)
+    state, before = checkpoints.restore(sim)
+    ended, after = sim.run(state, 20 - len(before), eval_every=1, until=rule, checkpoints=checkpoints)
+    assert 0 < len(before) < 7 and [r["loss"] for r in before + after] == [r["loss"] for r in history]
+    jax.tree.map(np.testing.assert_array_equal, ended.params, uninterrupted.params)
+    again, none = sim.run(checkpoints.restore(sim)[0], 13, eval_every=1, until=rule, checkpoints=checkpoints)
+    assert none == [] and int(again.round) == 7  # the rule has already ended this run
+
+
 def test_a_run_that_ended_early_continues_with_more_patience(tmp_path, capsys) -> None:
     folder, data = tmp_path / "run", ["--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--lr", "2"]
     start = ["run", *data, "--rounds", "12", "--algorithm", "fedavg", "--patience", "1", "--output", str(folder)]
@@ -98,6 +120,7 @@ def test_bad_input(sim) -> None:
             sim.run(state, 3, until=until, **{"eval_every": 1} | options)
     for make, message in (
         (lambda: fd.until.reaches(), "reaches needs at least 1 target, got none"),
+        (lambda: fd.until.reaches(accuracy=60), "accuracy must be at most 1, got 60: pass 0.98 for 98 %"),
         (lambda: fd.until.reaches(accuracy="0.9"), "accuracy must be a finite number, got '0.9'"),
         (lambda: fd.until.stalls("loss", 0), "evaluations must be an integer >= 1, got 0"),
     ):

@@ -272,11 +272,9 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
                 else:
                     state, _ = before.pop(name, (None, []))
                     state = sim.init(jax.random.key(args.seed), params) if state is None else state
-                    left = 0 if ended(history) else args.rounds - len(history)
                     state, _ = sim.run(
-                        state, left, args.eval_every, progress=progress, on_round=on_round,
-                        measure_every=config["measure"]["every"], checkpoints=kept,
-                        until=until and (lambda new: until(history)),
+                        state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
+                        measure_every=config["measure"]["every"], checkpoints=kept, until=until,
                     )  # fmt: skip
                     states = {args.seed: state}
                 if not args.per_client or not ended(history):
@@ -397,10 +395,14 @@ def simulate(
                 log({"algorithm": name, **record})
 
             files = [model_file(output, name, seed if several else None) for seed in config["seeds"]]
+            done = len(history) // len(files)
             if ended(history) and all(file.exists() for file in files) and not config["per_client"]:
+                early = done < config["rounds"]
+                why = " by --patience or --stop-at-target: a larger --patience or --target continues it" * early
+                print(f"{name} was ended after {done} rounds{why}" if early else f"{name} has done its {done} rounds")
                 continue
             if not progress:
-                print(f"running {name}: {rounds_to_do(len(history) // len(files), config['rounds'])}", flush=True)
+                print(f"running {name}: {rounds_to_do(done, config['rounds'])}", flush=True)
             try:
                 end = start(name, history, keep)
                 per_client |= {name: end.scores} if end.scores else {}

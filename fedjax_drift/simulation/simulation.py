@@ -36,7 +36,7 @@ from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
-from fedjax_drift.simulation.until import Until, ends
+from fedjax_drift.simulation.until import Until, ends, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
@@ -376,8 +376,9 @@ class Simulation:
             records as a run that was never stopped.
           until: a rule that ends the run early, such as ``fd.until.reaches(accuracy=0.98)`` or
             ``fd.until.stalls("accuracy", evaluations=10)``. ``until(history)`` is called after each evaluation, with
-            the records of this call of `run`. The run ends with this round if it returns True. The best state is kept
-            by ``checkpoints``, and ``checkpoints.restore(sim, "best")`` returns it.
+            the records of this call of `run`, and before them those that ``checkpoints`` has. The run ends with this
+            round if it returns True. If it has returned True for the records of ``checkpoints``, no round is run. The
+            best state is kept by ``checkpoints``, and ``checkpoints.restore(sim, "best")`` returns it.
 
         Returns:
           The last state, and the history: a list with one record per round. A record is a dict with
@@ -433,14 +434,17 @@ class Simulation:
             Bar(rounds, self.algorithm.name, progress if leads(self.mesh) else False) as bar,
             fetching as fetch,
         ):
+            before = [] if savers is None else savers.before[0]
             track = RunTrack(self.executor, state, fetch)
             loop = Loop(
                 [track], 1, self.mesh, schedule, bar, stop, savers,
                 None if on_round is None else lambda run, entry: on_round(entry),
                 lambda run, t, info, entry: complaints(t, info, entry, setup.update_leaves),
-                None if until is None else lambda run, history: ends(until, history),
+                None if until is None else lambda run, history: ends(until, before + history),
             )  # fmt: skip
             (history,) = loop.histories
+            if until is not None and has_ended(until, before):
+                return state, []
             loop.run(t, lambda error: attach_to(error, state=track.state, history=history))
         if loop.terminated or stop.terminated:
             raise SystemExit(143)

@@ -359,6 +359,7 @@ class Savers:
 
     def __init__(self, savers: Sequence[Saver]) -> None:
         self.savers = savers
+        self.before = [saver.history_before for saver in savers]  # the records of each run when `saving` was entered
         self.follows_best = savers[0].checkpoints.best is not None
 
     def due(self, t: int) -> bool:
