@@ -277,13 +277,15 @@ def test_the_automatic_number_of_lanes() -> None:
     def fastest(most, memory=2.0**34, platform="gpu", parameters=2**20, convolved=2**20) -> int:
         return lanes.fastest(most, memory, lanes.Lane(platform, parameters, convolved, convolved))
 
-    assert [fastest(most) for most in (1, 10, 100, 200, 3400)] == [1, 10, 25, 50, 128]
+    assert [fastest(most) for most in (1, 10, 100, 200, 425, 3400)] == [1, 10, 25, 50, 107, 128]
     assert fastest(3400, parameters=2**26) == 31  # half of 16 GiB, with 257 MiB per lane
     assert fastest(3400, memory=2.0**20) == 1 and fastest(3400, memory=float("inf")) == 128
     assert [fastest(3400, platform="tpu", convolved=n) for n in (0, 2**10, 2**20, 3 * 2**20, 2**26)] == [
         128, 128, 16, 4, 1
     ]  # fmt: skip
     assert fastest(3, platform="tpu") == 3
+    # No group has many idle lanes: 5 clients in groups of 3 and 2, not 4 and 1; 20 in two groups of 10, not 16 and 4.
+    assert fastest(5, platform="tpu", convolved=3 * 2**20) == 3 and fastest(20) == 10
 
 
 def test_the_number_of_lanes_on_an_accelerator_depends_on_the_model(monkeypatch) -> None:

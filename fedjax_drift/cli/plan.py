@@ -26,7 +26,7 @@ examples:
   fedjax-drift plan --topology v5e:4x4 --dataset dialogue:length=512 \\
       --clients 1000 --rows-per-client 64 --cohort 64 --algorithm scaffold \\
       --model decoder:vocabulary=32000,length=512,width=2048,depth=18,heads=16,remat=true \\
-      --train lora:rank=8 --bfloat16 --batch 4 --devices-per-client 4
+      --train lora:rank=8 --bfloat16 --batch-size 4 --devices-per-client 4
 """
 DIGITS, PHOTOS = ("mnist", "fashion_mnist", "emnist", "femnist", "glyphs"), ("cifar10", "cifar100", "cinic10")
 SHAPES = dict.fromkeys(DIGITS, (28, 28, 1)) | dict.fromkeys(PHOTOS, (32, 32, 3)) | {"tiny_imagenet": (64, 64, 3)}
@@ -57,6 +57,7 @@ def plan_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], 
     if args.topology is None:
         raise ConfigurationError("fedjax-drift plan needs --topology, got none: add --topology v5e:4x4, for example")
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine is not needed, and stays free
+    jax.config.update("jax_enable_compilation_cache", False)  # JAX cannot load programs for devices that are not here
     meshes = {name: fd.described_mesh(name) for name in args.topology.split(",")}
     data = load_data(args) if args.rows_per_client is None else _shapes(args)
     simulations = {

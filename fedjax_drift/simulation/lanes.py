@@ -47,8 +47,11 @@ def fastest(most: int, memory: float, lane: Lane) -> int:
     if lane.platform == "tpu":
         lanes = 2 ** min(7, int(math.log2(max(1.0, ON_CHIP / max(1, lane.convolved)))))
     else:  # with more lanes, rounds were slower on an H200, because lanes wait for the client with the most steps
-        lanes = max(16, min(128, most // 4))
-    return max(1, int(min(most, lanes, memory / 2 / lane.total)))
+        lanes = max(16, min(128, -(-most // 4)))
+    lanes = max(1, int(min(most, lanes, memory / 2 / lane.total)))
+    groups = -(-most // lanes)
+    # Of 5 clients in groups of 4, the second group would have 3 idle lanes. 3 lanes do the same number of steps.
+    return lanes if lanes * groups <= 1.1 * most else -(-most // groups)
 
 
 def lane_of(model: Model, decode: Callable[[jax.Array], jax.Array], x: Any, y: Any, B: int, platform: str) -> Lane:

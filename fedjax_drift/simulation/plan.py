@@ -34,8 +34,10 @@ class Plan(NamedTuple):
     """The devices, for example "16 x TPU v5 lite on 4 hosts"."""
     lanes: int
     """L, the number of clients that one device trains side by side."""
+    clients: int
+    """The number of clients that one device trains in a round. More lanes have no use."""
     most_lanes: int
-    """The number of lanes that fit if the temporary memory grows in proportion to L."""
+    """The number of lanes that fit if the temporary memory grows in proportion to L, at most ``clients``."""
     examples: int
     """The examples of the clients, and their sizes."""
     client_states: int
@@ -71,11 +73,16 @@ class Plan(NamedTuple):
         """Whether a round fits in the memory of a device."""
         return self.total <= self.memory
 
+    def _most(self) -> str:
+        if self.most_lanes < self.clients:
+            return f"about {self.most_lanes} fit"
+        return f"all {self.clients} clients of a device in a round would fit"
+
     def __str__(self) -> str:
         of = "" if math.isinf(self.memory) else f" of {self.memory / GIB:.1f} GiB"
         rows = {
             "devices": self.devices,
-            "lanes": f"{self.lanes}; about {self.most_lanes} fit",
+            "lanes": f"{self.lanes}; {self._most()}",
             "examples": _gib(self.examples),
             "client states": _gib(self.client_states),
             **({"frozen parameters": _gib(self.frozen)} if self.frozen else {}),
@@ -95,7 +102,7 @@ class Plan(NamedTuple):
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.3f} GiB" if size >= GIB / 1000 else f"{size / 2**20:.3f} MiB"
+    return f"{size / GIB:.3f} GiB" if size >= GIB / 10 else f"{size / 2**20:.3f} MiB"
 
 
 def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
@@ -127,6 +134,7 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
     return Plan(
         devices=_devices(setup),
         lanes=lanes,
+        clients=per_device,
         most_lanes=max(0, int(min(per_device, lanes * left / max(1, memory.temp_size_in_bytes)))),
         examples=_bytes_on_one_device(setup.arrays.rows),
         client_states=_bytes_on_one_device(_state(setup).clients),
