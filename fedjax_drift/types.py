@@ -490,7 +490,7 @@ class Algorithm(NamedTuple):
     this field. "classifier": the model has the default loss. "sgd": local training without momentum and without another
     optimizer. "sgd or momentum": local training without another optimizer. "accuracy": the evaluation reports an
     accuracy. "one model": the model has no running statistics that clients update, because a client trains two models
-    with one call of `local.train`."""
+    with one call of `local.train`. "2 epochs": at least two local epochs; other numbers likewise."""
 
 
 class ServerState(NamedTuple):

@@ -280,11 +280,15 @@ BAD = [
     (lambda: alg.partly_shared(alg.ditto()), r"base must be an algorithm without personal models, got ditto"),
     (lambda: run(alg.fedper(), 1), r"personal must select leaves of the parameters \(hidden, out\), got 'classifier'"),
     (lambda: run(alg.fedper(personal=[True]), 1), r"personal must have a bool for every leaf of the parameters"),
+    (
+        lambda: run(alg.fedper(personal="hidden|out"), 1),
+        r"personal must leave a part of the model to share",
+    ),
     (lambda: alg.fedper(personal=3), r"personal must be a regular expression, a function of a path, or a pytree with"),
     (lambda: alg.fedper(personal="("), r"personal must be a regular expression, got '\('"),
     (
         lambda: run(alg.fedrep(personal="out"), 1, epochs=1),
-        r"base_epochs must be less than the local epochs \(1\), got 1",
+        r"fedrep needs at least 2 epochs, got 1: pass LocalTraining\(epochs=2\), or --epochs 2",
     ),
     (lambda: run(alg.partly_shared(alg.fedlesam(), "out"), 1), r"base must keep the global model in a field params of"),
     (lambda: run(alg.fednova(mu=0.1), 1, momentum=0.5), r"fednova needs plain local SGD"),

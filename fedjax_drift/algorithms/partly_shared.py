@@ -56,8 +56,9 @@ def partly_shared(
       base_epochs: epochs of "alternate" that train the shared leaves, in 1..E - 1.
 
     Raises:
-      ValueError: an argument is invalid, or no leaf is selected. Pass ``personal=lambda path: False`` to share
-        everything.
+      ValueError: an argument is invalid, or a regular expression selects no leaf or all leaves. Pass
+        ``personal=lambda path: False`` to share everything, ``lambda path: True`` to train every client alone. A
+        `Simulation` raises it if base_epochs is not less than the local epochs.
     """
     base = fedavg() if base is None else checks.instance("base", base, Algorithm, "pass fd.algorithms.scaffold()")
     checks.choice("schedule", schedule, ("joint", "alternate", "frozen"))
@@ -77,6 +78,11 @@ def partly_shared(
         return jax.tree.map(lambda leaf, is_own: next(own) if is_own and keeps else leaf, params, mask)
 
     def init_client(params: Params) -> Client:
+        if isinstance(personal, str) and all(jax.tree.leaves(leaves.select("personal", personal, params))):
+            raise ConfigurationError(
+                f"personal must leave a part of the model to share, got {personal!r}, which selects all leaves: use a "
+                "model with more layers, or another regular expression"
+            )
         return Client(base.init_client(params), leaves_of(params))
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:
@@ -109,11 +115,6 @@ def partly_shared(
     def train_personal_first(work: Work, start: Params, mask: PyTree) -> tuple[Params, Work]:
         """The model after the epochs that train the personal leaves, and the work of the other epochs."""
         before = work.epochs - base_epochs
-        if before < 1:
-            raise ConfigurationError(
-                f"base_epochs must be less than the local epochs ({work.epochs}), got {base_epochs}: pass "
-                f"LocalTraining(epochs={base_epochs + 1}), so that the personal leaves are trained for an epoch"
-            )
         # A straggler, too, does a step on the shared leaves, because algorithms divide by the number of these steps.
         steps = (before * work.num_batches).clip(max=(work.num_steps - 1).clip(0))
         mean_steps = work.mean_steps // work.epochs
@@ -134,6 +135,7 @@ def partly_shared(
         client_update=client_update,
         finish=finish if base.finish is not None else None,
         personal=model_of_client if keeps else None,
+        requires=(*base.requires, f"{base_epochs + 1} epochs") if schedule == "alternate" else base.requires,
         name="partly_shared",
     )
 

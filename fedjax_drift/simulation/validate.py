@@ -5,6 +5,7 @@ A check that fails raises ConfigurationError. The checks run before a round is c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,6 +74,13 @@ MISSING = {
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
     """Checks that the model, the local training and the data meet the requirements of the algorithm."""
     for name in algorithm.requires:
+        if epochs := re.fullmatch(r"(\d+) epochs", str(name)):
+            if local.epochs < int(epochs[1]):
+                raise ConfigurationError(
+                    f"{algorithm.name} needs at least {name}, got {local.epochs}: pass LocalTraining(epochs="
+                    f"{epochs[1]}), or --epochs {epochs[1]} on the command line"
+                )
+            continue
         checks.choice(
             "Algorithm.requires", name, (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy", "one model")
         )
