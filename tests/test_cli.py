@@ -69,6 +69,7 @@ def test_run_compares_algorithms_and_its_command_reproduces_it(tmp_path, capsys)
         (["--algorithm", "fedadam"], "needs server_lr, got 'fedadam': write fedadam:server_lr=VALUE"),
         (["--algorithm", "fedprox:mu=-1"], "mu must be a finite number >= 0, got -1"),
         (["--algorithm", "fedavg", "--algorithm", "fedavg"], "got 'fedavg' 2 times"),
+        (["--algorithm", "fedprox:mu=1e-1", "--algorithm", "fedprox:mu=1e+1"], "would both be in fedprox_mu_1e_1"),
         (["--algorithm", "fedavg", "--algorithm", "lfd"], "lfd needs a model whose logits are cosines, got linear"),
         (["--algorithm", "fedavg", "--algorithm", "fedadc:0.5", "--momentum", "0.9"], "fedadc needs plain local SGD"),
         (["--algorithm", "fedgvr:literal=step+sing"], "got 'sing': did you mean 'sign'?"),

@@ -159,6 +159,12 @@ def algorithm_specs(args: argparse.Namespace) -> list[Spec]:
             raise ConfigurationError(
                 f"--algorithm must have a different value each time, got {name!r} {names.count(name)} times"
             )
+        same = [other for other in names if file_name(other).casefold() == file_name(name).casefold()]
+        if len(same) > 1:
+            raise ConfigurationError(
+                f"--algorithm must have values with different folders, got {' and '.join(same)}, whose models would "
+                f"both be in {file_name(name)}: write a number in another way, such as 0.1, or use two runs"
+            )
     return found
 
 

@@ -20,7 +20,7 @@ from fedjax_drift.errors import ConfigurationError
 
 SIZES = ("1m", "latest-small")
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
-HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in data_dir"
+HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in the data folder"
 AGES = (1, 18, 25, 35, 45, 50, 56)  # ML-1M names an age group by its lowest age
 USER = re.compile(rf"([1-9]\d{{0,3}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)", re.ASCII)
 RATING = re.compile(r"([1-9]\d{0,3})::([1-9]\d{0,3})::([1-5])::(\d{1,12})", re.ASCII)
