@@ -4,7 +4,7 @@ The first argument of a program is the hyper-parameters, that is, the numbers th
 engine. So another learning rate, mu or alpha does not trigger recompilation. The second argument is the model's frozen
 parameters (`types.Frozen`), which are empty for a model that is trained whole.
 
-An engine describes a round. The programs of the 64 most recently used forms of engines (`hyper.Form`) are cached, even
+An engine describes a round. The programs of the 16 most recently used forms of engines (`hyper.Form`) are cached, even
 if their simulations no longer exist. So a function that creates a simulation, runs it and returns can be called again
 without recompilation.
 """
@@ -35,7 +35,9 @@ from fedjax_drift.simulation import hyper
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
 from fedjax_drift.types import Model, Params, PyTree
 
-KEPT = 64  # number of engine forms whose programs are cached
+# Number of engine forms whose programs are cached. On two CPU devices, the programs of a form have 500 to 1,500 memory
+# maps. Linux allows a process 65,530, and XLA then says "Cannot allocate memory".
+KEPT = 16
 MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
 CONTINUOUS = ("algorithm", "local", "failures", "aggregation")  # the fields of an engine that contain numbers
 SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # the fields that an evaluation uses
