@@ -1,5 +1,6 @@
 """Gives every test two CPU devices. Implicit rank promotion, such as ``[K] * [K, d]``, raises an error."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -51,6 +52,7 @@ if owner:
 jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+ended = itertools.count(1)  # numbers the tests in the order in which they end
 
 
 def pytest_configure(config) -> None:
@@ -72,6 +74,17 @@ def pytest_pyfunc_call(pyfuncitem) -> bool | None:
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Forgets the compiled programs after every two hundredth test.
+
+    Linux allows a process 65,530 memory maps, and a compiled program has several. Without this, all tests together come
+    near this limit.
+    """
+    if next(ended) % 200 == 0:
+        jax.clear_caches()
 
 
 def pytest_unconfigure() -> None:
