@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -271,6 +272,14 @@ def test_the_table_of_an_embedding_does_not_change_the_activations_of_a_lane(low
 
     small, large = lane(10), lane(1000)
     assert small.activations == large.activations > 0 == small.convolved
+
+
+def test_a_lane_of_a_model_with_a_branch_without_inputs() -> None:
+    def apply(w, x):
+        return x @ w * lax.cond(x.sum() > 0, lambda: 1.0, lambda: 2.0)
+
+    model = fd.Model(lambda key: jnp.zeros((3, 2)), apply)
+    assert lane_of(model, np.zeros((1, 3))).activations == 4 * 20 * (3 + 2)
 
 
 def test_the_automatic_number_of_lanes() -> None:

@@ -87,8 +87,9 @@ def _kept(
         inner = _inner(equation, platform)
         if inner is not None:
             consts, carried = scan_counts(equation) if equation.primitive.name == "scan" else (0, 0)
-            outer = equation.invars[-len(inner.invars) :]
-            inside = [v for v, w in zip(inner.invars, outer, strict=True) if counted([w])]
+            # The program does not get the index of a branch. A kernel (Pallas) also gets the arrays that it writes to.
+            outer = equation.invars[max(0, len(equation.invars) - len(inner.invars)) :]
+            inside = [v for v, w in zip(inner.invars, outer, strict=False) if counted([w])]
             inside += inner.invars[consts : consts + carried]  # an iteration gets what the one before computed
             each = sum(_kept(inner, platform, operations, inside, inner.invars[:consts]))
             yield equation.params.get("length", 1) * each + (_size(counted(outer[:consts])) if each else 0)
