@@ -397,9 +397,11 @@ def simulate(
             files = [model_file(output, name, seed if several else None) for seed in config["seeds"]]
             done = len(history) // len(files)
             if ended(history) and all(file.exists() for file in files) and not config["per_client"]:
-                early = done < config["rounds"]
-                why = " by --patience or --stop-at-target: a larger --patience or --target continues it" * early
-                print(f"{name} was ended after {done} rounds{why}" if early else f"{name} has done its {done} rounds")
+                if done == config["rounds"]:
+                    print(f"{name} has done its {done} rounds")
+                else:
+                    why = "by --patience or --stop-at-target: a larger --patience or --target continues it"
+                    print(f"{name} was ended after {done} rounds {why}")
                 continue
             if not progress:
                 print(f"running {name}: {rounds_to_do(done, config['rounds'])}", flush=True)

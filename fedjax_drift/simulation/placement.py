@@ -43,9 +43,9 @@ class Placement:
 
     "auto" is 1 on a CPU, where clients train fastest one after another. On a GPU it is a quarter of the clients that
     one device trains in a round, but at least 16 and at most 128. On a TPU it is the largest power of two, up to 128,
-    with which the images in the convolutions of a step need at most 16 MiB, so that they fit on the chip. If so many
-    lanes would take more than half of a device's memory, "auto" is smaller. L is never larger than the number of
-    clients that one device trains in a round."""
+    with which the images in the convolutions of a step need at most 16 MiB, so that they fit on the chip. "auto" is
+    smaller if so many lanes would take more than half of a device's memory, or if many would be idle in its last group.
+    L is never larger than the number of clients that one device trains in a round."""
     mesh: Mesh | None = None
     """The devices: a mesh such as that of `clients_mesh`. None: all devices of all processes."""
     devices_per_client: int = 1

@@ -435,6 +435,8 @@ class Simulation:
             fetching as fetch,
         ):
             before = [] if savers is None else savers.before[0]
+            if until is not None and has_ended(until, before):
+                return state, []
             track = RunTrack(self.executor, state, fetch)
             loop = Loop(
                 [track], 1, self.mesh, schedule, bar, stop, savers,
@@ -443,8 +445,6 @@ class Simulation:
                 None if until is None else lambda run, history: ends(until, before + history),
             )  # fmt: skip
             (history,) = loop.histories
-            if until is not None and has_ended(until, before):
-                return state, []
             loop.run(t, lambda error: attach_to(error, state=track.state, history=history))
         if loop.terminated or stop.terminated:
             raise SystemExit(143)

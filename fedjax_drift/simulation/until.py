@@ -36,12 +36,12 @@ def reaches(**targets: float) -> Until:
     """
     if not targets:
         raise ConfigurationError("reaches needs at least 1 target, got none: pass reaches(accuracy=0.98), for example")
-    if isinstance(targets.get("accuracy"), int | float) and targets["accuracy"] > 1:
-        raise ConfigurationError(f"accuracy must be at most 1, got {targets['accuracy']}: pass 0.98 for 98 %")
     goals = {
         name: checks.number(name, value, "a finite number", lambda v: True, computed=False)
         for name, value in targets.items()
     }
+    if goals.get("accuracy", 0) > 1:
+        raise ConfigurationError(f"accuracy must be at most 1, got {goals['accuracy']:g}: pass 0.98 for 98 %")
 
     def rule(history: Sequence[Record]) -> bool:
         return all(gain(history[-1], name) >= gain({name: goal}, name) for name, goal in goals.items())
