@@ -295,7 +295,9 @@ def main() -> None:
         device = SingleDeviceSharding(fd.described_mesh(arguments.topology).devices.flat[0])
     except (fd.errors.ConfigurationError, fd.errors.MissingPackageError) as error:
         sys.exit(str(error))
-    where = f"{arguments.topology.partition(':')[0]}-compiler", f"one chip of {arguments.topology}, described"
+    kind = arguments.topology.partition(":")[0]
+    compiler = measure.libtpu() if kind.startswith("v") else ""
+    where = f"{kind}-compiler", f"one chip of {arguments.topology}, described{compiler}"
     name = ("forms_compiled" if arguments.forms != ["ours"] else "compiled") + "_bfloat16" * arguments.bfloat16
     few = "" if len(arguments.networks) > 1 else f"_{arguments.networks[0]}"
     measure.save(name + few, rows(arguments, device), arguments, where)

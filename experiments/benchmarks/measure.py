@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -184,6 +185,14 @@ def jax_devices() -> tuple[str, str]:
 
     devices = jax.local_devices()
     return devices[0].platform, f"{len(devices)} x {devices[0].device_kind}"
+
+
+def libtpu() -> str:
+    """Returns ", libtpu " and its version. XLA's compiler for TPUs is in this package. Returns "" if it is missing."""
+    try:
+        return f", libtpu {importlib.metadata.version('libtpu')}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def commit() -> str:

@@ -68,7 +68,8 @@ def main() -> None:
             fd.described_mesh(topology)
     except (fd.errors.ConfigurationError, fd.errors.MissingPackageError) as error:
         sys.exit(str(error))
-    name, where = "slices" + "_sharded" * arguments.shard_data, ("compilers", "devices that are only described")
+    name = "slices" + "_sharded" * arguments.shard_data
+    where = "compilers", f"devices that are only described{measure.libtpu()}"
     for network in arguments.networks:
         measure.save(f"{name}_{network}", rows(network, arguments), arguments, where)
 
