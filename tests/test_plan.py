@@ -206,6 +206,7 @@ ENTRY %main (p: f32[]) -> f32[] {
 
 
 def test_cycles_and_collectives_are_read_from_the_text_of_a_program() -> None:
+    assert program_text.estimated_cycles('{"estimated_cycles":"7"} {"estimated_cycles":"9223372036854775807"}') == [7]
     assert [program_text.cycles_of_loop(HLO, depth) for depth in range(3)] == [85, 75, 75]
     assert program_text.cycles_of_loop(HLO.replace("while", "call"), 0) == 0
     assert program_text.collectives(HLO) == {"all-reduce": 1, "all-gather": 1}

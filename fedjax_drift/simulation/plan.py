@@ -60,7 +60,8 @@ class Plan(NamedTuple):
     """The local steps that the busiest device does one after another in a round. With clients of different sizes, it
     is the number for a cohort whose sizes are spread evenly over those of all clients."""
     cycles: int
-    """The cycles of a local step of L clients, as estimated by XLA's compiler for a TPU; 0 for other devices."""
+    """The cycles of a local step of L clients, as estimated by XLA's compiler for a TPU; 0 for other devices.
+    Operations for which the compiler has no estimate do not count."""
     compile_seconds: float
 
     @property

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+NO_ESTIMATE = 2**63 - 1  # libtpu 0.0.50 writes this for lookups in embeddings on a v6e
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def collectives(text: str) -> dict[str, int]:
     """How often each kind of collective operation occurs."""
     return dict(Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)))
+
+
+def estimated_cycles(text: str) -> list[int]:
+    """XLA's estimate of cycles for each operation that has one."""
+    return [cycles for found in re.findall(r'estimated_cycles":"?(\d+)', text) if (cycles := int(found)) < NO_ESTIMATE]
 
 
 def cycles_of_loop(text: str, depth: int) -> int:
@@ -23,7 +29,7 @@ def cycles_of_loop(text: str, depth: int) -> int:
     for header, body in re.findall(r"(?m)^((?:ENTRY )?%?[\w.-]+) \(.*\{\n((?:.*\n)*?)\}", text):
         name = header.removeprefix("ENTRY ").removeprefix("%")
         entry = name if header.startswith("ENTRY ") else entry
-        own[name] = sum(map(int, re.findall(r'estimated_cycles":"?(\d+)', body)))
+        own[name] = sum(estimated_cycles(body))
         inside[name] = re.findall(r" while\(.*body=%?([\w.-]+)", body)
         if "transpose(jvp(" in body:  # in the names of operations of a backward pass
             gradients.add(name)
