@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +176,24 @@ def test_bad_input_prints_one_line(arguments, said, monkeypatch, capsys) -> None
     assert said in error and error.count("\n") == 1
 
 
+def test_describing_devices_leaves_the_environment_as_it_was(monkeypatch) -> None:
+    """Otherwise, a simulation that starts later in the same process on a TPU VM would not find the other hosts."""
+    seen = {}
+
+    def describe(**options):
+        seen.update(os.environ)
+        raise NotImplementedError
+
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "worker-0,worker-1")
+    before = dict(os.environ)
+    with pytest.raises(MissingPackageError):
+        fd.described_mesh("v5e:2x2")
+    assert seen["TPU_SKIP_MDS_QUERY"] == "1" and seen["TPU_WORKER_HOSTNAMES"] == "worker-0,worker-1"
+    assert dict(os.environ) == before
+
+
 HLO = """\
 %step (p: f32[]) -> f32[] {
   %a = f32[] add(%p, %p), metadata={op_name="while/transpose(jvp(CNN))"}, backend_config={"estimated_cycles":"70"}
@@ -242,7 +261,7 @@ def test_the_estimated_memory_of_a_lane_matches_the_compiled_step(network, monke
 
     def needed(L: int) -> int:
         params = jax.eval_shape(jax.vmap(model.init), jax.random.split(jax.random.key(0), L))
-        batch = jax.ShapeDtypeStruct((L, B, 28, 28, 1), float), jax.ShapeDtypeStruct((L, B), int)
+        batch = jax.ShapeDtypeStruct((L, B, 28, 28, 1), jnp.float32), jax.ShapeDtypeStruct((L, B), jnp.int32)
         memory = jax.jit(jax.vmap(step)).lower(params, *batch).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 

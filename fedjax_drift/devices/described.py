@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,16 @@ from fedjax_drift.devices.mesh import clients_mesh, is_described
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 EXAMPLES = "v5e:4x4, v5p:2x2x1, h100 or h100:8"
-# What the compilers read when they describe devices. Without these, libtpu asks the metadata server of a TPU VM, and
-# JAX's CUDA plugin checks the versions of all CUDA libraries.
+# What the compilers read while they describe devices. Without these, libtpu asks the metadata server of a TPU VM and
+# warns that it does not know the type of this machine (any type will do), and JAX's CUDA plugin checks the versions of
+# all CUDA libraries.
 SETTINGS = {
-    "tpu": {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+    "tpu": {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    },
     "cuda": {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
 }
 
@@ -81,13 +89,27 @@ def _read(path: str) -> str:
 
 
 def _mesh(name: str, platform: str, packages: str, **options: Any) -> Mesh:
-    for setting, value in SETTINGS[platform].items():
-        os.environ.setdefault(setting, value)
     try:
-        return clients_mesh(topologies.get_topology_desc(platform=platform, **options).devices)
+        with _environment(SETTINGS[platform]):
+            return clients_mesh(topologies.get_topology_desc(platform=platform, **options).devices)
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "not installed" in str(error):
             raise MissingPackageError(f"compiling for {name}, which is not here, needs {packages}") from error
         raise ConfigurationError(
             f"topology must be a TPU slice or GPUs, such as {EXAMPLES}, got {name!r}: {checks.first_line(error)}"
         ) from error
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables that are not set yet, and removes them again.
+
+    On a TPU VM, they would otherwise hide the other hosts from a simulation that starts later in this process.
+    """
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
