@@ -23,8 +23,10 @@ BASELINE = "FedAvg"
 TEXT = f"""\
 # Leaderboard
 
-`python -m experiments.leaderboard run` compares all algorithms with the same tuning effort, and
-`python -m experiments.leaderboard report` writes this page.
+`python -m experiments.leaderboard run` compares {len(ENTRANTS)} algorithms with the same tuning effort, and
+`python -m experiments.leaderboard report` writes this page. The other algorithms of the library are
+`constrained` (FedAvg with a penalty on a part of the model), `partly_shared` (the general form of FedPer) and
+`fedbn` (the networks have no normalisation layers).
 
 - **Federations.** {entrants.CLIENTS} clients, {entrants.COHORT} of them take part in a round, with {entrants.EPOCHS}
   local epochs of batches of {entrants.BATCH_SIZE} and plain SGD. MNIST and Fashion-MNIST use the 2NN, CIFAR-10 the

@@ -96,7 +96,9 @@ def section(claims: Sequence[Claim], verdicts: Mapping[str, Sequence[Verdict]]) 
         "setting, with the 95 % confidence interval over seeds. A claim is supported if it holds in at least half of "
         "its settings and fails in none. It is contradicted if it fails in at least half of its settings and holds in "
         "none. Only differences that are significant after Holm's correction for all comparisons of the table count. "
-        "All other claims are open. The runs of a setting use one partition, unless the evidence counts partitions.",
+        "All other claims are open. The runs of a setting use one partition, unless the evidence counts partitions. "
+        "Differences are in rounds or in percentage points. D1 and D2 are Dirichlet(0.6) and Dirichlet(0.3). With "
+        "partial participation, every client takes part in a round with probability 0.15.",
         "",
         "| paper | claim | evidence | verdict |",
         "|---|---|---|---|",
