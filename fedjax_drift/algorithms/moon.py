@@ -6,7 +6,8 @@ Server:    as FedAvg.
 
 Deviations:  a client that participates for the first time has no previous model, and its loss has no contrastive term.
 In the authors' code this only holds in round 0. In later rounds, such a client uses its random initial network as the
-previous model (`first="random_init"`).
+previous model (`first="random_init"`). Their code drops the last batch of an epoch if it is short; here it is used, as
+with all algorithms.
 """
 
 from __future__ import annotations

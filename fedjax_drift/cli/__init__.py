@@ -1,8 +1,8 @@
 """The command line.
 
-`commands.py` parses a command. `run.py`, `data.py` and `quickstart.py` execute the commands. `render.py` formats their
-output. `parsed_run.py` has the Python function `fd.parse_run`. These modules may import all other modules of the
-package.
+`commands.py` parses a command. `run.py`, `data.py`, `plan.py` and `quickstart.py` execute the commands. `render.py`
+formats their output. `parsed_run.py` has the Python function `fd.parse_run`. These modules may import all other modules
+of the package.
 """
 
 from __future__ import annotations

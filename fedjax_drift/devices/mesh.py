@@ -95,7 +95,8 @@ def use_cpu_devices(n: int | None = None) -> int:
 
     Raises:
       ValueError: ``n`` is out of range.
-      RuntimeError: JAX has already started its backend. Nothing is changed then.
+      RuntimeError: JAX has already started its backend with another number. Nothing is changed then. A second call with
+        the same n has no effect, so a cell of a notebook can be run again.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     n = cores if n is None else n

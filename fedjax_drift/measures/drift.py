@@ -107,17 +107,17 @@ def measure(
 
     See `Simulation.measure`.
     """
-    today = plan(engine, state, arrays.rows, cohort)
-    shared = today.shared
+    planned = plan(engine, state, arrays.rows, cohort)
+    shared = planned.shared
     measured: dict[str, jax.Array] = {}
     if "labels" in names:
-        measured["label_mix"] = label_mix(engine, shared, today)
+        measured["label_mix"] = label_mix(engine, shared, planned)
     if "gradients" in names:
-        measured |= gradients(engine, shared, today)
+        measured |= gradients(engine, shared, planned)
     if set(names) - {"labels"}:
         test = arrays.test if set(names) & set(TESTED) else None
-        of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
-        measured |= jax.tree.map(of_cohort, trainings(engine, names, shared, today, state.clients, test))
+        of_cohort = partial(undealt, len(planned.cohort.id), planned.order, planned.empty)
+        measured |= jax.tree.map(of_cohort, trainings(engine, names, shared, planned, state.clients, test))
     return measured
 
 
@@ -144,7 +144,7 @@ def watched(
 
 
 def trainings(
-    engine: Engine, names: Sequence[str], shared: Shared, today: Plan, states: PyTree, test: TestRows | None
+    engine: Engine, names: Sequence[str], shared: Shared, planned: Plan, states: PyTree, test: TestRows | None
 ) -> dict[str, jax.Array]:
     """The measures that need local training, leaves [D, G, L] or [D, G, L, E].
 
@@ -167,7 +167,7 @@ def trainings(
 
     w_S = mean_update = w  # placeholders if no measure needs the means
     if {"updates", "gradients"} & set(names):
-        (sums, weight), _, _ = over_clients(engine, model_of, shared, today.dealt, states)
+        (sums, weight), _, _ = over_clients(engine, model_of, shared, planned.dealt, states)
         w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, trained(engine, w)))
     z_global = None if test is None else predictions(engine, w, test)
 
@@ -210,10 +210,10 @@ def trainings(
         return (), jax.tree.map(lambda a: jnp.where(valid, a, jnp.nan), measured), ()
 
     extra = (w_S, mean_update, test, z_global)
-    return over_clients(engine, one, shared._replace(extra=extra), today.dealt, states)[1]
+    return over_clients(engine, one, shared._replace(extra=extra), planned.dealt, states)[1]
 
 
-def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Array]:
+def gradients(engine: Engine, shared: Shared, planned: Plan) -> dict[str, jax.Array]:
     """The measures of the gradients at the global model w, over all examples of all clients.
 
     With grad f = sum_i p_i grad F_i and p_i = n_i / n:
@@ -226,9 +226,9 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     """
     N = engine.num_clients
     n = round(engine.mean_size * N)  # the number of examples, without the padding on the devices
-    chosen = jnp.zeros(N + 1, bool).at[today.cohort.id].set(True).at[N].set(False)
+    chosen = jnp.zeros(N + 1, bool).at[planned.cohort.id].set(True).at[N].set(False)
     clients = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
-    clients = jax.tree.map(lambda a, held: a.at[today.drawn].set(held, mode="drop"), clients, today.held)
+    clients = jax.tree.map(lambda a, held: a.at[planned.drawn].set(held, mode="drop"), clients, planned.held)
     _, _, dealt = deal_out(engine, clients, clients.steps)
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -254,13 +254,13 @@ def gradients(engine: Engine, shared: Shared, today: Plan) -> dict[str, jax.Arra
     }
 
 
-def label_mix(engine: Engine, shared: Shared, today: Plan) -> jax.Array:
+def label_mix(engine: Engine, shared: Shared, planned: Plan) -> jax.Array:
     """float [C]: the share of each class in the cohort's examples."""
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         return label_counts(engine, client_work(engine, shared, client, longest)), (), ()
 
-    counts, _, _ = over_clients(engine, one, shared, today.dealt, ())
+    counts, _, _ = over_clients(engine, one, shared, planned.dealt, ())
     return counts / counts.sum()
 
 

@@ -61,7 +61,7 @@ def round_fn(
     cohort is to be sampled with the key of the state.
     """
     algorithm, aggregation = engine.algorithm, engine.aggregation
-    today = plan(engine, state, arrays.rows, cohort)
+    planned = plan(engine, state, arrays.rows, cohort)
 
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """Trains one client. Returns values to be summed over the clients, values of this client, and its new state."""
@@ -79,15 +79,15 @@ def round_fn(
         )
         return (message, weight, answered.astype(weight.dtype)), kept, result.state
 
-    (total, weight, count), kept, clients = over_clients(engine, train, today.shared, today.dealt, state.clients)
+    (total, weight, count), kept, clients = over_clients(engine, train, planned.shared, planned.dealt, state.clients)
     outcome, message_dtypes, metrics = kept
     outcome, metrics = replicated(engine, (outcome, metrics))
 
     N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
-    mean = aggregation.combine(total, weight, jax.random.fold_in(today.shared.key, N + 2), K)
+    mean = aggregation.combine(total, weight, jax.random.fold_in(planned.shared.key, N + 2), K)
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, message_dtypes)  # sums have the dtype of the weights
     participation = jnp.asarray(K / N, count.dtype) if private else count / N
-    context = Round(state.round, today.shared.lr, participation, N, engine.mean_size)
+    context = Round(state.round, planned.shared.lr, participation, N, engine.mean_size)
     server = tree.cast_like(
         algorithm.server_update(state.server, mean, context), state.server, f"{algorithm.name}: the updated server"
     )
@@ -101,10 +101,10 @@ def round_fn(
         )
         server = tree.select(any_answer, observed, server)
     if algorithm.finish is not None:
-        clients = finished(engine, server, today, outcome["answered"], clients)
+        clients = finished(engine, server, planned, outcome["answered"], clients)
 
-    info = describe(engine, today, outcome)
-    of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
+    info = describe(engine, planned, outcome)
+    of_cohort = partial(undealt, len(planned.cohort.id), planned.order, planned.empty)
     info = with_metrics(engine, info, jax.tree.map(of_cohort, metrics))
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
@@ -113,7 +113,7 @@ def round_fn(
     return ServerState(state.round + 1, state.key, server, clients), info
 
 
-def finished(engine: Engine, server: Any, today: Plan, answered: jax.Array, clients: PyTree) -> PyTree:
+def finished(engine: Engine, server: Any, planned: Plan, answered: jax.Array, clients: PyTree) -> PyTree:
     """All client states, after ``finish(server, state)`` of the algorithm for those of the aggregated clients.
 
     answered: bool [D, G, L], whether a client is aggregated.
@@ -125,31 +125,31 @@ def finished(engine: Engine, server: Any, today: Plan, answered: jax.Array, clie
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         return (), (), tree.cast_like(finish(shared.server, state), state, what)
 
-    dealt = jax.tree.map(lambda a, none: jnp.where(answered, a, none), today.dealt, absent(engine))
+    dealt = jax.tree.map(lambda a, none: jnp.where(answered, a, none), planned.dealt, absent(engine))
     engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
-    return over_clients(engine, one, today.shared._replace(server=server, rows=Rows(none, none)), dealt, clients)[2]
+    return over_clients(engine, one, planned.shared._replace(server=server, rows=Rows(none, none)), dealt, clients)[2]
 
 
-def describe(engine: Engine, today: Plan, outcome: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def describe(engine: Engine, planned: Plan, outcome: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The values of ``info`` that every algorithm has. The docstring of `Simulation.round_fn` describes them."""
     N = engine.num_clients
-    of_cohort = partial(undealt, len(today.cohort.id), today.order, today.empty)
-    present = today.cohort.id < N
-    steps, executed = today.dealt.steps.sum(), executed_steps(engine, today.dealt)
+    of_cohort = partial(undealt, len(planned.cohort.id), planned.order, planned.empty)
+    present = planned.cohort.id < N
+    steps, executed = planned.dealt.steps.sum(), executed_steps(engine, planned.dealt)
     info = {
-        "cohort": jnp.where(present, today.cohort.id, -1),
-        "size": today.cohort.size,
+        "cohort": jnp.where(present, planned.cohort.id, -1),
+        "size": planned.cohort.size,
         "weight": of_cohort(outcome["weight"]),
-        "client_steps": today.cohort.steps,
+        "client_steps": planned.cohort.steps,
         "bad_leaf": jnp.where(present, of_cohort(outcome["bad_leaf"]), -1),
         "steps": steps,
         "executed_steps": executed,
         "executed_ratio": executed / jnp.maximum(steps, 1),
-        "lr": today.shared.lr,
+        "lr": planned.shared.lr,
     }
     info["finite"] = info["bad_leaf"] < 0
     if engine.failures is not None:
-        info["asked"] = jnp.where(today.drawn < N, today.drawn, -1)
+        info["asked"] = jnp.where(planned.drawn < N, planned.drawn, -1)
     return info
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,7 +48,7 @@ class Placement:
     L is never larger than the number of clients that one device trains in a round."""
     mesh: Mesh | None = None
     """The devices: a mesh such as that of `clients_mesh`. None: all devices of all processes."""
-    devices_per_client: int = 1
+    devices_per_client: int = field(default=1, kw_only=True)
     """The number of devices that train a client together. It must divide the number of devices.
 
     Use this if the frozen parameters of a model (`fd.models.lora`) do not fit in the memory of one device. With 4, each
