@@ -279,6 +279,7 @@ def test_grouped_options_equal_flat_options(data) -> None:  # noqa: F811
     mesh = fd.clients_mesh(jax.devices()[:1])
     flat = simulate(data, mesh=mesh, dropout=0.3, deadline=2.0, lanes=2, eval_batch_size=7)
     failures, placement = fd.Failures(dropout=0.3, deadline=2.0), fd.Placement(mesh=mesh, lanes=2, eval_batch_size=7)
+    assert fd.Placement("auto", mesh, True) == fd.Placement(lanes="auto", mesh=mesh, stream=True)  # the public order
     model = fd.models.linear((FEATURES,), CLASSES)
     grouped = fd.Simulation(
         model, data, fd.algorithms.scaffold(), local=LOCAL, cohort_size=10, failures=failures, placement=placement

@@ -87,8 +87,8 @@ class Partition:
 def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0, sizes: Sizes = None) -> Partition:
     """Shuffles the examples and splits them into N parts.
 
-    The clients' shares of a class are random. In `distribution(N, np.ones((N, C)))` they are equal, as in the code of
-    FedDC's authors for CIFAR-100.
+    The clients' shares of a class are random. With `distribution(N, np.ones((N, C)))` for C classes they are equal, as
+    in the code of FedDC's authors for CIFAR-100.
 
     Args:
       num_clients: N >= 1.
