@@ -370,6 +370,28 @@ def test_a_cell_with_a_target_runs_in_sections_with_the_same_results(whole, tmp_
     assert series(read(tmp_path / "o")) == series(read(whole)) and not read(tmp_path / "o")[0].reached
 
 
+def test_a_run_to_a_target_is_the_beginning_of_a_longer_run_in_another_table(whole, tmp_path, monkeypatch, capsys):
+    output = Path(shutil.copytree(whole, tmp_path / "o"))
+    target = TINY.replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"').replace("rounds = 8", "rounds = 6")
+    other = target.replace('FedAvg = "fedavg"', 'FedAvg = {algorithm = "fedavg", lr = 0.2}')
+    place = with_tables(tmp_path / "tables", table=TINY, target=target, other=other)
+    words = ["--rows=natural", "--methods=FedAvg", f"--tables={place}", "--no-progress"]
+    ran, run_cell = [], runner._run_cell
+    monkeypatch.setattr(runner, "_run_cell", lambda cell, *a: ran.append(cell.table) or run_cell(cell, *a))
+    assert main(["run", "tiny/target", f"--output={output}", *words]) == 0 and not ran
+    assert "the beginning of a longer run, tiny/table/natural" in capsys.readouterr().out
+    assert main(["run", "tiny/target", f"--output={tmp_path / 'alone'}", *words]) == 0 and ran == ["tiny/target"]
+    file = "tiny/target/natural-half-of-them/FedAvg.jsonl"
+    taken, alone = (runner.read_results(folder / file) for folder in (output, tmp_path / "alone"))
+    assert series(taken) == series(alone) and {run.rounds for run in taken.values()} == {4}
+    for name in ("options", "command", "reached"):
+        assert [getattr(run, name) for run in taken.values()] == [getattr(run, name) for run in alone.values()]
+    # Other options, or too few rounds: the cell is run.
+    assert main(["run", "tiny/other", f"--output={output}", *words]) == 0 and ran[1:] == ["tiny/other"]
+    (cell,) = papers.select(papers.read_table(place, "tiny/table"), ["natural"], ["FedAvg"])
+    assert runner._beginning(alone[0], cell) is None
+
+
 def test_the_length_of_a_section_depends_on_the_duration_of_its_rounds(tmp_path, monkeypatch):
     """Rounds overlap, so only the sum of the seconds of a section matters. Here its first record has all of them."""
     never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')

@@ -197,9 +197,14 @@ def run_cells(
                 cell = with_tuned(cell, table, output)
                 cell = cell if rounds is None else cell._replace(options=_at_most(cell.options, rounds))
                 wanted = list(range(cell.seeds) if seeds is None else seeds)
-                if missing := unfinished(cell, output, wanted):
+                longer = _store_beginnings(cell, unfinished(cell, output, wanted), output)
+                for file in longer:
+                    say(f"{title}: the beginning of a longer run, {file}")
+                missing = unfinished(cell, output, wanted)
+                if missing:
                     say(f"{title}: {cell.options['rounds']} rounds, seeds {', '.join(map(str, missing))}")
                     _run_cell(cell, missing, output, federations, progress)
+                if missing or longer:
                     _say_scores(table, cell, output, wanted, say)
                 else:
                     say(f"{title}: already done")
@@ -243,6 +248,53 @@ def unfinished(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
             )
     complete = {seed for seed, result in results.items() if result.reached or result.rounds >= rounds}
     return [seed for seed in seeds if seed not in complete]
+
+
+def _store_beginnings(cell: Cell, seeds: Sequence[int], output: Path) -> list[Path]:
+    """Stores the results of the seeds for which another table of the paper has a longer run with the same options.
+
+    For example, a run to a target accuracy is the beginning of a run of all rounds for the best accuracy. Returns the
+    files of these runs, relative to ``output``.
+    """
+    paper, _, *names = cell.file.parts
+    files = []
+    for file in sorted(output.glob(str(Path(paper, "*", *names)))):
+        runs = {seed: run for seed, run in read_results(file).items() if seed in seeds}
+        found = {seed: begun for seed, run in runs.items() if (begun := _beginning(run, cell))}
+        if found:
+            results = read_results(output / cell.file) | found
+            write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
+            for seed in found:
+                shutil.rmtree(_partial(cell, output) / f"seed-{seed}", ignore_errors=True)
+            files.append(file.relative_to(output))
+    return files
+
+
+def _beginning(run: Result, cell: Cell) -> Result | None:
+    """Returns the cell's result if this run contains it: the rounds until the target or the cell's last round.
+
+    The time is a share of the run's time. Returns None if the options are others, or if the run is too short.
+    """
+    rounds = cell.options["rounds"]
+    if run.options | {"rounds": rounds} != cell.options:
+        return None
+    within = _until_round(run.series, rounds)
+    reached = math.inf if cell.until is None else cell.until(within)
+    end = int(min(reached, rounds))
+    last = max((t for series in within.values() for t in series.rounds), default=0)
+    if end > last or any(len(within[name].rounds) < last for name in cell.keep if name in within):
+        return None
+    return run._replace(
+        setting=cell.setting, method=cell.method, rounds=end, reached=end < rounds, options=cell.options,
+        seconds=round(run.seconds * end / run.rounds, 1), series=_until_round(run.series, end),
+        command=shlex.join(["fedjax-drift", "run", *cell.words(run.seed)]),
+    )  # fmt: skip
+
+
+def _until_round(series: Mapping[str, Series], end: int) -> dict[str, Series]:
+    """Returns the values of the rounds 1 to ``end``."""
+    counts = {name: sum(t <= end for t in each.rounds) for name, each in series.items()}
+    return {name: Series(each.rounds[: counts[name]], each.values[: counts[name]]) for name, each in series.items()}
 
 
 def _run_cell(
