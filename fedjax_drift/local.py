@@ -90,7 +90,8 @@ class LocalTraining:
         """Returns the map from gradient to direction: clipping, then weight decay, then momentum or the optimizer."""
         transformations = [optax.identity()]  # a chain must not be empty
         if self.clip_norm is not None:
-            transformations.append(optax.clip_by_global_norm(self.clip_norm))
+            norm = self.clip_norm
+            transformations.append(optax.stateless(lambda g, _: tree.clip(g, norm)))
         if checks.used(self.weight_decay):
             transformations.append(optax.add_decayed_weights(self.weight_decay))
         if checks.used(self.momentum):

@@ -36,7 +36,20 @@ def dot(a: PyTree, b: PyTree) -> jax.Array:
         wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
         return (a.astype(wide) * b.astype(wide)).sum()
 
-    return jnp.stack([leaf(a, b) for a, b in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]).sum()
+    def flat_leaf(a: jax.Array, b: jax.Array) -> jax.Array:
+        # On a CPU, the sum over a vector is about five times as fast as that over a matrix. XLA would undo the
+        # reshape without the barrier.
+        return leaf(*lax.optimization_barrier((a.ravel(), b.ravel())))
+
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jnp.stack([lax.platform_dependent(a, b, cpu=flat_leaf, default=leaf) for a, b in leaves]).sum()
+
+
+def clip(tree: PyTree, norm: float) -> PyTree:
+    """The tree scaled down to a global norm of at most ``norm``. Values that are not finite stay non-finite."""
+    size = jnp.sqrt(dot(tree, tree))
+    scale = jnp.where(size > norm, norm / jnp.where(size > norm, size, 1), 1)
+    return jax.tree.map(lambda a: (scale * a).astype(a.dtype), tree)
 
 
 def size(tree: PyTree) -> int:

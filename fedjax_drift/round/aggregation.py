@@ -71,7 +71,7 @@ def clipped(norm: float) -> Aggregation:
     """
     norm = checks.positive("norm", norm)
     return mean()._replace(
-        contribute=lambda message, weight: (clip(message, norm), weight), name=f"clipped(norm={norm})"
+        contribute=lambda message, weight: (tree.clip(message, norm), weight), name=f"clipped(norm={norm})"
     )
 
 
@@ -99,7 +99,7 @@ def private(clip_norm: float, noise_multiplier: float) -> Aggregation:
     def contribute(message: PyTree, weight: jax.Array) -> tuple[PyTree, jax.Array]:
         finite = tree.all_finite(message)
         message = jax.tree.map(lambda m: jnp.where(finite, m, 0), message)
-        return clip(message, clip_norm), jnp.ones_like(weight)
+        return tree.clip(message, clip_norm), jnp.ones_like(weight)
 
     def combine(total: PyTree, weight: jax.Array, key: jax.Array, K: int) -> PyTree:
         leaves, structure = jax.tree.flatten(total)
@@ -109,13 +109,6 @@ def private(clip_norm: float, noise_multiplier: float) -> Aggregation:
 
     name = f"private(clip_norm={clip_norm}, noise_multiplier={noise_multiplier})"
     return Aggregation(contribute, combine, name, noise_multiplier)
-
-
-def clip(message: PyTree, norm: float) -> PyTree:
-    """The message scaled down to a global norm of at most ``norm``."""
-    size = jnp.sqrt(tree.dot(message, message))
-    scale = jnp.where(size > norm, norm / jnp.where(size > norm, size, 1), 1)
-    return jax.tree.map(lambda m: (scale * m).astype(m.dtype), message)
 
 
 class Sampled(Protocol):
