@@ -263,10 +263,10 @@ BAD = [
 def test_the_number_of_selected_clients() -> None:
     for K in range(1, 120):
         for percent in (100, 110, 130, 250):
-            asked = fd.Failures(over_selection=percent / 100).clients_asked(K, 1000)
-            assert asked == -(-percent * K // 100)
+            selected = fd.Failures(over_selection=percent / 100).clients_selected(K, 1000)
+            assert selected == -(-percent * K // 100)
         for N in range(K, 2 * K):
-            assert fd.Failures(over_selection=N / K).clients_asked(K, N) == N  # selects all clients
+            assert fd.Failures(over_selection=N / K).clients_selected(K, N) == N  # selects all clients
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)

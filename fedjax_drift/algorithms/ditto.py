@@ -54,12 +54,12 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
         def attract(g: Params, v: Params) -> Params:
             return jax.tree.map(lambda g, v, w: g + lam * (v - w), g, v, w)  # (2)
 
-        own = work._replace(watcher=None)  # drift is that of theta_i
+        personal_work = work._replace(watcher=None)  # drift is that of theta_i
         if personal_epochs is not None:
             steps = -(-work.num_steps * personal_epochs // work.epochs)  # a straggler does a part of them
-            own = own._replace(epochs=personal_epochs, num_steps=steps)
-        v, own_metrics = train(own, start=client.v, correct=attract)
-        metrics = {**metrics, "personal_loss": own_metrics["loss"]}
+            personal_work = personal_work._replace(epochs=personal_epochs, num_steps=steps)
+        v, personal_metrics = train(personal_work, start=client.v, correct=attract)
+        metrics = {**metrics, "personal_loss": personal_metrics["loss"]}
         return ClientResult(tree.subtract(theta, w), weight(work, weighting), Client(v), metrics)
 
     def personal(server: Any, client: Client) -> Params:

@@ -70,12 +70,12 @@ def partly_shared(
 
     def leaves_of(params: Params) -> list[jax.Array]:
         mask = jax.tree.leaves(leaves.select("personal", personal, params))
-        return [leaf for leaf, own in zip(jax.tree.leaves(params), mask, strict=True) if own and keeps]
+        return [leaf for leaf, is_own in zip(jax.tree.leaves(params), mask, strict=True) if is_own and keeps]
 
     def with_leaves(params: Params, values: list[jax.Array]) -> Params:
-        own = iter(values)
+        remaining = iter(values)
         mask = leaves.select("personal", personal, params)
-        return jax.tree.map(lambda leaf, is_own: next(own) if is_own and keeps else leaf, params, mask)
+        return jax.tree.map(lambda leaf, is_own: next(remaining) if is_own and keeps else leaf, params, mask)
 
     def init_client(params: Params) -> Client:
         if isinstance(personal, str) and all(jax.tree.leaves(leaves.select("personal", personal, params))):
@@ -92,7 +92,7 @@ def partly_shared(
             )
         start = with_leaves(server.params, client.personal)  # (1)
         mask = leaves.select("personal", personal, start)
-        shared, everything = jax.tree.map(lambda own: not own, mask), jax.tree.map(lambda own: True, mask)
+        shared, everything = jax.tree.map(lambda is_own: not is_own, mask), jax.tree.map(lambda is_own: True, mask)
         if schedule == "alternate":
             start, work = train_personal_first(work, start, mask)
         kept: list[list[jax.Array]] = []
@@ -151,6 +151,6 @@ def without_personal(message: PyTree, params: Params, mask: PyTree) -> PyTree:
     def masked(part: PyTree) -> PyTree:
         if not is_like_params(part):
             return part
-        return jax.tree.map(lambda own, leaf: jnp.zeros_like(leaf) if own else leaf, mask, part)
+        return jax.tree.map(lambda is_own, leaf: jnp.zeros_like(leaf) if is_own else leaf, mask, part)
 
     return jax.tree.map(masked, message, is_leaf=is_like_params)

@@ -40,10 +40,10 @@ def output_folder(args: argparse.Namespace, what: str) -> Path:
         return path
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"--output must be a folder, got the file {path}: choose another path")
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"--output must be a folder where files can be written, got {path} ({there} is not writable): choose "
+            f"--output must be a folder where files can be written, got {path} ({existing} is not writable): choose "
             "another folder"
         )
     if path.is_dir() and any(path.iterdir()) and not args.force:

@@ -152,8 +152,8 @@ def use_devices(number: int | None) -> None:
 
 def algorithm_specs(args: argparse.Namespace) -> list[Spec]:
     """Returns the algorithms. Raises ConfigurationError if one is given twice."""
-    found = [parse_spec("algorithm", text, ALGORITHMS) for text in args.algorithm]
-    names = [each.text for each in found]
+    specs = [parse_spec("algorithm", text, ALGORITHMS) for text in args.algorithm]
+    names = [spec.text for spec in specs]
     for name in names:
         if names.count(name) > 1:
             raise ConfigurationError(
@@ -165,7 +165,7 @@ def algorithm_specs(args: argparse.Namespace) -> list[Spec]:
                 f"--algorithm must have values with different folders, got {' and '.join(same)}, whose models would "
                 f"both be in {file_name(name)}: write a number in another way, such as 0.1, or use two runs"
             )
-    return found
+    return specs
 
 
 def assemble(
@@ -303,8 +303,8 @@ def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition
                 )
         return None
     hidden = ("num_clients", "seed", "size_sigma")
-    found = parse_spec("partition", args.partition or "iid", PARTITIONS, hidden)
-    factory = PARTITIONS[found.name]
+    partition = parse_spec("partition", args.partition or "iid", PARTITIONS, hidden)
+    factory = PARTITIONS[partition.name]
     given = {"num_clients": 100 if args.clients is None else args.clients, "seed": data_seed(args)}
     given["size_sigma"] = 0.0 if args.size_sigma is None else args.size_sigma
     takes = inspect.signature(factory).parameters
@@ -312,22 +312,23 @@ def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition
         value = args.clients if key == "num_clients" else args.size_sigma
         if value is not None and key not in takes:
             raise ConfigurationError(
-                f"--{flag} has no effect on {found.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
+                f"--{flag} has no effect on {partition.name}, got {value}: leave it out, or use --partition "
+                "dirichlet:ALPHA"
             )
-    return factory(**{k: v for k, v in given.items() if k in takes}, **found.options)
+    return factory(**{k: v for k, v in given.items() if k in takes}, **partition.options)
 
 
 def _model(args: argparse.Namespace, dataset: Spec, data: FederatedData) -> tuple[Spec, Model]:
-    found = parse_spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape", "sizes"))
+    spec = parse_spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape", "sizes"))
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
     classes = max(num_classes(dataset.name, **dataset.options), highest + 1)
-    own = {"num_classes": classes, "input_shape": data.x.shape[1:]}
-    own |= dataset.options  # options that the model has too, such as the vocabulary of agnews
-    own |= {"cosine": True} if args.cosine else {}
-    takes = inspect.signature(MODELS[found.name]).parameters
-    own |= {"sizes": movielens.sizes(data)} if "sizes" in takes else {}
-    found = found._replace(options={k: v for k, v in own.items() if k in takes} | found.options)
-    return found, MODELS[found.name](**found.options)
+    options = {"num_classes": classes, "input_shape": data.x.shape[1:]}
+    options |= dataset.options  # options that the model has too, such as the vocabulary of agnews
+    options |= {"cosine": True} if args.cosine else {}
+    takes = inspect.signature(MODELS[spec.name]).parameters
+    options |= {"sizes": movielens.sizes(data)} if "sizes" in takes else {}
+    spec = spec._replace(options={k: v for k, v in options.items() if k in takes} | spec.options)
+    return spec, MODELS[spec.name](**spec.options)
 
 
 def _part(part: Spec, model: Model, planned: bool) -> dict[str, Any]:
@@ -360,12 +361,12 @@ def _algorithm(spec: Spec) -> Algorithm:
 
 def optimizer(text: str) -> optax.GradientTransformation:
     """Returns the client optimizer for NAME[:key=value,...]."""
-    found = parse_spec("optimizer", text, OPTIMIZERS, hidden=("mu_dtype",))
-    for key, value in found.options.items():
+    spec = parse_spec("optimizer", text, OPTIMIZERS, hidden=("mu_dtype",))
+    for key, value in spec.options.items():
         if not isinstance(value, bool):
             check = checks.fraction if key in DECAYS else checks.nonnegative
-            check(f"optimizer {found.name}: {key}", value)
-    return OPTIMIZERS[found.name](**found.options)
+            check(f"optimizer {spec.name}: {key}", value)
+    return OPTIMIZERS[spec.name](**spec.options)
 
 
 def augmentation(text: str) -> augment.Augment:

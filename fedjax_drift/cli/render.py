@@ -124,24 +124,24 @@ def clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
     lines = [f"{'own test data':{width}}  clients    mean  worst 10 %  own model: mean  worst 10 %"]
     for algorithm, scores in per_client.items():
         known = [fd.personal.summary(scores[name]) for name in ("accuracy", "personal_accuracy")]
-        (mean, worst), (own, own_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
+        (mean, worst), (personal, personal_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
         lines.append(f"{algorithm:{width}}  {known[0]['clients']:7.0f}  {mean:4.1f} %  {worst:8.1f} %  "
-                     f"{own:13.1f} %  {own_worst:8.1f} %")  # fmt: skip
+                     f"{personal:13.1f} %  {personal_worst:8.1f} %")  # fmt: skip
     return "\n".join(lines)
 
 
 def listing(data_dir: str | None) -> str:
     """Returns the list of data sets: their sources on this machine, and how to get the missing ones."""
-    found = fd.datasets.describe(data_dir)
+    described = fd.datasets.describe(data_dir)
     lines = ["data set       labels  where"]
-    lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['found']}" for entry in found]
+    lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['found']}" for entry in described]
     lines += ["", "Options, written NAME:key=value,key=value, with their defaults:"]
     for name, make in DATASETS.items():
-        own = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        if own:
-            options = ", ".join(f"{p.name}={p.default}" for p in own)
+        parameters = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        if parameters:
+            options = ", ".join(f"{p.name}={p.default}" for p in parameters)
             lines += wrap(f"{name}: {options}", "  ", "      ")
-    for entry in found:
+    for entry in described:
         if not entry["available"]:
             lines += ["", f"To get {entry['name']}:"]
             lines += wrap(entry["how"], "  ", "  ")

@@ -312,13 +312,13 @@ def _restored(
     With several seeds, the sweep restores the states itself.
     """
     if len(seeds) > 1:
-        found = {}
+        restored_sweeps = {}
         for name, kept in checkpoints.items():
             each = split_by_run(kept, [f"seed-{seed}" for seed in seeds])
             _, histories = restore_together(each, [simulations[name].specification] * len(seeds), rounds)
             records = [{"seed": seed, **r} for seed, history in zip(seeds, histories, strict=True) for r in history]
-            found[name] = (None, records)
-        return {name: pair for name, pair in found.items() if pair[1]}
+            restored_sweeps[name] = (None, records)
+        return {name: pair for name, pair in restored_sweeps.items() if pair[1]}
     restored = {name: kept.restore(simulations[name]) for name, kept in checkpoints.items() if kept.rounds}
     for name in simulations.keys() - restored.keys():
         bank = Path(simulations[name].bank)  # if it is a folder, it is for one process

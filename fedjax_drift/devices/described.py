@@ -51,8 +51,8 @@ def described_mesh(topology: str) -> Mesh:
     name = checks.text("topology", topology, f"pass a TPU slice or GPUs, such as {EXAMPLES}")
     if re.fullmatch(r"v\w+:[1-9]\d*(x[1-9]\d*)*", name):
         return _mesh(name, "tpu", 'libtpu: pip install "jax[tpu]"', topology_name=name, **_tpu_options(name))
-    if found := re.fullmatch(r"(.+?)(?::(?:([1-9]\d*)x)?([1-9]\d*))?", name):
-        gpu, hosts, each = found[1], found[2] or "1", found[3] or "1"
+    if parts := re.fullmatch(r"(.+?)(?::(?:([1-9]\d*)x)?([1-9]\d*))?", name):
+        gpu, hosts, each = parts[1], parts[2] or "1", parts[3] or "1"
         if gpu in GPUS or gpu.endswith(".txtpb"):
             description = str(GPUS[gpu]) if gpu in GPUS else _read(gpu)
             remember_memory(description)

@@ -231,10 +231,10 @@ def _renamed(
 
 def _converted(path: str, source: Source, layer: int, arrays: dict[str, np.ndarray], file: Path) -> Any:
     """A parameter, or one layer of it, or None if the file lacks it."""
-    found = [_find(arrays, pattern.replace(LAYER, str(layer)), file) for pattern in source.patterns]
-    if not all(found):
+    names = [_find(arrays, pattern.replace(LAYER, str(layer)), file) for pattern in source.patterns]
+    if not all(names):
         return None
-    inputs = [arrays[name] for name in found]
+    inputs = [arrays[name] for name in names]
     try:
         return np.asarray(source.convert(*inputs))
     except Exception as error:
@@ -263,12 +263,13 @@ def _checked_names(names: Names) -> dict[str, Source]:
 def _find(names: Iterable[str], pattern: str, file: Path) -> str:
     """The name that matches, with any prefix that ends with a dot, or "". Raises ConfigurationError for several."""
     compiled = re.compile(rf"(?:.*\.)?(?:{pattern})")
-    found = [name for name in names if compiled.fullmatch(name)]
-    if len(found) > 1:
+    matches = [name for name in names if compiled.fullmatch(name)]
+    if len(matches) > 1:
         raise ConfigurationError(
-            f"names must find one array each in {file}, got {', '.join(found)} for {pattern!r}: write more of the name"
+            f"names must find one array each in {file}, got {', '.join(matches)} for {pattern!r}: write more of the "
+            "name"
         )
-    return found[0] if found else ""
+    return matches[0] if matches else ""
 
 
 def _shape(arrays: dict[str, np.ndarray], name: str) -> tuple[int, ...] | None:

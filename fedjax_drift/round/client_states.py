@@ -40,9 +40,9 @@ def fetch(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
     # Branches make a copy of the states that they read. Without a branch, XLA may delay the reading until after
     # `store`, and then copies the states of all clients first.
     if not engine.sharded:
-        own = places[0 if num_teams(engine.mesh) == 1 else lax.axis_index(AXIS)]
-        always = (own >= 0).any()  # XLA does not know this, so the branch stays
-        return lax.cond(always, lambda: jax.tree.map(lambda s: s.at[own].get(mode="clip"), states), lambda: empty)
+        local = places[0 if num_teams(engine.mesh) == 1 else lax.axis_index(AXIS)]
+        always = (local >= 0).any()  # XLA does not know this, so the branch stays
+        return lax.cond(always, lambda: jax.tree.map(lambda s: s.at[local].get(mode="clip"), states), lambda: empty)
 
     def add(buffer: PyTree, d: jax.Array) -> PyTree:
         """The buffer for device d after this device has added the states that it stores."""

@@ -109,7 +109,7 @@ def sample(engine: Engine, key: jax.Array) -> jax.Array:
     """int32 [capacity]: the ids of a random cohort. The unused entries of a Bernoulli cohort are N."""
     N = engine.num_clients
     if not engine.bernoulli:
-        K = engine.clients_asked
+        K = engine.clients_selected
         if K == N:
             return jnp.arange(N, dtype=jnp.int32)
         if N <= 1024 or 2 * K > N:  # `choice` sorts N random numbers
@@ -119,7 +119,7 @@ def sample(engine: Engine, key: jax.Array) -> jax.Array:
     def draw(carry: tuple) -> tuple:
         key, _ = carry
         key, use = jax.random.split(key)
-        return key, jax.random.bernoulli(use, engine.clients_asked / N, (N,))
+        return key, jax.random.bernoulli(use, engine.clients_selected / N, (N,))
 
     first = draw((key, None))
     if engine.aggregation.noise_multiplier is not None:  # privacy accounting assumes independent draws
@@ -157,7 +157,7 @@ def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: 
     Whether a client drops out or straggles depends only on the round's key, the client's id and its number of steps.
     With over-selection, only the first K clients that report are returned.
     """
-    nobody, mean = absent(engine), mean_steps(engine)
+    absentee, mean = absent(engine), mean_steps(engine)
     speeds_key = jax.random.fold_in(state_key, DEVICE_SPEEDS)
     key = jax.random.fold_in(clients_key, engine.num_clients + 1)
 
@@ -169,15 +169,15 @@ def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: 
         steps = jnp.where(straggles < failures.stragglers, some, K_i)
         slowness = jnp.exp(failures.speed_spread * jax.random.normal(jax.random.fold_in(speeds_key, client.id)))
         time = steps / mean * slowness
-        answers = (drops >= failures.dropout) & (client.id != nobody.id)
+        answers = (drops >= failures.dropout) & (client.id != absentee.id)
         if failures.deadline is not None:
             answers &= time <= failures.deadline
-        client = jax.tree.map(lambda a, none: jnp.where(answers, a, none), client._replace(steps=steps), nobody)
+        client = jax.tree.map(lambda a, none: jnp.where(answers, a, none), client._replace(steps=steps), absentee)
         return client, jnp.where(answers, time, jnp.inf)
 
     cohort, time = jax.vmap(one)(cohort)
     K = engine.cohort_size
-    if engine.clients_asked > K and K < len(time):
+    if engine.clients_selected > K and K < len(time):
         first = jnp.sort(jnp.argsort(time, stable=True)[:K])  # the first K that report, in the order of the cohort
         cohort = jax.tree.map(lambda a: a[first], cohort)
     return cohort
@@ -196,8 +196,8 @@ def deal_anew(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Client,
         num_classes=redealing.num_classes,
         most_rows=redealing.most_rows[len(cohort.id) - 1],
     )
-    nobody = jnp.array([[engine.num_clients], [engine.state_rows]])
-    id_, place = jnp.where(size > 0, jnp.stack([cohort.id, cohort.place]), nobody)
+    of_absentee = jnp.array([[engine.num_clients], [engine.state_rows]])
+    id_, place = jnp.where(size > 0, jnp.stack([cohort.id, cohort.place]), of_absentee)
     cohort = Client(id_, size, M + offset, engine.local.steps(size), place)
     return rows._replace(places=jnp.concatenate([jnp.arange(M, dtype=jnp.int32), places])), cohort
 

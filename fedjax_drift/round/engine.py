@@ -89,8 +89,8 @@ class Engine(NamedTuple):
     mesh: Mesh
     lanes: int  # L; 1: clients train one after another, without vmap
     cohort_size: int  # K
-    clients_asked: int  # the number of clients that a round selects: K, or more with over-selection
-    bernoulli: bool  # each client is selected independently with probability clients_asked / N
+    clients_selected: int  # the number of clients that a round selects: K, or more with over-selection
+    bernoulli: bool  # each client is selected independently with probability clients_selected / N
     drop_nonfinite: bool  # whether a client with a non-finite update is dropped
     num_clients: int  # N
     mean_size: float  # mean of n_i
@@ -112,7 +112,7 @@ class Engine(NamedTuple):
     @property
     def most_clients(self) -> int:
         """The largest number of clients that a round trains. Over-selected clients that come too late do not count."""
-        over_selected = self.clients_asked > self.cohort_size
+        over_selected = self.clients_selected > self.cohort_size
         return min(self.capacity, self.cohort_size) if over_selected else self.capacity
 
 

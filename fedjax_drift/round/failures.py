@@ -59,15 +59,15 @@ class Failures:
                 "example"
             )
 
-    def clients_asked(self, K: int, N: int) -> int:
+    def clients_selected(self, K: int, N: int) -> int:
         """The number of clients that a round selects in order to aggregate K of the N clients."""
-        asked = math.ceil(round(self.over_selection * K, 9))  # 1.1 * 50 is 55, and a little more in floating point
-        if asked > N:
+        selected = math.ceil(round(self.over_selection * K, 9))  # 1.1 * 50 is 55, and a little more in floating point
+        if selected > N:
             raise ConfigurationError(
                 f"over_selection must be in 1..{N / K:.9g} (all clients), got {self.over_selection}: "
                 "1.3 selects 30 % more clients than are aggregated"
             )
-        return asked
+        return selected
 
     @property
     def any(self) -> bool:

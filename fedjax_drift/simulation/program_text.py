@@ -16,7 +16,8 @@ def collectives(text: str) -> dict[str, int]:
 
 def estimated_cycles(text: str) -> list[int]:
     """XLA's estimate of cycles for each operation that has one."""
-    return [cycles for found in re.findall(r'estimated_cycles":"?(\d+)', text) if (cycles := int(found)) < NO_ESTIMATE]
+    numbers = map(int, re.findall(r'estimated_cycles":"?(\d+)', text))
+    return [cycles for cycles in numbers if cycles < NO_ESTIMATE]
 
 
 def cycles_of_loop(text: str, depth: int) -> int:
@@ -25,17 +26,17 @@ def cycles_of_loop(text: str, depth: int) -> int:
     depth: 0 for loops that are not inside of another one, 1 for those inside of the costliest of these, and so on. If
       there are fewer nested loops, the innermost one counts. Loops inside of the loop count with one iteration.
     """
-    own, inside, gradients, entry = {}, {}, set(), ""
+    alone, inside, gradients, entry = {}, {}, set(), ""
     for header, body in re.findall(r"(?m)^((?:ENTRY )?%?[\w.-]+) \(.*\{\n((?:.*\n)*?)\}", text):
         name = header.removeprefix("ENTRY ").removeprefix("%")
         entry = name if header.startswith("ENTRY ") else entry
-        own[name] = sum(estimated_cycles(body))
+        alone[name] = sum(estimated_cycles(body))
         inside[name] = re.findall(r" while\(.*body=%?([\w.-]+)", body)
         if "transpose(jvp(" in body:  # in the names of operations of a backward pass
             gradients.add(name)
 
     def cycles(name: str) -> int:
-        return own.get(name, 0) + sum(map(cycles, inside.get(name, [])))
+        return alone.get(name, 0) + sum(map(cycles, inside.get(name, [])))
 
     def trains(name: str) -> bool:
         return name in gradients or any(map(trains, inside.get(name, [])))

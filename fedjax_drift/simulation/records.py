@@ -47,12 +47,12 @@ def complaints(t: int, info: Mapping[str, Any], entry: Record, leaves: Callable[
 
     leaves: returns the names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list.
     """
-    found = {}
+    warnings = {}
     if not info["finite"].all():
-        found["not finite"] = nonfinite_message(t, info, leaves)
+        warnings["not finite"] = nonfinite_message(t, info, leaves)
     if not entry["clients"]:
-        found["nobody"] = f"round {t}: no client reported, so there is nothing to average"
-    return found
+        warnings["nobody"] = f"round {t}: no client reported, so there is nothing to average"
+    return warnings
 
 
 def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequence[str]]) -> str:

@@ -162,7 +162,7 @@ def assemble(
     validate.check_types(model, data, algorithm, local)
     N = data.num_clients
     cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
-    clients_asked = failures.clients_asked(cohort_size, N)
+    clients_selected = failures.clients_selected(cohort_size, N)
     sampling = checks.choice("sampling", sampling, ("uniform", "bernoulli"))
     on_nonfinite = checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
     if placement.donate and on_nonfinite == "raise":
@@ -171,7 +171,7 @@ def assemble(
             "failed round would have overwritten its state"
         )
     aggregation = mean() if aggregation is None else aggregation
-    over_selected = clients_asked > cohort_size
+    over_selected = clients_selected > cohort_size
     validate.check_aggregation(aggregation, sampling, over_selected, data)
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
     given = algorithm
@@ -186,7 +186,7 @@ def assemble(
             "frozen parameters (fd.models.lora) are sharded over the devices of a client"
         )
     model_with_arrays, model = model, hyper.without_arrays(model)
-    capacity = _bernoulli_capacity(N, clients_asked) if sampling == "bernoulli" else clients_asked
+    capacity = _bernoulli_capacity(N, clients_selected) if sampling == "bernoulli" else clients_selected
     decoded = partial(decode, mean=data.mean, std=data.std)
     shapes = validate.check_model(model, data, decoded)
     redeal = _redeal(data)
@@ -207,7 +207,7 @@ def assemble(
         mesh=mesh,
         lanes=placement.lanes_for(min(capacity, cohort_size) if over_selected else capacity, mesh, lane),
         cohort_size=cohort_size,
-        clients_asked=clients_asked,
+        clients_selected=clients_selected,
         bernoulli=sampling == "bernoulli",
         drop_nonfinite=on_nonfinite == "drop_client",
         num_clients=N,

@@ -152,7 +152,7 @@ class Simulation:
     def sampling_rate(self) -> float:
         """The probability that a client is selected in a round: K / N, or with over-selection
         ceil(over_selection * K) / N."""
-        return self.setup.engine.clients_asked / self.data.num_clients
+        return self.setup.engine.clients_selected / self.data.num_clients
 
     @property
     def on_nonfinite(self) -> str:

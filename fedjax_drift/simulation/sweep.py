@@ -437,7 +437,7 @@ def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
         yield from _differs(name, *[_presence(getattr(local, name)) for local in locals_])
     for name in ("cohort_size", "bernoulli", "lanes", "drop_nonfinite", "max_size", "redeal", "mesh"):
         yield from _differs(name, *[getattr(engine, name) for engine in engines])
-    yield from _differs("over_selection", *[f"of {engine.clients_asked} clients" for engine in engines])
+    yield from _differs("over_selection", *[f"of {engine.clients_selected} clients" for engine in engines])
     yield from _differs("a deadline", *[_presence(e.failures and e.failures.deadline) for e in engines])
     yield from _differs("the aggregation", *[engine.aggregation.name.partition("(")[0] for engine in engines])
     yield from _differs("on_nonfinite", a.on_nonfinite, b.on_nonfinite)
