@@ -410,14 +410,16 @@ def commit() -> str | None:
 
 
 def hardware() -> str:
-    """Returns the names of the devices, or of the processor if JAX computes on the CPU."""
+    """Returns the names of the devices. On a CPU: the number of cores that this process may use, and their name."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return f"{jax.device_count()} x {device.device_kind}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            return f"{os.cpu_count()} cores, {match[1]}"
-    return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
+            name = match[1]
+    return f"{cores} core{'s' * (cores > 1)}, {name}"
 
 
 # --- cells that are not finished --------------------------------------------------------------------------------------
