@@ -250,6 +250,13 @@ def unfinished(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
     return [seed for seed in seeds if seed not in complete]
 
 
+def _write_results(cell: Cell, output: Path, new: dict[int, Result]) -> dict[int, Result]:
+    """Adds results to the file of the cell. Returns all results of the file by seed."""
+    results = read_results(output / cell.file) | new
+    write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
+    return results
+
+
 def _store_beginnings(cell: Cell, seeds: Sequence[int], output: Path) -> list[Path]:
     """Stores the results of the seeds for which another table of the paper has a longer run with the same options.
 
@@ -260,11 +267,10 @@ def _store_beginnings(cell: Cell, seeds: Sequence[int], output: Path) -> list[Pa
     files = []
     for file in sorted(output.glob(str(Path(paper, "*", *names)))):
         runs = {seed: run for seed, run in read_results(file).items() if seed in seeds}
-        found = {seed: begun for seed, run in runs.items() if (begun := _beginning(run, cell))}
-        if found:
-            results = read_results(output / cell.file) | found
-            write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
-            for seed in found:
+        beginnings = {seed: result for seed, run in runs.items() if (result := _beginning(run, cell))}
+        if beginnings:
+            _write_results(cell, output, beginnings)
+            for seed in beginnings:
                 shutil.rmtree(_partial(cell, output) / f"seed-{seed}", ignore_errors=True)
             files.append(file.relative_to(output))
     return files
@@ -314,9 +320,7 @@ def _run_cell(
         if group:
             parsed = _parsed(cell, group[0], federations)
             runs = _sweep(cell, group, folder, parsed, progress)
-            results = read_results(output / cell.file)
-            results |= {run.seed: _result(cell, run, len(group), parsed) for run in runs}
-            write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
+            results = _write_results(cell, output, {run.seed: _result(cell, run, len(group), parsed) for run in runs})
             for seed in {*group, *results} - (set(seeds) - set(group)):  # a killed process may have left some
                 shutil.rmtree(folder / f"seed-{seed}", ignore_errors=True)
 

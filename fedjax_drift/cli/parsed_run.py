@@ -303,8 +303,8 @@ def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition
                 )
         return None
     hidden = ("num_clients", "seed", "size_sigma")
-    partition = parse_spec("partition", args.partition or "iid", PARTITIONS, hidden)
-    factory = PARTITIONS[partition.name]
+    spec = parse_spec("partition", args.partition or "iid", PARTITIONS, hidden)
+    factory = PARTITIONS[spec.name]
     given = {"num_clients": 100 if args.clients is None else args.clients, "seed": data_seed(args)}
     given["size_sigma"] = 0.0 if args.size_sigma is None else args.size_sigma
     takes = inspect.signature(factory).parameters
@@ -312,10 +312,9 @@ def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition
         value = args.clients if key == "num_clients" else args.size_sigma
         if value is not None and key not in takes:
             raise ConfigurationError(
-                f"--{flag} has no effect on {partition.name}, got {value}: leave it out, or use --partition "
-                "dirichlet:ALPHA"
+                f"--{flag} has no effect on {spec.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
             )
-    return factory(**{k: v for k, v in given.items() if k in takes}, **partition.options)
+    return factory(**{k: v for k, v in given.items() if k in takes}, **spec.options)
 
 
 def _model(args: argparse.Namespace, dataset: Spec, data: FederatedData) -> tuple[Spec, Model]:
