@@ -803,6 +803,7 @@ def test_the_queue_runs_headline_settings_first_until_nothing_is_missing(queued,
     output = tmp_path / "o"
     assert queue_of(queued, output, "missing") == 0
     listed = capsys.readouterr().out
+    assert listed.startswith(f"without a result in {output}:")
     jobs = re.findall(r"min  tiny/table  (.+)", listed)
     assert [job.split("  ")[0] for job in jobs] == ["later"] * 4 + ["natural, half of them"] * 4
     assert [job.split("  ")[2] for job in jobs] == (["seed 0"] * 2 + ["seeds 1, 2"] * 2) * 2

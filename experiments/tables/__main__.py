@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report.listing(tables, [args.output, args.tables / "results"]))
         return 0
     if args.command == "missing":
-        print(queue.listing(queue.missing(tables, args.output, lambda text: print(text, file=sys.stderr))))
+        jobs = queue.missing(tables, args.output, lambda text: print(text, file=sys.stderr))
+        print(f"without a result in {args.output}:")
+        print(queue.listing(jobs))
         return 0
     if args.command == "run":
         if args.missing:
