@@ -565,12 +565,14 @@ def test_a_setting_that_refers_to_another_table_stores_its_results_there(place, 
         papers.read_table(place, "tiny/tabel")
 
 
-def test_settings_and_methods_can_be_selected(place):
+def test_settings_and_methods_can_be_selected(place, tmp_path):
     table = papers.read_table(place, "tiny/table")
     assert [(c.setting, c.method) for c in papers.select(table, ["NATURAL"], ["fedavg"])] == [
         ("natural, half of them", "FedAvg")
     ]
     assert len(papers.select(table, [], [])) == 4
+    longer = papers.read_table(with_tables(tmp_path, table=TINY + "[settings.natural]\n"), "tiny/table")
+    assert {cell.setting for cell in papers.select(longer, ["Natural"], [])} == {"natural"}
     with pytest.raises(ValueError, match="--methods must be one of .*FedAvg"):
         papers.select(table, [], ["Fed"])
 

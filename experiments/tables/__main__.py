@@ -155,7 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     for flag, text in (
         (
             "--rows",
-            "run only the settings whose names start with TEXT; if there are none, those whose names contain TEXT",
+            "run only the setting with this name; if there is none, those whose names start with TEXT; if there are "
+            "none, those whose names contain TEXT",
         ),
         ("--methods", "run only these methods"),
     ):

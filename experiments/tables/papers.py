@@ -405,23 +405,25 @@ def printed_number(number: float | str) -> Printed:
 def select(table: Table, rows: Sequence[str], methods: Sequence[str]) -> list[Cell]:
     """Returns the cells of the selected settings and methods.
 
-    rows: texts that select settings. A text selects the settings whose names start with it or, if there are none, the
-      settings whose names contain it. An empty sequence selects all settings.
+    rows: texts that select settings. A text selects the setting with this name. If there is none, it selects the
+      settings whose names start with it or, if there are none, those whose names contain it. An empty sequence selects
+      all settings.
     methods: names of methods. An empty sequence selects all methods.
 
     Upper and lower case are not distinguished. Several texts or names may be joined by commas or semicolons.
     """
-    settings = _matching("--rows", rows, list(table.settings), _beginning_or_containing)
+    settings = _matching("--rows", rows, list(table.settings), _equal_or_similar)
     columns = _matching("--methods", methods, table.methods, _equal)
     return [cell for name in settings for method, cell in table.settings[name].cells.items() if method in columns]
 
 
-def _beginning_or_containing(names: Sequence[str], text: str) -> list[str]:
-    return [name for name in names if name.lower().startswith(text)] or [name for name in names if text in name.lower()]
-
-
 def _equal(names: Sequence[str], text: str) -> list[str]:
     return [name for name in names if name.lower() == text]
+
+
+def _equal_or_similar(names: Sequence[str], text: str) -> list[str]:
+    beginning = [name for name in names if name.lower().startswith(text)]
+    return _equal(names, text) or beginning or [name for name in names if text in name.lower()]
 
 
 def _matching(
