@@ -525,7 +525,7 @@ def datasets() -> Iterator[Call]:
     glyphs = {"num_writers": integer(sound=[np.int64(2)]), "num_classes": optional(integer(1, 62, [np.int64(10)]))}
     yield Call("load glyphs", fd.datasets.load, {"name": "glyphs", "num_writers": 2}, glyphs)
     of_name = {"name": choice("mnist"), "data_dir": optional(path())}
-    yield Call("fd.datasets.found", fd.datasets.found, {"name": "mnist"}, of_name)
+    yield Call("fd.datasets.locate", fd.datasets.locate, {"name": "mnist"}, of_name)
     yield Call("fd.datasets.num_classes", fd.datasets.num_classes, {}, {"name": choice("mnist")})
     yield Call("fd.datasets.describe", fd.datasets.describe, {}, {"data_dir": optional(path())})
     yield Call("fd.datasets.from_leaf", fd.datasets.from_leaf, {}, {"folder": path()})

@@ -150,7 +150,7 @@ def test_options_are_checked_before_any_file_is_read(tmp_path: Path, monkeypatch
     wrong += [] if option in ("valid", "iid_sol", "iid_data") else [True]
     wrong += [None] if datasets.OPTIONS[name][option] is not None else []
     for value in wrong:
-        for call in (fd.datasets.load, fd.datasets.found, fd.datasets.num_classes):
+        for call in (fd.datasets.load, fd.datasets.locate, fd.datasets.num_classes):
             with pytest.raises(ValueError, match=f"^{option} must be "):
                 call(name, **{option: value})
     with pytest.raises(AssertionError, match="it was read"):
@@ -161,11 +161,15 @@ def test_arguments_are_checked_before_any_file_is_read(tmp_path: Path, monkeypat
     (tmp_path / "file").write_text("")
     for data_dir in (3, b"folder", ["a"], True, tmp_path / "file", "\0"):
         calls = [lambda d: fd.datasets.load("mnist", data_dir=d), fd.datasets.describe]
-        for call in (*calls, lambda d: fd.datasets.found("mnist", d), lambda d: fd.datasets.load("synthetic", None, d)):
+        for call in (
+            *calls,
+            lambda d: fd.datasets.locate("mnist", d),
+            lambda d: fd.datasets.load("synthetic", None, d),
+        ):
             with pytest.raises(ValueError, match="^data_dir must be"):
                 call(data_dir)
     for name in ("minst", None, 3, ["mnist"], {}):
-        for named in (fd.datasets.load, fd.datasets.found, fd.datasets.num_classes):
+        for named in (fd.datasets.load, fd.datasets.locate, fd.datasets.num_classes):
             with pytest.raises(ValueError, match="^name must be one of"):
                 named(name)
     for wrong in (3, None, [], "\0"):
@@ -180,7 +184,7 @@ def test_arguments_are_checked_before_any_file_is_read(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="^standardize must be True or False, got 1"):
         fd.datasets.load("synthetic", standardize=1)
     with pytest.raises(ValueError, match="unknown option 'hisotry': the options of movielens .*did you mean 'history'"):
-        fd.datasets.found("movielens", hisotry=3)
+        fd.datasets.locate("movielens", hisotry=3)
     with pytest.raises(ValueError, match=r"num_classes must be in 1\.\.10, got 11: these are the classes of digits"):
         fd.datasets.num_classes("emnist", split="digits", num_classes=11)
 

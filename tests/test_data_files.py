@@ -18,7 +18,7 @@ import pytest
 import fedjax_drift as fd
 from fedjax_drift import cli
 from fedjax_drift.cli.flags import DEFAULT_MODEL
-from fedjax_drift.data import datasets, federated_files, files, image_files, images
+from fedjax_drift.data import datasets, federated_files, files, image_files, images, tfds
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import iid
 
@@ -54,14 +54,14 @@ def test_a_missing_data_set_names_its_download_and_folder(tmp_path, monkeypatch,
     def unprepared(name: str) -> None:
         raise FileNotFoundError("not prepared")
 
-    monkeypatch.setattr(files, "from_tfds", unprepared)
+    monkeypatch.setattr(tfds, "read", unprepared)
     folders = (tmp_path, tmp_path / "cache")
     places = " or ".join(str(folder / file) for folder in folders for file in datasets.FILES[name])
     with pytest.raises(FileNotFoundError, match=said) as error:
         load(name, **options)
     assert places in str(error.value) and datasets.GET[name] in str(error.value)
     row = {row["name"]: row for row in datasets.describe()}[name]
-    assert not row["available"] and datasets.GET[name] in row["how"]
+    assert not row["available"] and datasets.GET[name] in row["instructions"]
 
 
 def test_missing_files_are_named_according_to_the_options(monkeypatch) -> None:
@@ -112,20 +112,20 @@ def test_emnist_is_transposed_relabelled_from_0_and_limited_to_num_classes(tmp_p
 def test_emnist_from_tensorflow_datasets_is_transposed_and_lacks_letters(monkeypatch) -> None:
     """The letters split of tensorflow-datasets is not read, because it is incomplete."""
     x = RNG.integers(0, 256, (94, 28, 28, 1), np.uint8)
-    asked = []
+    names_read = []
 
-    def from_tfds(name: str) -> files.Arrays:
-        asked.append(name)
+    def read(name: str) -> files.Arrays:
+        names_read.append(name)
         return {"x_train": x, "y_train": np.arange(94) % 47, "x_test": x[:47], "y_test": np.arange(47)}
 
-    monkeypatch.setattr(files, "from_tfds", from_tfds)
+    monkeypatch.setattr(tfds, "read", read)
     data = load("emnist", iid(1), split="balanced")
     np.testing.assert_array_equal(by_label(data)[::2], x[:47].swapaxes(1, 2))
     load("emnist", iid(1), split="balanced")
-    assert asked == ["emnist/balanced"]  # the second call reads the cache
+    assert names_read == ["emnist/balanced"]  # the second call reads the cache
     with pytest.raises(FileNotFoundError, match="emnist_letters"):
         load("emnist")
-    assert asked == ["emnist/balanced"]
+    assert names_read == ["emnist/balanced"]
 
 
 def test_damaged_idx_files_are_refused(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_femnist_of_other_projects_is_inverted_and_keeps_its_writers(tmp_path: P
         np.testing.assert_array_equal(load("femnist", source=source).x, data.x)
     assert load("femnist", iid(2)).test_sizes is None
     assert load("femnist", standardize=True).mean == pytest.approx(0.0365, abs=1e-4)
-    assert {row["name"]: row for row in datasets.describe()}["femnist"]["found"].endswith(datasets.FEMNIST[source])
+    assert {row["name"]: row for row in datasets.describe()}["femnist"]["location"].endswith(datasets.FEMNIST[source])
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -415,7 +415,7 @@ def test_femnist_reads_the_requested_source(tmp_path: Path) -> None:
         write_femnist(tmp_path, source, characters({"a": rows, "b": 1})[0], characters({"a": 1})[0])
     np.savez(tmp_path / "femnist_writers.npz", x=np.zeros((9, 28, 28), np.uint8), y=np.arange(9), writer=[7] * 9)
     rows = {source: int(load("femnist", source=source).sizes.sum()) for source in ("auto", "npz", *SOURCES)}
-    assert datasets.found("femnist", source="tff").endswith("fed_emnist_train.h5")
+    assert datasets.locate("femnist", source="tff").endswith("fed_emnist_train.h5")
     assert rows == {"auto": 7, "npz": 7, "leaf": 3, "fedjax": 4, "tff": 5}
     with pytest.raises(ValueError, match="did you mean 'fedjax'"):
         load("femnist", source="fedjacks")
@@ -552,10 +552,10 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_command_line_supports_every_data_set(tmp_path: Path) -> None:
     assert set(DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
     assert datasets.num_classes("emnist", split="digits") == 10 == datasets.num_classes("emnist", num_classes=10)
-    assert datasets.found("emnist") == "no"
+    assert datasets.locate("emnist") == "no"
     write_emnist(tmp_path)
-    assert datasets.found("emnist").endswith("letters-train-images-idx3-ubyte.gz")
-    assert datasets.found("emnist", split="balanced") == "no"
+    assert datasets.locate("emnist").endswith("letters-train-images-idx3-ubyte.gz")
+    assert datasets.locate("emnist", split="balanced") == "no"
     run = fd.parse_run("--dataset emnist:num_classes=10 --algorithm fedavg --clients 4 --cohort 2")
     model = run.config["model"]
     assert model["name"] == "emnist_nn" and model["parameters"] == 89_610  # the network of FedDC for EMNIST-L

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_drift.data import datasets, dialogue, files, image_files
+from fedjax_drift.data import datasets, dialogue, files, image_files, tfds
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.federated import integers_as_int32
 from fedjax_drift.data.partition import by_writer, dirichlet, iid
@@ -20,8 +20,8 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
     monkeypatch.delenv("FEDJAX_DRIFT_DATA", raising=False)
-    found = files.importlib.util.find_spec
-    monkeypatch.setattr(files.importlib.util, "find_spec", lambda n, *a: None if n == "tensorflow" else found(n, *a))
+    find_spec = tfds.importlib.util.find_spec
+    monkeypatch.setattr(tfds.importlib.util, "find_spec", lambda n, *a: None if n == "tensorflow" else find_spec(n, *a))
 
 
 @pytest.fixture
@@ -242,20 +242,22 @@ def test_a_cache_that_cannot_be_written_gives_a_warning(tmp_path: Path, monkeypa
 
 
 def test_prepared_tfds_data_are_read_without_tensorflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tfds = pytest.importorskip("tensorflow_datasets")
+    tensorflow_datasets = pytest.importorskip("tensorflow_datasets")
     pytest.importorskip("array_record")
     image = pytest.importorskip("PIL.Image")
     arrays = images()
 
-    class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version("3.0.1")
+    class Mnist(tensorflow_datasets.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tensorflow_datasets.core.Version("3.0.1")
 
         def _info(self):
             features = {
-                "image": tfds.features.Image(shape=(28, 28, 1)),
-                "label": tfds.features.ClassLabel(num_classes=10),
+                "image": tensorflow_datasets.features.Image(shape=(28, 28, 1)),
+                "label": tensorflow_datasets.features.ClassLabel(num_classes=10),
             }
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+            return tensorflow_datasets.core.DatasetInfo(
+                builder=self, features=tensorflow_datasets.features.FeaturesDict(features)
+            )
 
         def _split_generators(self, dl_manager):
             return {split: self._generate_examples(split) for split in ("train", "test")}
@@ -265,15 +267,15 @@ def test_prepared_tfds_data_are_read_without_tensorflow(tmp_path: Path, monkeypa
                 yield i, {"image": image.fromarray(x), "label": int(y)}
 
     Mnist(data_dir=tmp_path / "tfds", file_format="array_record").download_and_prepare()
-    monkeypatch.setattr(files.socket, "create_connection", None)
-    assert {row["name"]: row["found"] for row in datasets.describe()}["mnist"] == "tensorflow-datasets"
+    monkeypatch.setattr(tfds.socket, "create_connection", None)
+    assert {row["name"]: row["location"] for row in datasets.describe()}["mnist"] == "tensorflow-datasets"
     data = load("mnist", iid(1))
     shuffled, wanted = (sorted(zip(map(bytes, x), y, strict=True)) for x, y in (
         (data.x, data.y.tolist()), (arrays["x_train"], arrays["y_train"].tolist())
     ))  # fmt: skip
     assert shuffled == wanted
     with monkeypatch.context() as patch:
-        patch.setattr(files, "from_tfds", None)  # must not be called again: the cache has an npz file
+        patch.setattr(tfds, "read", None)  # must not be called again: the cache has an npz file
         np.testing.assert_array_equal(load("mnist", iid(1)).x, data.x)
     with pytest.raises(FileNotFoundError, match="official order"):
         load("mnist", by_writer())
@@ -281,23 +283,23 @@ def test_prepared_tfds_data_are_read_without_tensorflow(tmp_path: Path, monkeypa
     info = next((tmp_path / "tfds").glob("mnist/*/dataset_info.json"))
     info.write_text(json.dumps(json.loads(info.read_text()) | {"fileFormat": "tfrecord"}))
     with pytest.raises(ValueError, match="array_record format, got tfrecord"):
-        files.from_tfds("mnist")
+        tfds.read("mnist")
 
 
 def test_tfds_data_that_cannot_be_prepared_raise_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    tfds = pytest.importorskip("tensorflow_datasets")
+    tensorflow_datasets = pytest.importorskip("tensorflow_datasets")
 
     def offline(*args: object, **kwargs: object) -> None:
         raise OSError("unreachable")
 
-    monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", None)
+    monkeypatch.setattr(tensorflow_datasets.core.DatasetBuilder, "download_and_prepare", None)
     with pytest.raises(
         FileNotFoundError, match=r"TensorFlow is needed once to prepare it: pip install \"fedjax-drift\[prepare\]\""
     ):
-        files.from_tfds("fashion_mnist")
-    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(files.urllib.request, "getproxies", dict)
-    monkeypatch.setattr(files.socket, "create_connection", offline)
+        tfds.read("fashion_mnist")
+    monkeypatch.setattr(tfds.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(tfds.urllib.request, "getproxies", dict)
+    monkeypatch.setattr(tfds.socket, "create_connection", offline)
     with pytest.raises(FileNotFoundError, match="no connection to storage.googleapis.com"):
         load("mnist")
 
@@ -373,10 +375,10 @@ def test_describe_lists_the_available_data_sets(tmp_path: Path) -> None:
     np.savez(tmp_path / "mnist.npz", **images())
     rows = {row["name"]: row for row in datasets.describe(tmp_path)}
     assert tuple(rows) == datasets.NAMES
-    assert rows["mnist"]["found"] == str(tmp_path / "mnist.npz") and rows["mnist"]["available"]
-    assert rows["cifar10"]["found"] == "no" and not rows["cifar10"]["available"]
+    assert rows["mnist"]["location"] == str(tmp_path / "mnist.npz") and rows["mnist"]["available"]
+    assert rows["cifar10"]["location"] == "no" and not rows["cifar10"]["available"]
     assert rows["glyphs"]["available"] and rows["glyphs"]["classes"] == 62
-    assert "prepare" in {row["name"]: row for row in datasets.describe()}["cifar10"]["how"]
+    assert "prepare" in {row["name"]: row for row in datasets.describe()}["cifar10"]["instructions"]
 
 
 # ---------------------------------------------------------------- the real files

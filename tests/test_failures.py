@@ -47,8 +47,8 @@ def test_a_round_with_dropout_equals_a_round_of_the_clients_that_report(data) ->
     failed, info = simulate(data, dropout=0.5).round_fn(start)
     there = np.asarray(info["cohort"] >= 0)
     assert 0 < there.sum() < 10
-    np.testing.assert_array_equal(info["asked"][there], info["cohort"][there])
-    np.testing.assert_array_equal(info["asked"], simulate(data).round_fn(start)[1]["cohort"])
+    np.testing.assert_array_equal(info["selected"][there], info["cohort"][there])
+    np.testing.assert_array_equal(info["selected"], simulate(data).round_fn(start)[1]["cohort"])
     np.testing.assert_array_equal(np.asarray(info["weight"] > 0), there)
     answered, _ = simulate(data).round_fn(start, cohort=info["cohort"][there])
     for got, want in zip(jax.tree.leaves(failed), jax.tree.leaves(answered), strict=True):
@@ -121,11 +121,11 @@ def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  #
     (info,) = rounds(sim, 1)
     np.testing.assert_array_equal(np.sort(info["cohort"][info["cohort"] >= 0]), np.flatnonzero(heard(1.0)))
     for info in rounds(simulate(data, fd.algorithms.fedavg(), over_selection=1.5, **slow), 3):
-        assert len(info["asked"]) == 15 and len(info["cohort"]) == 10 and (info["cohort"] >= 0).all()
-        late = np.setdiff1d(info["asked"], info["cohort"])
+        assert len(info["selected"]) == 15 and len(info["cohort"]) == 10 and (info["cohort"] >= 0).all()
+        late = np.setdiff1d(info["selected"], info["cohort"])
         assert taken[info["cohort"]].max() <= 1.1 * taken[late].min()  # deadlines differ by a factor of 1.07
-        assert np.isin(info["asked"], info["cohort"]).sum() == 10
-        in_order = [i for i in info["asked"] if i in info["cohort"]]
+        assert np.isin(info["selected"], info["cohort"]).sum() == 10
+        in_order = [i for i in info["selected"] if i in info["cohort"]]
         np.testing.assert_array_equal(in_order, info["cohort"])
     # Other selected clients replace those that drop out.
     infos = rounds(simulate(data, fd.algorithms.fedavg(), over_selection=2.0, dropout=0.3), 10)

@@ -33,7 +33,7 @@ from experiments.tables.papers import LOCAL_OPTIONS, Cell, Score, Series, Table,
 SAVE_SECONDS = 30.0  # the time between two saves
 TARGET_SECONDS = 30.0  # a cell with a target checks about this often whether all seeds have reached it
 # The entries of the records that are not stored.
-BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "asked"}
+BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "selected"}
 DATA_OPTIONS = (
     "dataset",
     "partition",

@@ -218,7 +218,7 @@ def assemble(
     config = {
         "dataset": {"name": dataset.name, **dataset.options},
         "partition": partition_text(args),
-        "source": datasets.found(dataset.name, args.data_dir, **dataset.options),
+        "source": datasets.locate(dataset.name, args.data_dir, **dataset.options),
         "data": summary(data),
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
         "train": None if part is None else _part(part, computed, planned=mesh is not None),

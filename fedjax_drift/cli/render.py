@@ -144,7 +144,7 @@ def listing(data_dir: str | None) -> str:
     for entry in described:
         if not entry["available"]:
             lines += ["", f"To get {entry['name']}:"]
-            lines += wrap(entry["how"], "  ", "  ")
+            lines += wrap(entry["instructions"], "  ", "  ")
     lines += ["", "To plot the clients of one: fedjax-drift data NAME --partition dirichlet:0.3 --clients 100"]
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import dialogue, files, generated, images, movielens, tables, tasks
+from fedjax_drift.data import dialogue, files, generated, images, movielens, tables, tasks, tfds
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
 from fedjax_drift.data.federated_files import from_leaf as from_leaf
@@ -280,10 +280,9 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
 
       - ``name``: the name of the data set.
       - ``classes``: the number of classes with the default options.
-      - ``found``: where `load` would read the data set with its default options: a path, "made on the spot" (generated
-        data), "tensorflow-datasets", or "no".
+      - ``location``: where `load` would read the data set with its default options, as `locate` returns it.
       - ``available``: whether the data can be loaded, a bool.
-      - ``how``: how to get the data, in one line.
+      - ``instructions``: how to get the data, in one line.
 
     Raises:
       ValueError: `data_dir` is not the path of a folder.
@@ -291,19 +290,19 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
     return [_describe(name, data_dir) for name in NAMES]
 
 
-def found(name: str, data_dir: DataDir = None, **options: Any) -> str:
-    """Returns the source that `load` reads with these arguments. No file is opened.
+def locate(name: str, data_dir: DataDir = None, **options: Any) -> str:
+    """Returns where `load` would read the data set with these arguments. No file is opened.
 
-    The source is a path, "made on the spot" (the data are generated), "tensorflow-datasets", or "no" if there is no
-    source. Raises the ValueErrors of `load`.
+    This is a path, "made on the spot" (the data are generated), "tensorflow-datasets", or "no" if there are no data.
+    Raises the ValueErrors of `load`.
     """
     options, _ = _checked(name, options), files.folders(data_dir)
     if name not in FILES:
         return "made on the spot"
     path = files.find(filenames(name, **options), files.folders(data_dir))
-    if path is None and data_dir is None and (published := tfds_name(name, **options)) in files.HOSTS:
+    if path is None and data_dir is None and (published := tfds_name(name, **options)) in tfds.HOSTS:
         path = files.find((f"{flat(published)}_tfds.npz",), [files.cache_dir()])
-        if path is None and any((files.tfds_dir() / published).glob("*/dataset_info.json")):
+        if path is None and any((tfds.default_dir() / published).glob("*/dataset_info.json")):
             return "tensorflow-datasets"
     return "no" if path is None else str(path)
 
@@ -313,12 +312,12 @@ def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
     if name in FILES:
         instructions = f"put {' or '.join(FILES[name])} into data_dir"
         instructions += f": {GET[name]}" if name in GET else ""
-        instructions += f", or, online: {prepare(name)}" if data_dir is None and name in files.HOSTS else ""
-    source = found(name, data_dir)
+        instructions += f", or, online: {prepare(name)}" if data_dir is None and name in tfds.HOSTS else ""
+    location = locate(name, data_dir)
     return {
         "name": name,
         "classes": CLASSES[name],
-        "found": source,
-        "available": source != "no",
-        "how": instructions,
+        "location": location,
+        "available": location != "no",
+        "instructions": instructions,
     }

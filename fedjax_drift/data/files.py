@@ -1,4 +1,4 @@
-"""Data files: npz files of users, the cache, and tensorflow-datasets.
+"""Data files: npz files of users, and the cache.
 
 Every array is checked against a `Column` before it is used.
 """
@@ -6,13 +6,10 @@ Every array is checked against a `Column` before it is used.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
-import socket
 import stat
 import textwrap
-import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,18 +23,6 @@ from fedjax_drift.errors import ConfigurationError
 
 Arrays = dict[str, np.ndarray]
 UNPACKED = 2**30  # limit in bytes of compressed arrays: a small malicious file could otherwise fill the memory
-
-# The hosts from which tensorflow-datasets downloads. A connection is tested first, because tensorflow-datasets needs
-# minutes to fail without one.
-HOSTS = {
-    "mnist": ("storage.googleapis.com", 443),
-    "fashion_mnist": ("fashion-mnist.s3-website.eu-central-1.amazonaws.com", 80),
-    "emnist/byclass": ("biometrics.nist.gov", 443),
-    "emnist/balanced": ("biometrics.nist.gov", 443),
-    "emnist/digits": ("biometrics.nist.gov", 443),
-    "cifar10": ("www.cs.toronto.edu", 443),
-    "cifar100": ("www.cs.toronto.edu", 443),
-}
 
 
 class Wrong(ValueError):
@@ -65,11 +50,6 @@ Spec = Mapping[str, Column]
 def cache_dir() -> Path:
     """The folder for computed arrays: $FEDJAX_DRIFT_CACHE, or ~/.cache/fedjax_drift."""
     return Path(os.environ.get("FEDJAX_DRIFT_CACHE") or "~/.cache/fedjax_drift").expanduser()
-
-
-def tfds_dir() -> Path:
-    """The folder of tensorflow-datasets: $TFDS_DATA_DIR, or ~/tensorflow_datasets."""
-    return Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
 
 
 def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -311,57 +291,3 @@ def stamp(paths: Iterable[str | os.PathLike[str]]) -> str:
         name = os.fspath(path).split(os.sep)[-2:]
         total = zlib.crc32(f"{name} {status.st_size} {status.st_mtime_ns}".encode(), total)
     return f"{total:08x}"
-
-
-def from_tfds(name: str, directory: Path | None = None) -> Arrays:
-    """Reads x_train uint8 [M, ...], y_train [M], x_test and y_test of an image data set of tensorflow-datasets.
-
-    `directory` defaults to `tfds_dir()`. Prepared array_record data are read without TensorFlow. Other data are
-    downloaded and prepared if TensorFlow is installed (tensorflow-datasets 4.9.10 needs it once, to encode the images).
-    The examples have the shuffled order of tensorflow-datasets. Raises FileNotFoundError, without waiting for the
-    network, if there are no data and they can't be prepared. Raises ValueError for data that only TensorFlow can read.
-    """
-    directory = directory or tfds_dir()
-    try:
-        import tensorflow_datasets as tfds  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise FileNotFoundError(
-            f"tensorflow-datasets can't be imported ({error}): pip install tensorflow-datasets importlib_resources"
-        ) from error
-    # try_gcs=False: do not query Google Cloud Storage, which waits for the network.
-    with plain_errors(directory / name):
-        for path in (directory / name).rglob("*"):
-            must_not_wait(path)
-        builder = tfds.builder(name, data_dir=directory, try_gcs=False)
-    if not builder.is_prepared():
-        if importlib.util.find_spec("tensorflow") is None:
-            raise FileNotFoundError(
-                f"{builder.data_path} is not prepared, and TensorFlow is needed once to prepare it: "
-                'pip install "fedjax-drift[prepare]"'
-            )
-        _require_connection(name)
-        builder.download_and_prepare(file_format="array_record")
-    if builder.info.file_format != tfds.core.FileFormat.ARRAY_RECORD:
-        raise ConfigurationError(
-            f"{builder.data_path} must be in array_record format, got {builder.info.file_format.value}, which only "
-            "TensorFlow reads: move this folder, or set TFDS_DATA_DIR to another folder, and load again"
-        )
-    arrays: Arrays = {}
-    with plain_errors(builder.data_path):
-        for split in ("train", "test"):
-            rows = builder.as_data_source(split=split)
-            x = np.empty((len(rows), *builder.info.features["image"].shape), np.uint8)
-            y = np.empty(len(rows), np.int32)
-            for i, row in enumerate(rows):
-                x[i], y[i] = row["image"], row["label"]
-            arrays |= {f"x_{split}": x, f"y_{split}": y}
-    return arrays
-
-
-def _require_connection(name: str) -> None:
-    if name not in HOSTS or urllib.request.getproxies():
-        return
-    try:
-        socket.create_connection(HOSTS[name], timeout=5).close()
-    except OSError as error:
-        raise FileNotFoundError(f"it can't be downloaded: no connection to {HOSTS[name][0]} ({error})") from error

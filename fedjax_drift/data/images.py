@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_drift.data import files, image_files
+from fedjax_drift.data import files, image_files, tfds
 from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import (
@@ -269,12 +269,12 @@ def _from_tfds(
     by_hand += f"[M, {shape}]"
     if (download := GET.get(name.partition("/")[0])) is not None:
         by_hand = f"{download}, or {by_hand}"
-    if name not in files.HOSTS:
+    if name not in tfds.HOSTS:
         raise absent(name, wanted, data_dir, by_hand)
     if data_dir is not None:
         raise absent(name, wanted, data_dir, f"{by_hand}, or leave data_dir out to use tensorflow-datasets")
     try:
-        return files.cached(f"{flat(name)}_tfds.npz", spec, lambda: convert(files.from_tfds(name)))
+        return files.cached(f"{flat(name)}_tfds.npz", spec, lambda: convert(tfds.read(name)))
     except FileNotFoundError as error:
         online = f"on a machine with a network, {prepare(name)}"
         fix = f"{by_hand}, or, {online} (tensorflow-datasets has no data on this machine: {error})"

@@ -149,7 +149,7 @@ def describe(engine: Engine, planned: Plan, outcome: dict[str, jax.Array]) -> di
     }
     info["finite"] = info["bad_leaf"] < 0
     if engine.failures is not None:
-        info["asked"] = jnp.where(planned.drawn < N, planned.drawn, -1)
+        info["selected"] = jnp.where(planned.drawn < N, planned.drawn, -1)
     return info
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_drift.types import Record
 
 SUMMARISED = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps", "client_steps",
-              "bad_leaf", "asked")  # fmt: skip
+              "bad_leaf", "selected")  # fmt: skip
 """Entries of ``info`` that `record` summarises or leaves out. All other entries go into the record."""
 
 
