@@ -11,7 +11,7 @@ Delta. Then
 - client drift: Delta_i - Delta, for every client i;
 - period drift: Delta_S - Delta, for 539 random cohorts S of 10 clients, with the weighted mean Delta_S.
 
-Equation (16) gives each drift one for all d parameters. So the question is asked in two ways: for all
+Equation (16) gives each drift one variance for all d parameters. So the question is asked in two ways: for all
 parameters together, and after each parameter has been divided by its own standard deviation. The excess kurtosis is
 that of the pooled values: 0 for a normal distribution, 3 for a Laplace distribution.
 """
