@@ -17,10 +17,10 @@ from PIL import Image
 from scipy import stats
 
 import fedjax_drift as fd
-from experiments.tables import claims, comparison, papers, queue, report, runner
+from experiments.tables import claims, comparison, papers, queue, report, runner, tuning
 from experiments.tables.__main__ import main
 from experiments.tables.papers import Printed, Score, Series
-from experiments.tables.runner import Result
+from experiments.tables.results import Result, kept_series, read_results, summary
 from fedjax_drift import cli
 from fedjax_drift.cli.commands import parse
 from fedjax_drift.cli.flags import Parser, add_data
@@ -115,7 +115,7 @@ def do(place: Path, output: Path, *arguments: str) -> int:
 
 
 def read(output: Path, method: str = "FedAvg") -> dict[int, Result]:
-    return runner.read_results(output / "tiny/table/natural-half-of-them" / f"{method}.jsonl")
+    return read_results(output / "tiny/table/natural-half-of-them" / f"{method}.jsonl")
 
 
 def series(runs: dict[int, Result]) -> dict[int, dict[str, Series]]:
@@ -324,13 +324,13 @@ def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, caps
     place = with_tables(tmp_path / "tables", table=text)
     table = papers.read_table(place, "tiny/table")
     cell = table.settings["natural, half of them"].cells["FedProx"]
-    assert papers.tuning_grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
+    assert tuning.tuning_grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
         {"lr": 1e-4},
         {"lr": 0.5},
     ]
     assert do(place, output, "--tune", "--methods=FedProx") == 0
     assert "FedProx: tuning 4 combinations" in capsys.readouterr().out
-    tried = runner.read_tuned(cell, output)
+    tried = tuning.read_tuned(cell, output)
     best = max(tried, key=lambda each: each.score).values
     run = read(output, "FedProx")[0]
     assert run.options["lr"] == best["lr"] and run.options["algorithm"] == f"fedprox:mu={best['mu']}"
@@ -344,7 +344,7 @@ def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, caps
     place, before = with_tables(tmp_path / "held_out", table=held_out), [each.score for each in tried]
     assert do(place, tmp_path / "p", "--tune", "--methods=FedProx") == 0
     assert "FedProx: tuning 2 combinations" in capsys.readouterr().out
-    tried = runner.read_tuned(cell, tmp_path / "p")
+    tried = tuning.read_tuned(cell, tmp_path / "p")
     assert [each.values for each in tried] == [{"lr": 1e-4, "mu": 0.3}, {"lr": 0.5, "mu": 0.3}]
     # A quarter of the 32 examples is held out, so the scores are multiples of 1/8. The run itself uses all examples.
     assert all(each.score / 12.5 == round(each.score / 12.5) for each in tried) and before != tried
@@ -353,7 +353,7 @@ def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, caps
         do(with_tables(tmp_path / "other", table=text), tmp_path / "p", "--tune", "--methods=FedProx")
     only_one = held_out.replace("grid = {lr = [1e-4, 0.5], mu = [0.1, 1.0]}", "")
     table = papers.read_table(with_tables(tmp_path / "one", table=only_one), "tiny/table")
-    assert papers.tuning_grid(table, cell._replace(method="FedAvg")) == []
+    assert tuning.tuning_grid(table, cell._replace(method="FedAvg")) == []
 
     untuned = with_tables(tmp_path / "untuned", table=text[: text.index("[tune]")] + text[text.index("[settings") :])
     with pytest.raises(ValueError, match="must have a grid"):
@@ -382,7 +382,7 @@ def test_a_run_to_a_target_is_the_beginning_of_a_longer_run_in_another_table(who
     assert "the beginning of a longer run, tiny/table/natural" in capsys.readouterr().out
     assert main(["run", "tiny/target", f"--output={tmp_path / 'alone'}", *words]) == 0 and ran == ["tiny/target"]
     file = "tiny/target/natural-half-of-them/FedAvg.jsonl"
-    taken, alone = (runner.read_results(folder / file) for folder in (output, tmp_path / "alone"))
+    taken, alone = (read_results(folder / file) for folder in (output, tmp_path / "alone"))
     assert series(taken) == series(alone) and {run.rounds for run in taken.values()} == {4}
     for name in ("options", "command", "reached"):
         assert [getattr(run, name) for run in taken.values()] == [getattr(run, name) for run in alone.values()]
@@ -437,7 +437,7 @@ def test_every_seed_can_have_its_own_partition(whole, tmp_path, capsys):
     alone = fd.parse_run(runs[1].command.removeprefix("fedjax-drift run "))
     (sim,) = alone.simulations.values()
     (run,) = sim.sweep(alone.rounds, [1], alone.eval_every, progress=False)
-    assert runs[1].series == runner.kept_series(run.history, alone.eval_every, cell.keep)
+    assert runs[1].series == kept_series(run.history, alone.eval_every, cell.keep)
     page = report.page(table := papers.read_table(place, "tiny/table"), output, report.results_of(table, output), [])
     assert "initial models; every seed has its own partition." in page
 
@@ -484,17 +484,17 @@ def test_tuning_stopped_by_ctrl_c_resumes_with_the_same_results(tmp_path, monkey
 
 
 def test_tuning_ignores_combinations_without_a_finite_score():
-    tried = [runner.Tuned({"lr": lr}, score, 5) for lr, score in ((1, math.nan), (2, 9.0), (3, 4.0), (4, math.inf))]
-    assert runner.best_of(tried, Score("s", take="rounds_to")) == {"lr": 3}
-    assert runner.best_of(tried, Score("s")) == {"lr": 2}
+    tried = [tuning.Tuned({"lr": lr}, score, 5) for lr, score in ((1, math.nan), (2, 9.0), (3, 4.0), (4, math.inf))]
+    assert tuning.best_of(tried, Score("s", take="rounds_to")) == {"lr": 3}
+    assert tuning.best_of(tried, Score("s")) == {"lr": 2}
 
 
 def test_a_tuning_result_that_did_not_reach_the_target_is_read_back(tmp_path):
     cell = papers.Cell("t", "s", "m", {"algorithm": "fedavg"})
-    file = runner.tuning_file(cell, tmp_path)
+    file = tuning.tuning_file(cell, tmp_path)
     file.parent.mkdir(parents=True)
     file.write_text('{"values": {"lr": 1}, "score": null, "rounds": 2}\n{"values": {"lr": 2}, "score": 7, "rounds": 2}')
-    assert runner.best_of(runner.read_tuned(cell, tmp_path), Score("s", take="rounds_to")) == {"lr": 2}
+    assert tuning.best_of(tuning.read_tuned(cell, tmp_path), Score("s", take="rounds_to")) == {"lr": 2}
 
 
 def test_a_setting_whose_data_are_missing_is_skipped(place, whole, monkeypatch):
@@ -581,7 +581,7 @@ def test_settings_and_methods_can_be_selected(place, tmp_path):
 def test_a_damaged_line_of_a_results_file_is_named(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match="a.jsonl, line 1 is not a result .*: delete the file"):
-        runner.read_results(tmp_path / "a.jsonl")
+        read_results(tmp_path / "a.jsonl")
 
 
 # --- scores and their comparison --------------------------------------------------------------------------------------
@@ -645,7 +645,7 @@ def test_printed_numbers_and_summaries(place):
     of = papers.printed_number
     assert of(98.5) == Printed(98.5, None, "98.5") and of("69.1±0.6") == Printed(69.1, 0.6, "69.1±0.6")
     assert of(">600") == Printed(math.inf, None, ">600")
-    assert [runner.summary(values, 1) for values in ([1.0, 3.0], [2.0], [2.0, math.inf], [math.inf], [math.nan])] \
+    assert [summary(values, 1) for values in ([1.0, 3.0], [2.0], [2.0, math.inf], [math.inf], [math.nan])] \
         == ["2.0 ± 1.4", "2.0", "2.0 (1 of 2)", "not reached", "-"]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import fedjax_drift as fd
 from experiments.leaderboard import entrants
 from experiments.leaderboard.entrants import Entrant, Federation
-from experiments.tables.runner import commit, five_digits, hardware, write_lines
+from experiments.tables.results import commit, five_digits, hardware, write_lines
 
 VALIDATION = 0.1  # share of each client's training examples that chooses the setting
 TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.tables.papers import Printed, Score, Series
-from experiments.tables.runner import Result
+from experiments.tables.results import Result
 
 CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")

@@ -381,15 +381,6 @@ def tunable(options: Mapping[str, Any]) -> set[str]:
     return {*LOCAL_OPTIONS, *inspect.signature(factory).parameters}
 
 
-def tuning_grid(table: Table, cell: Cell) -> list[dict[str, float]]:
-    """Returns all combinations of the values that are tuned for this method, an empty list if there are none."""
-    names = tunable(cell.options)
-    values = {name: values for name, values in table.tune.get("grid", {}).items() if name in names}
-    of_method = table.tune.get("methods", {}).get(cell.method, {})
-    values |= {name: values for name, values in of_method.items() if name in names}
-    return fd.grid(**values) if values else []
-
-
 def printed_number(number: float | str) -> Printed:
     """Parses a number of a paper: 98.5, "69.1±0.6", or ">600" (the target was not reached within 600 rounds)."""
     text = str(number)

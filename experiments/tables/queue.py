@@ -30,8 +30,9 @@ import numpy as np
 
 import fedjax_drift as fd
 from experiments.tables import runner
-from experiments.tables.papers import Cell, Table, tuning_grid
-from experiments.tables.runner import Result, read_results
+from experiments.tables.papers import Cell, Table
+from experiments.tables.results import Result, hardware, read_results
+from experiments.tables.tuning import read_tuned, tuning_grid, with_tuned
 
 SEEDS = 3  # the number of seeds that every cell should have
 MOST_HOURS = 8.0
@@ -83,7 +84,7 @@ def missing(tables: Sequence[Table], output: Path, say: Callable[[str], None] = 
     for file, (table, cell) in cells.items():
         cost, obstacle, wanted = costs.get(_cost_key(cell), ""), _not_available(table, cell), list(range(SEEDS))
         try:
-            wanted = runner.unfinished(runner.with_tuned(cell, table, output), output, wanted)
+            wanted = runner.unfinished(with_tuned(cell, table, output), output, wanted)
         except ValueError:
             obstacle = f"{output / file} has results of other options"
         for stage, seeds in _stages(table, cell, wanted):
@@ -112,7 +113,7 @@ def listing(jobs: Sequence[Job]) -> str:
         impossible = [job for job in jobs if job.obstacle == obstacle]
         tables = ", ".join(dict.fromkeys(job.table.name for job in impossible))
         lines += ["", f"not here ({obstacle}): {_count(impossible)} of {tables}"]
-    return "\n".join([*lines, "", f"all that can run on {runner.hardware()}: {_count(possible)}, {_hours(possible)}"])
+    return "\n".join([*lines, "", f"all that can run on {hardware()}: {_count(possible)}, {_hours(possible)}"])
 
 
 def _cells(table: Table) -> Iterator[Cell]:
@@ -193,7 +194,7 @@ def _expected_rounds(table: Table, cell: Cell, runs: Iterable[Result]) -> float:
 
 def _tuning_rounds(table: Table, cell: Cell, output: Path) -> float:
     """The rounds of the runs that tune a cell, all together."""
-    if not table.tune or runner.read_tuned(cell, output):
+    if not table.tune or read_tuned(cell, output):
         return 0
     return len(tuning_grid(table, cell)) * min(table.tune.get("rounds", math.inf), cell.options["rounds"])
 
@@ -204,7 +205,7 @@ def _rates(done: Iterable[tuple[Cell, dict[int, Result]]], costs: dict[tuple, Co
     for cell, runs in done:
         cost = costs.get(_cost_key(cell))
         for run in runs.values():
-            if isinstance(cost, Cost) and run.hardware == runner.hardware() and run.seconds:
+            if isinstance(cost, Cost) and run.hardware == hardware() and run.seconds:
                 work = _round_flops(cell, cost) * run.rounds, run.seconds / run.together
                 for key in _rate_keys(cell):
                     known.setdefault(key, []).append(work)
@@ -249,7 +250,7 @@ def run_missing(
         os.nice(19 - os.nice(0))
         try:
             jobs = [job for job in missing(tables, output, say) if not job.obstacle]
-            say(f"{_count(jobs)}, {_hours(jobs)} on {runner.hardware()}")
+            say(f"{_count(jobs)}, {_hours(jobs)} on {hardware()}")
             for number, job in enumerate(jobs, 1):
                 say(f"{(time.monotonic() - start) / 60:.0f} min, job {number} of {len(jobs)}: {_title(job)}")
                 tune = bool(job.table.tune)

@@ -25,7 +25,8 @@ from experiments.tables.comparison import (
     values_of,
 )
 from experiments.tables.papers import SCALES, Cell, Printed, Score, Setting, Table, last_number, slug
-from experiments.tables.runner import Result, best_of, read_results, read_tuned, summary, tuning_score
+from experiments.tables.results import Result, read_results, summary
+from experiments.tables.tuning import best_of, read_tuned, tuning_score
 
 PRINTED_OR_NOT = (
     "claims that the paper's numbers show",

@@ -1,4 +1,4 @@
-"""Runs the cells of a paper's table, and stores their results as lines of JSON.
+"""Runs the cells of a paper's table, and stores their results.
 
 The seeds of a cell are one sweep, unless each has its own partition. A sweep saves checkpoints, and can be resumed
 after it was stopped or killed. The results of a cell are one file with one line per seed. The checkpoints of an
@@ -10,30 +10,44 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import json
 import math
 import os
 import platform
-import re
 import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
 import fedjax_drift as fd
-from experiments.tables.papers import LOCAL_OPTIONS, Cell, Score, Series, Table, last_number, tuning_grid
+from experiments.tables.papers import Cell, Series, Table
+from experiments.tables.results import (
+    Result,
+    commit,
+    five_digits,
+    hardware,
+    kept_series,
+    read_results,
+    summary,
+    write_lines,
+    write_results,
+)
+from experiments.tables.tuning import (
+    Tuned,
+    cell_for_tuning,
+    check_tuned,
+    read_tuned,
+    tuning_file,
+    tuning_grid,
+    tuning_score,
+    with_tuned,
+)
 
 SAVE_SECONDS = 30.0  # the time between two saves
 TARGET_SECONDS = 30.0  # a cell with a target checks about this often whether all seeds have reached it
-# The entries of the records that are not stored.
-BOOKKEEPING = {"round", "seconds", "clients", "lr", "steps", "executed_steps", "executed_ratio", "selected"}
 DATA_OPTIONS = (
     "dataset",
     "partition",
@@ -46,104 +60,10 @@ DATA_OPTIONS = (
     "standardize",
 )
 TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has
-Record = dict[str, Any]
 
 
 class BusyError(ValueError):
     """Another process does the same work."""
-
-
-class Result(NamedTuple):
-    """The result of one run, stored as a line of JSON."""
-
-    setting: str
-    method: str
-    seed: int
-    rounds: int  # the number of rounds that were run
-    reached: bool  # whether the run ended early because the target was reached
-    seconds: float  # the time of all seeds together
-    together: int  # the number of seeds that ran together in one sweep
-    command: str
-    options: dict[str, Any]
-    commit: str | None
-    hardware: str
-    versions: dict[str, str]
-    date: str
-    series: dict[str, Series]
-
-
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
-def read_results(file: Path) -> dict[int, Result]:
-    """Returns the results of a cell by seed. Returns an empty dict if there is no file."""
-    results: dict[int, Result] = {}
-    for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
-        try:
-            entry = json.loads(line)
-            series: dict[str, Series] = {}
-            for columns in entry["series"]:
-                rounds = columns.pop("round")
-                series |= {name: Series(rounds, values) for name, values in columns.items()}
-            results[entry["seed"]] = Result(**entry | {"series": series})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{file}, line {number} is not a result ({error}): delete the file to run the cell again"
-            ) from error
-    return results
-
-
-def _as_json(result: Result) -> dict[str, Any]:
-    """Returns the result as a dict for JSON. Its "series" is a list of tables, one for each set of recorded rounds.
-
-    A table is a dict of columns: "round", and one column for each entry that was recorded in these rounds.
-    """
-    columns: dict[tuple[int, ...], dict[str, Any]] = {}
-    for name, (rounds, values) in result.series.items():
-        columns.setdefault(tuple(rounds), {"round": rounds})[name] = values
-    return result._asdict() | {"series": list(columns.values())}
-
-
-def write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Writes one line of JSON per entry. The file is replaced atomically: a kill leaves the old or the new file."""
-    new = file.with_name(file.name + ".new")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new.write_text("".join(json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n" for entry in entries))
-    os.replace(new, file)
-
-
-def kept_series(history: Sequence[Record], eval_every: int, every_round: Iterable[str]) -> dict[str, Series]:
-    """Returns the values of a run to store, with five significant digits.
-
-    These are the values of the evaluated rounds. The entries in ``every_round`` have the values of all rounds.
-    """
-    rounds: dict[str, list[int]] = {}
-    values: dict[str, list[Any]] = {}
-    for record in history:
-        t = record["round"]
-        evaluated = t == history[-1]["round"] or eval_every > 0 and t % eval_every == 0
-        for name, value in record.items():
-            if name not in BOOKKEEPING and (evaluated or name in every_round):
-                rounds.setdefault(name, []).append(t)
-                values.setdefault(name, []).append(five_digits(value))
-    return {name: Series(rounds[name], values[name]) for name in rounds}
-
-
-def five_digits(value: Any) -> Any:
-    """Rounds a number or a list of numbers to five significant digits. A number that is not finite becomes None."""
-    if isinstance(value, list):
-        return [five_digits(each) for each in value]
-    return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-def summary(values: Sequence[float], digits: int) -> str:
-    """Returns "mean ± standard deviation" of the finite values, and how many are finite if not all are: "(2 of 3)"."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
-        return "not reached" if any(map(math.isinf, values)) else "-"
-    spread = f" ± {np.std(known, ddof=1):.{digits}f}" if len(known) > 1 else ""
-    number = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
-    return f"{np.mean(known):.{digits}f}{spread}{number}"
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -190,10 +110,10 @@ def run_cells(
                 say(f"{title}: another process is running it")
                 continue
             try:
-                _check_tuned(table, cell, output)
+                check_tuned(table, cell, output)
                 if tune and not read_tuned(cell, output) and (grid := tuning_grid(table, cell)):
                     say(f"{title}: tuning {len(grid)} combinations")
-                    _tune(table, _for_tuning(table, cell), grid, output, federations, progress)
+                    _tune(table, cell_for_tuning(table, cell), grid, output, federations, progress)
                 cell = with_tuned(cell, table, output)
                 cell = cell if rounds is None else cell._replace(options=_at_most(cell.options, rounds))
                 wanted = list(range(cell.seeds) if seeds is None else seeds)
@@ -250,10 +170,10 @@ def unfinished(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
     return [seed for seed in seeds if seed not in complete]
 
 
-def _write_results(cell: Cell, output: Path, new: dict[int, Result]) -> dict[int, Result]:
+def _add_results(cell: Cell, output: Path, new: dict[int, Result]) -> dict[int, Result]:
     """Adds results to the file of the cell. Returns all results of the file by seed."""
     results = read_results(output / cell.file) | new
-    write_lines(output / cell.file, [_as_json(results[seed]) for seed in sorted(results)])
+    write_results(output / cell.file, results.values())
     return results
 
 
@@ -269,7 +189,7 @@ def _store_beginnings(cell: Cell, seeds: Sequence[int], output: Path) -> list[Pa
         runs = {seed: run for seed, run in read_results(file).items() if seed in seeds}
         beginnings = {seed: result for seed, run in runs.items() if (result := _beginning(run, cell))}
         if beginnings:
-            _write_results(cell, output, beginnings)
+            _add_results(cell, output, beginnings)
             for seed in beginnings:
                 shutil.rmtree(_partial(cell, output) / f"seed-{seed}", ignore_errors=True)
             files.append(file.relative_to(output))
@@ -320,7 +240,7 @@ def _run_cell(
         if group:
             parsed = _parsed(cell, group[0], federations)
             runs = _sweep(cell, group, folder, parsed, progress)
-            results = _write_results(cell, output, {run.seed: _result(cell, run, len(group), parsed) for run in runs})
+            results = _add_results(cell, output, {run.seed: _result(cell, run, len(group), parsed) for run in runs})
             for seed in {*group, *results} - (set(seeds) - set(group)):  # a killed process may have left some
                 shutil.rmtree(folder / f"seed-{seed}", ignore_errors=True)
 
@@ -394,38 +314,6 @@ def _say_scores(table: Table, cell: Cell, output: Path, seeds: Sequence[int], sa
             say(f"      {score.name}: {summary(values, score.digits)}   ({results[seeds[-1]].seconds:.0f} s)")
 
 
-@functools.cache
-def commit() -> str | None:
-    """Returns the commit of the library when this function is first called, with a plus if its sources have
-    uncommitted changes.
-
-    Returns None outside of a git repository.
-    """
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(Path(fd.__file__).parent), *words], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "."))
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def hardware() -> str:
-    """Returns the names of the devices. On a CPU: the number of cores that this process may use, and their name."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return f"{jax.device_count()} x {device.device_kind}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            name = match[1]
-    return f"{cores} core{'s' * (cores > 1)}, {name}"
-
-
 # --- cells that are not finished --------------------------------------------------------------------------------------
 
 
@@ -455,65 +343,6 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 # --- tuning -----------------------------------------------------------------------------------------------------------
-
-
-class Tuned(NamedTuple):
-    """The result of one combination of the grid."""
-
-    values: dict[str, float]
-    score: float
-    rounds: int
-    validation: float | None = None  # the share of the training examples that gave the score; None: the test set
-
-
-def tuning_file(cell: Cell, output: Path) -> Path:
-    return (output / cell.file).with_suffix(".tuning.jsonl")
-
-
-def read_tuned(cell: Cell, output: Path) -> list[Tuned]:
-    """Returns the result of every combination. Returns an empty list if the cell was not tuned."""
-    file = tuning_file(cell, output)
-    tuned = [Tuned(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
-    return [each._replace(score=last_number(each.score)) for each in tuned]
-
-
-def _check_tuned(table: Table, cell: Cell, output: Path) -> None:
-    """Raises ValueError if the cell was tuned in another way than the table says."""
-    tuned, share = read_tuned(cell, output), table.tune.get("validation")
-    if tuned and ([each.values for each in tuned], tuned[0].validation) != (tuning_grid(table, cell), share):
-        raise ValueError(
-            f"{tuning_file(cell, output)} must have the grid and the validation of the table, got others: move the "
-            "file, or pass another --output"
-        )
-
-
-def best_of(tuned: Sequence[Tuned], score: Score) -> dict[str, float]:
-    """Returns the combination with the best score, and the first one of several that are equally good."""
-    return max(tuned, key=lambda each: score.sign * each.score if math.isfinite(each.score) else -math.inf).values
-
-
-def with_tuned(cell: Cell, table: Table, output: Path) -> Cell:
-    """Returns the cell with the best values if it was tuned, otherwise the cell unchanged."""
-    tuned = read_tuned(cell, output)
-    if not tuned:
-        return cell
-    values = best_of(tuned, tuning_score(table))
-    local = {name: value for name, value in values.items() if name in LOCAL_OPTIONS}
-    name, _, options = cell.options["algorithm"].partition(":")
-    of_algorithm = dict(option.split("=", 1) for option in options.split(",") if option)
-    of_algorithm |= {name: str(value) for name, value in values.items() if name not in local}
-    algorithm = name + ":" * bool(of_algorithm) + ",".join(map("=".join, of_algorithm.items()))
-    return cell._replace(options=cell.options | local | {"algorithm": algorithm})
-
-
-def tuning_score(table: Table) -> Score:
-    return table.scores[table.tune.get("score", next(iter(table.scores)))]
-
-
-def _for_tuning(table: Table, cell: Cell) -> Cell:
-    """Returns the cell of the tuning runs, which may be scored on a part of the training examples."""
-    share = table.tune.get("validation")
-    return cell if share is None else cell._replace(options=cell.options | {"validation": share})
 
 
 def _tune(
