@@ -134,7 +134,7 @@ def listing(data_dir: str | None) -> str:
     """Returns the list of data sets: their sources on this machine, and how to get the missing ones."""
     described = fd.datasets.describe(data_dir)
     lines = ["data set       labels  where"]
-    lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['found']}" for entry in described]
+    lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['location']}" for entry in described]
     lines += ["", "Options, written NAME:key=value,key=value, with their defaults:"]
     for name, make in DATASETS.items():
         parameters = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
