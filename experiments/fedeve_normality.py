@@ -11,9 +11,9 @@ Delta. Then
 - client drift: Delta_i - Delta, for every client i;
 - period drift: Delta_S - Delta, for 539 random cohorts S of 10 clients, with the weighted mean Delta_S.
 
-Equation (16) gives each drift one variance for all d parameters. So the question is asked in two ways: for all
-parameters together, and after each parameter has been divided by its own standard deviation. The excess kurtosis is
-that of the pooled values: 0 for a normal distribution, 3 for a Laplace distribution.
+Equation (16) gives each drift one variance for all d parameters. Each drift is compared with a normal distribution
+twice: with one variance for all parameters, and with a variance for each parameter. The excess kurtosis is that of the
+values of all parameters together: 0 for a normal distribution, 3 for a Laplace distribution.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def shape_of(values: np.ndarray) -> dict[str, Any]:
 def examine(drift: np.ndarray) -> dict[str, Any]:
     """The shape of a drift, float [N, d], for all parameters together and with a variance for each of them."""
     drift = drift - drift.mean(0)
-    own = drift.std(0)
-    moving = own > 0  # the weights of pixels that are always background do not change
-    each = drift[:, moving] / own[moving]
-    return {"one for all": shape_of(drift / drift.std()), "one per parameter": shape_of(each)}
+    deviations = drift.std(0)
+    changed = deviations > 0  # no client changes the parameters of a unit that is never active
+    standardised = drift[:, changed] / deviations[changed]
+    return {"one for all": shape_of(drift / drift.std()), "one per parameter": shape_of(standardised)}
 
 
 def draw(folder: Path) -> None:

@@ -32,7 +32,6 @@ from experiments.tables.results import (
     kept_series,
     read_results,
     summary,
-    write_lines,
     write_results,
 )
 from experiments.tables.tuning import (
@@ -40,10 +39,10 @@ from experiments.tables.tuning import (
     cell_for_tuning,
     check_tuned,
     read_tuned,
-    tuning_file,
     tuning_grid,
     tuning_score,
     with_tuned,
+    write_tuned,
 )
 
 SAVE_SECONDS = 30.0  # the time between two saves
@@ -372,5 +371,5 @@ def _tune(
     tuned = [
         Tuned(dict(run.setting), five_digits(value), rounds, share) for run, value in zip(runs, scores, strict=True)
     ]
-    write_lines(tuning_file(cell, output), [each._asdict() for each in tuned])
+    write_tuned(cell, output, tuned)
     shutil.rmtree(folder)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import fedjax_drift as fd
 from experiments.tables.papers import LOCAL_OPTIONS, Cell, Score, Table, last_number, tunable
+from experiments.tables.results import write_lines
 
 
 def tuning_grid(table: Table, cell: Cell) -> list[dict[str, float]]:
@@ -39,6 +40,10 @@ def read_tuned(cell: Cell, output: Path) -> list[Tuned]:
     file = tuning_file(cell, output)
     tuned = [Tuned(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
     return [each._replace(score=last_number(each.score)) for each in tuned]
+
+
+def write_tuned(cell: Cell, output: Path, tuned: Sequence[Tuned]) -> None:
+    write_lines(tuning_file(cell, output), [each._asdict() for each in tuned])
 
 
 def check_tuned(table: Table, cell: Cell, output: Path) -> None:
