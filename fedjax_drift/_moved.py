@@ -20,7 +20,7 @@ PACKAGE = "fedjax_drift"
 MOVED = {  # old path -> the new ones, in the order in which they are searched for a name
     "aggregation": "round.aggregation",
     "bank": "storage.client_store storage.client_files",
-    "checkpoint": "storage.checkpoint storage.saver storage.contents storage.files",
+    "checkpoint": "storage.checkpoint storage.saver storage.contents disk",
     "distributed": "devices.distributed",
     "drift": "measures.drift",
     "engine": "round.round round.engine round.cohort round.train round.client_states round.rows round.evaluate",

@@ -27,8 +27,8 @@ from typing import Any
 from fedjax_drift import checks
 from fedjax_drift.data import lines
 from fedjax_drift.devices.distributed import is_first
+from fedjax_drift.disk import replace_file
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
-from fedjax_drift.storage.files import replace_file
 
 Record = Mapping[str, Any]
 

@@ -27,10 +27,10 @@ import pytest
 from test_bank import file_limit
 
 import fedjax_drift as fd
-from fedjax_drift import cli
+from fedjax_drift import cli, disk
 from fedjax_drift.errors import InUseError, OtherRunError
 from fedjax_drift.simulation import progress
-from fedjax_drift.storage import checkpoint, client_files, client_store, contents, files, orbax_backend, saver
+from fedjax_drift.storage import checkpoint, client_files, client_store, contents, orbax_backend, saver
 from fedjax_drift.storage.identity import differences, settings
 
 ROWS = np.random.default_rng(0)
@@ -418,12 +418,12 @@ def test_unusable_folders_and_options_out_of_range_raise(device, tmp_path, monke
     (tmp_path / "file").write_text("")
     state = device.init(KEY)
     for folder in (tmp_path / "file", tmp_path / "file/below", "/dev/null/checkpoints"):
-        with pytest.raises(ValueError, match="folder must be a folder where files can be written, got "):
+        with pytest.raises(ValueError, match="folder must be a folder where files can be written and locked, got "):
             run(device, state, 1, folder)
     with monkeypatch.context() as read_only:
         refused = OSError(errno.EROFS, "Read-only file system")
-        read_only.setattr(files.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(refused))
-        with pytest.raises(ValueError, match=r"can be written, got .*/new \(Read-only file system\)"):
+        read_only.setattr(disk.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(refused))
+        with pytest.raises(ValueError, match=r"can be written and locked, got .*/new \(Read-only file system\)"):
             run(device, state, 1, tmp_path / "new")
     with pytest.raises(ValueError, match="must have a checkpoint, got .*, which has none: start the run with sim.init"):
         fd.Checkpoints(tmp_path / "none").restore(device)
@@ -807,7 +807,7 @@ def test_the_command_line_resumes_a_run(tmp_path, capsys, monkeypatch) -> None:
     assert f" rounds; to resume: fedjax-drift run --resume {folder}" in said and "stopped scaffold after " in said
     assert not (folder / "curves.png").exists()
     (folder / "rounds.jsonl").write_text("")  # a kill may leave an incomplete log
-    with files.lock_folder(folder / "checkpoints", "it"):
+    with disk.lock_folder(folder / "checkpoints", "it"):
         assert cli.main(["run", "--resume", str(folder)]) == 2
     assert "--output must be used by one run at a time" in capsys.readouterr().err
 
@@ -828,6 +828,49 @@ def test_the_command_line_resumes_a_run(tmp_path, capsys, monkeypatch) -> None:
         capsys.readouterr()
         assert cli.main(["run", "--resume", *arguments]) == 2
         assert re.search(said, capsys.readouterr().err)
+
+
+def test_files_are_not_written_through_links(tmp_path) -> None:
+    """Links under names that a temporary file could have, and as the lock. What they point to is not touched."""
+    folder, bank = tmp_path / "folder", tmp_path / "bank"
+    command = [*TINY, "--algorithm", "fedprox:mu=1", "--bank", str(bank), "--output", str(folder)]
+    assert cli.main(command) == 0
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    written = [path for path in (*folder.glob("*"), *folder.glob("[fs]*/*"), *bank.rglob("*")) if path.is_file()]
+    for path in written:
+        for name in (f"{path.name}.new", f"{path.stem}.new{path.suffix}", f"{path.name}.{os.getpid()}.part"):
+            if not os.path.lexists(path.with_name(name)):
+                path.with_name(name).symlink_to(precious)
+    assert (bank / "scaffold/index.new").is_symlink()
+    assert cli.main(["run", "--resume", str(folder), "--rounds", "7"]) == 0
+    assert precious.read_text() == "precious" and lines_of(folder)[-1]["round"] == 7
+    assert not any(path.is_symlink() for path in written)
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "lock").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"written and locked, got .*/other \(Too many levels of symbolic links\)"):
+        fd.Checkpoints(other).locked(create=True).__enter__()
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_raises(number, device, tmp_path, monkeypatch) -> None:
+    def without_locks(*_) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    saved, message = (
+        tmp_path / "saved",
+        f"written and locked, got .* \\({os.strerror(number)}\\): choose another folder",
+    )
+    with pytest.raises(ValueError, match=message):
+        run(device, device.init(KEY), 1, saved)
+    with pytest.raises(ValueError, match=message):
+        fd.sweep(lambda: device, seeds=[0], rounds=1, checkpoints=saved)
+    with pytest.raises(ValueError, match=message):
+        client_store.ClientStore.create(np.zeros(2), 3, tmp_path / "bank")
 
 
 def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
@@ -866,7 +909,7 @@ def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
         assert f"{folder}/{file} could not be written (No space left on device): free some disk space, then" in said
         assert not (folder / file).exists() and (whole / file).exists()
     assert said.count(f"the log in {folder} could not be written (No space left on device): the run continues") == 1
-    assert not list(folder.rglob("*.new*"))
+    assert not list(folder.rglob(".*"))
     assert [record["round"] for record in lines_of(folder)] == [1, 2]
     assert cli.main(["run", "--resume", str(folder)]) == 0
     assert lines_of(folder) == lines_of(whole)

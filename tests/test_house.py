@@ -19,7 +19,7 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = [
-    {"errors", "types", "tree", "leaves", "checks", "adapters", "batch_norm", "version"},
+    {"errors", "types", "tree", "leaves", "checks", "adapters", "batch_norm", "version", "disk"},
     {"data", "models"},
     {"local", "devices"},
     {"round", "algorithms"},

@@ -82,7 +82,9 @@ def write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     """Writes one line of JSON per entry. The file is replaced atomically: a kill leaves the old or the new file."""
     new = file.with_name(file.name + ".new")
     file.parent.mkdir(parents=True, exist_ok=True)
-    new.write_text("".join(json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n" for entry in entries))
+    new.unlink(missing_ok=True)  # left by a killed process; no other process writes this cell
+    with open(new, "x") as lines:  # "x" never follows a link
+        lines.writelines(json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n" for entry in entries)
     os.replace(new, file)
 
 

@@ -321,6 +321,10 @@ def _partial(cell: Cell, output: Path) -> Path:
     return (output / cell.file).with_suffix(".partial")
 
 
+def _without_links(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
     """Locks a folder, for example that of an unfinished cell. Yields False if another process has locked it.
@@ -328,7 +332,7 @@ def locked(folder: Path) -> Iterator[bool]:
     At the end, removes the folder if it has nothing else.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    with open(folder / "lock", "w", opener=_without_links) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))

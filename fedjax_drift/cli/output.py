@@ -18,6 +18,7 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli.flags import add
+from fedjax_drift.disk import replacing
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.records import by_seed
 
@@ -56,14 +57,12 @@ def output_folder(args: argparse.Namespace, what: str) -> Path:
 
 @contextlib.contextmanager
 def written(path: Path, output: Path) -> Iterator[Path]:
-    """Yields a temporary path. After the block it is renamed to ``path``. If the disk is full, there is a warning."""
-    new = path.with_stem(path.stem + ".new")
+    """Yields the path of a file that replaces ``path`` after the block. If the disk is full, there is a warning."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield new
-        os.replace(new, path)
+        with replacing(path) as new:
+            yield new
     except OSError as error:
-        new.unlink(missing_ok=True)
         again = shlex.join(["fedjax-drift", "run", "--resume", str(output)])
         checks.warn(f"{path} could not be written ({error.strerror}): free some disk space, then: {again}")
 

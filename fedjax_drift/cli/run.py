@@ -25,13 +25,13 @@ from fedjax_drift.cli.output import add_output, draw_runs, output_folder, write_
 from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, use_devices
 from fedjax_drift.cli.render import clients_table, heading, rounds_to_do, show_error, table, wrap
 from fedjax_drift.devices.processes import first_does, spans_processes
+from fedjax_drift.disk import lock_folder, replace_file, unused
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
 from fedjax_drift.simulation.progress import watched
 from fedjax_drift.simulation.sweep import check_sweepable
 from fedjax_drift.simulation.until import Until, has_ended
 from fedjax_drift.storage.checkpoint import restore_together, split_by_run
-from fedjax_drift.storage.files import lock_folder, replace_file, unused
 
 # Options that may be changed with --resume.
 RESUMED = (

@@ -19,6 +19,7 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.disk import replacing
 from fedjax_drift.errors import ConfigurationError
 
 Arrays = dict[str, np.ndarray]
@@ -239,14 +240,8 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes an uncompressed npz atomically: a reader sees the complete file or no file. May raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(unfinished, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with replacing(path) as new, open(new, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:

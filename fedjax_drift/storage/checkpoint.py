@@ -33,9 +33,9 @@ import jax
 
 from fedjax_drift import checks
 from fedjax_drift.devices.processes import spans_processes
+from fedjax_drift.disk import lock_folder
 from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
 from fedjax_drift.storage.contents import About, read_about, read_arrays, restored_state
-from fedjax_drift.storage.files import lock_folder
 from fedjax_drift.storage.identity import differences, few
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Record, ServerState

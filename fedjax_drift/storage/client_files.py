@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks, tree
+from fedjax_drift.disk import create_exclusively, lock, replace_file
 from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
-from fedjax_drift.storage.files import lock
 from fedjax_drift.storage.identity import differences, few
 
 FORMAT = 3
@@ -113,8 +113,9 @@ class ClientFiles:
         check = zlib.crc32(slots.data, zlib.crc32(line)).to_bytes(4, "little")
         parts = [np.frombuffer(line, np.uint8), slots, np.frombuffer(check, np.uint8)]
         new = self.path / NEW_INDEX
+        new.unlink(missing_ok=True)  # a killed process may have left it; the folder is locked, so nobody writes it
         try:
-            with open(new, "wb", buffering=0) as file:
+            with create_exclusively(new) as file:
                 _write(file.fileno(), parts, 0)
                 return os.fstat(file.fileno()).st_ino
         except OSError:
@@ -131,13 +132,7 @@ class ClientFiles:
 
     def pin(self, t: int) -> None:
         """Copies the index atomically to the pin of round t."""
-        new = self.path / NEW_INDEX
-        try:
-            new.write_bytes((self.path / INDEX).read_bytes())
-            os.replace(new, self.path / pin_file(t))
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+        replace_file(self.path / pin_file(t), (self.path / INDEX).read_bytes())
 
     def unpin(self, t: int) -> None:
         """Deletes the pin of round t."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.devices.processes import first_does, spans_processes
+from fedjax_drift.disk import unused
 from fedjax_drift.errors import ConfigurationError, DamagedError
 from fedjax_drift.storage import array_files, orbax_backend
 from fedjax_drift.storage.checkpoint import Checkpoints, check_mesh, check_same, score, versions
@@ -29,7 +30,6 @@ from fedjax_drift.storage.contents import (
     read_arrays,
     reason,
 )
-from fedjax_drift.storage.files import unused
 from fedjax_drift.storage.identity import differences
 from fedjax_drift.storage.specification import Specification, key_words
 from fedjax_drift.types import Record, ServerState

@@ -1,0 +1,89 @@
+"""Files that are replaced atomically, locks, and unused names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+from fedjax_drift.errors import ConfigurationError, InUseError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields the path of a new, empty file, which replaces ``path`` atomically at the end of the block.
+
+    If the process is killed, ``path`` has either the old content or the new one. If the block raises an exception,
+    ``path`` is unchanged, and the new file is deleted. The new file is in the same folder, has the same suffix, and has
+    a name that nothing else has: writing to it never follows a link.
+    """
+    new = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
+    create_exclusively(new).close()
+    try:
+        yield new
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def create_exclusively(path: Path) -> FileIO:
+    """Creates a file and opens it for writing. Raises FileExistsError if the path exists, even as a broken link."""
+    return FileIO(str(path), "xb")  # with O_EXCL, a link is not followed
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Replaces the file atomically by one with this content."""
+    with replacing(path) as new:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def unused(path: Path) -> Path:
+    """Returns ``path`` if it does not exist, otherwise the path with the first free number appended."""
+    names = [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, 1000))]
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def lock(file: FileIO, refusal: str) -> None:
+    """Locks the file until it is closed. Raises InUseError(refusal) if it is locked already."""
+    import fcntl  # exists only on Unix, like os.pread and os.pwrite
+
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InUseError(refusal) from None
+
+
+@contextlib.contextmanager
+def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
+    """Locks the folder for this process, through a file "lock" in it.
+
+    Args:
+      path: the folder.
+      what: the name of the argument with this folder, for messages.
+      create: whether to create the folder and the file. If False, nothing is written.
+
+    Raises:
+      InUseError: the folder is in use.
+      ConfigurationError: the folder cannot be written or locked.
+    """
+    flags = os.O_NOFOLLOW | (os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
+    with contextlib.ExitStack() as stack:
+        try:
+            if create:
+                path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=path).close()
+            file = FileIO(str(path / "lock"), "rb", opener=lambda name, _: os.open(name, flags, 0o666))
+            stack.enter_context(file)
+            lock(file, f"{what} must be used by one run at a time, got {path}, which is in use by another process or "
+                 "by this one: wait until that run has ended, or choose another folder")  # fmt: skip
+        except OSError as error:
+            raise ConfigurationError(
+                f"{what} must be a folder where files can be written and locked, got {path} ({error.strerror}): "
+                "choose another folder"
+            ) from error
+        yield
