@@ -414,6 +414,21 @@ def test_only_one_run_at_a_time_can_use_a_folder(device, saved) -> None:
     run(device, state, 1, saved)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_the_process_ignores_stays_ignored(number, device, uninterrupted, tmp_path, monkeypatch) -> None:
+    """A shell starts the background jobs of a script with SIGINT ignored."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with fd.stop_on_interrupt():
+            state, history = run(
+                device, device.init(KEY), 8, tmp_path, on_round=lambda record: os.kill(os.getpid(), number)
+            )
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert same(state, uninterrupted[0]) and len(history) == 8
+
+
 def test_unusable_folders_and_options_out_of_range_raise(device, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     state = device.init(KEY)

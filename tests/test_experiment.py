@@ -819,7 +819,10 @@ def test_the_queue_runs_headline_settings_first_until_nothing_is_missing(queued,
     assert "0 jobs of 0 cells, about 0.0 hours" in capsys.readouterr().out
 
 
-def test_the_budget_stops_the_queue_like_ctrl_c(queued, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "on_ctrl_c", [signal.default_int_handler, signal.SIG_IGN]
+)  # a job in the background ignores it
+def test_the_budget_stops_the_queue_like_ctrl_c(on_ctrl_c, queued, tmp_path, monkeypatch, capsys):
     """The job in progress is saved. The next call completes it, with the results of an uninterrupted run."""
     folders = tmp_path / "whole", tmp_path / "parts"
     queue_of(queued, folders[0], "run", "--missing", "--no-progress")
@@ -832,7 +835,11 @@ def test_the_budget_stops_the_queue_like_ctrl_c(queued, tmp_path, monkeypatch, c
             return sweep(self, *arguments, **options)
 
         patch.setattr(fd.Simulation, "sweep", with_alarm)
-        assert queue_of(queued, folders[1], "run", "--missing", "--no-progress", "--budget=2m") == 0
+        before = signal.signal(signal.SIGINT, on_ctrl_c)
+        try:
+            assert queue_of(queued, folders[1], "run", "--missing", "--no-progress", "--budget=2m") == 0
+        finally:
+            signal.signal(signal.SIGINT, before)
     assert "the budget is used up" in capsys.readouterr().out
     assert queue_of(queued, folders[1], "run", "--missing", "--no-progress") == 0
     of_whole, of_parts = (series(read(folder, "FedProx")) for folder in folders)

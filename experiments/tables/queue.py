@@ -266,12 +266,15 @@ def run_missing(
 
 @contextlib.contextmanager
 def _stopping_after(seconds: float | None) -> Iterator[list[bool]]:
-    """Yields a list that is empty until the budget is used up. Then Ctrl-C is sent to this process."""
+    """Yields a list that is empty until the budget is used up. Then this process stops as after Ctrl-C."""
     stopped: list[bool] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:
         stopped.append(True)
-        signal.raise_signal(signal.SIGINT)
+        request = getattr(signal.getsignal(signal.SIGINT), "request", None)  # of the run in progress, if there is one
+        if request is None:
+            raise KeyboardInterrupt
+        request()  # not a SIGINT, which a process in the background may ignore
 
     if seconds is None:
         yield stopped

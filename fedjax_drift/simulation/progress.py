@@ -20,18 +20,28 @@ class Stop:
 
     The first signal requests the stop, and the loop ends after the rounds in progress. A later SIGINT raises
     KeyboardInterrupt immediately. Inside a `held` block, it does so at the end of the block. A later SIGTERM has no
-    effect.
+    effect. A signal that the process ignored before stays ignored.
     """
 
-    requested = False  # by SIGINT or SIGTERM
+    requested = False  # by SIGINT, SIGTERM or `request`
     insists = False  # a SIGINT has arrived after the request
     holding = False  # inside `held`
     terminated = False  # a SIGTERM has arrived
 
+    def __init__(self) -> None:
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self.ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
+
     def __call__(self, signum: int, frame: Any) -> None:
+        if signum in self.ignored:  # for example the SIGINT of a job in the background of a script
+            return
         if signum == signal.SIGTERM:
             self.requested = self.terminated = True
-            return
+        else:
+            self.request()
+
+    def request(self) -> None:
+        """Does what Ctrl-C does."""
         self.insists = self.requested
         if not self.requested:
             self.requested = True
@@ -65,8 +75,9 @@ def stop_on_interrupt(terminate: bool = False) -> Iterator[Stop]:
             while not stop.requested and int(state.round) < 1000:
                 state, history = sim.run(state, 10)
 
-    A second Ctrl-C raises KeyboardInterrupt immediately. A nested block uses the `Stop` of the outer block. In threads
-    other than the main thread nothing is delayed, because Python does not allow it.
+    ``stop.request()`` does the same as Ctrl-C. A second Ctrl-C raises KeyboardInterrupt immediately. A nested block
+    uses the `Stop` of the outer block. In threads other than the main thread nothing is delayed, because Python does
+    not allow it. In a process that ignores SIGINT, as the background jobs of scripts do, Ctrl-C has no effect.
 
     terminate: also handle SIGTERM.
     """
