@@ -9,6 +9,7 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -239,6 +240,42 @@ def test_an_error_in_on_round_keeps_the_completed_rounds(sim) -> None:
     with pytest.raises(OSError, match="disk full") as raised:
         quietly(lambda: sim, 20, seeds=range(2), on_round=full)
     assert all(len(run.history) == int(run.state.round) >= 3 for run in raised.value.runs)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["run", "sweep"])
+@pytest.mark.parametrize("saved", [False, True], ids=["", "with checkpoints"])
+def test_a_program_that_fails_keeps_its_error_and_the_completed_rounds(data, several, saved, tmp_path) -> None:
+    """The failed program has overwritten its state. Checkpoints have earlier ones."""
+
+    def fails_in_round_7(t) -> np.ndarray:
+        if int(np.max(t)) == 7:
+            raise OSError("the callback could not reach its server")
+        return np.zeros(np.shape(t), np.float32)
+
+    def server_update(server, mean, context) -> Any:
+        zero = jax.pure_callback(
+            fails_in_round_7, jax.ShapeDtypeStruct((), jnp.float32), context.t, vmap_method="expand_dims"
+        )
+        new = base.server_update(server, mean, context)
+        return new._replace(params=jax.tree.map(lambda w: w + zero, new.params))
+
+    base = fd.algorithms.scaffold()
+    sim = simulate(data, base._replace(server_update=server_update), devices=1)
+    options = {"eval_every": 5, "progress": False}
+    options |= {"checkpoints": fd.Checkpoints(tmp_path, every=2)} if saved else {}
+    with pytest.raises((RuntimeError, ValueError), match="CpuCallback error") as raised:
+        if several:
+            sim.sweep(20, range(2), **options)
+        else:
+            sim.run(sim.init(jax.random.key(0)), 20, **options)
+    runs = raised.value.runs if several else [raised.value]
+    assert len(runs) == 1 + several and runs[0].state is None
+    for run in runs:  # with one run per program, the second program still has its state
+        assert 5 <= len(run.history) <= 7 and (run.state is None or int(run.state.round) == len(run.history))
+    assert "Continue from a checkpoint" in raised.value.__notes__[0]
+    if saved:
+        state, history = fd.Checkpoints(tmp_path / "seed-0" if several else tmp_path).restore(sim)
+        assert int(state.round) == len(history) == 6
 
 
 def test_fewer_runs_train_side_by_side_if_memory_is_too_small(data, monkeypatch) -> None:

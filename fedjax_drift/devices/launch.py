@@ -46,6 +46,15 @@ def launch(mesh: Mesh, program: Callable, *arguments: Any) -> Any:
     return outputs
 
 
+def intact(tree: Any) -> bool:
+    """Whether all arrays can be read. Arrays that were donated, and the outputs of a failed program, can't be."""
+    try:
+        jax.block_until_ready(tree)
+    except (RuntimeError, ValueError):  # JAX raises either, depending on the device
+        return False
+    return True
+
+
 def traced(tree: Any) -> bool:
     """Whether any leaf is a tracer of `jax.jit`, `jax.vmap` or another transformation."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_drift import checks
-from fedjax_drift.devices.launch import wait_for_turn
+from fedjax_drift.devices.launch import intact, wait_for_turn
 from fedjax_drift.devices.processes import agree, spans_processes
 from fedjax_drift.simulation.programs import MOST_ROUNDS
 from fedjax_drift.simulation.progress import Bar, Stop
@@ -36,6 +36,8 @@ CHUNK_SECONDS = 0.1  # the intended duration of a program of several rounds; Ctr
 
 class Track(Protocol):
     """Runs that advance together."""
+
+    state: Any  # the newest state of the runs
 
     def prepare(self, t: int) -> None:
         """Waits for the data and client states that round t needs from the host."""
@@ -141,10 +143,16 @@ class Loop:
         newest = dict(pair for track in self.tracks for pair in track.states())
         return [newest[run] for run in range(len(self.histories))]
 
-    def run(self, t: int, attach: Callable[[Exception], None]) -> None:
+    def surviving_states(self) -> list[ServerState | None]:
+        """Returns the newest state of every run, or None for a run whose state a failed program has overwritten."""
+        newest = dict(pair for track in self.tracks if intact(track.state) for pair in track.states())
+        return [newest.get(run) for run in range(len(self.histories))]
+
+    def run(self, t: int, attach: Callable[[Exception, list[ServerState | None]], None]) -> None:
         """Advances all runs from round t to the last round.
 
-        attach: is called with an exception that ends the loop. It attaches the states and histories to the exception.
+        attach: ``attach(error, states)`` is called with an exception that ends the loop and the surviving states. It
+        attaches the states and histories to the exception.
         """
         with self._saved_on_error(attach):
             with suppress(KeyboardInterrupt):
@@ -252,16 +260,23 @@ class Loop:
                     raise
 
     @contextmanager
-    def _saved_on_error(self, attach: Callable[[Exception], None]) -> Iterator[None]:
+    def _saved_on_error(self, attach: Callable[[Exception, list[ServerState | None]], None]) -> Iterator[None]:
         """If a round or on_record raises an exception in the block, attaches the results to it and saves them."""
         try:
             yield
-        except jax.errors.JaxRuntimeError:  # no results can be fetched from the devices
-            raise
         except Exception as error:
-            self._catch_up(0)
-            attach(error)
-            if self.savers is not None and any(self.histories) and not spans_processes(self.mesh):
+            if isinstance(error, jax.errors.JaxRuntimeError) and spans_processes(self.mesh):
+                raise  # another process may be gone, and its results would be waited for
+            with suppress(Exception):  # a program that failed, or that was started after it, has no results
+                self._catch_up(0)
+            states = self.surviving_states()
+            attach(error, states)
+            if None in states:
+                error.add_note(
+                    "The program that failed has overwritten the state before it, which is lost (None). The records "
+                    "of the rounds before are attached to this exception. Continue from a checkpoint, or start again."
+                )
+            elif self.savers is not None and any(self.histories) and not spans_processes(self.mesh):
                 self.savers.save(self.states(), self.histories)
             raise
 

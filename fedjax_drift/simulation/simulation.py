@@ -359,7 +359,8 @@ class Simulation:
         - Ctrl-C ends the run after the rounds in progress, and `run` returns normally. A second Ctrl-C ends the run
           immediately.
         - If a round or ``on_round`` raises an exception, the exception has the newest state and the history as
-          ``error.state`` and ``error.history``. With ``checkpoints``, both are also saved.
+          ``error.state`` and ``error.history``. With ``checkpoints``, both are also saved. The state is None if the
+          program of the failed round had overwritten it.
 
         Args:
           state: from `init` or an earlier round.
@@ -445,7 +446,7 @@ class Simulation:
                 None if until is None else lambda run, history: ends(until, before + history),
             )  # fmt: skip
             (history,) = loop.histories
-            loop.run(t, lambda error: attach_to(error, state=track.state, history=history))
+            loop.run(t, lambda error, states: attach_to(error, state=states[0], history=history))
         if loop.terminated or stop.terminated:
             raise SystemExit(143)
         return track.state, history

@@ -217,9 +217,9 @@ def sweep(
         one_round_a_program=False,
     )
 
-    def runs_of(loop: Loop, earlier: Sequence[list[Record]]) -> list[Run]:
-        name, parts = setup.engine.algorithm.name, zip(planned, loop.states(), earlier, loop.histories, strict=True)
-        return [Run(plan.seed, plan.setting, state, old + new, name) for plan, state, old, new in parts]
+    def runs_of(states: Sequence[Any], histories: Sequence[list[Record]]) -> list[Run]:
+        runs = zip(planned, states, histories, strict=True)
+        return [Run(*plan[:2], state, history, setup.engine.algorithm.name) for plan, state, history in runs]
 
     def report(run: int, entry: Record) -> None:
         if on_round is not None:
@@ -254,9 +254,8 @@ def sweep(
                     tracks, len(planned), setup.mesh, schedule, bar, stop, None, report, complain, until and run_ends
                 )
 
-                def attach(error: Exception, loop: Loop = loop) -> None:
-                    if any(loop.histories):
-                        attach_to(error, runs=runs_of(loop, [[] for _ in planned]))
+                def attach(error: Exception, states: list[ServerState | None], loop: Loop = loop) -> None:
+                    attach_to(error, runs=runs_of(states, loop.histories))
 
                 try:
                     for track in tracks:
@@ -288,7 +287,7 @@ def sweep(
             layout = fewer
     if stop.terminated:
         raise SystemExit(143)
-    return runs_of(loop, before)
+    return runs_of(loop.states(), [old + new for old, new in zip(before, loop.histories, strict=True)])
 
 
 def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:
