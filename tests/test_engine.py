@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -659,6 +660,25 @@ def test_data_on_the_devices_are_shared_and_never_traced() -> None:
     assert one.setup.arrays.rows.x is two.setup.arrays.rows.x and one.setup.arrays.rows.x.dtype == jnp.float32
     with jax.enable_x64(True):
         assert build().setup.arrays.rows.x.dtype == jnp.float64
+
+
+def test_a_simulation_refuses_another_precision_than_it_was_created_with(data) -> None:
+    sim = simulate(data.with_client_tests())
+    state = sim.init(jax.random.key(0))
+    calls: list[Callable] = [
+        lambda: sim.init(jax.random.key(0)),
+        lambda: sim.round_fn(state),
+        lambda: sim.run(state, 1),
+        lambda: sim.sweep(1, [0]),
+        lambda: sim.measure(state, "updates"),
+        lambda: sim.evaluate(state),
+        lambda: sim.evaluate_clients(state),
+    ]
+    with jax.enable_x64(True):
+        for call in calls:
+            with pytest.raises(ValueError, match="jax_enable_x64 must be False, as when the simulation was created"):
+                call()
+    sim.round_fn(state)
 
 
 def test_init_accepts_legacy_keys_and_rejects_unsuitable_ones(data) -> None:

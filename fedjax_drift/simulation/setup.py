@@ -53,6 +53,7 @@ class Setup:
     client_store: str  # "device", "sharded", "host" or a folder
     state: ServerState  # shapes and dtypes; with states on the host, ``clients`` has one client, [1, ...]
     shardings: ServerState  # the sharding of each field of a state
+    x64: bool  # whether JAX computed in 64 bits when the data were placed on the devices
 
     @property
     def mesh(self) -> Mesh:
@@ -112,6 +113,7 @@ class Setup:
         Raises ConfigurationError for a state of another algorithm, model or federation, and for a donated state.
         """
         validate.check_state(state)
+        validate.check_x64(self.x64)
         clients, expected = state.clients, self.state
         if self.states_on_host:
             if traced(state):
@@ -250,6 +252,7 @@ def assemble(
         client_store=client_store,
         state=jax.eval_shape(partial(init, one_state), jax.random.key(0, impl=THREEFRY), None),
         shardings=shardings_of(engine, on_host=client_store not in ON_DEVICES),
+        x64=jax.config.jax_enable_x64,
     )
 
 

@@ -210,6 +210,7 @@ class Simulation:
           ValueError: ``key`` is not a JAX key, or ``params`` have other shapes than those of ``model.init``.
         """
         key = validate.check_key(key)
+        validate.check_x64(self.setup.x64)
         if params is not None:
             tree.check_layout(params, self.setup.state.params, "params must be shaped like model.init's")
         key, params = moved((key, params), self.setup.everywhere)

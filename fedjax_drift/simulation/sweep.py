@@ -351,6 +351,7 @@ def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> 
             raise ConfigurationError(f"setting {i}{_shown(setting)}: {error}") from error
         if not isinstance(getattr(sim, "setup", None), Setup):
             raise ConfigurationError(f"build must return a Simulation, got {type(sim).__name__}")
+        validate.check_x64(sim.setup.x64)
         if not simulations:
             check_sweepable(sim.setup)
         simulations.append(sim)

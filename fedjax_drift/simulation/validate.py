@@ -222,6 +222,15 @@ def check_state(state: Any) -> None:
         )
 
 
+def check_x64(x64: bool) -> None:
+    """Checks that JAX's precision is still that of the simulation, whose data are on the devices already."""
+    if jax.config.jax_enable_x64 != x64:
+        raise ConfigurationError(
+            f"jax_enable_x64 must be {x64}, as when the simulation was created, got {not x64}: create the simulation "
+            "again after the change"
+        )
+
+
 def check_cohort(cohort: Any, N: int) -> jax.Array:
     """Checks that the ids of a cohort are different and in 0..N-1, and returns them as int32 [K]."""
     try:
