@@ -24,6 +24,8 @@ from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work, batch_mean
 
+OPTIMIZER = 2**32 - 1  # fold_in(key, OPTIMIZER) is the client's key for its optimizer; epochs have smaller numbers
+
 
 @dataclass(frozen=True)
 class LocalTraining:
@@ -49,9 +51,12 @@ class LocalTraining:
     clip_norm: float | None = None
     """The corrected gradient is clipped to this global norm, > 0. None: no clipping."""
     optimizer: optax.GradientTransformation | None = None
-    """An optax transformation that is used instead of momentum. It maps a gradient to a direction of ascent, for
-    example ``optax.scale_by_adam()``. `Simulation` raises ValueError for an optimizer that returns a direction of
-    descent, such as ``optax.adam(lr)``."""
+    """An optax transformation that is used instead of momentum, for example ``optax.scale_by_adam()``. It may use the
+    parameters, but not the loss. Its random numbers, as in ``optax.add_noise``, also depend on client and round."""
+    direction: str | None = None
+    """What `optimizer` maps a gradient to. "ascent": theta -= eta_t u, as for ``optax.scale_by_adam()``. "descent":
+    theta += eta_t u with lr = 1, as for ``optax.adam(lr)``, which has a learning rate of its own. None (default):
+    ascent, and `Simulation` raises ValueError if the optimizer does not move along the gradient in its first steps."""
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     """``augment(key, x)`` returns a random variant of one training example ``x`` (scaled, without a batch axis), with
     the same shape and dtype, such as ``fd.augment.crop_and_flip()``. Every example of every step has a key of its own,
@@ -85,8 +90,19 @@ class LocalTraining:
                 raise ConfigurationError(
                     f"momentum must be 0 when an optimizer is given, got {self.momentum}: leave one of them out"
                 )
+        if self.direction is not None:
+            checks.choice("direction", self.direction, ("ascent", "descent"))
+            if self.optimizer is None:
+                raise ConfigurationError(
+                    f"direction must be None without an optimizer, got {self.direction!r}: pass optimizer= too"
+                )
+        if self.direction == "descent" and not isinstance(self.lr, jax.core.Tracer) and self.lr != 1:
+            raise ConfigurationError(
+                'lr must be 1 with direction="descent", because the optimizer has a learning rate of its own, got '
+                f"{self.lr}: pass lr=1 (lr_decay multiplies the optimizer's learning rate)"
+            )
 
-    def direction(self) -> optax.GradientTransformation:
+    def ascent(self) -> optax.GradientTransformation:
         """Returns the map from gradient to direction: clipping, then weight decay, then momentum or the optimizer."""
         transformations = [optax.identity()]  # a chain must not be empty
         if self.clip_norm is not None:
@@ -98,7 +114,25 @@ class LocalTraining:
             transformations.append(optax.trace(self.momentum))
         if self.optimizer is not None:
             transformations.append(self.optimizer)
+        if self.direction == "descent":
+            transformations.append(optax.scale(-1.0))
         return optax.chain(*transformations)
+
+    def ascent_of(self, key: jax.Array) -> optax.GradientTransformation:
+        """Returns `ascent` with random numbers that depend on ``key``, the key of a client in a round.
+
+        Otherwise the noise of ``optax.add_noise`` would be the same for all clients and rounds, because the optimizer
+        state, which has the key of the noise, is initialised in every round.
+        """
+        ascent = self.ascent()
+        if self.optimizer is None:
+            return ascent
+        bits = jax.random.bits(jax.random.fold_in(key, OPTIMIZER), (), jnp.uint32)
+
+        def init(params: Params) -> PyTree:
+            return jax.tree.map(lambda a: jax.random.fold_in(a, bits) if _is_key(a) else a, ascent.init(params))
+
+        return ascent._replace(init=init)
 
     @property
     def has_memory(self) -> bool:
@@ -120,6 +154,12 @@ class LocalTraining:
         values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
         changed = [f"{name}={v}" for name, v, default in values if isinstance(v, jax.core.Tracer) or v != default]
         return f"LocalTraining({', '.join(changed)})"
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf of an optimizer state is a key: a typed one, or a raw one as in older versions of optax."""
+    typed = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    return typed or (jnp.result_type(leaf), jnp.shape(leaf)) == (jnp.uint32, (2,))
 
 
 def shuffle(key: jax.Array, size: jax.Array, longest: jax.Array, length: int) -> jax.Array:

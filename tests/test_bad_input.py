@@ -159,6 +159,12 @@ LOCAL = [
     ({"clip_norm": 0}, "clip_norm must be a finite number > 0, got 0: None means no clipping"),
     ({"momentum": 0.9, "optimizer": optax.scale_by_adam()}, "momentum must be 0 when an optimizer is given, got 0.9"),
     ({"optimizer": "adam"}, "optimizer must be an optax transformation such as optax.scale_by_adam"),
+    ({"direction": "up"}, "direction must be one of 'ascent', 'descent', got 'up'"),
+    ({"direction": "descent", "lr": 1}, "direction must be None without an optimizer, got 'descent': pass optimizer="),
+    (
+        {"direction": "descent", "optimizer": optax.adam(0.1)},
+        'lr must be 1 with direction="descent", because the optimizer has a learning rate of its own, got 0.1',
+    ),
     ({"epochs": 0.5}, "epochs must be an integer >= 1, got 0.5"),
     ({"lr": 1e-50}, "lr must be a finite number > 0 in float32, the dtype that JAX uses, got 1e-50, which becomes 0"),
     ({"lr": 10**400}, "lr must be a finite number > 0"),
@@ -184,6 +190,45 @@ SIMULATION = [
     ),
     ({"model": fd.models.lenet5(3)}, r"does not accept the examples of the data, float32\[3\]"),
     ({"local": fd.LocalTraining(optimizer=optax.adam(0.1))}, "pass optax.scale_by_adam"),
+    *[
+        (
+            {"local": fd.LocalTraining(optimizer=optimizer)},
+            "got one that maps it to a descent direction: pass optax.sca",
+        )
+        for optimizer in (
+            optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 1000)),  # the first update is 0
+            optax.chain(optax.add_noise(1.0, 0.0, key=1), optax.sgd(0.1)),
+            optax.chain(optax.apply_every(5), optax.scale_by_learning_rate(0.1)),
+        )
+    ],
+    *[
+        ({"local": fd.LocalTraining(optimizer=optimizer)}, f'got updates {seen}.*pass direction="ascent" for an optimi')
+        for optimizer, seen in (
+            (optax.sgd(optax.linear_schedule(0.0, 1.0, 10, transition_begin=500)), "of 0 in the first 10 steps"),
+            (optax.set_to_zero(), "of 0 in the first 10 steps"),
+            (
+                optax.masked(optax.scale(-1.0), {"classifier": {"dense": {"kernel": True, "bias": False}}}),
+                "in both dir",
+            ),
+        )
+    ],
+    *[
+        (
+            {"local": fd.LocalTraining(optimizer=optimizer, direction=way, lr=1)},
+            "got one that fails .*: use one without",
+        )
+        for optimizer in (
+            optax.polyak_sgd(),
+            optax.lbfgs(),
+            optax.contrib.sophia(0.1),
+            optax.lookahead(optax.sgd(1), 2, 1),
+        )
+        for way in (None, "descent")
+    ],
+    (
+        {"local": fd.LocalTraining(optimizer=optax.stateless(lambda g, _: jax.tree.map(jnp.sum, g)))},
+        "the updates of the optimizer must be shaped like the parameters: .*float32",
+    ),
     ({"local": fd.LocalTraining(epochs=2**31)}, "fewer than 2\\*\\*31 local steps, got 2147483648"),
     ({"data": clients((X, np.eye(4, dtype=int))), "cohort_size": 1}, r"without the class axis, .*y.argmax"),
     (

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedjax_drift as fd
@@ -315,6 +316,34 @@ def test_shuffle_is_a_uniform_permutation_that_ignores_padding() -> None:
     orders = jax.vmap(lambda k: shuffle(k, jnp.array(3), jnp.array(3), 5))(jax.random.split(key, 6000))
     _, counts = np.unique(np.asarray(orders[:, :3]), axis=0, return_counts=True)
     assert len(counts) == 6 and abs(counts - 1000).max() < 150  # 5 standard deviations
+
+
+def test_an_optimizer_with_a_learning_rate_of_its_own_descends(data) -> None:
+    def after(local: fd.LocalTraining) -> fd.ServerState:
+        sim = simulate(data, local=local)
+        return sim.run(sim.init(jax.random.key(0)), 2, eval_every=0, progress=False)[0]
+
+    warm = optax.linear_schedule(0.0, 0.2, 4)  # the first step is 0
+    sgd = fd.LocalTraining(epochs=3, batch_size=5, optimizer=optax.scale_by_schedule(warm), lr=1)
+    same = dataclasses.replace(sgd, optimizer=optax.sgd(warm), direction="descent")
+    assert_equal(after(same).params, after(sgd).params)
+
+
+@pytest.mark.parametrize("noise", [optax.identity(), optax.add_noise(1e-4, 0.0, key=3)], ids=["without", "with"])
+def test_the_noise_of_an_optimizer_differs_between_clients_and_rounds(noise) -> None:
+    rows = (np.ones((2, 3), np.float32), np.array([0, 1]))
+    sim = simulate(
+        fd.FederatedData.from_clients([rows] * 2), model=fd.models.linear((3,), 2),
+        local=fd.LocalTraining(optimizer=noise), cohort_size=1,
+    )  # fmt: skip
+    state = sim.init(jax.random.key(0))
+    later = state._replace(round=state.round + 1)
+    kernels = [
+        np.asarray(sim.round_fn(before, [client])[0].params["classifier"]["dense"]["kernel"])
+        for before, client in ((state, 0), (state, 1), (later, 0), (state, 0))
+    ]
+    differ = not isinstance(noise.init({}), optax.EmptyState)
+    assert [bool((kernels[0] != other).any()) for other in kernels[1:]] == [differ, differ, False]
 
 
 def test_the_gradient_of_a_short_batch_is_the_mean_over_its_examples() -> None:

@@ -150,6 +150,7 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
 
         return lax.fori_loop(0, -(-size // B), add, jnp.zeros(num_classes))
 
+    key = jax.random.fold_in(shared.key, client.id)
     return Work(
         t=shared.t,
         size=size,
@@ -159,10 +160,10 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         mean_steps=mean_steps(engine),
         lr=shared.lr,
         initial_lr=engine.local.lr,
-        key=jax.random.fold_in(shared.key, client.id),
+        key=key,
         epochs=engine.local.epochs,
         most_batches=most_batches,
-        optimizer=engine.local.direction(),
+        optimizer=engine.local.ascent_of(key),
         epoch=epoch,
         model=engine.model,
         label_counts=label_counts,

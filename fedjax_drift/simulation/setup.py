@@ -252,7 +252,7 @@ def assemble(
         client_store=client_store,
         state=jax.eval_shape(partial(init, one_state), jax.random.key(0, impl=THREEFRY), None),
         shardings=shardings_of(engine, on_host=client_store not in ON_DEVICES),
-        x64=jax.config.jax_enable_x64,
+        x64=validate.x64(),
     )
 
 
