@@ -438,6 +438,48 @@ def test_nonfinite_updates(data) -> None:
         poisoned().run(start, 6, progress=False)
 
 
+def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) -> None:
+    """The label 4 has no logit. JAX reads NaN for it, and its gradient is 0."""
+    pairs = [data.client(i) for i in range(6)]
+    pairs[4] = (pairs[4][0], np.full_like(pairs[4][1], CLASSES))
+    wrong = fd.FederatedData.from_clients(pairs, test_clients=pairs)
+
+    def unchecked(z: jax.Array, y: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(z, y)
+
+    def sim(**options) -> fd.Simulation:
+        model = mlp()._replace(loss=unchecked)
+        return simulate(wrong, fd.algorithms.fedavg(), model=model, cohort_size=6, **options)
+
+    start = sim().init(jax.random.key(0))
+    state, info = sim().round_fn(start)
+    assert np.isfinite(state.params["a"]).all()
+    assert np.array_equal(np.asarray(info["finite"]), np.asarray(info["cohort"]) != 4)
+    in_loss = r"round 0: 1 of 6 .* \(client 4 in metrics\['loss'\]\): the updates are finite, so check that Model.loss"
+    with pytest.raises(FloatingPointError, match=in_loss):
+        sim(on_nonfinite="raise").round_fn(start)
+    with pytest.warns(RuntimeWarning, match=in_loss):
+        sim().run(start, 1, eval_every=0, progress=False)
+    with pytest.warns(RuntimeWarning, match="seed 0, " + in_loss):
+        sim().sweep(1, [0], eval_every=0, progress=False)
+    dropped, _ = sim(on_nonfinite="drop_client").round_fn(start)
+    assert_close(dropped.params, sim().round_fn(start, cohort=[0, 1, 2, 3, 5])[0].params)
+    with pytest.warns(RuntimeWarning, match="round 0: the test loss must be finite, got nan"):
+        simulate(dataclasses.replace(data, y_test=data.y_test + 1), model=mlp()._replace(loss=unchecked)).run(
+            simulate(data).init(jax.random.key(0)), 1, progress=False
+        )
+    with pytest.warns(RuntimeWarning, match="got a loss of nan for client 4, one of 1 such clients"):
+        sim().evaluate_clients(state)
+
+
+def test_the_documentation_of_a_round_lists_the_entries_of_its_info(data) -> None:
+    listed = re.findall(r"^ *- ((?:``\w+``(?:, )?)+):", str(fd.Simulation.round_fn.__doc__), re.MULTILINE)
+    names = {name for line in listed for name in re.findall(r"\w+", line)}
+    sim = simulate(data, fd.algorithms.fedavg(), dropout=0.1)
+    _, info = sim.round_fn(sim.init(jax.random.key(0)))
+    assert names == info.keys()
+
+
 def test_evaluate_is_the_mean_over_the_test_examples(data) -> None:
     sim = simulate(data, devices=2, eval_batch_size=16)  # the last batch of the 101 examples is padded
     state = sim.init(jax.random.key(0))

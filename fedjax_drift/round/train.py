@@ -225,16 +225,17 @@ def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
 
 
 def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:
-    """Returns whether the client is aggregated, bool []; and the index of the first leaf of `uploaded` that is not
+    """Returns whether the client is aggregated, bool []; and the index of the first leaf of `checked` that is not
     finite, or -1.
 
     An absent client is not aggregated, because it has done no steps. Its message may contain NaN from 0/0.
     """
-    bad_leaf = tree.first_nonfinite(uploaded(result))
+    bad_leaf = tree.first_nonfinite(checked(result))
     present = client.id < engine.num_clients
     return present & (bad_leaf < 0) if engine.drop_nonfinite else present, bad_leaf
 
 
-def uploaded(result: ClientResult) -> PyTree:
-    """The values of a client's result that must be finite."""
-    return {"message": result.message, "state": result.state, "weight": result.weight}
+def checked(result: ClientResult) -> PyTree:
+    """The values of a client's result that must be finite. A loss may be NaN although its gradient is finite."""
+    metrics = {name: value for name, value in result.metrics.items() if name == "loss"}
+    return {"message": result.message, "metrics": metrics, "state": result.state, "weight": result.weight}

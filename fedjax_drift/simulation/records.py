@@ -50,9 +50,19 @@ def complaints(t: int, info: Mapping[str, Any], entry: Record, leaves: Callable[
     warnings = {}
     if not info["finite"].all():
         warnings["not finite"] = nonfinite_message(t, info, leaves)
+    elif not np.isfinite(entry.get("loss", 0.0)):
+        warnings["test loss"] = f"round {t}: {loss_message(entry['loss'])}"
     if not entry["clients"]:
         warnings["nobody"] = f"round {t}: no client reported, so there is nothing to average"
     return warnings
+
+
+def loss_message(got: object) -> str:
+    """Returns the message about a test loss that is not finite."""
+    return (
+        f"the test loss must be finite, got {got}: lower lr or set clip_norm, start from an earlier state, and check "
+        "that Model.loss accepts the labels"
+    )
 
 
 def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequence[str]]) -> str:
@@ -60,7 +70,7 @@ def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequ
     cohort, bad_leaf = np.asarray(info["cohort"]), np.asarray(info["bad_leaf"])
     names, bad = leaves(), np.flatnonzero(bad_leaf >= 0)
     some = ", ".join(f"client {cohort[k]} in {names[bad_leaf[k]]}" for k in bad[:5]) + (", ..." if len(bad) > 5 else "")
-    return (
-        f"round {t}: {len(bad)} of {len(bad_leaf)} client updates are not finite ({some}): lower lr, set clip_norm, or "
-        'pass on_nonfinite="drop_client"'
-    )
+    fix = 'lower lr, set clip_norm, or pass on_nonfinite="drop_client"'
+    if all(names[bad_leaf[k]].startswith("metrics") for k in bad):
+        fix = "the updates are finite, so check that Model.loss accepts these labels and inputs"
+    return f"round {t}: {len(bad)} of {len(bad_leaf)} client updates are not finite ({some}): {fix}"

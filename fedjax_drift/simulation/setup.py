@@ -28,7 +28,7 @@ from fedjax_drift.round.evaluate import evaluate
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.round import init
-from fedjax_drift.round.train import any_update, uploaded
+from fedjax_drift.round.train import any_update, checked
 from fedjax_drift.simulation import hyper, validate
 from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.placement import Placement, moved, shardings_of
@@ -104,7 +104,7 @@ class Setup:
 
     def update_leaves(self) -> list[str]:
         """The names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list."""
-        leaves = jax.tree.leaves_with_path(uploaded(self.any_update()))
+        leaves = jax.tree.leaves_with_path(checked(self.any_update()))
         return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
     def admit(self, state: Any) -> ServerState:

@@ -33,7 +33,7 @@ from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
 from fedjax_drift.simulation.placement import Placement, moved, on_host
 from fedjax_drift.simulation.plan import Plan, plan_of
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
-from fedjax_drift.simulation.records import complaints
+from fedjax_drift.simulation.records import complaints, loss_message
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
 from fedjax_drift.simulation.until import Until, ends, has_ended
@@ -79,9 +79,10 @@ class Simulation:
         ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own rule. Default: the weighted mean.
       placement: `fd.Placement`: the devices, where examples and client states are kept, and how many clients train side
         by side on one device. It does not change the results, except for rounding errors.
-      on_nonfinite: what happens if the update of a client is NaN or infinite. "keep" (default): the update is averaged
-        like any other, and `run` warns. "drop_client": the client is dropped from the round and keeps its state.
-        "raise": `round_fn` waits for the round and raises FloatingPointError. The state before the round stays valid.
+      on_nonfinite: what happens if the update or the loss of a client is NaN or infinite. "keep" (default): the update
+        is averaged like any other, and `run` warns. "drop_client": the client is dropped from the round and keeps its
+        state. "raise": `round_fn` waits for the round and raises FloatingPointError. The state before the round stays
+        valid.
       measure: the drift measures to compute in every round, any of "updates", "gradients", "predictions", "forgetting",
         "labels" (see `Simulation.measure`). Computing them repeats the local training up to two times. Default: none,
         at no cost.
@@ -284,10 +285,10 @@ class Simulation:
           - ``weight``: the weight of the client in the mean.
           - ``client_steps``: the number of local steps that the client has done.
           - ``loss``: the client's objective (loss plus the terms of the algorithm), averaged over these steps.
-          - ``finite``: whether the update of the client is finite.
+          - ``finite``: whether the update and the loss of the client are finite.
           - ``bad_leaf``: the index of the first leaf of the update that is not finite, or -1.
-          - ``asked``: the ids of all selected clients. Only present if clients can fail. With over-selection this array
-            is longer than the others.
+          - ``selected``: the ids of all selected clients. Only present if clients can fail. With over-selection this
+            array is longer than the others.
 
           Scalars:
 
@@ -542,11 +543,7 @@ class Simulation:
         validate.warn_of_initial_statistics(self.model)
         scores = jax.tree.map(lambda v: v if traced(v) else float(v), self.executor.scores(state.server))
         if isinstance(scores["loss"], float) and not math.isfinite(scores["loss"]):
-            checks.warn(
-                f"the test loss must be finite, got {scores['loss']} after {int(state.round)} rounds: "
-                "lower lr or set clip_norm, and start from an earlier state",
-                RuntimeWarning,
-            )
+            checks.warn(loss_message(f"{scores['loss']} after {int(state.round)} rounds"), RuntimeWarning)
         return scores
 
     def evaluate_clients(
@@ -593,7 +590,12 @@ class Simulation:
         if fine_tune is not None or self.setup.engine.algorithm.personal is not None:
             sums |= {f"personal_{name}": total for name, total in self._personal_scores(state, fine_tune).items()}
         with np.errstate(invalid="ignore"):
-            return {name: total / sizes for name, total in sums.items()}
+            scores = {name: total / sizes for name, total in sums.items()}
+        for name in scores.keys() & {"loss", "personal_loss"}:
+            if len(bad := np.flatnonzero((sizes > 0) & ~np.isfinite(scores[name]))):
+                got = f"a {name} of {scores[name][bad[0]]} for client {bad[0]}, one of {len(bad)} such clients"
+                checks.warn(loss_message(got), RuntimeWarning)
+        return scores
 
     def _personal_scores(self, state: ServerState, local: LocalTraining | None) -> dict[str, np.ndarray]:
         """Returns the scores of each client's own model, summed over its test examples, [N].
