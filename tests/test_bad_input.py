@@ -5,6 +5,8 @@ The message names the argument, the allowed values, the value received and a fix
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -297,6 +299,67 @@ def test_bad_local_training(options, message) -> None:
 def test_bad_simulation(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         simulation(**options)
+
+
+def bce(z, y):
+    return optax.sigmoid_binary_cross_entropy(z, y.astype(z.dtype))
+
+
+def ce(z, y):
+    return optax.softmax_cross_entropy_with_integer_labels(z, y)
+
+
+BINARY, FLOATS, COLUMN = np.array([0, 1, 1, 0]), np.array([0.5, -1, 2, 3], np.float32), (4, 1)
+MIXING, OUT_OF_RANGE = (
+    "must not depend on the other examples of its batch",
+    "labels must be in 0..1 for the binary cross",
+)
+LOSSES: list = [  # the loss, the labels, the logits of a batch, the error
+    (lambda z, y: (z - y) ** 2, FLOATS, (4,), None),
+    (lambda z, y: ((z - y) ** 2).mean(-1), FLOATS, COLUMN, "the loss of an example " + MIXING),
+    (lambda z, y: bce(z, y).mean(-1), BINARY, COLUMN, MIXING),
+    (lambda z, y: bce(z, y[:, None])[:, 0], BINARY, COLUMN, None),
+    (lambda z, y: (z - y) ** 2 / ((z - y) ** 2).sum(), FLOATS, (4,), MIXING),
+    (lambda z, y: -jax.nn.log_softmax(z @ z.T).diagonal(), FLOATS, (4, 3), MIXING),
+    (bce, BINARY * 2 - 1, (4,), "training " + OUT_OF_RANGE + r"-entropy, got -1..1: pass 0 and 1"),
+    (lambda z, y: bce(z[:, 0], y), BINARY * 255, COLUMN, OUT_OF_RANGE),
+    (bce, (BINARY + 1).astype(np.float32), (4,), OUT_OF_RANGE),
+    (lambda z, y: bce(z, y).sum(-1), np.eye(4)[:, :3] * 2 - 1, (4, 3), OUT_OF_RANGE),
+    (lambda z, y: bce(z, y).mean(-1), np.eye(4)[:, :3], (4, 3), None),
+    (bce, np.array([0.1, 0.9, 0.5, 1.0]), (4,), None),
+    (lambda z, y: optax.hinge_loss(z, y.astype(z.dtype)), BINARY * 2 - 1, (4,), None),
+    (lambda z, y: z - y * jnp.log(z), FLOATS, (4,), None),  # NaN for the negative ones of the random logits
+    (ce, Y, (4, 3), None),
+    (
+        ce,
+        Y + 1,
+        (4, 3),
+        r"training labels must be in 0..2 \(the model has 3 outputs\), got 1..3: use a model with more",
+    ),
+    (ce, Y - 1, (4, 3), "got -1..1: number the classes from 0"),
+    (lambda z, y: jnp.where(y < 0, 0, ce(z, jnp.maximum(y, 0))), Y - 1, (4, 3), None),  # leaves out the label -1
+    (lambda z, y: ce(z, y).astype(jnp.bfloat16), Y, (4, 3), None),
+]
+
+
+@jax.numpy_rank_promotion("allow")  # JAX's default; the tests have "raise"
+@pytest.mark.parametrize("loss, y, shape, message", LOSSES)
+def test_losses_are_tried_with_the_labels(loss, y, shape, message) -> None:
+    model = fd.Model(lambda key: jnp.zeros((3, *shape[1:])), lambda w, x: x @ w, loss=loss)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        simulation(model=model, data=clients((X, y)), cohort_size=1)
+
+
+@jax.numpy_rank_promotion("allow")
+def test_scores_and_test_labels_are_tried_too() -> None:
+    model = fd.Model(lambda key: jnp.zeros((3, 1)), lambda w, x: x @ w, loss=lambda z, y: bce(z[:, 0], y))
+    mixed = model._replace(scores=lambda z, y: {"accuracy": ((z > 0) == y).mean(-1)})
+    data = fd.FederatedData.from_clients([(X, BINARY)], test=(X, BINARY))
+    with pytest.raises(ValueError, match="the score 'accuracy' of an example must not depend on the other examples"):
+        simulation(model=mixed, data=data, cohort_size=1)
+    data = fd.FederatedData.from_clients([(X, BINARY)], test=(X, BINARY * 2 - 1))
+    with pytest.raises(ValueError, match="test labels must be in 0..1 for the binary cross-entropy, got -1..1"):
+        simulation(model=model, data=data, cohort_size=1)
 
 
 def test_bad_arguments_of_methods() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.round.aggregation import Aggregation
+from fedjax_drift.simulation import losses
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.simulation.until import reaches, stalls
 from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, cross_entropy
@@ -355,12 +357,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         C = logits.shape[-1]
         low, high = data.range_of("y" if kind == "training" else "y_test")
         if low < 0 or high >= C:
-            fix = "use a model with more classes, or renumber the labels"
-            if low < 0:
-                fix = "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
-            raise ConfigurationError(
-                f"{kind} labels must be in 0..{C - 1} (the model has {C} outputs), got {low}..{high}: {fix}"
-            )
+            raise ConfigurationError(losses.outside(kind, C, low, high))
     try:
         loss = jax.eval_shape(model.loss, logits, rows(data.y)).shape
     except Exception as error:
@@ -374,6 +371,11 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             f"{[*logits.shape]} and labels {[B, *data.y.shape[1:]]}: do not average over the examples, and check that "
             "logits and labels have matching shapes"
         )
+    if not default_loss:
+        losses.check_apart(model.loss, logits, data.y, "the loss")
+        for kind, name in (("training", "y"), ("test", "y_test")):
+            if (y := getattr(data, name)) is not None:
+                losses.check_labels(model.loss, logits, y, *data.range_of(name), kind)
     scored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if model.scores is not None and data.y_test is not None:
         y_test = rows(data.y_test)
@@ -382,6 +384,9 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             for size in (len(data.y_test), B)
         ]
         scored = _check_scores(model.scores, *by_size)
+        for name in scored[0]:
+            score = partial(_entry, model.scores, name)
+            losses.check_apart(score, logits, data.y_test, f"the score {name!r}")
     one_label = default_loss and data.y.ndim == 1 and logits.ndim == 2
     return Shapes(params, logits.shape[-1] if one_label else None, *scored)
 
@@ -424,6 +429,10 @@ def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtype
         kind = type(outputs).__name__
         raise ConfigurationError(f'Model.scores must return a dict of numbers such as {{"auc": ...}}, got a {kind}')
     return outputs
+
+
+def _entry(scores: Callable, name: str, *arguments: jax.Array) -> Any:
+    return scores(*arguments)[name]
 
 
 def _check_range(data: FederatedData, name: str) -> None:
