@@ -26,7 +26,7 @@ MOVED = {  # old path -> the new ones, in the order in which they are searched f
     "engine": "round.round round.engine round.cohort round.train round.client_states round.rows round.evaluate",
     "exchange": "round.exchange",
     "failures": "round.failures",
-    "fit": "simulation.validate tree",
+    "fit": "simulation.fit simulation.validate tree",
     "hyper": "simulation.hyper",
     "identity": "storage.identity",
     "options": "cli.parsed_run cli.flags",

@@ -28,6 +28,8 @@ def linen_fields(
     module: Any, input_shape: tuple[int, ...], statistics: str | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_linen`."""
+    from flax import linen
+
     _check_linen(module)
     example = _example(input_shape, options)
     training, evaluating = (_mode(module, "__call__", train) for train in (True, False))
@@ -38,9 +40,20 @@ def linen_fields(
         variables = module.init({"params": params_key, "dropout": dropout_key}, zeros, **evaluating)
         return variables["params"] if kept is None else whole(variables["params"], variables["batch_stats"])
 
+    tables: list[int] = []  # the numbers of ids of the tables in which the module looks up its inputs themselves
+
     def variables_of(x: jax.Array) -> Any:
         key = jax.random.key(0)  # created while tracing, so that loading a model does not start JAX's backend
-        return module.init({"params": key, "dropout": key}, x, **evaluating)
+        with linen.intercept_methods(note_tables(x)):
+            return module.init({"params": key, "dropout": key}, x, **evaluating)
+
+    def note_tables(x: jax.Array) -> Any:
+        def note(next_call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            if isinstance(context.module, linen.Embed) and any(value is x for value in (*args, *kwargs.values())):
+                tables.append(context.module.num_embeddings)
+            return next_call(*args, **kwargs)
+
+        return note
 
     layers: dict[tuple[str, ...], Any] = {}
     try:
@@ -92,6 +105,7 @@ def linen_fields(
         "head": method("head"),
         "extractor": method("extractor"),
         "cosine": bool(getattr(module, "cosine", False)),
+        "vocabulary": min(tables, default=None),
     }
     if kept is not None:
         fields["statistics"] = Statistics(kept, forward)
@@ -205,6 +219,9 @@ def nnx_fields(
         "head": method("head"),
         "extractor": method("extractor"),
     }
+    tables = [part.num_embeddings for _, part in nnx.iter_graph(example) if isinstance(part, nnx.Embed)]
+    if len(tables) == 1 and jnp.issubdtype(example_input.dtype, jnp.integer):
+        fields["vocabulary"] = tables[0]
     if input_shape is not None:
         try:
             jax.eval_shape(lambda x: fields["apply"](fields["init"](jax.random.key(0)), x), example_input)

@@ -90,12 +90,18 @@ class Model(NamedTuple):
       examples.
 
     Classifiers with two or more logits have a metric "accuracy" by default. A metric of this name in the returned dict
-    replaces it. Example for one logit and labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``."""
+    replaces it. Example for one logit and labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``. The
+    default accuracy of an example with a label per position is the mean over all positions, padding included, and so
+    is the default loss. To leave out padding, give both: ``docs/models.md`` shows how."""
     statistics: Statistics | None = None
     """The running statistics of BatchNorm. None: all parameters are trained."""
 
     merged: Callable[[Params], Params] | None = None
     """``merged(params)`` -> the parameters of the whole model, if only a part of it is trained (`fd.models.lora`)."""
+    vocabulary: int | tuple[int, ...] | None = None
+    """The number of token ids, if the inputs are ids. They are then checked to be in 0..vocabulary - 1. (JAX reads NaN
+    for a larger id, and the last row of the table for the id -1.) A tuple has one number per position of an example,
+    and its last number holds for all further positions. None: the inputs are not checked."""
 
     def computing_in(self, dtype: Any) -> Model:
         """Returns the same model with a forward pass in ``dtype``, such as ``jnp.bfloat16``.
@@ -166,7 +172,8 @@ class Model(NamedTuple):
               clients with their own statistics. The global model keeps the initial ones.
             - "frozen": they keep their initial values. BatchNorm normalises with them in training, too.
           options: fields of `Model` to replace, such as ``loss=``. There is one more option: ``input_dtype``, the dtype
-            of the inputs, by default float32. For token ids use ``input_dtype=jnp.int32``.
+            of the inputs, by default float32. For token ids use ``input_dtype=jnp.int32``. Their ``vocabulary`` is
+            that of the ``nn.Embed`` which gets the inputs themselves, if there is one.
 
         Raises:
           ValueError: the module does not accept the input shape; it has running statistics (BatchNorm) and
@@ -191,7 +198,8 @@ class Model(NamedTuple):
         parameters. A module already has parameters. They are the initial parameters for every seed. The same holds for
         the running statistics of BatchNorm.
 
-        ``statistics`` and ``options`` are as in `from_linen`. ``input_shape`` is optional. If it is given, the model is
+        ``statistics`` and ``options`` are as in `from_linen`. The ``vocabulary`` of a module with token ids is that of
+        its ``nnx.Embed``, if it has exactly one. ``input_shape`` is optional. If it is given, the model is
         checked with an input of this shape.
         """
         from fedjax_drift import adapters

@@ -439,13 +439,14 @@ def test_nonfinite_updates(data) -> None:
 
 
 def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) -> None:
-    """The label 4 has no logit. JAX reads NaN for it, and its gradient is 0."""
+    """The label 4 has no logit. JAX reads NaN for it, and its gradient is 0. The loss is not recognised, because of its
+    factor 2."""
     pairs = [data.client(i) for i in range(6)]
     pairs[4] = (pairs[4][0], np.full_like(pairs[4][1], CLASSES))
     wrong = fd.FederatedData.from_clients(pairs, test_clients=pairs)
 
     def unchecked(z: jax.Array, y: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(z, y)
+        return 2 * optax.softmax_cross_entropy_with_integer_labels(z, y)
 
     def sim(**options) -> fd.Simulation:
         model = mlp()._replace(loss=unchecked)

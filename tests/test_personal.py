@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import fedjax_drift as fd
 from fedjax_drift.measures import personal
@@ -27,12 +28,17 @@ def data() -> fd.FederatedData:
     return fd.FederatedData.from_clients([rows(n) for n in SIZES], test_clients=[rows(n) for n in TESTS])
 
 
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        return nn.Dense(CLASSES)(nn.BatchNorm(use_running_average=not train)(nn.Dense(5)(x)))
+
+
 def simulate(data, devices=2, algorithm=None, **options) -> fd.Simulation:
     mesh = fd.clients_mesh(jax.devices()[:devices])
     options = {"local": fd.LocalTraining(batch_size=50, lr=0.5, lr_decay=0.9), "eval_batch_size": 6} | options
-    return fd.Simulation(
-        fd.models.linear((6,), CLASSES), data, algorithm or fd.algorithms.fedavg(), mesh=mesh, cohort_size=5, **options
-    )
+    model = options.pop("model", fd.models.linear((6,), CLASSES))
+    return fd.Simulation(model, data, algorithm or fd.algorithms.fedavg(), mesh=mesh, cohort_size=5, **options)
 
 
 def scored(params, x, y) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -100,6 +106,35 @@ def test_personal_models_of_ditto_match_numpy(data, monkeypatch, where) -> None:
             loss = scored(params, data.x_test[own], data.y_test[own])[0]
             wanted = loss.mean() if n else np.nan
             np.testing.assert_allclose(result["personal_loss"][i], wanted, rtol=2e-5)
+
+
+@pytest.mark.parametrize("where", [{"devices": 1}, {"bank": "host"}, {"bank": "sharded"}, {"bank": "folder"}])
+def test_the_parameters_of_a_client_are_those_that_are_evaluated(data, where, tmp_path) -> None:
+    def check(sim: fd.Simulation) -> None:
+        state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+        scores, tests = sim.evaluate_clients(state)["personal_loss"], np.cumsum(TESTS) - TESTS
+        for i in (0, 7, 19):
+            rows = slice(tests[i], tests[i] + TESTS[i])
+            logits = sim.model.apply(sim.personal_params(state, i), data.x_test[rows])
+            loss = sim.model.loss(logits, data.y_test[rows]).mean()
+            np.testing.assert_allclose(loss, scores[i], rtol=1e-5)
+
+    normed = fd.Model.from_linen(Normed(), (6,), statistics="local")
+    for algorithm, model in (
+        (fd.algorithms.ditto(lam=0.1), fd.models.linear((6,), CLASSES)),
+        (fd.algorithms.apfl(), fd.models.linear((6,), CLASSES)),
+        (fd.algorithms.fedper(), fd.models.emnist_nn(CLASSES, (6,))),
+        (fd.algorithms.scaffold(), normed),
+    ):
+        if where.get("bank") not in (None, "host", "sharded"):
+            where = {"bank": str(tmp_path / algorithm.name)}
+        check(simulate(data, algorithm=algorithm, model=model, **where))
+    sim = simulate(data)
+    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    jax.tree.map(np.testing.assert_array_equal, sim.personal_params(state, 3), state.params)  # the global model
+    for wrong, message in ((20, "client must be in 0..19, got 20"), ("ann", "no client has the name 'ann'")):
+        with pytest.raises(ValueError, match=message):
+            sim.personal_params(state, wrong)
 
 
 def test_numbers_of_any_type_become_python_numbers(data) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 from jax import lax
 
 import fedjax_drift as fd
@@ -373,6 +376,64 @@ def test_text_and_drug_models_meet_the_requirements_of_moon_and_lfd(name: str) -
     ):
         fd.Simulation(model, data, algorithm, cohort_size=2)  # traces the model's functions
     assert not small(name, cosine=False)[0].cosine
+
+
+class Tokens(nn.Module):
+    """The table of the tokens has 20 rows, that of the positions 6."""
+
+    @nn.compact
+    def __call__(self, x):
+        positions = nn.Embed(6, 4)(jnp.broadcast_to(jnp.arange(x.shape[-1]), x.shape))
+        return nn.Dense(3)((nn.Embed(20, 4)(x) + positions).mean(1))
+
+
+class NnxTokens(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table, self.dense = nnx.Embed(20, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(self.table(x).mean(1))
+
+
+def test_token_ids_are_checked_like_labels() -> None:
+    """JAX reads NaN for an id that is too large, and the last row for the id -1."""
+    ids = np.arange(24, dtype=np.int32).reshape(4, 6) % 20
+    encoder = fd.models.encoder(3, vocabulary=20, length=6, width=4, heads=1, depth=1)
+    models = [
+        small("text_classifier", cosine=False)[0],
+        encoder,
+        fd.models.lora(encoder, rank=1),
+        encoder.computing_in(jnp.bfloat16),
+        fd.Model.from_linen(Tokens(), (6,), input_dtype=jnp.int32),
+        fd.Model.from_nnx(NnxTokens, (6,), input_dtype=jnp.int32),
+    ]
+
+    def simulate(model: fd.Model, x: np.ndarray, test: np.ndarray = ids) -> None:
+        data = fd.FederatedData.from_clients([(x, np.arange(4) % 3)] * 2, test=(test, np.arange(4) % 3))
+        fd.Simulation(model, data, fd.algorithms.fedavg(), cohort_size=2)
+
+    for model in models:
+        simulate(model, ids)
+        for wrong in (ids + 1, ids - 1):
+            with pytest.raises(
+                ValueError, match=r"training inputs must be ids in 0..19, .* got (1..20|-1..18): use a mod"
+            ):
+                simulate(model, wrong)
+            with pytest.raises(ValueError, match=r"test inputs must be ids in 0..19"):
+                simulate(model, ids, wrong)
+        simulate(model._replace(vocabulary=None), ids + 1)
+    positions = np.array([[4, 2, 7, 3, 2, 19, 0, 19]] * 4, np.int16)
+    din = fd.models.din((5, 3, 8, 4, 3, 20))._replace(scores=None)
+    for position, size in ((None, 0), (1, 3), (7, 20)):
+        x = positions.copy()
+        if position is not None:
+            x[2, position] = size
+        data = fd.FederatedData.from_clients([(x, np.array([0, 1, 1, 0]))])
+        outcome = (
+            pytest.raises(ValueError, match=f"ids in 0..{size - 1} at position {position}") if size else nullcontext()
+        )
+        with outcome:
+            fd.Simulation(din, data, fd.algorithms.fedavg(), cohort_size=1)
 
 
 def test_padding_does_not_count_as_a_word() -> None:

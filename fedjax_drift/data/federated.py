@@ -140,15 +140,20 @@ class FederatedData:
         present = (ids >= 0) & (ids < self.num_clients)
         return np.where(present, self.sizes[np.where(present, ids, 0)], 0)
 
-    def range_of(self, name: str) -> tuple[Any, Any]:
-        """Returns the smallest and the largest value of ``x``, ``y``, ``x_test`` or ``y_test``. It is cached."""
-        if name not in self._ranges:
+    def range_of(self, name: str, by_position: bool = False) -> tuple[Any, Any]:
+        """Returns the smallest and the largest value of ``x``, ``y``, ``x_test`` or ``y_test``. They are cached.
+
+        by_position: if True, returns arrays with one value per position of the last axis.
+        """
+        if (name, by_position) not in self._ranges:
             array = getattr(self, name)
-            self._ranges[name] = array.min(), array.max()
-        return self._ranges[name]
+            if by_position:
+                array = array.reshape(-1, 1 if array.ndim == 1 else array.shape[-1])
+            self._ranges[name, by_position] = tuple(f(axis=0 if by_position else None) for f in (array.min, array.max))
+        return self._ranges[name, by_position]
 
     @cached_property
-    def _ranges(self) -> dict[str, tuple[Any, Any]]:
+    def _ranges(self) -> dict[tuple[str, bool], tuple[Any, Any]]:
         return {}
 
     @classmethod

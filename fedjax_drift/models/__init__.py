@@ -194,7 +194,7 @@ def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int
     sizes = tuple(checks.integer("each of sizes", size, 1) for size in checked_sizes.tolist())
     group = 1 + checks.integer("test_negatives", test_negatives, 9)
     options: dict[str, Any] = {"loss": binary_cross_entropy, "scores": ranking.scores(group)}
-    return Model.from_linen(DIN(sizes), (7,), input_dtype=jnp.int32, **options)
+    return Model.from_linen(DIN(sizes), (7,), input_dtype=jnp.int32, vocabulary=sizes, **options)
 
 
 def binary_cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
@@ -211,7 +211,8 @@ def text_classifier(num_classes: int = 4, vocabulary: int = 20_000, width: int =
     """
     vocabulary = checks.integer("vocabulary", vocabulary, 2)
     width = checks.integer("width", width, 1)
-    return _model(Projected(MeanOfTokens(vocabulary, width), num_classes, cosine), (1,), input_dtype=jnp.int32)
+    network = Projected(MeanOfTokens(vocabulary, width), num_classes, cosine)
+    return _model(network, (1,), input_dtype=jnp.int32, vocabulary=vocabulary)
 
 
 def drug_target(
@@ -238,8 +239,8 @@ def drug_target(
     ligand = checks.integer("ligand", ligand, 16)
     vocabulary = checks.integer("vocabulary", vocabulary, 2)
     width, filters = checks.integer("width", width, 1), checks.integer("filters", filters, 1)
-    encoder = LigandAndTarget(ligand, vocabulary, width, filters)
-    return _model(Projected(encoder, num_classes, cosine), (ligand + 1000,), input_dtype=jnp.int32)
+    network = Projected(LigandAndTarget(ligand, vocabulary, width, filters), num_classes, cosine)
+    return _model(network, (ligand + 1000,), input_dtype=jnp.int32, vocabulary=vocabulary)
 
 
 def vit(
@@ -363,7 +364,7 @@ def _tokens(vocabulary: int, length: int) -> dict[str, Any]:
 def _transformer(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     input_dtype = jnp.float32 if len(input_shape) == 3 else jnp.int32
     model = Model.from_nnx(lambda rngs: network(**options, rngs=rngs), input_shape, input_dtype=input_dtype)
-    return model._replace(cosine=options.get("cosine", False))
+    return model._replace(cosine=options.get("cosine", False), vocabulary=options.get("vocabulary"))
 
 
 def _model(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:

@@ -106,7 +106,7 @@ class Executor:
             scores = jax.device_get({name: value for name, value in info.items() if name.startswith("test_")})
             validate.check_scores(setup.engine.algorithm, int(new.round) - 1, scores)
         if setup.on_nonfinite == "raise" and not np.asarray(info["finite"]).all():
-            raise FloatingPointError(nonfinite_message(int(new.round) - 1, info, setup.update_leaves))
+            raise FloatingPointError(nonfinite_message(int(new.round) - 1, info, setup))
         if isinstance(store, ClientStore) and fetched.ids is not None:
             answered = np.isin(fetched.ids, np.asarray(info["cohort"]))
             store.commit(fetched.ids, jax.device_get(new.clients), int(new.round), keep=answered)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import Record
 
 SUMMARISED = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps", "client_steps",
@@ -42,14 +43,11 @@ def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list
     return value.tolist()
 
 
-def complaints(t: int, info: Mapping[str, Any], entry: Record, leaves: Callable[[], Sequence[str]]) -> dict[str, str]:
-    """Returns the warnings about round t, as a dict from the kind of a warning to its text.
-
-    leaves: returns the names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list.
-    """
+def complaints(t: int, info: Mapping[str, Any], entry: Record, setup: Setup) -> dict[str, str]:
+    """Returns the warnings about round t, as a dict from the kind of a warning to its text."""
     warnings = {}
     if not info["finite"].all():
-        warnings["not finite"] = nonfinite_message(t, info, leaves)
+        warnings["not finite"] = nonfinite_message(t, info, setup)
     elif not np.isfinite(entry.get("loss", 0.0)):
         warnings["test loss"] = f"round {t}: {loss_message(entry['loss'])}"
     if not entry["clients"]:
@@ -65,12 +63,14 @@ def loss_message(got: object) -> str:
     )
 
 
-def nonfinite_message(t: int, info: Mapping[str, Any], leaves: Callable[[], Sequence[str]]) -> str:
+def nonfinite_message(t: int, info: Mapping[str, Any], setup: Setup) -> str:
     """Returns a message with the clients of round t whose updates are not finite, each with its first bad leaf."""
     cohort, bad_leaf = np.asarray(info["cohort"]), np.asarray(info["bad_leaf"])
-    names, bad = leaves(), np.flatnonzero(bad_leaf >= 0)
+    names, bad = setup.update_leaves(), np.flatnonzero(bad_leaf >= 0)
     some = ", ".join(f"client {cohort[k]} in {names[bad_leaf[k]]}" for k in bad[:5]) + (", ..." if len(bad) > 5 else "")
     fix = 'lower lr, set clip_norm, or pass on_nonfinite="drop_client"'
     if all(names[bad_leaf[k]].startswith("metrics") for k in bad):
         fix = "the updates are finite, so check that Model.loss accepts these labels and inputs"
+    elif setup.data.x.dtype.kind in "iu" and setup.data.x.dtype != np.uint8 and setup.model.vocabulary is None:
+        fix += "; if the inputs are token ids, check that the model has a row for each (Model.vocabulary does)"
     return f"round {t}: {len(bad)} of {len(bad_leaf)} client updates are not finite ({some}): {fix}"

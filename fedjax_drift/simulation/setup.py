@@ -30,6 +30,7 @@ from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.round import init
 from fedjax_drift.round.train import any_update, checked
 from fedjax_drift.simulation import hyper, validate
+from fedjax_drift.simulation.fit import check_model
 from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.placement import Placement, moved, shardings_of
 from fedjax_drift.storage.client_store import ClientStore
@@ -190,7 +191,7 @@ def assemble(
     model_with_arrays, model = model, hyper.without_arrays(model)
     capacity = _bernoulli_capacity(N, clients_selected) if sampling == "bernoulli" else clients_selected
     decoded = partial(decode, mean=data.mean, std=data.std)
-    shapes = validate.check_model(model, data, decoded)
+    shapes = check_model(model, data, decoded)
     redeal = _redeal(data)
     max_size = int(data.sizes.max())
     if redeal is not None and redeal.alpha is not None:

@@ -42,7 +42,7 @@ from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
 from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import ON_DEVICES, Specification
-from fedjax_drift.types import Algorithm, Model, Params, Record, ServerState
+from fedjax_drift.types import Algorithm, Model, Params, PyTree, Record, ServerState
 
 
 class FlatOptions(TypedDict, total=False):
@@ -444,7 +444,7 @@ class Simulation:
             loop = Loop(
                 [track], 1, self.mesh, schedule, bar, stop, savers,
                 None if on_round is None else lambda run, entry: on_round(entry),
-                lambda run, t, info, entry: complaints(t, info, entry, setup.update_leaves),
+                lambda run, t, info, entry: complaints(t, info, entry, setup),
                 None if until is None else lambda run, history: ends(until, before + history),
             )  # fmt: skip
             (history,) = loop.histories
@@ -597,6 +597,30 @@ class Simulation:
                 checks.warn(loss_message(got), RuntimeWarning)
         return scores
 
+    def personal_params(self, state: ServerState, client: int | str) -> Params:
+        """Returns the parameters of the model that one client uses itself, which `evaluate_clients` evaluates.
+
+        It is the client's personal model if the algorithm has one (Ditto, FedPer). With ``statistics="local"`` it has
+        the client's own running statistics. Otherwise it is the global model. A client that has not taken part yet has
+        the initial personal model.
+
+        Args:
+          state: from `init` or an earlier round.
+          client: an id in 0..N-1, or a client name.
+
+        Raises:
+          ValueError: there is no such client.
+        """
+        state = self.setup.admit(state)
+        i = self.data.id_of(client) if isinstance(client, str) else client
+        i = checks.integer("client", i, 0, self.data.num_clients - 1)
+        personal_model, clients = self.setup.engine.algorithm.personal, state.clients
+        if personal_model is None:
+            return state.params
+        if isinstance(clients, ClientStore):
+            clients, i = clients.gather([i]), 0
+        return personal_model(state.server, jax.jit(_row, out_shardings=self.setup.everywhere)(clients, i))
+
     def _personal_scores(self, state: ServerState, local: LocalTraining | None) -> dict[str, np.ndarray]:
         """Returns the scores of each client's own model, summed over its test examples, [N].
 
@@ -663,6 +687,10 @@ class Simulation:
             f"Simulation({e.algorithm.name}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
             f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
         )
+
+
+def _row(clients: PyTree, i: int) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[i], clients)
 
 
 def _counted(number: int, word: str) -> str:

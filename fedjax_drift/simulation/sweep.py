@@ -226,7 +226,7 @@ def sweep(
             on_round(planned[run].seed, planned[run].setting, entry)
 
     def complain(run: int, t: int, info: dict, entry: Record) -> dict[str, str]:
-        messages = complaints(t, info, entry, setup.update_leaves)
+        messages = complaints(t, info, entry, setup)
         if not messages and setup.engine.algorithm.observe is not None:
             scores = {name: value for name, value in info.items() if name.startswith("test_")}
             try:

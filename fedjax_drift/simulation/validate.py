@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.round.aggregation import Aggregation
-from fedjax_drift.simulation import losses
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.simulation.until import reaches, stalls
 from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, cross_entropy
@@ -291,163 +289,3 @@ def check_augment(local: LocalTraining, data: FederatedData, decode: Callable) -
     returned = jax.tree.map(lambda a: f"{a.dtype}{[*a.shape]}", variant)
     if returned != shown:
         raise ConfigurationError(f"augment must keep the shape and the dtype of an example, {shown}, got {returned}")
-
-
-class Shapes(NamedTuple):
-    """Properties of a model that `check_model` determines."""
-
-    params: Params  # shapes and dtypes of the parameters
-    num_classes: int | None  # C for a classifier with one label per example, otherwise None
-    row_scores: tuple[str, ...]  # names of the entries of `Model.scores` with one value per example
-    set_scores: tuple[str, ...]  # names of the entries of `Model.scores` with one value for the whole test set
-
-
-def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
-    """Checks that model and data fit together, and returns the properties of the model.
-
-    The model must accept the examples, its loss must give one number per example, and integer labels must be in the
-    range of its classes. decode: converts stored examples to model inputs.
-    """
-    B = 7  # a batch size that is unlikely to be the length of another axis
-
-    for name in ("x", "y", "x_test", "y_test"):
-        _check_range(data, name)
-
-    def rows(array: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((B, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))
-
-    try:
-        params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    except Exception as error:  # usually because of a leaf that is not an array
-        raise ConfigurationError(
-            f"Model.init must take a key and return a pytree of arrays only ({first_line(error)}): keep functions and "
-            "settings outside; for an Equinox module, return eqx.partition(module, eqx.is_inexact_array)[0], and use "
-            "eqx.combine in apply"
-        ) from error
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            name = jax.tree_util.keystr(path)
-            fix = "keep constants outside params"
-            if "rngs" in name:
-                fix = "use fd.Model.from_nnx(lambda rngs: Net(rngs)), which takes only the parameters of an nnx module"
-            raise ConfigurationError(f"parameters must have a floating dtype, got {leaf.dtype} at {name}: {fix}")
-    try:
-        logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows(data.x))
-    except Exception as error:
-        fix = "create the model with the input_shape of the data, or reshape the examples"
-        if type(error).__name__ == "TraceContextError":
-            fix = "the model changes its own state, as nnx.Dropout does: use fd.Model.from_nnx, which handles this"
-        raise ConfigurationError(
-            f"the model does not accept the examples of the data, {data.x.dtype}{list(data.x.shape[1:])} each "
-            f"({first_line(error)}): {fix}"
-        ) from error
-    default_loss = model.loss is cross_entropy
-    for kind, y in (("training", data.y), ("test", data.y_test)):
-        if y is None or not default_loss:
-            continue
-        if not np.issubdtype(y.dtype, np.integer):
-            fix = "y.astype(int)" if y.dtype == bool else "y.astype(int) if they are class numbers, or Model(loss=...)"
-            raise ConfigurationError(f"{kind} labels must be integers for the default loss, got {y.dtype}: pass {fix}")
-        if logits.shape[:-1] != (B, *y.shape[1:]):
-            raise ConfigurationError(
-                f"{kind} labels must have the shape of the logits without the class axis, that is "
-                f"{[*logits.shape[1:-1]]} per example, got {[*y.shape[1:]]}: convert the labels (one-hot labels: "
-                "y.argmax(-1)), or pass Model(loss=...)"
-            )
-        C = logits.shape[-1]
-        low, high = data.range_of("y" if kind == "training" else "y_test")
-        if low < 0 or high >= C:
-            raise ConfigurationError(losses.outside(kind, C, low, high))
-    try:
-        loss = jax.eval_shape(model.loss, logits, rows(data.y)).shape
-    except Exception as error:
-        raise ConfigurationError(
-            f"the loss does not accept logits {[*logits.shape]} with labels {[B, *data.y.shape[1:]]}: "
-            f"{first_line(error)}"
-        ) from error
-    if loss != (B,):
-        raise ConfigurationError(
-            f"the loss must return one number per example, [{B}] for {B} examples, got {[*loss]} for logits "
-            f"{[*logits.shape]} and labels {[B, *data.y.shape[1:]]}: do not average over the examples, and check that "
-            "logits and labels have matching shapes"
-        )
-    if not default_loss:
-        losses.check_apart(model.loss, logits, data.y, "the loss")
-        for kind, name in (("training", "y"), ("test", "y_test")):
-            if (y := getattr(data, name)) is not None:
-                losses.check_labels(model.loss, logits, y, *data.range_of(name), kind)
-    scored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    if model.scores is not None and data.y_test is not None:
-        y_test = rows(data.y_test)
-        by_size = [
-            [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in (logits, y_test)]
-            for size in (len(data.y_test), B)
-        ]
-        scored = _check_scores(model.scores, *by_size)
-        for name in scored[0]:
-            score = partial(_entry, model.scores, name)
-            losses.check_apart(score, logits, data.y_test, f"the score {name!r}")
-    one_label = default_loss and data.y.ndim == 1 and logits.ndim == 2
-    return Shapes(params, logits.shape[-1] if one_label else None, *scored)
-
-
-def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Checks `Model.scores`. Returns the names of its entries with one value per example, and of its scalar entries.
-
-    whole, some: shapes of logits and labels, for the whole test set and for another number of examples.
-    """
-    outputs = _scores_of(scores, *whole)
-    by_row = tuple(name for name, value in outputs.items() if value.shape == whole[0].shape[:1])
-    if wrong := [name for name, value in outputs.items() if value.shape and name not in by_row]:
-        raise ConfigurationError(
-            f"Model.scores must return a number or one number per example, [{whole[0].shape[0]}] for the test set, got "
-            f"{[*outputs[wrong[0]].shape]} for {wrong[0]!r}"
-        )
-    if "loss" in outputs:
-        raise ConfigurationError(
-            'Model.scores must not return "loss", which is the name of the mean of Model.loss: choose another name'
-        )
-    if by_row:  # they are also computed for a batch, and for the examples of one client
-        few = _scores_of(scores, *some)
-        if any(few[name].shape != some[0].shape[:1] for name in by_row if name in few) or few.keys() != outputs.keys():
-            raise ConfigurationError(
-                f"Model.scores must return one number per example for any number of examples, got for "
-                f"{some[0].shape[0]} examples: {', '.join(f'{name} {[*value.shape]}' for name, value in few.items())}"
-            )
-    return by_row, tuple(name for name in outputs if name not in by_row)
-
-
-def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    """The shapes of the entries of `Model.scores`."""
-    try:
-        outputs = jax.eval_shape(scores, logits, y)
-    except Exception as error:
-        raise ConfigurationError(
-            f"Model.scores does not accept logits {[*logits.shape]} with labels {[*y.shape]}: {first_line(error)}"
-        ) from error
-    if not isinstance(outputs, dict) or not all(hasattr(value, "shape") for value in outputs.values()):
-        kind = type(outputs).__name__
-        raise ConfigurationError(f'Model.scores must return a dict of numbers such as {{"auc": ...}}, got a {kind}')
-    return outputs
-
-
-def _entry(scores: Callable, name: str, *arguments: jax.Array) -> Any:
-    return scores(*arguments)[name]
-
-
-def _check_range(data: FederatedData, name: str) -> None:
-    """Checks that the values of an array fit in the dtype that JAX computes with."""
-    stored = getattr(data, name)
-    if stored is None or stored.dtype.kind not in "iuf":
-        return
-    labels = name in ("y", "y_test") and stored.dtype.kind in "iu"
-    computed = np.dtype(np.int32) if labels else jax.dtypes.canonicalize_dtype(stored.dtype)
-    if np.can_cast(stored.dtype, computed):
-        return
-    limits: Any = np.finfo(computed) if stored.dtype.kind == "f" else np.iinfo(computed)
-    low, high = data.range_of(name)
-    if low < limits.min or high > limits.max:
-        fix = "number the classes from 0" if labels else 'rescale, or jax.config.update("jax_enable_x64", True)'
-        raise ConfigurationError(
-            f"data must fit in {computed}, which JAX computes with, got {low}..{high} in {name}: {fix}"
-        )
