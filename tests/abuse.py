@@ -278,7 +278,98 @@ def local_training() -> Iterator[Call]:
         "clip_norm": optional(positive()),
         "optimizer": optional(only(optax.GradientTransformation)),
     }
-    yield Call("fd.LocalTraining", fd.LocalTraining, {}, kinds)
+    yield Call("fd.LocalTraining", fd.LocalTraining, {}, kinds | {"direction": optional(Kind(ANYTHING))})
+    valid = {"optimizer": optax.scale_by_adam(), "lr": 1}
+    of_optimizer = {"direction": optional(choice("ascent", "descent"))}
+    yield Call("fd.LocalTraining with an optimizer", fd.LocalTraining, valid, of_optimizer)
+
+
+SCHEDULES: list[Any] = [
+    0.1,
+    optax.linear_schedule(0.0, 0.1, 5),
+    optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 1000),
+    optax.join_schedules([optax.constant_schedule(0.0), optax.cosine_decay_schedule(0.1, 50)], [3]),
+    optax.piecewise_constant_schedule(0.1, {2: 0.5}),
+]
+DESCENDING = [
+    make(schedule)
+    for make in (optax.sgd, optax.adam, optax.adamw, optax.lion, optax.rmsprop, optax.nadam, optax.yogi, optax.adagrad)
+    for schedule in SCHEDULES
+]
+DESCENDING += [optax.noisy_sgd(0.1, key=seed) for seed in range(4)] + [optax.scale(-1.0), optax.contrib.muon(0.1)]
+DESCENDING += [optax.chain(optax.clip(1.0), optax.apply_every(3), optax.sgd(0.1)), optax.fromage(0.1)]
+ASCENDING = [
+    optax.chain(optimizer, *([] if schedule == 0.1 else [optax.scale_by_schedule(schedule)]))
+    for optimizer in (optax.identity(), optax.scale_by_adam(), optax.scale_by_lion(), optax.trace(0.9), optax.clip(1.0))
+    for schedule in SCHEDULES
+]
+ASCENDING += [optax.add_noise(10.0**k, 0.5, key=k) for k in range(4)] + [optax.add_decayed_weights(100.0)]
+NEED_THE_LOSS = [optax.polyak_sgd(), optax.contrib.momo(), optax.lbfgs(), optax.contrib.sophia(0.1)]
+NEED_THE_LOSS += [optax.scale_by_backtracking_linesearch(3), optax.contrib.reduce_on_plateau()]
+IDLE = [optax.set_to_zero(), optax.sgd(optax.linear_schedule(0.0, 1.0, 5, transition_begin=100))]
+
+
+def bce(z: jax.Array, y: jax.Array) -> jax.Array:
+    return optax.sigmoid_binary_cross_entropy(z, y.astype(z.dtype))
+
+
+CE = optax.softmax_cross_entropy_with_integer_labels
+BINARY, OF_COLUMN = (Y > 1).astype(np.int64), [lambda z, y: bce(z[:, 0], y), lambda z, y: bce(z, y[:, None])[:, 0]]
+BAD_LOSSES = [
+    (loss, labels, columns)
+    for loss, columns in ((bce, None), *((loss, 1) for loss in OF_COLUMN))
+    for labels in (BINARY * 2 - 1, BINARY * 255, BINARY + 1, BINARY.astype(np.float32) * 2 - 1, BINARY.astype("i1") - 1)
+]
+BAD_LOSSES += [(CE, labels, 3) for labels in (Y + 1, Y - 1, Y * 100, Y.astype(np.int8) - 3)]
+BAD_LOSSES += [
+    (loss, labels, 1)
+    for loss in (lambda z, y: bce(z, y).mean(-1), lambda z, y: ((z - y) ** 2).sum(1), lambda z, y: abs(z - y).max(-1))
+    for labels in (BINARY, BINARY.astype(np.float32), BINARY.astype(np.uint8))
+]
+BAD_LOSSES += [(lambda z, y: bce(z, y) - bce(z, y).mean(), BINARY, None), (lambda z, y: z[::-1] * y, BINARY, None)]
+GOOD_LOSSES = [
+    *((loss, labels, 1) for loss in OF_COLUMN for labels in (BINARY, BINARY.astype(np.float32) * 0.9, BINARY > 0)),
+    *((CE, labels, columns) for labels in (Y, Y.astype(np.uint8)) for columns in (3, 5)),
+    (lambda z, y: optax.hinge_loss(z, y.astype(z.dtype)), BINARY * 2 - 1, None),
+    (lambda z, y: (z - y) ** 2, Y * 1e6, None),
+    (lambda z, y: jnp.where(y < 0, 0, CE(z, jnp.maximum(y, 0))), Y - 1, 3),
+    (lambda z, y: optax.softmax_cross_entropy(z, jax.nn.one_hot(y, 3)), Y, 3),
+    (lambda z, y: z - y * jnp.log(z), Y, None),
+]
+TABLE, IDS = 9, np.arange(32, dtype=np.int32).reshape(8, 4) % 9
+BAD_IDS = [IDS + 1, IDS - 1, IDS * 1000, IDS.astype(np.int8) - 1, IDS.astype(np.int64) + 2**20]
+BAD_IDS += [np.where(IDS == k, value, IDS) for k in (0, 5) for value in (-1, -9, TABLE, 2**30)]
+
+
+def fits() -> Iterator[Call]:
+    """Values that are valid alone, and that only fit to the model or the data, or do not fit."""
+    kinds = {"optimizer": Kind([*DESCENDING, *NEED_THE_LOSS, *IDLE], ASCENDING)}
+    yield Call("an optimizer", of_optimizer, {}, kinds)
+    kinds = {"optimizer": Kind(NEED_THE_LOSS, [*DESCENDING, *IDLE])}
+    yield Call("an optimizer that descends", of_optimizer, {"direction": "descent"}, kinds)
+    with_labels = {"loss_and_labels": Kind(BAD_LOSSES, GOOD_LOSSES)}
+    yield Call("a loss with labels", of_loss, {}, with_labels)
+    yield Call("token ids", of_ids, {}, {"ids": Kind(BAD_IDS, [IDS, IDS.astype(np.int8), IDS.astype(np.int64)])})
+    yield Call("token ids of a test set", of_ids, {"ids": IDS}, {"test": Kind(BAD_IDS, [IDS, IDS[:, ::-1]])})
+
+
+def of_optimizer(optimizer: Any = None, direction: str | None = None) -> fd.Simulation:
+    local = fd.LocalTraining(optimizer=optimizer, direction=direction, lr=1)
+    return fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), local=local, cohort_size=2)
+
+
+def of_loss(loss_and_labels: tuple = GOOD_LOSSES[0]) -> fd.Simulation:
+    loss, labels, columns = loss_and_labels
+    weights = (3,) if columns is None else (3, columns)
+    model = fd.Model(lambda key: jnp.zeros(weights), lambda w, x: x @ w, loss=loss)
+    data = fd.FederatedData.from_clients([(X, labels)])
+    with jax.numpy_rank_promotion("allow"):
+        return fd.Simulation(model, data, fd.algorithms.fedavg(), cohort_size=1)
+
+
+def of_ids(ids: Any = IDS, test: Any = None) -> fd.Simulation:
+    data = fd.FederatedData.from_clients([(ids, Y)], test=(ids if test is None else test, Y))
+    return fd.Simulation(fd.models.text_classifier(3, TABLE, 4), data, fd.algorithms.fedavg(), cohort_size=1)
 
 
 def simulation() -> Iterator[Call]:
@@ -743,6 +834,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
     "algorithms": algorithms,
     "LocalTraining": local_training,
     "Simulation": simulation,
+    "what fits": fits,
     "its methods": methods,
     "sweep and grid": sweeps,
     "FederatedData": federated_data,
