@@ -278,6 +278,27 @@ def test_a_program_that_fails_keeps_its_error_and_the_completed_rounds(data, sev
         assert int(state.round) == len(history) == 6
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["run", "sweep"])
+def test_an_evaluation_that_fails_keeps_its_error_the_rounds_and_the_states(data, several, monkeypatch) -> None:
+    """The results of a program that failed can't be fetched, like those of a deleted array."""
+
+    def failed(*_) -> dict[str, jax.Array]:
+        loss = jnp.zeros(2)
+        loss.delete()
+        return {"loss": loss}
+
+    sim = simulate(data, devices=1)
+    monkeypatch.setattr(TURNS.TurnTrack, "score", failed)
+    monkeypatch.setattr(sim.executor, "scores", failed)
+    with pytest.raises(RuntimeError, match="Array has been deleted") as raised:
+        if several:
+            sim.sweep(20, range(2), eval_every=5, progress=False)
+        else:
+            sim.run(sim.init(jax.random.key(0)), 20, eval_every=5, progress=False)
+    for run in raised.value.runs if several else [raised.value]:
+        assert int(run.state.round) == len(run.history) >= 5
+
+
 def test_fewer_runs_train_side_by_side_if_memory_is_too_small(data, monkeypatch) -> None:
     launch = TURNS.launch
 

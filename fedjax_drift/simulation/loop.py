@@ -163,7 +163,7 @@ class Loop:
                     self._score()
                 self._catch_up(0)
             except KeyboardInterrupt:  # the completed rounds are recorded without this evaluation
-                self._flying = deque(flight._replace(scores={}) for flight in self._flying)
+                self._without_scores()
                 with suppress(KeyboardInterrupt), self.stop.held():
                     self._catch_up(0)
         if self.savers is not None:
@@ -220,6 +220,10 @@ class Loop:
             if not self._flying[position].scores:
                 self._flying[position] = self._flying[position]._replace(scores=self.tracks[track].score())
 
+    def _without_scores(self) -> None:
+        """Leaves out the evaluations of the programs in flight."""
+        self._flying = deque(flight._replace(scores={}) for flight in self._flying)
+
     def _catch_up(self, behind: int) -> None:
         """Waits until only ``behind`` programs are in flight, and records the rounds of the finished programs."""
         while len(self._flying) > behind:
@@ -267,7 +271,10 @@ class Loop:
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and spans_processes(self.mesh):
                 raise  # another process may be gone, and its results would be waited for
-            with suppress(Exception):  # a program that failed, or that was started after it, has no results
+            with suppress(Exception):
+                self._catch_up(0)
+            with suppress(Exception):  # again, because an evaluation may have failed after its rounds
+                self._without_scores()
                 self._catch_up(0)
             states = self.surviving_states()
             attach(error, states)
