@@ -338,6 +338,11 @@ def locked(folder: Path) -> Iterator[bool]:
             is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
         except (BlockingIOError, FileNotFoundError):  # not found: another process has just removed the folder
             is_ours = False
+        except OSError as error:
+            fix = "pass an --output folder on another file system"
+            raise ValueError(
+                f"{folder} must be a folder that can be locked, got an error ({error.strerror}): {fix}"
+            ) from error
         try:
             yield is_ours
         finally:
