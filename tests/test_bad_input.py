@@ -61,6 +61,10 @@ def dropped() -> fd.Model:
     return fd.Model(lambda key: params, lambda params, x: nnx.merge(graph, params, rest)(x))
 
 
+def embedding() -> fd.Model:
+    return fd.Model(lambda key: jnp.zeros((9, 3)), lambda table, x: table[x].mean(1))
+
+
 def regression(loss) -> fd.Model:
     return fd.Model(lambda key: jnp.zeros(3), lambda w, x: x @ w, loss=loss)
 
@@ -183,6 +187,13 @@ SIMULATION = [
         r"integers for the default loss, got float32: pass y.astype\(int\) if .*, or Model\(loss=...\)",
     ),
     ({"model": fd.models.lenet5(3)}, r"does not accept the examples of the data, float32\[3\]"),
+    *(
+        (
+            {"model": embedding(), "data": clients((X.astype(dtype), Y)), "cohort_size": 1},
+            rf"does not accept .* {dtype}\[3\] .*: it needs integers: pass ids and tokens as x.astype\(np.int32\)",
+        )
+        for dtype in ("uint8", "float32", "bool")
+    ),
     ({"local": fd.LocalTraining(optimizer=optax.adam(0.1))}, "pass optax.scale_by_adam"),
     ({"local": fd.LocalTraining(epochs=2**31)}, "fewer than 2\\*\\*31 local steps, got 2147483648"),
     ({"data": clients((X, np.eye(4, dtype=int))), "cohort_size": 1}, r"without the class axis, .*y.argmax"),

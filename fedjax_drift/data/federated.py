@@ -31,8 +31,11 @@ class FederatedData:
     """
 
     x: np.ndarray
-    """[M, ...] training inputs, grouped by client. uint8 images stay uint8 on the device. The model gets them as
-    float32 in [0, 1], or standardised if `mean` and `std` are given. Other dtypes reach the model unchanged."""
+    """[M, ...] training inputs, grouped by client. uint8 inputs stay uint8 on the device, and reach the model as
+    float32: images, which have at least two axes per example, in [0, 1], or standardised if `mean` and `std` are given;
+    other uint8 inputs with their values, because the arithmetic of uint8 wraps around (0 - 1 = 255). Flat images
+    [M, H * W] are images if `mean` and `std` are given; ``mean=0, std=1`` scales them to [0, 1]. Other dtypes reach the
+    model unchanged, so tokens and ids must be int32, for example."""
     y: np.ndarray
     """[M, ...] training labels; integers for the default loss."""
     sizes: np.ndarray
@@ -124,6 +127,11 @@ class FederatedData:
                     f"client_names must be {len(self.sizes)} different names, one per client, got {got}"
                 )
             replace_fields(client_names=names)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the inputs are uint8 images, which the model gets divided by 255. See `x`."""
+        return self.x.dtype == np.uint8 and (self.x.ndim > 2 or self.mean is not None)
 
     @property
     def num_clients(self) -> int:
@@ -300,7 +308,8 @@ class FederatedData:
     def decode(self, x: Any) -> jax.Array:
         """Converts stored inputs ``x [..., *shape of one example]`` to model inputs.
 
-        uint8 images become float32 in [0, 1], or standardised with ``mean`` and ``std``. Other inputs stay as they are.
+        uint8 images become float32 in [0, 1], or standardised with ``mean`` and ``std``. Other uint8 inputs become
+        float32 with the same values. Inputs of other dtypes stay as they are. See `x`.
         Training and evaluation do this automatically. Call it if you apply a model yourself:
         ``model.apply(params, data.decode(data.x_test))``.
         """
@@ -310,7 +319,7 @@ class FederatedData:
                 f"x must have {self.x.shape[-1]} channels as its last axis, like the data, got {x.shape}: pass "
                 "data.x_test, for example"
             )
-        return decode(jnp.asarray(x), self.mean, self.std)
+        return decode(jnp.asarray(x), self.has_images, self.mean, self.std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
         """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits
@@ -447,10 +456,10 @@ class FederatedData:
         )
 
 
-def decode(x: jax.Array, mean: np.ndarray | None, std: np.ndarray | None) -> jax.Array:
+def decode(x: jax.Array, are_images: bool, mean: np.ndarray | None, std: np.ndarray | None) -> jax.Array:
     """Converts stored inputs to model inputs. See `FederatedData.decode`."""
     if x.dtype == jnp.uint8:
-        x = x.astype(jnp.float32) / 255
+        x = x.astype(jnp.float32) / 255 if are_images else x.astype(jnp.float32)
     if mean is not None and std is not None:
         mean, std = (value.reshape((1,) * (x.ndim - value.ndim) + value.shape) for value in (mean, std))
         x = (x - mean) / std
