@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import fedjax_drift as fd
+from fedjax_drift import checks
 
 X, Y = np.ones((4, 3), np.float32), np.array([0, 1, 2, 1])
 
@@ -251,6 +252,47 @@ COHORTS = [
 def test_bad_data(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+INTEGERS = [np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)]
+POWERS = [
+    sign * 2**k + more for k in (0, 7, 8, 11, 15, 16, 24, 31, 32, 53, 63, 64) for sign in (1, -1) for more in (0, 1)
+]
+
+FLOATS = [0.5, -0.5, 1.0, -1.0, 255.0, 256.0, 65504.0, 65520.0, 2.0**31, 2.0**63, -(2.0**63), 1e39, np.inf, np.nan]
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, np.float16, np.float32, np.float64, jnp.bfloat16], ids=str)
+def test_numbers_are_converted_to_another_dtype_only_if_they_fit(dtype) -> None:
+    dtype = np.dtype(dtype)
+
+    def converts(array) -> bool:
+        try:
+            checks.converted("x", array, dtype, "fix")
+        except ValueError as error:
+            assert str(error).startswith("x must be ") and str(error).endswith(f"got {array[1]} in row 1: fix")
+            return False
+        return True
+
+    is_integer = dtype.kind in "iu"
+    for kind in INTEGERS:
+        for number in POWERS:
+            if np.iinfo(kind).min <= number <= np.iinfo(kind).max:
+                if is_integer:
+                    fits = np.iinfo(dtype).min <= number <= np.iinfo(dtype).max
+                else:
+                    fits = (
+                        abs(number) <= float(jnp.finfo(dtype).max) and int(float(dtype.type(float(number)))) == number
+                    )
+                assert converts(np.array([0, number], kind)) == fits, (kind, number)
+    for number in FLOATS:
+        if is_integer:
+            fits = np.isfinite(number) and number % 1 == 0 and np.iinfo(dtype).min <= int(number) <= np.iinfo(dtype).max
+        else:
+            with np.errstate(over="ignore"):
+                fits = bool(np.isfinite(np.array(number).astype(dtype)) or not np.isfinite(number))
+        assert converts(np.array([0, number])) == fits, number
+    assert converts(np.array([True, False])) and checks.converted("x", Y.astype(dtype), dtype, "") is not None
 
 
 @pytest.mark.parametrize(("options", "message"), LOCAL)

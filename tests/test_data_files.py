@@ -260,6 +260,9 @@ def test_cinic10_is_decoded_again_only_if_a_file_changes(tmp_path: Path, monkeyp
     changed.write_bytes(changed.read_bytes()[:100])
     with pytest.raises(ValueError, match="cifar10-train-1.png is not a readable image"):
         load("cinic10", iid(1))
+    image.new("I;16", (32, 32)).save(changed)
+    with pytest.raises(ValueError, match="cifar10-train-1.png must have 8 bits per channel, got mode 'I;16': save it"):
+        load("cinic10", iid(1))
     image.new("RGB", (32, 31)).save(changed)
     with pytest.raises(ValueError, match="must be 32 x 32, got 32 x 31"):
         load("cinic10", iid(1))

@@ -284,7 +284,7 @@ def read_tff(path: Path, x: str, y: str) -> Iterator[Rows]:
     with files.opened(path) as content, h5py.File(path, "r") as file:
         size, clients = os.fstat(content.fileno()).st_size, file.get("examples")
         if not isinstance(clients, h5py.Group):
-            got = files.one_line(", ".join(file) or "nothing")
+            got = checks.listed(file) or "nothing"
             raise files.Wrong(f"it must have a group examples, got {got}: check that it is one of TFF's files")
         for client, columns in clients.items():
             if not isinstance(columns, h5py.Group):
@@ -299,7 +299,7 @@ def _pick(columns: Any, x: str, y: str) -> tuple[Any, Any]:
     for key in (x, y):
         if key not in columns:
             raise files.Wrong(
-                f"it has no column {key!r}, only {files.one_line(', '.join(columns))}: pass the names of the columns "
+                f"it has no column {key!r}, only {checks.listed(columns)}: pass the names of the columns "
                 "as x= (inputs) and y= (labels)"
             )
     return columns[x], columns[y]

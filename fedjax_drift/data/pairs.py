@@ -73,9 +73,11 @@ def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_fir
                 f"channels_first=True needs images [C, H, W], got inputs of shape {list(x.shape[1:])}: leave it out"
             )
         x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
-    inputs = tables.inputs([x], ["input"], None)
+    inputs = tables.inputs([x], [f"{argument}: the inputs"], None)
     client = None if client_of is None else _clients(argument, client_of, len(dataset))
-    return tables.Table(lambda rows: inputs if rows is None else inputs[rows], tables.labels(y), client)
+    return tables.Table(
+        lambda rows: inputs if rows is None else inputs[rows], tables.labels(y, f"{argument}: the labels"), client
+    )
 
 
 def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -93,11 +95,7 @@ def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         pair = [_array(value, f"{argument}[{k}][{i}]") for i, value in enumerate(example)]
         columns = columns or [np.empty((len(dataset), *value.shape), value.dtype) for value in pair]
         for i, (column, value) in enumerate(zip(columns, pair, strict=True)):
-            if (value.shape, value.dtype) != (column.shape[1:], column.dtype):
-                raise ConfigurationError(
-                    f"{argument}[{k}][{i}] must be like that of the first example, {column.dtype}"
-                    f"{list(column.shape[1:])}, got {value.dtype}{list(value.shape)}: resize or pad the examples"
-                )
+            tables.check_alike(f"{argument}[{k}][{i}]", value, column[0], "a transform, image.convert('RGB')")
             column[k] = value
     return columns[0], columns[1]
 
@@ -105,7 +103,7 @@ def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
 def _array(value: Any, name: str) -> np.ndarray:
     """Returns a tensor, an array, a number or an image as an array."""
     if hasattr(value, "mode") and hasattr(value, "getbands"):
-        return tables.pixels(value, name, "convert them with a transform, image.convert('RGB')")
+        return tables.pixels(value, name, "a transform, image.convert('RGB')", "with a transform")
     try:
         array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     except Exception as error:  # a ragged list, or a tensor of a dtype that NumPy lacks
@@ -122,6 +120,10 @@ def _array(value: Any, name: str) -> np.ndarray:
 def _clients(argument: str, client_of: ClientOf, rows: int) -> np.ndarray:
     values = [client_of(k) for k in range(rows)] if callable(client_of) else client_of
     clients = np.asarray(values)
+    if clients.dtype.kind == "U" and (numbers := [value for value in values if not isinstance(value, str)]):
+        raise ConfigurationError(
+            f"the clients of {argument} must be all integers or all strings, got both, such as {numbers[0]!r}: use str"
+        )
     if clients.shape != (rows,) or clients.dtype.kind not in "iuU":
         raise ConfigurationError(
             f"the clients of {argument} must be {rows} integers or strings, one per example, got {clients.dtype}"
