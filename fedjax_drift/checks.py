@@ -229,6 +229,8 @@ def array(name: str, value: Any) -> np.ndarray:
         raise ConfigurationError(
             f"{name} must be an array, or lists that all have the same length, got {shown(value)} ({first_line(error)})"
         ) from error
+    if result.dtype.kind in "OSU" and result.ndim and not result.size:
+        result = result.astype(np.float64)  # an empty array has no text and no objects
     if (
         result.ndim < 1
         or (result.dtype.kind not in "biuf" or result.dtype.itemsize > 8)

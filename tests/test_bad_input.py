@@ -82,8 +82,29 @@ DATA = [
     (lambda: clients((X, Y), (X, Y[:3])), "client 1 must have as many inputs as labels, got 4 and 3"),
     (
         lambda: clients((X, Y), (X[:, :2], Y)),
-        r"must have the dtypes and shapes of client 0, inputs float32\[3\] .*, got float32\[2\]",
+        r"client 1 must have the dtypes and shapes of the other clients, inputs float32\[3\] .*, got float32\[2\]",
     ),
+    (
+        lambda: clients((X[:, :2], Y), (X, Y), (X, Y)),
+        r"client 0 must have .*, inputs float32\[3\] .*, got float32\[2\]",
+    ),
+    (lambda: clients((X, Y + 0.5), (X, Y), (X, Y)), r"client 0 must .* labels int64\[\], got float32\[3\] and float64"),
+    (lambda: clients((X, Y), (X, Y.astype("f4")), (X, Y)), r"client 1 must .* labels int64\[\], got .* float32\[\]"),
+    (
+        lambda: clients((X, Y), (X, Y.astype("u8") + 2**63)),
+        "client 1: labels must be whole numbers in .* for int64, got 9223372036854775808 in row 0: number the classes",
+    ),
+    (
+        lambda: clients_of({name: (X, Y[:, None] if name == "bob" else Y) for name in ("bob", "ann", "cid")}),
+        r"client bob must have .* labels int64\[\], got float32\[3\] and int64\[1\]",
+    ),
+    (lambda: clients_of([(X, Y)], test_clients=[([], [])]), "test data must have at least 1 example, got 0"),
+    (lambda: clients_of([(X, Y)], test_clients=[([], [1])]), "test client 0 must have as many inputs as labels, got 0"),
+    (
+        lambda: fd.FederatedData(*(np.broadcast_to(np.uint8(0), 2**31) for _ in "xy"), sizes=[2**31]),
+        "sizes must be in 0..2147483647, got 2147483648..2147483648",
+    ),
+    (lambda: fd.FederatedData.of_shapes(2, 2**31, (1,)), "sizes must be in 0..2147483647, got 2147483648"),
     (lambda: clients((X, Y), (X.astype(np.uint8), Y)), "got uint8"),
     (lambda: clients((X, Y), (infinite(), Y)), "inputs must be finite, but example 6 has NaN or infinity"),
     (lambda: clients((np.array(["a"] * 4), Y)), "inputs must be a numeric array"),
@@ -293,6 +314,34 @@ def test_numbers_are_converted_to_another_dtype_only_if_they_fit(dtype) -> None:
                 fits = bool(np.isfinite(np.array(number).astype(dtype)) or not np.isfinite(number))
         assert converts(np.array([0, number])) == fits, number
     assert converts(np.array([True, False])) and checks.converted("x", Y.astype(dtype), dtype, "") is not None
+
+
+EMPTY = [
+    ([], []),
+    (np.zeros(0), np.zeros(0)),
+    (np.zeros((0, 3)), np.zeros((0, 1), bool)),
+    (np.zeros((0, 7), object), np.array([], str)),
+    (jnp.zeros((0, 3)), ()),
+]
+
+
+@pytest.mark.parametrize("empty", EMPTY, ids=lambda pair: f"{type(pair[0]).__name__} {np.shape(pair[0])}")
+@pytest.mark.parametrize("place", [0, 1])
+def test_clients_without_test_examples_have_empty_arrays_of_any_dtype(empty, place) -> None:
+    pairs, tests = [(X, Y)] * 3, [(X[:1], Y[:1])] * 2
+    tests.insert(place, empty)
+    data = fd.FederatedData.from_clients(pairs, test_clients=tests)
+    assert data.test_sizes.tolist() == [0 if k == place else 1 for k in range(3)]
+    assert (data.x_test.dtype, data.x_test.shape, data.y_test.dtype) == (X.dtype, (2, 3), Y.dtype)
+    named = fd.FederatedData.from_clients({k: (X, Y) for k in range(3)}, test_clients=dict(enumerate(tests)))
+    assert named.test_sizes.tolist() == data.test_sizes.tolist()
+    simulation(data=data).evaluate_clients(simulation(data=data).init(jax.random.key(0)))
+
+
+@pytest.mark.parametrize(("dtypes", "wanted"), [("i4 u8 i8", "i8"), ("u1 i2", "i2"), ("? u1", "u1"), ("f4 f8", "f8")])
+def test_labels_of_several_dtypes_get_an_exact_common_dtype(dtypes, wanted) -> None:
+    data = fd.FederatedData.from_clients([(X, np.array([0, 1, 1, 0]).astype(dtype)) for dtype in dtypes.split()])
+    assert data.y.dtype == np.dtype(wanted) and data.y.tolist() == [0, 1, 1, 0] * len(dtypes.split())
 
 
 @pytest.mark.parametrize(("options", "message"), LOCAL)

@@ -178,14 +178,15 @@ class FederatedData:
           test: a pooled test set (x, y).
           test_clients: the test examples of each client, as a list or dict like ``clients``. Use it instead of
             ``test``.
-            A client may have no test examples: pass empty arrays, or leave the client out of a dict.
+            A client may have no test examples: pass empty arrays of any dtype and shape, such as ``([], [])``, or
+            leave the client out of a dict.
             `Simulation.evaluate` uses the test examples of all clients together.
           mean, std: see the attributes of this class. Default: no standardisation.
           name: the name of the data set in plots and logs.
 
         Raises:
           ValueError: a client is empty, lengths do not match, dtypes or shapes differ between clients, or inputs are
-            not finite.
+            not finite. Labels may be integers of different dtypes: they get a common integer dtype.
 
         >>> x, y = np.ones((2, 3), np.float32), np.array([0, 1])
         >>> data = FederatedData.from_clients({"ann": (x, y), "bob": (x[:1], y[:1])})
@@ -201,7 +202,7 @@ class FederatedData:
             raise ConfigurationError(
                 "test_clients must be a list, because clients is a list, got a dict: use lists or dicts for both"
             )
-        x, y, sizes = joining.concatenate(clients, "client", allow_empty=False)
+        x, y, sizes = joining.concatenate(clients, "client", client_names, allow_empty=False)
         test_sizes = None
         if test_clients is not None:
             if test is not None:
@@ -213,7 +214,7 @@ class FederatedData:
                 raise ConfigurationError(
                     f"test_clients must have {len(clients)} pairs, one per client, got {len(test_clients)}"
                 )
-            *pooled, test_sizes = joining.concatenate(test_clients, "test client", allow_empty=True)
+            *pooled, test_sizes = joining.concatenate(test_clients, "test client", client_names, allow_empty=True)
             test = (pooled[0], pooled[1])
         x_test, y_test = joining.optional_pair(test)
         return cls(x, y, sizes, x_test, y_test, test_sizes, mean, std, name, client_names=client_names)
@@ -283,7 +284,7 @@ class FederatedData:
 
         x, y = pair(rows)
         x_test, y_test = pair(test) if test else (None, None)
-        return cls(x, y, np.full(N, rows_per_client, np.int32), x_test, y_test, name="shapes")
+        return cls(x, y, np.full(N, rows_per_client), x_test, y_test, name="shapes")
 
     def client(self, i: int | str) -> Pair:
         """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a

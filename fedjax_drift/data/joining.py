@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,7 @@ def in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] |
     if unknown := [name for name in test_clients if name not in clients]:
         near = checks.nearest(unknown[0], map(str, clients))
         raise ConfigurationError(f"test_clients must have names of clients, got {unknown[0]!r}{near}")
-    pairs = (_pair(pair, f"test client {name}") for name, pair in test_clients.items())
-    empty = next(((x[:0], y[:0]) for x, y in pairs), None)
+    empty = (np.zeros(0), np.zeros(0))
     return [test_clients.get(name, empty) for name in clients]
 
 
@@ -53,7 +53,7 @@ def checked_pair(x: Any, y: Any, what: str) -> Pair:
     if len(x) == 0:
         raise ConfigurationError(f"{what} must have at least 1 example, got 0")
     for array, kind in ((x, "inputs"), (y, "labels")):
-        if np.issubdtype(array.dtype, np.floating) and (bad := _first_nonfinite(array)) is not None:
+        if array.dtype.kind not in "biu" and (bad := _first_nonfinite(array)) is not None:
             raise ConfigurationError(
                 f"{what}: {kind} must be finite, but example {bad} has NaN or infinity: correct it or leave it out"
             )
@@ -66,10 +66,9 @@ def counts(values: Any, name: str, total: int) -> np.ndarray:
     numbers = numbers if numbers.size else np.zeros(0, int)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise ConfigurationError(f"{name} must be integers, one per client, got {numbers.dtype}{list(numbers.shape)}")
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= total:
-        raise ConfigurationError(
-            f"{name} must be in 0..{total}, the number of examples, got {numbers.min()}..{numbers.max()}"
-        )
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= min(total, checks.LARGE):
+        most = f"{total}, the number of examples" if total <= checks.LARGE else checks.LARGE
+        raise ConfigurationError(f"{name} must be in 0..{most}, got {numbers.min()}..{numbers.max()}")
     if (counted := int(numbers.sum())) != total:
         raise ConfigurationError(
             f"{name} must sum to {total}, the number of examples, got {counted}: build the federation with "
@@ -88,25 +87,51 @@ def _first_nonfinite(array: np.ndarray) -> int | None:
     return None
 
 
-def concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def concatenate(
+    clients: Sequence[Pair], what: str, names: Sequence[Any] | None, *, allow_empty: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the inputs and the labels of all clients, and the number of examples of each.
+
+    Integer labels of different dtypes get a common one. Other dtypes and shapes must not differ. The empty arrays of a
+    client without examples may have any. names: what messages call the clients. Default: 0, 1, ...
+    """
     check_list(clients, what)
-    pairs = [_pair(pair, f"{what} {i}") for i, pair in enumerate(clients)]
+    titles = [f"{what} {name}" for name in (range(len(clients)) if names is None else names)]
+    pairs = [_pair(pair, title) for pair, title in zip(clients, titles, strict=True)]
     if not pairs:
         raise ConfigurationError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
-    first_x, first_y = pairs[0]
-    for i, (x, y) in enumerate(pairs):
+    for title, (x, y) in zip(titles, pairs, strict=True):
         if len(x) != len(y):
-            raise ConfigurationError(f"{what} {i} must have as many inputs as labels, got {len(x)} and {len(y)}")
+            raise ConfigurationError(f"{title} must have as many inputs as labels, got {len(x)} and {len(y)}")
         if len(x) == 0 and not allow_empty:
-            raise ConfigurationError(f"every client needs at least 1 example, but {what} {i} is empty: leave it out")
-        if len(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
+            raise ConfigurationError(f"every client needs at least 1 example, but {title} is empty: leave it out")
+    sizes = np.array([len(x) for x, _ in pairs])
+    filled = [(title, *pair) for title, pair in zip(titles, pairs, strict=True) if len(pair[0])]
+    if not filled:
+        return pairs[0][0][:0], pairs[0][1][:0], sizes
+    forms = [(x.dtype, x.shape[1:], y.dtype.kind in "biu", y.shape[1:]) for _, x, y in filled]
+    usual = Counter(forms).most_common(1)[0][0]
+    for form, (title, x, y) in zip(forms, filled, strict=True):
+        if form != usual:
+            _, usual_x, usual_y = filled[forms.index(usual)]
             raise ConfigurationError(
-                f"{what} {i} must have the dtypes and shapes of client 0, inputs {row(first_x)} and labels "
-                f"{row(first_y)}, got {row(x)} and {row(y)}: use the same dtype and shape per example for every "
+                f"{title} must have the dtypes and shapes of the other clients, inputs {row(usual_x)} and labels "
+                f"{row(usual_y)}, got {row(x)} and {row(y)}: use the same dtype and shape per example for every "
                 "client"
             )
-    sizes = np.array([len(x) for x, _ in pairs], np.int32)
-    return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), sizes
+    dtype = common_dtype({y.dtype for _, _, y in filled})
+    labels = [checks.converted(f"{title}: labels", y, dtype, "number the classes from 0") for title, _, y in filled]
+    return np.concatenate([x for _, x, _ in filled]), np.concatenate(labels), sizes
+
+
+def common_dtype(dtypes: Collection[np.dtype]) -> np.dtype:
+    """Returns the dtype for numbers of several dtypes: a float dtype if one of them is, otherwise an integer dtype.
+
+    It does not hold all numbers of all dtypes, so convert with `checks.converted`.
+    """
+    floats = [dtype for dtype in dtypes if dtype.kind not in "biu"]
+    widest = np.result_type(*(floats or dtypes))
+    return widest if floats or widest.kind != "f" else np.dtype(np.int64)  # NumPy has float64 for int64 and uint64
 
 
 def check_list(clients: Any, what: str) -> None:
@@ -137,5 +162,5 @@ def join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.nd
             raise ConfigurationError(
                 f"{what}[{i}] must have example indices in 0..{rows - 1}, got {part.min()}..{part.max()}"
             )
-    sizes = np.array([len(part) for part in arrays], np.int32)
+    sizes = np.array([len(part) for part in arrays])
     return np.concatenate(arrays).astype(np.int64), sizes
