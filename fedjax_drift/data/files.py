@@ -166,13 +166,16 @@ def must_not_wait(path: str | os.PathLike[str]) -> None:
 def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Converts all errors inside the context to a ValueError that names the file.
 
-    FileNotFoundError and ImportError (a missing package) are not converted.
+    FileNotFoundError and ImportError (a missing package) are not converted. Neither is a ConfigurationError that names
+    the file.
     """
     try:
         yield
     except (FileNotFoundError, ImportError):
         raise
-    except Wrong as error:
+    except (Wrong, ConfigurationError) as error:
+        if os.fspath(path) in str(error):
+            raise
         raise ConfigurationError(f"cannot use {path}: {error}") from error
     except Exception as error:
         if isinstance(error, OSError) and error.strerror:
