@@ -23,7 +23,7 @@ def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto"
         versions before 2021. 3,400 writers, 671,585 training and 77,483 test examples.
       "auto" (default): the first of these that exists.
     All formats except npz are converted on the first use (one or two minutes for LEAF's and TFF's) and kept in the
-    cache. The packed file is unpacked there first, to a temporary file of 3 to 4 GB.
+    cache. The packed file is unpacked there first, to a temporary file of about 5 GB.
 
     The pixels are inverted to 255 = ink, as in mnist and glyphs, so that the zero padding of convolutions has the value
     of paper. If the source has no test set (npz), a random 20 % of each writer's examples become test examples. A

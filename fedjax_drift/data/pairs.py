@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def from_torch(
 
 
 def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_first: bool) -> tables.Table:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+    if not _is_map_style(dataset):
         raise ConfigurationError(
             f"{argument} must be a map-style data set with len(dataset) >= 1 and dataset[k], got "
             f"{checks.shown(dataset)}: read an iterable data set into a list"
@@ -78,6 +78,15 @@ def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_fir
     return tables.Table(
         lambda rows: inputs if rows is None else inputs[rows], tables.labels(y, f"{argument}: the labels"), client
     )
+
+
+def _is_map_style(dataset: Any) -> bool:
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, Mapping):
+        return False
+    try:
+        return len(dataset) > 0
+    except TypeError:  # it has no length, or is an array without axes
+        return False
 
 
 def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -119,8 +128,18 @@ def _array(value: Any, name: str) -> np.ndarray:
 
 def _clients(argument: str, client_of: ClientOf, rows: int) -> np.ndarray:
     values = [client_of(k) for k in range(rows)] if callable(client_of) else client_of
-    clients = np.asarray(values)
-    if clients.dtype.kind == "U" and (numbers := [value for value in values if not isinstance(value, str)]):
+    try:
+        clients = np.asarray(values)
+    except Exception as error:  # a ragged list, or an object of an unknown type
+        raise ConfigurationError(
+            f"the clients of {argument} must be {rows} integers or strings, one per example, got "
+            f"{checks.shown(values)} ({checks.first_line(error)})"
+        ) from error
+    if (
+        clients.ndim
+        and clients.dtype.kind == "U"
+        and (numbers := [value for value in values if not isinstance(value, str)])
+    ):
         raise ConfigurationError(
             f"the clients of {argument} must be all integers or all strings, got both, such as {numbers[0]!r}: use str"
         )

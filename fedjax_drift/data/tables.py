@@ -6,7 +6,7 @@ A reader makes a `Table` of the training examples, one of the test examples, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -232,8 +232,9 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
     if not listed:
         raise ConfigurationError(f"x must be the name of a column, or a list of names, got {checks.shown(x)}")
     for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
-        if not isinstance(column, str) and (name, column) != ("client", None):
-            fix = "rename the columns, frame.columns = frame.columns.map(str)" if column in known else "pass text"
+        if not isinstance(column, str) and not (name == "client" and column is None):
+            is_label = isinstance(column, Hashable) and column in set(known)  # a column without text as its name
+            fix = "rename the columns, frame.columns = frame.columns.map(str)" if is_label else "pass text"
             raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: {fix}")
         if column is not None and column not in known:
             raise ConfigurationError(
