@@ -243,6 +243,22 @@ def array(name: str, value: Any) -> np.ndarray:
     return result if result.dtype.isnative else result.astype(result.dtype.newbyteorder("="))
 
 
+def ids(name: str, values: Any, rows: int) -> np.ndarray:
+    """Returns ids [rows], one per example. Raises ValueError unless they are all integers or all strings."""
+    allowed = f"{rows} integers or strings, one per example"
+    try:
+        result = np.asarray(values)
+    except Exception as error:  # ragged lists, or a foreign object
+        raise ConfigurationError(f"{name} must be {allowed}, got {shown(values)} ({first_line(error)})") from error
+    if result.shape != (rows,) or result.dtype.kind not in "iuUS":
+        raise ConfigurationError(f"{name} must be {allowed}, got {result.dtype}{list(result.shape)}")
+    if result.dtype.kind in "US" and (others := [value for value in values if not isinstance(value, str | bytes)]):
+        raise ConfigurationError(
+            f"{name} must be all integers or all strings, got both, such as {shown(others[0])}: convert them with str"
+        )
+    return result
+
+
 def converted(
     name: str, array: np.ndarray, dtype: Any, fix: str, rows: Sequence[int] | np.ndarray | None = None
 ) -> np.ndarray:

@@ -128,24 +128,4 @@ def _array(value: Any, name: str) -> np.ndarray:
 
 def _clients(argument: str, client_of: ClientOf, rows: int) -> np.ndarray:
     values = [client_of(k) for k in range(rows)] if callable(client_of) else client_of
-    try:
-        clients = np.asarray(values)
-    except Exception as error:  # a ragged list, or an object of an unknown type
-        raise ConfigurationError(
-            f"the clients of {argument} must be {rows} integers or strings, one per example, got "
-            f"{checks.shown(values)} ({checks.first_line(error)})"
-        ) from error
-    if (
-        clients.ndim
-        and clients.dtype.kind == "U"
-        and (numbers := [value for value in values if not isinstance(value, str)])
-    ):
-        raise ConfigurationError(
-            f"the clients of {argument} must be all integers or all strings, got both, such as {numbers[0]!r}: use str"
-        )
-    if clients.shape != (rows,) or clients.dtype.kind not in "iuU":
-        raise ConfigurationError(
-            f"the clients of {argument} must be {rows} integers or strings, one per example, got {clients.dtype}"
-            f"{list(clients.shape)}"
-        )
-    return clients
+    return checks.ids(f"the clients of {argument}", values, rows)
