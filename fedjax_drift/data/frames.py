@@ -28,7 +28,8 @@ def from_pandas(
     """Creates a federation from a `pandas.DataFrame`. Needs pandas.
 
     The inputs are float32 [F], where F is the number of columns in ``x``. Integers and truth values are converted, too;
-    pass ``dtype="int32"`` for ids and tokens. Integer labels stay integers. Other labels become float32.
+    pass ``dtype="int32"`` for ids and tokens. Integer labels stay integers. Other labels become float32. Fractions may
+    be rounded; integers must be exact.
 
     Args:
       frame: one row per example.
@@ -43,8 +44,8 @@ def from_pandas(
       name: the name of the data set in plots and logs.
 
     Raises:
-      ValueError: a column is missing, or has text, categories or missing values. The message names the column. Or an
-        argument has a wrong value.
+      ValueError: a column is missing, or has text, categories, missing values or numbers that the dtype can't hold. The
+        message names the column. Or an argument has a wrong value.
       ImportError: pandas is not installed.
     """
     tables.require("pandas", "pandas", "from_pandas")

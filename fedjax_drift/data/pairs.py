@@ -51,7 +51,8 @@ def from_torch(
       name: the name of the data set in plots and logs.
 
     Raises:
-      ValueError: the examples are not pairs of numbers of one shape. Or an argument has a wrong value.
+      ValueError: the examples are not pairs of numbers of one shape, or a number does not fit in float32. Or an
+        argument has a wrong value.
     """
     tables.check_clients(client_of, partition, "client_of")
     channels_first = checks.flag("channels_first", channels_first)
