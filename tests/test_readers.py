@@ -125,7 +125,7 @@ def test_huggingface_files_stay_memory_mapped(hf, tmp_path) -> None:
         ({"x": ["unknown", "tokens"], "length": 4}, "column 'tokens' must have one number per example to be stacked"),
         ({"x": "writer"}, "column 'writer' must have numbers, or lists of numbers, got string: convert it"),
         ({"y": "writer"}, "got string: number the classes with dataset.class_encode_column('writer')"),
-        ({"x": "marks"}, "got text that is numbers and '?': make this text missing with dataset.map(lambda row: {'mar"),
+        ({"x": "marks"}, "'?': correct the text, or make it missing with dataset.map(lambda row: {'marks': None if"),
         ({"x": "digits"}, "got string: dataset.cast_column('digits', datasets.Value('float32'))"),
         ({"y": "grades"}, "got string: dataset.cast_column('grades', datasets.Value('int64'))"),
         ({"x": "days"}, "got date32[day]: dataset.cast_column('days', datasets.Value('int32'))"),
@@ -328,10 +328,11 @@ def test_pandas_columns_become_examples_and_clients(pd, frame) -> None:
         ({"client": "a"}, "column 'a' must have integers or strings as clients, got floating"),
         ({"client": None}, "pass either client= or partition= to say what the clients are, got neither"),
         ({"x": ["a", "c"]}, "x must be one of the columns a, b, "),
-        ({"x": "feature_2"}, " and 19 more, got 'feature_2': did you mean 'feature_29'?"),
-        ({"x": "marks"}, "column 'marks' must be numeric, got numbers and '?' in row 3: make the text missing with"),
+        ({"x": "feature_2"}, " and 20 more, got 'feature_2': did you mean 'feature_29'?"),
+        ({"x": "marks"}, "column 'marks' must be numeric, got numbers and '?' in row 3: correct the text, or make"),
         ({"x": "digits"}, "got numbers as object: use frame['digits'].astype(float)"),
         ({"x": "dates"}, "got dates: use the time since the first, (frame['dates'] - frame['dates'].min())"),
+        ({"x": "months"}, "got periods: use their start, frame['months'].dt.start_time"),
         ({"x": "spans"}, "got durations: use frame['spans'].dt.total_seconds()"),
         ({"x": "complex"}, "got complex numbers: use one column for numpy.real(frame['complex'])"),
         ({"x": "arrays"}, "got arrays: pass them to fd.FederatedData.from_partition, as numpy.stack(frame['arrays'])"),
@@ -358,6 +359,7 @@ def test_pandas_errors_name_the_column(pd, frame, options, message) -> None:
     odd |= {"big": np.arange(30) + 2**32, "huge": [1.0] * 9 + [1e300] * 21, "complex": [1j] * 30}
     odd |= {"marks": [*range(3), "?"] + [1] * 26, "digits": ["7.5"] * 30, "arrays": [np.zeros(2)] * 30}
     odd |= {"dates": pd.date_range("2026", periods=30), "spans": pd.to_timedelta(range(30), unit="s")}
+    odd |= {"months": pd.period_range("2026", periods=30, freq="M")}
     odd |= {"unsigned": np.array([1] * 7 + [2**64 - 1] * 23, np.uint64)}
     frame = frame.assign(**odd).astype({"marks": object, "digits": object})
     with pytest.raises(ValueError) as error:

@@ -183,8 +183,8 @@ def _advice(column: Any, name: str, fix: str) -> str:
         if 0 < len(others) < len(texts) / 2:
             number = f"None if row[{name!r}] == {others[0]!r} else float(row[{name!r}])"
             return (
-                f"text that is numbers and {checks.shown(others[0])}: make this text missing with dataset.map(lambda "
-                f"row: {{{name!r}: {number}}}), then {tables.FILL} with dataset.filter"
+                f"text that is numbers and {checks.shown(others[0])}: correct the text, or make it missing with "
+                f"dataset.map(lambda row: {{{name!r}: {number}}}), and {tables.FILL} with dataset.filter"
             )
         if not others:
             types = {is_kind.is_string: "float32" if any("." in text for text in texts) else "int64"}

@@ -83,10 +83,10 @@ def _numbers(frame: Any, name: str) -> np.ndarray:
             f"column {name!r} must be numeric, got categories: use their numbers, frame[{name!r}].cat.codes, or one "
             "column per category, pandas.get_dummies(frame)"
         )
-    if not pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_complex_dtype(column.dtype):
-        raise ConfigurationError(f"column {name!r} must be numeric, got {_advice(column, f'frame[{name!r}]')}")
     if pd.api.types.is_bool_dtype(column.dtype):
         return column.to_numpy(bool)
+    if not pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_complex_dtype(column.dtype):
+        raise ConfigurationError(f"column {name!r} must be numeric, got {_advice(column, f'frame[{name!r}]')}")
     if pd.api.types.is_integer_dtype(column.dtype):
         return _integers(column)
     return column.to_numpy(np.float32 if column.dtype.itemsize <= 4 else np.float64)
@@ -109,6 +109,8 @@ def _advice(column: Any, name: str) -> str:
     types = pd.api.types
     if types.is_datetime64_any_dtype(column.dtype):
         return f"dates: use the time since the first, ({name} - {name}.min()).dt.total_seconds()"
+    if isinstance(column.dtype, pd.PeriodDtype):
+        return f"periods: use their start, {name}.dt.start_time, and of it the time since the first"
     if types.is_timedelta64_dtype(column.dtype):
         return f"durations: use {name}.dt.total_seconds()"
     if types.is_complex_dtype(column.dtype):
@@ -121,8 +123,8 @@ def _advice(column: Any, name: str) -> str:
     if is_text.mean() < 0.5:
         row = int(is_text.argmax())
         return (
-            f"numbers and {checks.shown(column.iloc[row])} in row {row}: make the text missing with "
-            f'pandas.to_numeric({name}, errors="coerce"), then {tables.FILL}, frame.dropna()'
+            f"numbers and {checks.shown(column.iloc[row])} in row {row}: correct the text, or make it missing with "
+            f'pandas.to_numeric({name}, errors="coerce"), and {tables.FILL}, frame.dropna()'
         )
     return (
         f"{column.dtype}: number its values with pandas.factorize({name})[0], before you split off a test set; for "
