@@ -224,7 +224,7 @@ def array(name: str, value: Any) -> np.ndarray:
             f"{name} must be an array without masked values, got a masked array: fill or remove the masked values"
         )
     try:
-        result = value if isinstance(value, np.ndarray) else np.asarray(value)
+        result = value if isinstance(value, np.ndarray) else exact_array(value)
     except Exception as error:  # the conversion of a foreign object may raise anything
         raise ConfigurationError(
             f"{name} must be an array, or lists that all have the same length, got {shown(value)} ({first_line(error)})"
@@ -309,6 +309,19 @@ def _allowed(old: np.dtype, new: np.dtype) -> str:
     if old.kind in "iu":
         return f"integers that {new} represents exactly, such as those up to {2 ** (jnp.finfo(new).nmant + 1)}"
     return f"numbers up to {jnp.finfo(new).max:.3g} for {new}"
+
+
+def exact_array(values: Any) -> np.ndarray:
+    """Returns lists as an array. Raises ValueError for ragged lists, and for integers of which NumPy makes floats.
+
+    NumPy has no dtype for integers of both int64 and uint64.
+    """
+    array = np.asarray(values)
+    if array.dtype == np.float64 and array.size and np.abs(array).max() >= 2.0**63:
+        largest = max(np.asarray(values, object).flat, key=abs)
+        if isinstance(largest, int):
+            raise ConfigurationError(f"integers must be smaller than 2**63, got {largest}: number ids from 0")
+    return array
 
 
 def floating_dtype(name: str, value: Any) -> None:

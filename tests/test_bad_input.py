@@ -107,6 +107,10 @@ DATA = [
     (lambda: fd.FederatedData.of_shapes(2, 2**31, (1,)), "sizes must be in 0..2147483647, got 2147483648"),
     (lambda: clients((X, Y), (X.astype(np.uint8), Y)), "got uint8"),
     (lambda: clients((X, Y), (infinite(), Y)), "inputs must be finite, but example 6 has NaN or infinity"),
+    (
+        lambda: clients(([[2**63 + 1, -1]], [0])),
+        "inputs must be .*integers must be smaller than 2..63, got 92233720368",
+    ),
     (lambda: clients((np.array(["a"] * 4), Y)), "inputs must be a numeric array"),
     (lambda: federation(test=(X, Y[:2])), "test data must have as many inputs as labels, got 4 inputs and 2 labels"),
     (lambda: federation(test=(X[:, :1], Y)), "test inputs must have the dtype and shape of the training inputs"),

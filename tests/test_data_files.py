@@ -640,6 +640,8 @@ def test_a_test_set_with_other_clients_is_pooled(tmp_path: Path) -> None:
     rows = (np.ones((2, 3)), np.arange(2))
     write_leaf(tmp_path / "train" / "0.json", {"a": rows, "b": rows})
     assert fd.datasets.from_leaf(tmp_path).x_test is None
+    write_leaf(tmp_path / "test" / "0.json", {"a": (rows[0][:0], rows[1][:0])})
+    assert fd.datasets.from_leaf(tmp_path).x_test is None  # no test user has examples
     write_leaf(tmp_path / "test" / "0.json", {"a": rows, "z": rows})
     data = fd.datasets.from_leaf(tmp_path)
     assert data.test_sizes is None and data.x_test is not None and data.x_test.shape == (4, 3)
@@ -662,6 +664,11 @@ def test_damaged_json_files_are_refused(tmp_path: Path) -> None:
         (whole.replace('"num_samples": [2]', '"num_samples": [3]'), r"must have 3 rows, got \[2, 3\]"),
         (whole.replace("[1.0, 1.0, 1.0]]", "[1.0]]"), "must have the same shape"),
         (whole.replace("1.0", '"word"'), "must be numbers: encode text"),
+        (
+            whole.replace("1.0", "1e300"),
+            "x of client 'a' must be numbers up to 3.4e.38 for float32, got 1e.300 in row 0",
+        ),
+        (whole.replace("[0, 1]", f"[{2**63}, 1]"), "y of client 'a': integers must be smaller than 2..63, got"),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=said) as error:

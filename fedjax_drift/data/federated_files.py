@@ -118,7 +118,7 @@ def _federation(clients: dict[str, Pair], tests: dict[str, Pair] | None, path: P
     with files.plain_errors(path):
         if clients:
             _unify([clients, tests or {}])
-        if tests is None:
+        if not tests:  # or all of its clients are without examples
             return FederatedData.from_clients(clients, name=path.stem)
         if tests.keys() <= clients.keys():
             return FederatedData.from_clients(clients, test_clients=tests, name=path.stem)
@@ -247,7 +247,9 @@ def read_leaf(folder: Path) -> Iterator[Rows]:
 
 def _numbers(values: Any, name: str) -> np.ndarray:
     try:
-        array = np.asarray(values)
+        array = checks.exact_array(values)
+    except ConfigurationError as error:
+        raise files.Wrong(f"{name}: {error}") from error
     except ValueError as error:
         raise files.Wrong(
             "all examples of a client must have the same shape: pad them, and write the file again"
