@@ -66,13 +66,12 @@ def opened(path: Path) -> Iterator[Source]:
     with files.opened(path) as file, contextlib.ExitStack() as stack:
         start = file.read(len(SQLITE))
         file.seek(0)
-        if is_packed := start.startswith((XZ, LZMA)) or (path.suffix == ".lzma" and start != SQLITE):
-            database = stack.enter_context(_unpacked(file))
+        is_packed = start.startswith((XZ, LZMA)) or (path.suffix == ".lzma" and start != SQLITE)
         if not is_packed and start != SQLITE and path.suffix != ".sqlite":
             client_rows.require("h5py", path)
             yield Source([], functools.partial(_read_h5, path, os.fstat(file.fileno()).st_size))
             return
-        database = database if is_packed else path
+        database = stack.enter_context(_unpacked(file)) if is_packed else path
         tables = ("examples", "client_metadata")
         connection = stack.enter_context(databases.opened(database, tables, "read FedJAX's files with from_fedjax"))
         splits = connection.execute("SELECT DISTINCT split_name FROM client_metadata")
@@ -207,36 +206,37 @@ def _unpacked(file: BinaryIO) -> Iterator[Path]:
 
 
 def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
-    """Yields the parts of the unpacked database."""
-    unpacker, size, limit = lzma.LZMADecompressor(memlimit=DICTIONARY), 0, 0
+    """Yields the parts of the unpacked database. Raises `Wrong` before it takes more space than there is."""
+    unpacker, size, wanted, free = lzma.LZMADecompressor(memlimit=DICTIONARY), 0, None, 0
     while not unpacker.eof:
         packed = file.read(STEP) if unpacker.needs_input else b""
         if unpacker.needs_input and not packed:
             raise files.Wrong(f"it must be complete, got {size} unpacked bytes and no end: download it again")
         part = unpacker.decompress(packed, STEP)
         if not size and part:
-            limit = _size_in_header(part)
-            if limit > (free := min(UNPACKED, shutil.disk_usage(folder).free)):
-                raise files.Wrong(
-                    f"it must unpack to at most {free} bytes, the free space in {folder}, got {limit}: make room, or "
-                    "set FEDJAX_DRIFT_CACHE to another folder"
-                )
+            wanted, free = _size_in_header(part), min(UNPACKED, shutil.disk_usage(folder).free)
         size += len(part)
-        if size > limit:
-            raise files.Wrong(f"it must unpack to {limit} bytes, as its header says, got more: download it again")
+        if (least := size if wanted is None else wanted) > free:
+            raise files.Wrong(
+                f"it must unpack to at most {free} bytes, the free space in {folder}, got at least {least}: make room, "
+                "or set FEDJAX_DRIFT_CACHE to another folder"
+            )
+        if wanted is not None and size > wanted:
+            raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got more: download it again")
         yield part
-    has_more = unpacker.unused_data or file.read(1)
-    if size != limit or has_more:
-        got = "more" if has_more else size
-        raise files.Wrong(f"it must unpack to {limit} bytes, as its header says, got {got}: download it again")
+    if unpacker.unused_data or file.read(1):
+        raise files.Wrong(f"it must end after {size} unpacked bytes, got more: download it again")
+    if wanted is not None and size != wanted:
+        raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got {size}: download it again")
 
 
-def _size_in_header(start: bytes) -> int:
-    """Returns the size of a database in bytes, according to its header of 100 bytes."""
+def _size_in_header(start: bytes) -> int | None:
+    """Returns the size of a database in bytes, according to its header of 100 bytes. None if the header has none."""
     if not start.startswith(SQLITE) or len(start) < 100:
         raise files.Wrong("it must unpack to an SQLite database, got another file: download it again")
-    page = int.from_bytes(start[16:18], "big")
-    return (65536 if page == 1 else page) * int.from_bytes(start[28:32], "big")
+    page, pages = int.from_bytes(start[16:18], "big"), int.from_bytes(start[28:32], "big")
+    is_valid = pages and start[24:28] == start[92:96]  # SQLite before 3.7 did not write the number of pages
+    return (65536 if page == 1 else page) * pages if is_valid else None
 
 
 # ---------------------------------------------------------------- HDF5
