@@ -68,7 +68,7 @@ def linen_fields(
     if extra := sorted(set(variables) - {"params", "batch_stats"}):
         raise ConfigurationError(
             "a model must have no variables except parameters and running statistics, but "
-            f"{type(module).__name__} has {', '.join(extra)}: leave them out"
+            f"{type(module).__name__} has {checks.listed(extra)}: leave them out"
         )
     owners = None
     if "batch_stats" in variables:

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,16 @@ def shown(value: Any) -> str:
     except Exception:  # a donated array, or an object whose __repr__ fails
         text = "\n"
     return text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def listed(names: Iterable[Any]) -> str:
+    """The names in a message, separated by commas. Of a long list, the first names and the number of the others."""
+    texts = [str(name) for name in names]
+    texts = [text if len(text) <= 60 else f"{text[:57]}..." for text in texts]
+    count = 0
+    while count < len(texts) and len(", ".join(texts[: count + 1])) <= 200:
+        count += 1
+    return ", ".join(texts[:count]) + (f" and {len(texts) - count} more" if count < len(texts) else "")
 
 
 def first_line(error: Exception) -> str:
@@ -139,8 +149,9 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
     """Returns the value. Raises ValueError unless it is one of ``allowed``, and suggests the most similar one."""
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
-        listed = ", ".join(map(repr, allowed))
-        raise ConfigurationError(f"{name} must be one of {listed}, got {shown(value)}{nearest(value, allowed)}")
+        raise ConfigurationError(
+            f"{name} must be one of {listed(map(repr, allowed))}, got {shown(value)}{nearest(value, allowed)}"
+        )
     return str(value)
 
 
@@ -213,11 +224,13 @@ def array(name: str, value: Any) -> np.ndarray:
             f"{name} must be an array without masked values, got a masked array: fill or remove the masked values"
         )
     try:
-        result = value if isinstance(value, np.ndarray) else np.asarray(value)
+        result = value if isinstance(value, np.ndarray) else exact_array(value)
     except Exception as error:  # the conversion of a foreign object may raise anything
         raise ConfigurationError(
             f"{name} must be an array, or lists that all have the same length, got {shown(value)} ({first_line(error)})"
         ) from error
+    if result.dtype.kind in "OSU" and result.ndim and not result.size:
+        result = result.astype(np.float64)  # an empty array has no text and no objects
     if (
         result.ndim < 1
         or (result.dtype.kind not in "biuf" or result.dtype.itemsize > 8)
@@ -228,6 +241,87 @@ def array(name: str, value: Any) -> np.ndarray:
             "text as integers, and stack examples of the same shape"
         )
     return result if result.dtype.isnative else result.astype(result.dtype.newbyteorder("="))
+
+
+def ids(name: str, values: Any, rows: int) -> np.ndarray:
+    """Returns ids [rows], one per example. Raises ValueError unless they are all integers or all strings."""
+    allowed = f"{rows} integers or strings, one per example"
+    try:
+        result = np.asarray(values)
+    except Exception as error:  # ragged lists, or a foreign object
+        raise ConfigurationError(f"{name} must be {allowed}, got {shown(values)} ({first_line(error)})") from error
+    if result.shape != (rows,) or result.dtype.kind not in "iuUS":
+        raise ConfigurationError(f"{name} must be {allowed}, got {result.dtype}{list(result.shape)}")
+    if result.dtype.kind in "US" and (others := [value for value in values if not isinstance(value, str | bytes)]):
+        raise ConfigurationError(
+            f"{name} must be all integers or all strings, got both, such as {shown(others[0])}: convert them with str"
+        )
+    return result
+
+
+def converted(
+    name: str, array: np.ndarray, dtype: Any, fix: str, rows: Sequence[int] | np.ndarray | None = None
+) -> np.ndarray:
+    """Returns numbers [n, ...] with another dtype. Arrays that have this dtype are not copied.
+
+    rows: the numbers of the n rows in the user's data, for messages. Default: 0, 1, ...
+
+    Raises ValueError if a number would change: if it is out of range, if an integer dtype would lose its fraction, or
+    if a float dtype would round an integer, because two ids could then be equal. Floats may be rounded.
+    """
+    dtype = np.dtype(dtype)
+    if array.dtype == dtype:
+        return array
+    result = np.empty(array.shape, dtype)
+    step = max(1, 2**20 // max(1, array[:1].size))  # in chunks, as the array may be large
+    for start in range(0, len(array), step):
+        part, new = array[start : start + step], result[start : start + step]
+        with np.errstate(all="ignore"):
+            new[...] = part
+            changed = _changed(part, new)
+        if changed.any():
+            at = np.unravel_index(int(changed.argmax()), changed.shape)
+            row = start + int(at[0])
+            raise ConfigurationError(
+                f"{name} must be {_allowed(array.dtype, dtype)}, got {part[at]} in row "
+                f"{row if rows is None else rows[row]}: {fix}"
+            )
+    return result
+
+
+def _changed(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Whether the numbers changed when they were converted. Rounding of floats is no change."""
+    if old.dtype.kind == "b":
+        return np.zeros(old.shape, bool)
+    if old.dtype.kind in "iu" and new.dtype.kind in "iu":
+        return (new.astype(old.dtype) != old) | ((new < 0) != (old < 0))
+    if old.dtype.kind in "iu":
+        return ~np.isfinite(new) | (new >= np.iinfo(old.dtype).max + 1.0) | (new.astype(old.dtype) != old)
+    if new.dtype.kind in "iu":
+        limits, wide = np.iinfo(new.dtype), old.astype(np.result_type(old.dtype, np.float64))
+        return ~((wide >= limits.min) & (wide < limits.max + 1.0) & (wide == np.floor(wide)))
+    return np.isfinite(old) & ~np.isfinite(new)
+
+
+def _allowed(old: np.dtype, new: np.dtype) -> str:
+    if new.kind in "iu":
+        return f"whole numbers in {np.iinfo(new).min}..{np.iinfo(new).max} for {new}"
+    if old.kind in "iu":
+        return f"integers that {new} represents exactly, such as those up to {2 ** (jnp.finfo(new).nmant + 1)}"
+    return f"numbers up to {jnp.finfo(new).max:.3g} for {new}"
+
+
+def exact_array(values: Any) -> np.ndarray:
+    """Returns lists as an array. Raises ValueError for ragged lists, and for integers of which NumPy makes floats.
+
+    NumPy has no dtype for integers of both int64 and uint64.
+    """
+    array = np.asarray(values)
+    if array.dtype == np.float64 and array.size and np.abs(array).max() >= 2.0**63:
+        largest = max(np.asarray(values, object).flat, key=abs)
+        if isinstance(largest, int):
+            raise ConfigurationError(f"integers must be smaller than 2**63, got {largest}: number ids from 0")
+    return array
 
 
 def floating_dtype(name: str, value: Any) -> None:

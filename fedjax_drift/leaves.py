@@ -43,7 +43,7 @@ def select(name: str, selection: Selection, params: Params) -> PyTree:
     Raises ConfigurationError if a regular expression selects no leaf, or if a pytree has another structure.
     """
     paths = jax.tree_util.tree_map_with_path(lambda path, _: path_of(path), params)
-    known = ", ".join(jax.tree.leaves(paths))
+    known = checks.listed(jax.tree.leaves(paths))
     if isinstance(selection, str):
         mask = jax.tree.map(lambda path: re.search(selection, path) is not None, paths)
         if not any(jax.tree.leaves(mask)):

@@ -224,8 +224,8 @@ def _one_log(name: Any, path: FilePath) -> list[History]:
     algorithms = _by_algorithm(logs.read(path))
     if len(algorithms) > 1:
         raise ConfigurationError(
-            f"records[{name!r}] must be the log of one algorithm, got {', '.join(algorithms)}: pass the path itself "
-            "as records"
+            f"records[{name!r}] must be the log of one algorithm, got {checks.listed(algorithms)}: pass the path "
+            "itself as records"
         )
     return next(iter(algorithms.values()), [[]])
 

@@ -114,7 +114,7 @@ def _chosen(name: str, value: Any, allowed: Sequence[Any], folder: Path) -> Any:
         return allowed[0]
     if value not in allowed:
         raise ConfigurationError(
-            f"{name} must be one of the {name}s of the run in {folder}, {', '.join(map(str, allowed))}, got {value}"
+            f"{name} must be one of the {name}s of the run in {folder}, {checks.listed(allowed)}, got {value}"
         )
     return value
 

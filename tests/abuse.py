@@ -20,6 +20,7 @@ import argparse
 import collections
 import contextlib
 import copy
+import importlib.util
 import inspect
 import io
 import linecache
@@ -42,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from PIL import Image
 
 import fedjax_drift as fd
 from fedjax_drift import cli
@@ -204,7 +206,8 @@ NO_ARRAY = [*NOTHING, *TEXTS, *THINGS, *ARRAYS, {"a": 1}, {1}, [None], 3, np.flo
 ROWS = Kind(
     [*NO_ARRAY, [["a"] * 3] * 8, X * 1j, X[:0], X[:7], X / np.nan, np.ma.masked_array(X, X > 5), np.full((8, 3), None),
      [[1.0], [1.0, 2.0]] * 4, X.astype("S"), X.astype(np.longdouble)],
-    [X.tolist(), jnp.asarray(X), X.astype(np.float16), X.astype(np.int64), X.astype(">f4"), X[:, ::-1], X > 3],
+    [X.tolist(), jnp.asarray(X), X.astype(np.float16), X.astype(np.int64), X.astype(">f4"), X[:, ::-1], X > 3,
+     X.astype(np.uint8), np.zeros((8, 2, 2), np.uint8)],
 )  # fmt: skip
 LABELS = Kind(
     [*NO_ARRAY, ["a"] * 8, Y * 1j, Y[:0], FEWER, Y / np.nan, np.ma.masked_array(Y, Y > 1), np.full(8, None),
@@ -504,12 +507,20 @@ def federated_data() -> Iterator[Call]:
     kinds = {"x_test": x_test, "y_test": LABELS, "test_sizes": test_sizes}
     yield Call("fd.FederatedData with tests", data, valid | {"x_test": X, "y_test": Y}, kinds)
     two = [(X, Y), (X, Y)]
+    of_other_dtypes = [(X, Y.astype(dtype)) for dtype in ("u1", "i2", "u8", ">i8", "?")]
     clients = Kind(
-        [*ANYTHING, [X, Y], [(X, Y), (X[:0], Y[:0])], [(X, Y), (X[:, :2], Y)], {"a": X}, [(X, Y), None], [(X, "a")]],
-        [[(X, Y)], ((X, Y), (X, Y)), {"a": (X, Y)}, {1: (X, Y)}, [[X, Y]], [(X.tolist(), Y.tolist())]],
+        [*ANYTHING, [X, Y], [(X, Y), (X[:0], Y[:0])], [(X, Y), (X[:, :2], Y)], {"a": X}, [(X, Y), None], [(X, "a")],
+         [(X, Y), (X, Y / 2)], [(X, Y.astype("f4")), (X, Y)], [(X, Y), (X, Y.astype("u8") + 2**63)], [(X, Y), ([], [])],
+         [(X.astype("u1"), Y), (X, Y)], [(X, Y > 1), (X, Y / 2)], [(X, Y), (X, Y[:, None])]],
+        [[(X, Y)], ((X, Y), (X, Y)), {"a": (X, Y)}, {1: (X, Y)}, [[X, Y]], [(X.tolist(), Y.tolist())],
+         *([(X, Y), other] for other in of_other_dtypes), [(X, Y / 2), (X, Y.astype("f4"))]],
         like=two,
-    )
-    of_clients = {"clients": clients, "test": PAIR, "test_clients": without_none(Kind(ANYTHING, like=two)), **of}
+    )  # fmt: skip
+    empty = [([], []), (X[:0], Y[:0]), (np.zeros(0, object), ()), (np.zeros((0, 9)), np.zeros((0, 1)))]
+    sound = [[(X, Y), pair] for pair in (*empty, *of_other_dtypes)] + [[pair, (X, Y)] for pair in empty]
+    tests = without_none(Kind([*ANYTHING, [empty[0]] * 2, [(X, Y), ([], [1])]], sound, like=two))
+    test = PAIR._replace(odd=[(X, Y), [jnp.asarray(X), Y.tolist()]])  # test inputs must have the dtype of X
+    of_clients = {"clients": clients, "test": test, "test_clients": tests, **of}
     yield Call("fd.FederatedData.from_clients", data.from_clients, {"clients": two}, of_clients)
     none = [
         value for value in ANYTHING if not isinstance(value, (np.ndarray, jax.Array, range)) and value is not RAGGED
@@ -519,7 +530,6 @@ def federated_data() -> Iterator[Call]:
         [PARTS, tuple(PARTS), [[0], [1]], [range(2), range(3)]],
         like=PARTS,
     )
-    test = PAIR._replace(odd=[(X, Y), [jnp.asarray(X), Y.tolist()]])
     of_parts = {"x": ROWS, "y": LABELS, "parts": parts, "test": test, **of}
     valid = {"x": X, "y": Y, "parts": PARTS}
     yield Call("fd.FederatedData.from_partition", data.from_partition, valid, of_parts)
@@ -623,6 +633,86 @@ def datasets() -> Iterator[Call]:
     for read in (fd.datasets.from_fedjax, fd.datasets.from_tff):
         files = {"train": path(), "test": optional(path())._replace(odd=[])}
         yield Call(f"fd.datasets.{read.__name__}", read, {"train": "nowhere"}, files)
+
+
+class Pairs:
+    """A map-style data set like those of PyTorch."""
+
+    def __init__(self, *columns: Any) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, k: int) -> tuple:
+        return tuple(column[k] for column in self.columns)
+
+
+def readers() -> Iterator[Call]:
+    large, few = np.arange(8) + 2**32, fd.partition.iid(2)
+    pictures = {mode: [Image.new(mode, (2, 2))] * 8 for mode in ("L", "RGB", "I;16", "F", "RGBA", "1")}
+    mixed = [*pictures["L"][:4], *pictures["RGB"][:4]]
+    dataset = Kind(
+        [*ANYTHING, Pairs(X), Pairs(X, Y, Y), Pairs(large, Y), Pairs(X * 1e300, Y), Pairs([np.inf] * 8, Y),
+         Pairs(mixed, Y), *(Pairs(pictures[mode], Y) for mode in ("I;16", "F", "RGBA", "1")), Pairs(X, ["a"] * 8),
+         Pairs(X, [0, *[0.5] * 7]), Pairs([X[0], *[X[0, :2]] * 7], Y)],
+        [Pairs(X, Y), Pairs(X.astype("u1"), Y), Pairs(large[:, None], Y), Pairs(pictures["L"], Y), Pairs(X > 3, Y > 1),
+         Pairs(pictures["RGB"], Y), Pairs(Y, Y / 2), [*zip(X, Y, strict=True)]],
+    )  # fmt: skip
+    clients = Kind(
+        [*(value for value in ANYTHING if not callable(value)), Y / 2, [1, "1"] * 4, Y[:3], [None] * 8, [2**70] * 8],
+        [Y, [*"abcdabcd"], large, large.astype("u8") + 2**63, lambda k: k % 2],
+    )
+    valid = {"dataset": Pairs(X, Y), "client_of": Y}
+    yield Call("fd.data.from_torch", fd.data.from_torch, valid, {"dataset": dataset, "client_of": clients})
+    if importlib.util.find_spec("pandas") is None:
+        return
+    import pandas as pd
+
+    texts = {"who": [*"abcdabcd"], "marks": ["1", "?"] * 4, "kind": pd.Categorical([*"abcdabcd"])}
+    numbers = {"age": X[:, 0] + 0.5, "dose": X[:, 1], "y": Y, "minus": -Y, "flag": Y > 1, "gaps": [None, *range(7)]}
+    extreme = {"large": large, "unsigned": large.astype("u8") + 2**63, "large float": 1e300 * X[:, 2].astype(float)}
+    others = {"date": pd.date_range("2026", periods=8), **{f"feature {k}": 0 for k in range(40)}}
+    frame = pd.DataFrame(texts | numbers | extreme | others)
+    nonsense = [*ANYTHING, "marks", "date", "gaps", "kind", "who", "large float"]
+    several = [["age", "y"], ["age", "ages"], ["feature 1", "feature 99"]]
+    kinds = {
+        "frame": Kind([*ANYTHING, frame[:0], frame[["age"]]], [frame]),
+        "x": Kind([*nonsense, *several, "large", "unsigned"], [["age", "dose"], "age", "minus", ("age", "flag"), "y"]),
+        "y": Kind(nonsense, ["y", "minus", "flag", "age"]),
+        "client": Kind([*ANYTHING, "date", "gaps", "age", "flag"], ["who", "unsigned", "minus", "kind", "marks"]),
+        "dtype": Kind([object, "adam", "O", "?", "i4", np.uint8, int], [None, "f2", np.float64, float, "<f4"]),
+    }
+    valid = {"frame": frame, "x": "age", "y": "y", "client": "who"}
+    yield Call("fd.data.from_pandas", fd.data.from_pandas, valid, kinds)
+    of_large = {"dtype": Kind(["i4", "u1", "f4", "f2", None], ["i8", np.uint64, "f8"])}
+    yield Call("from_pandas of large integers", fd.data.from_pandas, valid | {"x": "large"}, of_large)
+    of_negative = {"dtype": Kind(["u1", np.uint64, "u2"], ["i1", int, "f2", None])}
+    yield Call("from_pandas of negative integers", fd.data.from_pandas, valid | {"x": "minus"}, of_negative)
+    partition = Kind([*(value for value in ANYTHING[1:] if not callable(value)), fd.partition.iid], [few])
+    valid = {"frame": frame, "x": "age", "y": "y"}
+    yield Call("from_pandas with a partition", fd.data.from_pandas, valid, {"partition": partition})
+
+
+def inputs() -> Iterator[Call]:
+    """Inputs of several dtypes for a model that computes with numbers, and for one that looks them up in a table."""
+    flat, square = X.astype(np.uint8), np.zeros((8, 1, 3), np.uint8)
+    numbers = Kind([], [flat, square, X > 3, X.astype("i1"), X.astype("f8"), X.astype("u2")])
+    yield Call("fd.Simulation of numbers", lambda x: of_inputs(fd.models.linear(x.shape[1:], 3), x), {}, {"x": numbers})
+    table = fd.Model(lambda key: jnp.zeros((30, 3)), lambda table, x: table[x].mean(tuple(range(1, x.ndim))))
+    ids = Kind([flat, square, X > 3, X], [X.astype("i4"), X.astype("i1"), X.astype("u2"), X.astype("i8")])
+    yield Call("fd.Simulation of ids", lambda x: of_inputs(table, x), {}, {"x": ids})
+    no_number = [*NOTHING, *TEXTS, *THINGS, *ARRAYS, *UNREAL, {"a": 1}, [], [0, 0], [[0]], np.zeros((3, 3))]
+    kinds = {
+        "mean": Kind(no_number, [0, 0.5, -1, [0.1, 0.2, 0.3]]),
+        "std": Kind([*no_number, 0, -1], [1, 0.5, [1] * 3]),
+    }
+    valid = {"x": flat, "y": Y, "sizes": [8], "mean": 0, "std": 1}
+    yield Call("fd.FederatedData of flat images", fd.FederatedData, valid, kinds)
+
+
+def of_inputs(model: fd.Model, x: np.ndarray) -> fd.Simulation:
+    return fd.Simulation(model, fd.FederatedData(x, Y, [8]), fd.algorithms.fedavg(), cohort_size=1)
 
 
 def checkpoints() -> Iterator[Call]:
@@ -838,6 +928,8 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
     "its methods": methods,
     "sweep and grid": sweeps,
     "FederatedData": federated_data,
+    "inputs": inputs,
+    "readers": readers,
     "partitions": partitions,
     "datasets": datasets,
     "checkpoints": checkpoints,

@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,8 @@ import jax
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # for experiments/; appended, so that an installed library comes first
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script starts its background jobs with SIGINT ignored
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)

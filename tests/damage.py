@@ -27,6 +27,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import lzma
 import os
 import pickle
 import random
@@ -47,7 +48,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
-from test_data_files import characters, write_batch, write_emnist, write_femnist
+from test_data_files import characters, field, write_batch, write_emnist, write_femnist
 
 import fedjax_drift as fd
 from fedjax_drift.data.images import CIFAR10_CLASSES
@@ -367,6 +368,8 @@ def make_femnist(source: str, cached: bool = False) -> Callable[[Path], Path]:
             "leaf": folder / "leaf_femnist" / "train" / "all_data_1.json",
             "fedjax": folder / "federated_emnist_train.sqlite",
             "tff": folder / "fed_emnist_train.h5",
+            "tff sqlite": folder / "emnist_all.sqlite",
+            "tff lzma": folder / "emnist_all.sqlite.lzma",
         }[source]
 
     return make
@@ -435,6 +438,104 @@ SQLITE: dict[str, Change] = {
 }
 
 
+def protos(data: bytes) -> Change:
+    return lambda path: sql(f"UPDATE examples SET serialized_example_proto = x'{data.hex()}'")(path)
+
+
+def message_of(**features: bytes) -> bytes:
+    """A message `tf.train.Example` with these messages `tf.train.Feature`."""
+    return field(1, *(field(1, field(1, name.encode()), field(2, value)) for name, value in features.items()))
+
+
+LABEL = field(3, field(1, b"\1"))
+TFF: dict[str, Change] = {
+    "an endless view": sql(
+        "ALTER TABLE examples RENAME TO first",
+        "CREATE VIEW examples AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) "
+        "SELECT split_name, client_id, serialized_example_proto, n AS rowid FROM more, first",
+    ),
+    "an endless view of clients": sql(
+        "DROP TABLE client_metadata",
+        "CREATE VIEW client_metadata AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) "
+        "SELECT n AS client_id, 'all_train' AS split_name, 1 AS num_examples FROM more",
+    ),
+    "generated messages": sql(
+        "DROP TABLE examples",
+        "CREATE TABLE examples(split_name, client_id, serialized_example_proto AS (zeroblob(30000)))",
+        "INSERT INTO examples(split_name, client_id) SELECT split_name, client_id FROM client_metadata",
+    ),
+    "without rowid": sql(
+        "DROP TABLE examples",
+        "CREATE TABLE examples(split_name, client_id, serialized_example_proto, PRIMARY KEY(client_id)) WITHOUT ROWID",
+        "INSERT INTO examples SELECT split_name, client_id, x'0a' FROM client_metadata GROUP BY client_id",
+    ),
+    "no blob": sql("UPDATE examples SET serialized_example_proto = 'text'"),
+    "no text as name": sql("UPDATE examples SET client_id = x'ff'"),
+    "name not in UTF-8": sql("UPDATE examples SET client_id = CAST(x'ff' AS TEXT)"),
+    "a negative count": sql("UPDATE client_metadata SET num_examples = -1"),
+    "a count of text": sql("UPDATE client_metadata SET num_examples = 'two'"),
+    "no rows": sql("DELETE FROM examples"),
+    "no split": sql("UPDATE client_metadata SET split_name = ''"),
+    "an empty message": protos(b""),
+    "a field of 2**63 bytes": protos(b"\n" + b"\xff" * 9 + b"\1"),
+    "a number without end": protos(b"\xff" * 50),
+    "a group": protos(b"\x0b" * 20),
+    "a name not in UTF-8": protos(field(1, field(1, field(1, b"\xff"), field(2, LABEL)))),
+    "no name": protos(field(1, field(1, field(2, LABEL)))),
+    "text": protos(message_of(pixels=field(1, field(1, b"abc")), label=LABEL)),
+    "no pixels": protos(message_of(pixels=b"", label=LABEL)),
+    "pixels of 3 bytes": protos(message_of(pixels=field(2, field(1, b"abc")), label=LABEL)),
+    "a cut integer": protos(message_of(pixels=LABEL, label=field(3, field(1, b"\1\x80")))),
+    "an integer of 11 bytes": protos(message_of(pixels=LABEL, label=field(3, field(1, b"\x80" * 10 + b"\1")))),
+    "pixels of nested messages": protos(message_of(pixels=field(2, field(2, field(1, LABEL))), label=LABEL)),
+}
+
+
+def packed_again(change: Change) -> Change:
+    """Returns a change of the database in a packed file."""
+
+    def change_packed(path: Path) -> None:
+        database = path.with_suffix("")
+        database.write_bytes(lzma.decompress(path.read_bytes()))
+        change(database)
+        path.write_bytes(lzma.compress(database.read_bytes()))
+        database.unlink()
+
+    return change_packed
+
+
+def with_header(pages: int) -> Change:
+    """Returns a change of the number of pages in the header of a packed database."""
+
+    def change(path: Path) -> None:
+        content = path.read_bytes()
+        path.write_bytes(content[:28] + struct.pack(">I", pages) + content[32:])
+
+    return packed_again(change)
+
+
+def lzma_bomb(path: Path) -> None:
+    """Writes 3 GiB of zeros after the header of a database, packed to 0.5 MB."""
+    start = lzma.decompress(path.read_bytes())[:100]
+    packer = lzma.LZMACompressor(preset=0)
+    parts = [packer.compress(start), *(packer.compress(bytes(2**24)) for _ in range(192)), packer.flush()]
+    path.write_bytes(b"".join(parts))
+
+
+LZMA = {name: packed_again(TFF[name]) for name in ("an endless view", "no rows", "a field of 2**63 bytes", "no split")}
+LZMA |= {
+    "a bomb": lzma_bomb,
+    "a header of 16 TiB": with_header(2**32 - 1),
+    "a header of no pages": with_header(0),
+    "a dictionary of 4 GiB": lambda path: path.write_bytes(b"]" + b"\xff" * 4 + path.read_bytes()[5:]) and None,
+    "two streams": lambda path: path.write_bytes(path.read_bytes() * 2) and None,
+    "no database": written(lzma.compress(bytes(1000))),
+    "nothing": written(lzma.compress(b"")),
+    "xz": packed_again(lambda path: None),
+    "unpacked": lambda path: path.write_bytes(lzma.decompress(path.read_bytes())) and None,
+}
+
+
 def h5(**columns: Any) -> Change:
     """Returns a change that writes an HDF5 file with one client.
 
@@ -480,6 +581,14 @@ HDF5: dict[str, Change] = {
 
 def own_rows(read: Callable[..., fd.FederatedData], *parts: str) -> Callable[[Path], Any]:
     return lambda folder: values(read(*(folder / part for part in parts)))
+
+
+def own_tff(name: str) -> Callable[[Path], Any]:
+    def load(folder: Path) -> Any:
+        os.environ["FEDJAX_DRIFT_CACHE"] = str(folder / "cache")
+        return values(fd.datasets.from_tff(folder / name, split="all_train"))
+
+    return load
 
 
 SECOND = 978_300_000  # a typical time of a rating in ML-1M
@@ -688,6 +797,17 @@ FORMATS = {
     "fedjax sqlite, own": Format(
         make_femnist("fedjax"), own_rows(fd.datasets.from_fedjax, "federated_emnist_train.sqlite"), False, SQLITE,
     ),
+    "tff sqlite": Format(make_femnist("tff sqlite"), dataset("femnist"), False, TFF),
+    "tff sqlite, own": Format(
+        make_femnist("tff sqlite"), own_tff("emnist_all.sqlite"), False, TFF | {
+            "pixels of another length": sql(
+                "UPDATE examples SET serialized_example_proto = "
+                f"x'{message_of(pixels=LABEL, label=LABEL).hex()}' WHERE rowid = 1"
+            ),
+        },
+    ),
+    "tff sqlite.lzma": Format(make_femnist("tff lzma"), dataset("femnist"), False, LZMA),
+    "tff sqlite.lzma, own": Format(make_femnist("tff lzma"), own_tff("emnist_all.sqlite.lzma"), False, LZMA),
     "tff h5": Format(make_femnist("tff"), dataset("femnist"), False, HDF5),
     "tff h5, own": Format(make_femnist("tff"), own_rows(fd.datasets.from_tff, "fed_emnist_train.h5"), False, HDF5),
     "movielens ratings": Format(make_movielens("ratings.dat"), dataset("movielens", **SMALL), False, {

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import fedjax_drift as fd
+from fedjax_drift import checks
 
 X, Y = np.ones((4, 3), np.float32), np.array([0, 1, 2, 1])
 
@@ -63,6 +64,10 @@ def dropped() -> fd.Model:
     return fd.Model(lambda key: params, lambda params, x: nnx.merge(graph, params, rest)(x))
 
 
+def embedding() -> fd.Model:
+    return fd.Model(lambda key: jnp.zeros((9, 3)), lambda table, x: table[x].mean(1))
+
+
 def regression(loss) -> fd.Model:
     return fd.Model(lambda key: jnp.zeros(3), lambda w, x: x @ w, loss=loss)
 
@@ -79,10 +84,35 @@ DATA = [
     (lambda: clients((X, Y), (X, Y[:3])), "client 1 must have as many inputs as labels, got 4 and 3"),
     (
         lambda: clients((X, Y), (X[:, :2], Y)),
-        r"must have the dtypes and shapes of client 0, inputs float32\[3\] .*, got float32\[2\]",
+        r"client 1 must have the dtypes and shapes of the other clients, inputs float32\[3\] .*, got float32\[2\]",
     ),
+    (
+        lambda: clients((X[:, :2], Y), (X, Y), (X, Y)),
+        r"client 0 must have .*, inputs float32\[3\] .*, got float32\[2\]",
+    ),
+    (lambda: clients((X, Y + 0.5), (X, Y), (X, Y)), r"client 0 must .* labels int64\[\], got float32\[3\] and float64"),
+    (lambda: clients((X, Y), (X, Y.astype("f4")), (X, Y)), r"client 1 must .* labels int64\[\], got .* float32\[\]"),
+    (
+        lambda: clients((X, Y), (X, Y.astype("u8") + 2**63)),
+        "client 1: labels must be whole numbers in .* for int64, got 9223372036854775808 in row 0: number the classes",
+    ),
+    (
+        lambda: clients_of({name: (X, Y[:, None] if name == "bob" else Y) for name in ("bob", "ann", "cid")}),
+        r"client bob must have .* labels int64\[\], got float32\[3\] and int64\[1\]",
+    ),
+    (lambda: clients_of([(X, Y)], test_clients=[([], [])]), "test data must have at least 1 example, got 0"),
+    (lambda: clients_of([(X, Y)], test_clients=[([], [1])]), "test client 0 must have as many inputs as labels, got 0"),
+    (
+        lambda: fd.FederatedData(*(np.broadcast_to(np.uint8(0), 2**31) for _ in "xy"), sizes=[2**31]),
+        "sizes must be in 0..2147483647, got 2147483648..2147483648",
+    ),
+    (lambda: fd.FederatedData.of_shapes(2, 2**31, (1,)), "sizes must be in 0..2147483647, got 2147483648"),
     (lambda: clients((X, Y), (X.astype(np.uint8), Y)), "got uint8"),
     (lambda: clients((X, Y), (infinite(), Y)), "inputs must be finite, but example 6 has NaN or infinity"),
+    (
+        lambda: clients(([[2**63 + 1, -1]], [0])),
+        "inputs must be .*integers must be smaller than 2..63, got 92233720368",
+    ),
     (lambda: clients((np.array(["a"] * 4), Y)), "inputs must be a numeric array"),
     (lambda: federation(test=(X, Y[:2])), "test data must have as many inputs as labels, got 4 inputs and 2 labels"),
     (lambda: federation(test=(X[:, :1], Y)), "test inputs must have the dtype and shape of the training inputs"),
@@ -191,6 +221,13 @@ SIMULATION = [
         r"integers for the default loss, got float32: pass y.astype\(int\) if .*, or Model\(loss=...\)",
     ),
     ({"model": fd.models.lenet5(3)}, r"does not accept the examples of the data, float32\[3\]"),
+    *(
+        (
+            {"model": embedding(), "data": clients((X.astype(dtype), Y)), "cohort_size": 1},
+            rf"does not accept .* {dtype}\[3\] .*: it needs integers: pass ids and tokens as x.astype\(np.int32\)",
+        )
+        for dtype in ("uint8", "float32", "bool")
+    ),
     ({"local": fd.LocalTraining(optimizer=optax.adam(0.1))}, "pass optax.scale_by_adam"),
     *[
         (
@@ -287,6 +324,75 @@ COHORTS = [
 def test_bad_data(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+INTEGERS = [np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)]
+POWERS = [
+    sign * 2**k + more for k in (0, 7, 8, 11, 15, 16, 24, 31, 32, 53, 63, 64) for sign in (1, -1) for more in (0, 1)
+]
+
+FLOATS = [0.5, -0.5, 1.0, -1.0, 255.0, 256.0, 65504.0, 65520.0, 2.0**31, 2.0**63, -(2.0**63), 1e39, np.inf, np.nan]
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, np.float16, np.float32, np.float64, jnp.bfloat16], ids=str)
+def test_numbers_are_converted_to_another_dtype_only_if_they_fit(dtype) -> None:
+    dtype = np.dtype(dtype)
+
+    def converts(array) -> bool:
+        try:
+            checks.converted("x", array, dtype, "fix")
+        except ValueError as error:
+            assert str(error).startswith("x must be ") and str(error).endswith(f"got {array[1]} in row 1: fix")
+            return False
+        return True
+
+    is_integer = dtype.kind in "iu"
+    for kind in INTEGERS:
+        for number in POWERS:
+            if np.iinfo(kind).min <= number <= np.iinfo(kind).max:
+                if is_integer:
+                    fits = np.iinfo(dtype).min <= number <= np.iinfo(dtype).max
+                else:
+                    fits = (
+                        abs(number) <= float(jnp.finfo(dtype).max) and int(float(dtype.type(float(number)))) == number
+                    )
+                assert converts(np.array([0, number], kind)) == fits, (kind, number)
+    for number in FLOATS:
+        if is_integer:
+            fits = np.isfinite(number) and number % 1 == 0 and np.iinfo(dtype).min <= int(number) <= np.iinfo(dtype).max
+        else:
+            with np.errstate(over="ignore"):
+                fits = bool(np.isfinite(np.array(number).astype(dtype)) or not np.isfinite(number))
+        assert converts(np.array([0, number])) == fits, number
+    assert converts(np.array([True, False])) and checks.converted("x", Y.astype(dtype), dtype, "") is not None
+
+
+EMPTY = [
+    ([], []),
+    (np.zeros(0), np.zeros(0)),
+    (np.zeros((0, 3)), np.zeros((0, 1), bool)),
+    (np.zeros((0, 7), object), np.array([], str)),
+    (jnp.zeros((0, 3)), ()),
+]
+
+
+@pytest.mark.parametrize("empty", EMPTY, ids=lambda pair: f"{type(pair[0]).__name__} {np.shape(pair[0])}")
+@pytest.mark.parametrize("place", [0, 1])
+def test_clients_without_test_examples_have_empty_arrays_of_any_dtype(empty, place) -> None:
+    pairs, tests = [(X, Y)] * 3, [(X[:1], Y[:1])] * 2
+    tests.insert(place, empty)
+    data = fd.FederatedData.from_clients(pairs, test_clients=tests)
+    assert data.test_sizes.tolist() == [0 if k == place else 1 for k in range(3)]
+    assert (data.x_test.dtype, data.x_test.shape, data.y_test.dtype) == (X.dtype, (2, 3), Y.dtype)
+    named = fd.FederatedData.from_clients({k: (X, Y) for k in range(3)}, test_clients=dict(enumerate(tests)))
+    assert named.test_sizes.tolist() == data.test_sizes.tolist()
+    simulation(data=data).evaluate_clients(simulation(data=data).init(jax.random.key(0)))
+
+
+@pytest.mark.parametrize(("dtypes", "wanted"), [("i4 u8 i8", "i8"), ("u1 i2", "i2"), ("? u1", "u1"), ("f4 f8", "f8")])
+def test_labels_of_several_dtypes_get_an_exact_common_dtype(dtypes, wanted) -> None:
+    data = fd.FederatedData.from_clients([(X, np.array([0, 1, 1, 0]).astype(dtype)) for dtype in dtypes.split()])
+    assert data.y.dtype == np.dtype(wanted) and data.y.tolist() == [0, 1, 1, 0] * len(dtypes.split())
 
 
 @pytest.mark.parametrize(("options", "message"), LOCAL)

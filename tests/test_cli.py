@@ -98,7 +98,7 @@ def test_run_compares_algorithms_and_its_command_reproduces_it(tmp_path, capsys)
         (["--algorithm", "fedavg", "--partition", "distribution:nowhere.txt"], "nowhere.txt not found"),
         (["--algorithm", "fedavg", "--model", "lenet5"], "CNN does not accept examples of shape (30,)"),
         (["--algorithm", "fedavg", "--dataset", "mnits"], "did you mean 'mnist'?"),
-        (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "nowhere/mnist.npz"),
+        (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "mnist.npz in nowhere"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, truncated"),
         (["--algorithm", "fedavg", "--validation", "1"], "share must be in (0, 1), got 1.0"),
         (["--algorithm", "fedavg", "--standardize", "yes"], "needs images with a mean and a standard deviation"),

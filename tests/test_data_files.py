@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import pickle
 import sqlite3
 import struct
@@ -56,7 +57,7 @@ def test_a_missing_data_set_names_its_download_and_folder(tmp_path, monkeypatch,
 
     monkeypatch.setattr(tfds, "read", unprepared)
     folders = (tmp_path, tmp_path / "cache")
-    places = " or ".join(str(folder / file) for folder in folders for file in datasets.FILES[name])
+    places = f"{' or '.join(datasets.FILES[name])} in {' or '.join(map(str, folders))}, which does not exist"
     with pytest.raises(FileNotFoundError, match=said) as error:
         load(name, **options)
     assert places in str(error.value) and datasets.GET[name] in str(error.value)
@@ -69,7 +70,7 @@ def test_missing_files_are_named_according_to_the_options(monkeypatch) -> None:
     with pytest.raises(FileNotFoundError, match=r"emnist_byclass\.npz .*load\('emnist', split='byclass'\)"):
         load("emnist", split="byclass")
     with pytest.raises(
-        FileNotFoundError, match=r"read from \S*/fed_emnist_train\.h5 or \S*/fed_emnist_train\.h5, which"
+        FileNotFoundError, match=r"read from emnist_all\.sqlite or \S+ or fed_emnist_train\.h5 in \S+ or \S+, which"
     ):
         load("femnist", source="tff")
 
@@ -260,6 +261,9 @@ def test_cinic10_is_decoded_again_only_if_a_file_changes(tmp_path: Path, monkeyp
     changed.write_bytes(changed.read_bytes()[:100])
     with pytest.raises(ValueError, match="cifar10-train-1.png is not a readable image"):
         load("cinic10", iid(1))
+    image.new("I;16", (32, 32)).save(changed)
+    with pytest.raises(ValueError, match="cifar10-train-1.png must have 8 bits per channel, got mode 'I;16': save it"):
+        load("cinic10", iid(1))
     image.new("RGB", (32, 31)).save(changed)
     with pytest.raises(ValueError, match="must be 32 x 32, got 32 x 31"):
         load("cinic10", iid(1))
@@ -347,6 +351,53 @@ def write_tff(path: Path, clients: Clients, names: tuple[str, str] = ("pixels", 
                 file.create_dataset(f"examples/{name}/{key}", data=column)
 
 
+def encoded(number: int) -> bytes:
+    """An integer of a protocol buffer."""
+    number %= 2**64
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + encoded(number >> 7)
+
+
+def field(number: int, *contents: bytes) -> bytes:
+    """A field of a protocol buffer with bytes, a text or a message."""
+    content = b"".join(contents)
+    return encoded(number << 3 | 2) + encoded(len(content)) + content
+
+
+def message(**features: object) -> bytes:
+    """A message `tf.train.Example`. Its features are lists of floats, integers or texts."""
+    entries = []
+    for name, values in features.items():
+        array = np.ravel(np.asarray(values))
+        feature = field(1, *(field(1, str(value).encode()) for value in array))
+        if array.dtype.kind == "f":
+            feature = field(2, field(1, array.astype("<f4").tobytes()))
+        elif array.dtype.kind in "iu":
+            feature = field(3, field(1, *map(encoded, array.tolist())))
+        entries.append(field(1, field(1, name.encode()), field(2, feature)))
+    return field(1, *entries)
+
+
+def write_tff_database(path: Path, splits: dict[str, Clients], names: tuple[str, str] = ("pixels", "label")) -> None:
+    """Writes a database of TensorFlow Federated, with clients out of order. It is packed if the path ends in .lzma."""
+    database = path.with_suffix("") if path.suffix == ".lzma" else path
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE examples (split_name TEXT NOT NULL, client_id TEXT NOT NULL, "
+                           "serialized_example_proto BLOB NOT NULL)")  # fmt: skip
+        connection.execute("CREATE INDEX idx_examples_client_id_split ON examples (split_name, client_id)")
+        connection.execute("CREATE TABLE client_metadata (client_id TEXT NOT NULL, split_name TEXT NOT NULL, "
+                           "num_examples INTEGER NOT NULL)")  # fmt: skip
+        for split, clients in splits.items():
+            for name, columns in reversed(clients.items()):
+                connection.execute("INSERT INTO client_metadata VALUES (?, ?, ?)", (name, split, len(columns[1])))
+                for row in zip(*columns, strict=True):
+                    proto = message(text=["a", "b"], **dict(zip(names, row, strict=True)))
+                    connection.execute("INSERT INTO examples VALUES (?, ?, ?)", (split, name, proto))
+    connection.close()
+    if path != database:
+        path.write_bytes(lzma.compress(database.read_bytes(), lzma.FORMAT_ALONE))
+        database.unlink()
+
+
 def characters(sizes: dict[str, int]) -> tuple[Clients, Clients]:
     """Returns FEMNIST clients twice: as stored, with 1 = background, and as they must be read, with 255 = ink."""
     ours: Clients = {
@@ -365,6 +416,11 @@ def write_femnist(folder: Path, source: str, train: Clients, test: Clients | Non
         if test:
             write_leaf(folder / "leaf_femnist" / "test" / "all_data_0.json", flat_test)
         return
+    if source in ("tff sqlite", "tff lzma"):
+        digits = {"digits_only_train": train, "digits_only_test": {}}
+        name = "emnist_all.sqlite" + (".lzma" if source == "tff lzma" else "")
+        write_tff_database(folder / name, {"all_train": train, "all_test": test or {}} | digits)
+        return
     write, stem, kind = {
         "fedjax": (write_fedjax, "federated_emnist", "sqlite"),
         "tff": (write_tff, "fed_emnist", "h5"),
@@ -375,11 +431,13 @@ def write_femnist(folder: Path, source: str, train: Clients, test: Clients | Non
 
 
 SOURCES = ("leaf", "fedjax", "tff")
+WRITTEN = (*SOURCES, "tff sqlite", "tff lzma")
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", WRITTEN)
 def test_femnist_of_other_projects_is_inverted_and_keeps_its_writers(tmp_path: Path, source: str, monkeypatch) -> None:
     train, ours = characters({"f0000_14": 3, "f0001_41": 1, "f0005_26": 4})
+    train["f0001_41"] = (train["f0001_41"][0], ours["f0001_41"][1].astype(np.float32))  # labels such as 5.0
     test, our_test = characters({"f0005_26": 2, "f0000_14": 1})
     write_femnist(tmp_path, source, train, test)
     data = load("femnist")
@@ -392,18 +450,21 @@ def test_femnist_of_other_projects_is_inverted_and_keeps_its_writers(tmp_path: P
     np.testing.assert_array_equal(data.x_test[..., 0], wanted)
     with monkeypatch.context() as patch:
         patch.setattr(federated_files, "_by_writer", None)  # must not be called again
-        np.testing.assert_array_equal(load("femnist", source=source).x, data.x)
+        np.testing.assert_array_equal(load("femnist", source=source.split()[0]).x, data.x)
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # no unpacked file is left
     assert load("femnist", iid(2)).test_sizes is None
     assert load("femnist", standardize=True).mean == pytest.approx(0.0365, abs=1e-4)
-    assert {row["name"]: row for row in datasets.describe()}["femnist"]["location"].endswith(datasets.FEMNIST[source])
+    location = {row["name"]: row for row in datasets.describe()}["femnist"]["location"]
+    assert location.endswith(datasets.FEMNIST[source.split()[0]])
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", WRITTEN)
 def test_femnist_without_a_test_set_or_with_other_test_writers(tmp_path: Path, source: str) -> None:
     train, _ = characters({"f0000_14": 10, "f0001_41": 1})
-    write_femnist(tmp_path / "one", source, train, None)
-    alone = load("femnist", data_dir=tmp_path / "one")
-    assert alone.sizes.tolist() == [8, 1] and alone.test_sizes is not None and alone.test_sizes.tolist() == [2, 0]
+    if source in SOURCES:  # TFF's database has a test set
+        write_femnist(tmp_path / "one", source, train, None)
+        alone = load("femnist", data_dir=tmp_path / "one")
+        assert alone.sizes.tolist() == [8, 1] and alone.test_sizes is not None and alone.test_sizes.tolist() == [2, 0]
     others, _ = characters({"f0000_14": 1, "f0002_00": 2})
     write_femnist(tmp_path / "two", source, train, others)
     pooled = load("femnist", data_dir=tmp_path / "two")
@@ -419,6 +480,93 @@ def test_femnist_reads_the_requested_source(tmp_path: Path) -> None:
     assert rows == {"auto": 7, "npz": 7, "leaf": 3, "fedjax": 4, "tff": 5}
     with pytest.raises(ValueError, match="did you mean 'fedjax'"):
         load("femnist", source="fedjacks")
+
+
+def test_tff_databases_are_read_without_their_shapes(tmp_path: Path) -> None:
+    """A database has several splits. Integers have one or more bytes, and may be negative."""
+    numbers = np.array([[0, 127, 128], [-1, 2**63 - 1, -(2**63)], [300, 5, 2**31]])
+    train = {"b": (numbers[:2], np.array([[0, 1], [2, 3]])), "a": (numbers[2:], np.array([[4, 5]]))}
+    test = {"a": (numbers[:1], np.array([[6, 7]]))}
+    path = tmp_path / "own.sqlite"
+    write_tff_database(path, {"all_train": train, "all_test": test, "few_train": test}, ("image", "marks"))
+    read = {"x": "image", "y": "marks"}
+    data = fd.datasets.from_tff(path, **read, split="all_train")
+    assert data.client_names == ("a", "b") and data.x.dtype == data.y.dtype == np.int64
+    assert data.x.tolist() == numbers[[2, 0, 1]].tolist() and data.y.tolist() == [[4, 5], [0, 1], [2, 3]]
+    assert data.test_sizes.tolist() == [1, 0] and data.x_test.tolist() == numbers[:1].tolist()
+    assert fd.datasets.from_tff(path, **read, split="few_train").x_test is None
+    other = fd.datasets.from_tff(path, path, **read, split="all_train")
+    assert other.test_sizes.tolist() == [1, 0]
+    alone = tmp_path / "alone.sqlite.lzma"
+    write_tff_database(alone, {"N/A": {"a": (np.array([[0.5, 1e-40, np.inf]]), np.array([3]))}})
+    with pytest.raises(ValueError, match="inputs must be finite, but example 0"):
+        fd.datasets.from_tff(alone)
+    write_tff_database(alone, {"N/A": {"a": (np.array([[0.5, 1e-40]]), np.array([3]))}})
+    data = fd.datasets.from_tff(alone)
+    assert data.x.dtype == np.float32 and data.x.tolist() == [[0.5, np.float32(1e-40)]] and data.y.tolist() == [3]
+    for options, said in (
+        ({"split": "train"} | read, "split must be one of 'all_test', 'all_train', 'few_train', got 'train'"),
+        (read, "split must be one of .*, got 'train'"),
+        ({"split": "all_train"}, "it has no column 'pixels', only text, image, marks: pass the names"),
+        ({"split": "all_train", "x": "imgae", "y": "marks"}, "no column 'imgae', .*: did you mean 'image'"),
+        ({"split": "all_train", "x": "text", "y": "marks"}, "the inputs of client 'a' must be numbers: encode text"),
+    ):
+        with pytest.raises(ValueError, match=said) as error:
+            fd.datasets.from_tff(path, **options)
+        assert str(error.value).count(str(path)) == 1
+
+
+def test_damaged_tff_databases_are_refused(tmp_path: Path) -> None:
+    path, packed = tmp_path / "emnist_all.sqlite", tmp_path / "emnist_all.sqlite.lzma"
+    write_femnist(tmp_path, "tff sqlite", characters({"a": 3, "b": 2})[0], characters({"a": 1})[0])
+    whole = path.read_bytes()
+    for change, said in (
+        (
+            "UPDATE client_metadata SET num_examples = 4 WHERE split_name = 'all_train'",
+            "client 'a' must have 4 rows, got",
+        ),
+        ("DELETE FROM examples WHERE client_id = 'b'", "the examples of client 'b' are missing"),
+        ("DELETE FROM client_metadata WHERE split_name = 'all_test'", "split must be one of .*, got 'all_test'"),
+        (
+            "UPDATE examples SET serialized_example_proto = substr(serialized_example_proto, 1, 99)",
+            "an example is damaged",
+        ),
+        ("UPDATE examples SET serialized_example_proto = 'text'", "serialized_example_proto bytes"),
+        ("UPDATE examples SET serialized_example_proto = x'ff'", "damaged"),
+        ("DROP TABLE client_metadata", "must have a table client_metadata, got no such table: .* with from_fedjax"),
+        ("DROP TABLE examples", "must have a table examples, got no such table: download it again, or read FedJAX's"),
+    ):
+        path.write_bytes(whole)
+        with sqlite3.connect(path) as connection:
+            connection.execute(change)
+        connection.close()
+        with pytest.raises(ValueError, match=said) as error:
+            load("femnist", source="tff")
+        assert str(path) in str(error.value)
+    path.unlink()
+    xz = lzma.compress(whole)
+    size = len(whole)
+    for content, said in (
+        (xz[:-40], r"it must be complete, got \d+ unpacked bytes and no end"),
+        (xz + b"more", f"it must end after {size} unpacked bytes, got more"),
+        (xz[:100] + b"\0" + xz[101:], "it is damaged or not packed with lzma"),
+        (lzma.compress(whole[:-4096]), f"it must unpack to {size} bytes, as its header says, got {size - 4096}"),
+        (lzma.compress(whole + whole), f"it must unpack to {size} bytes, as its header says, got more"),
+        (lzma.compress(b"hello"), "it must unpack to an SQLite database, got another file"),
+        (
+            lzma.compress(whole[:28] + b"\xff" * 4 + whole[32:]),
+            r"it must unpack to at most \d+ bytes, the free space in",
+        ),
+        (b"hello", "it is damaged or not packed with lzma"),
+        (b"", "it must be complete, got 0 unpacked bytes"),
+    ):
+        packed.write_bytes(content)
+        with pytest.raises(ValueError, match=said) as error:
+            load("femnist", source="tff")
+        assert str(packed) in str(error.value)
+    assert not list((tmp_path / "cache").iterdir())
+    packed.write_bytes(lzma.compress(whole[:28] + bytes(4) + whole[32:]))  # old databases do not say their size
+    assert load("femnist", source="tff").sizes.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -450,10 +598,52 @@ def test_numeric_columns_of_any_name_and_shape_are_read(tmp_path: Path, source: 
     np.testing.assert_array_equal(data.y_test, [5])
 
 
+def read_clients(folder: Path, source: str, train: Clients, test: Clients | None = None) -> fd.FederatedData:
+    """Writes clients in a format, and reads them."""
+    if source == "leaf":
+        write_leaf(folder / "train" / "0.json", train)
+        if test:
+            write_leaf(folder / "test" / "0.json", test)
+        return fd.datasets.from_leaf(folder)
+    write, read = {"fedjax": (write_fedjax, fd.datasets.from_fedjax), "tff": (write_tff, fd.datasets.from_tff)}[source]
+    write(folder / "train", train)
+    if test:
+        write(folder / "test", test)
+    return read(folder / "train", folder / "test" if test else None)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_clients_with_different_dtypes_get_a_common_one(tmp_path: Path, source: str) -> None:
+    """Labels such as 5.0, as in the files of FedProx's authors, become integers."""
+    whole, fractions = np.array([[1, 2], [3, 4]]), np.array([[0.5, 2.0], [0.25, 4.0]], np.float32)
+    data = read_clients(tmp_path, source, {"a": (whole, np.array([5.0, 0.0])), "b": (fractions, np.array([1, 2]))})
+    assert data.x.dtype == np.float32 and data.x.tolist() == [*whole.tolist(), *fractions.tolist()]
+    assert data.y.dtype == np.int64 and data.y.tolist() == [5, 0, 1, 2]
+    model = fd.models.linear((2,), 6)
+    fd.Simulation(model, data, fd.algorithms.fedavg(), cohort_size=2)
+
+    labels = {"a": (fractions, np.array([5.0, 0.0])), "b": (fractions, np.array([1, 2]))}
+    (tmp_path / "more").mkdir()
+    data = read_clients(tmp_path / "more", source, labels, {"b": (whole, np.array([0.5, 1.0], np.float32))})
+    assert data.y.dtype == data.y_test.dtype == data.x_test.dtype == np.float32 and data.y_test.tolist() == [0.5, 1]
+
+    (tmp_path / "large").mkdir()
+    large = {"a": (np.array([[2**24 + 1, 2]]), np.array([0])), "b": (fractions, np.array([1, 2]))}
+    with pytest.raises(ValueError, match="the inputs of client .*a' must be integers .*, got 16777217") as error:
+        read_clients(tmp_path / "large", source, large)
+    assert str(tmp_path / "large") in str(error.value) and "damaged" not in str(error.value)
+    (tmp_path / "shapes").mkdir()
+    shapes = {"a": (whole, np.arange(2)), "b": (whole[:, :1], np.arange(2)), "c": (whole, np.arange(2))}
+    with pytest.raises(ValueError, match=r"cannot use .*client \S*b must have .*, got int64\[1\]"):
+        read_clients(tmp_path / "shapes", source, shapes)
+
+
 def test_a_test_set_with_other_clients_is_pooled(tmp_path: Path) -> None:
     rows = (np.ones((2, 3)), np.arange(2))
     write_leaf(tmp_path / "train" / "0.json", {"a": rows, "b": rows})
     assert fd.datasets.from_leaf(tmp_path).x_test is None
+    write_leaf(tmp_path / "test" / "0.json", {"a": (rows[0][:0], rows[1][:0])})
+    assert fd.datasets.from_leaf(tmp_path).x_test is None  # no test user has examples
     write_leaf(tmp_path / "test" / "0.json", {"a": rows, "z": rows})
     data = fd.datasets.from_leaf(tmp_path)
     assert data.test_sizes is None and data.x_test is not None and data.x_test.shape == (4, 3)
@@ -476,6 +666,11 @@ def test_damaged_json_files_are_refused(tmp_path: Path) -> None:
         (whole.replace('"num_samples": [2]', '"num_samples": [3]'), r"must have 3 rows, got \[2, 3\]"),
         (whole.replace("[1.0, 1.0, 1.0]]", "[1.0]]"), "must have the same shape"),
         (whole.replace("1.0", '"word"'), "must be numbers: encode text"),
+        (
+            whole.replace("1.0", "1e300"),
+            "x of client 'a' must be numbers up to 3.4e.38 for float32, got 1e.300 in row 0",
+        ),
+        (whole.replace("[0, 1]", f"[{2**63}, 1]"), "y of client 'a': integers must be smaller than 2..63, got"),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=said) as error:
@@ -495,7 +690,10 @@ def test_damaged_sqlite_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a.sqlite"):
         fd.datasets.from_fedjax(path)
     path.write_bytes(b"hello" * 1000)
-    with pytest.raises(ValueError, match="not one of FedJAX's files"):
+    with pytest.raises(
+        ValueError,
+        match="of another kind .file is not a database.: download it again, or read TensorFlow Federated's files",
+    ):
         fd.datasets.from_fedjax(path)
     for change, said in (
         ("UPDATE federated_data SET num_examples = 3", r"must have 3 rows, got \[2, 3\]"),

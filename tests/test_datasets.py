@@ -71,7 +71,7 @@ def test_folders_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_missing_file_is_reported_with_a_command_that_creates_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"elsewhere.mnist\.npz.*numpy\.savez"):
+    with pytest.raises(FileNotFoundError, match=r"mnist\.npz in \S*elsewhere, .*numpy\.savez"):
         load("mnist", data_dir=tmp_path / "elsewhere")
     with pytest.raises(
         FileNotFoundError, match=r"cifar10\.npz or .*cifar10_jpeg\.npz.*fedjax-drift\[prepare\]"

@@ -500,9 +500,9 @@ def test_evaluate_is_the_mean_over_the_test_examples(data) -> None:
 
 
 def test_uint8_images_are_scaled_for_the_model() -> None:
-    x = np.array([[0], [51], [255]], np.uint8)
+    x = np.array([0, 51, 255], np.uint8)[:, None, None]
     plain = fd.FederatedData.from_clients([(x, np.zeros(3, int))], test=(x, np.zeros(3, int)))
-    model = fd.Model(lambda key: jnp.ones(()), lambda w, x: w * x[:, 0], loss=lambda z, y: z)
+    model = fd.Model(lambda key: jnp.ones(()), lambda w, x: w * x[:, 0, 0], loss=lambda z, y: z)
     sim = simulate(plain, model=model, cohort_size=1)
     assert sim.evaluate(sim.init(jax.random.key(0)))["loss"] == pytest.approx((0 + 0.2 + 1) / 3)
     assert sim.setup.arrays.rows.x.dtype == jnp.uint8
@@ -534,6 +534,32 @@ def test_clients_have_names_and_decode_returns_the_inputs_of_the_model() -> None
     plain = fd.FederatedData.from_clients(list(rows.values()))
     np.testing.assert_allclose(plain.decode(plain.x), plain.x / np.float32(255), rtol=1e-6)
     assert plain.decode(np.arange(3)).dtype == jnp.int32 and plain.client_names is None
+
+
+def test_only_uint8_images_are_divided_by_255(data) -> None:
+    """Other uint8 inputs are features, float32 with the same values, unless mean and std are given."""
+    rng = np.random.default_rng(0)
+    bits = [(rng.integers(0, 2, (n, FEATURES)), rng.integers(0, CLASSES, n)) for n in SIZES]
+
+    def federation(dtype: str, **options) -> fd.FederatedData:
+        pairs = [(x.astype(dtype), y) for x, y in bits]
+        return fd.FederatedData.from_clients(pairs, test=pairs[3], **options)
+
+    def trained(data: fd.FederatedData, **options) -> tuple:
+        model = fd.Model(mlp().init, lambda params, x: mlp().apply(params, 2 * x - 1))  # would wrap around in uint8
+        sim = simulate(data, fd.algorithms.fedavg(), model=model, cohort_size=5, **options)
+        state, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
+        return jax.device_get(state.params), sim.evaluate(state)
+
+    for options in ({}, {"stream": True}):
+        for got, wanted in zip(*(trained(federation(dtype), **options) for dtype in ("u1", "f4")), strict=True):
+            assert_equal(got, wanted)
+    features, images = federation("u1"), federation("u1", mean=0, std=1)
+    assert features.decode(features.x).dtype == np.float32 and not features.has_images and images.has_images
+    np.testing.assert_array_equal(features.decode(features.x), features.x)
+    np.testing.assert_allclose(images.decode(images.x), images.x / 255, rtol=1e-6)
+    grey = fd.FederatedData.from_clients([(np.full((2, 4, 4), 51, np.uint8), np.arange(2))])
+    np.testing.assert_allclose(grey.decode(grey.x), 0.2, rtol=1e-6)
 
 
 def test_dropout_layers_are_random_in_training_and_off_in_evaluation() -> None:

@@ -297,7 +297,8 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: iid(2)(LABELS[:, None]), "y must be one-dimensional integer labels"),
         (lambda: iid(2)(LABELS / 2), "got float64 of shape"),
         (lambda: by_writer()(LABELS), "has no writers: use iid, dirichlet, shards or classes"),
-        (lambda: by_writer()(LABELS, LABELS[1:]), "strings of shape (999,), got int64 of"),
+        (lambda: by_writer()(LABELS, LABELS[1:]), "must be 999 integers or strings, one per example, got int64[998]"),
+        (lambda: by_writer()(LABELS, [1, "1"] + [2] * 997), "writer must be all integers or all strings, got both"),
     ],
 )
 def test_bad_input_says_what_to_do(make, message):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import io
+
 import numpy as np
 import pytest
 
@@ -118,16 +122,43 @@ def test_huggingface_files_stay_memory_mapped(hf, tmp_path) -> None:
     [
         ({"x": "tokens"}, "column 'tokens' must have lists of one length, got 1 to 4: pass length="),
         ({"x": "tokens", "length": 3}, "column 'tokens' must have lists of at most length=3 values, got 4"),
-        ({"x": ["label", "tokens"], "length": 4}, "column 'tokens' must have one number per example to be stacked"),
+        ({"x": ["unknown", "tokens"], "length": 4}, "column 'tokens' must have one number per example to be stacked"),
         ({"x": "writer"}, "column 'writer' must have numbers, or lists of numbers, got string: convert it"),
         ({"y": "writer"}, "got string: number the classes with dataset.class_encode_column('writer')"),
+        ({"x": "marks"}, "'?': correct the text, or make it missing with dataset.map(lambda row: {'marks': None if"),
+        ({"x": "digits"}, "got string: dataset.cast_column('digits', datasets.Value('float32'))"),
+        ({"y": "grades"}, "got string: dataset.cast_column('grades', datasets.Value('int64'))"),
+        ({"x": "days"}, "got date32[day]: dataset.cast_column('days', datasets.Value('int32'))"),
+        ({"x": "prices"}, "got decimal128(9, 2): dataset.cast_column('prices', datasets.Value('float64'))"),
         ({"y": "lable"}, "got 'lable': did you mean 'label'?"),
         ({"y": "tokens", "length": 4}, "partition must be fd.partition.iid for labels that are not one integer"),
         ({"client": "writer"}, "pass either client= or partition= to say what the clients are, got both"),
         ({"client": "image", "partition": None}, "column 'image' must have integers or strings as clients, got struct"),
         ({"partition": fd.partition.dirichlet}, "partition must be a partitioner such as"),
-        ({"x": "rgba"}, "column 'rgba' must have grey or RGB images (mode 'L' or 'RGB'), got mode 'RGBA': convert"),
-        ({"x": "sizes"}, "column 'sizes' must have images of one size, got [2, 2, 1] and [3, 2, 1]: resize them"),
+        (
+            {"x": "rgba"},
+            "column 'rgba': the image in row 0 must be grey or RGB (mode 'L' or 'RGB'), got mode 'RGBA': convert it "
+            "with dataset.cast_column('rgba', datasets.Image(mode='RGB'))",
+        ),
+        (
+            {"x": "sizes"},
+            "column 'sizes': the image in row 1 must be like the first example, uint8[2, 2, 1], got uint8[3, 2, 1]: "
+            "resize images",
+        ),
+        (
+            {"x": "mixed"},
+            "column 'mixed': the image in row 1 must be like the first example, uint8[2, 2, 1], got uint8[2, 2, 3]: "
+            "grey images and images in colour must be converted to one mode, with dataset.cast_column('mixed', ",
+        ),
+        (
+            {"x": "deep"},
+            "column 'deep': the image in row 0 must have 8 bits per channel, got mode 'I;16': scale the pixels to "
+            "0..255 with dataset.map, such as PIL.Image.fromarray(numpy.uint8(numpy.asarray(image) // 257))",
+        ),
+        ({"x": "clipped"}, "column 'clipped': the image in row 0 must have 8 bits per channel, got mode 'I;16'"),
+        ({"x": "broken"}, "column 'broken': the image in row 3 can't be read (cannot identify image file"),
+        ({"x": "cut"}, "column 'cut': the image in row 4 can't be read (image file is truncated"),
+        ({"x": "absent"}, "column 'absent': the image in row 5 can't be read ([Errno 2] No such file"),
         ({"x": "holes"}, "column 'holes' must have no missing values, got 1: fill the missing values"),
         ({"y": "unknown"}, "column 'unknown' must have classes >= 0, got -1, which stands for an unknown label"),
         ({"x": "tokens", "length": 5, "padding": -(2**31) - 1}, "padding must be an integer"),
@@ -135,6 +166,16 @@ def test_huggingface_files_stay_memory_mapped(hf, tmp_path) -> None:
             {"x": "bytes", "length": 5, "padding": -1},
             "padding must be in the range of uint8, the dtype of column 'bytes'",
         ),
+        ({"x": "halves", "length": 5, "padding": 70_000}, "padding must be in the range of float16, the dtype of"),
+        ({"x": "big", "dtype": "int32"}, "2147483647 for int32, got 4294967296 in row 0: pass another dtype"),
+        ({"x": ["big", "unknown"]}, "column 'big' must be integers that float32 represents exactly"),
+        ({"x": "unknown", "dtype": "uint8"}, "column 'unknown' must be whole numbers in 0..255 for uint8, got -1"),
+        ({"x": "bytes", "length": 5, "dtype": "int8"}, "column 'bytes' must be whole numbers in -128..127 for int8"),
+        (
+            {"x": "huge"},
+            "column 'huge' must be numbers up to 3.4e+38 for float32, got 1e+300 in row 9: scale the numbers",
+        ),
+        ({"y": "huge", "partition": fd.partition.iid(2)}, "column 'huge' must be numbers up to 3.4e+38 for float32"),
         ({"x": "nan"}, "column 'nan' must have finite numbers, got NaN or infinity"),
         ({"x": "nans"}, "x='nans', y='label': training data: inputs must be finite, but example"),
         ({"x": "tokens", "length": 4, "dtype": "O"}, "dtype must be an integer or a float"),
@@ -143,16 +184,42 @@ def test_huggingface_files_stay_memory_mapped(hf, tmp_path) -> None:
 def test_huggingface_errors_name_the_column(images, hf, options, message) -> None:
     from PIL import Image
 
+    def encoded(image: Image.Image, size: int | None = None) -> dict:
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return {"bytes": file.getvalue()[:size], "path": None}
+
+    black, deep = encoded(Image.new("L", (2, 2))), encoded(Image.fromarray(np.full((2, 2), 40_000, np.uint16)))
+    large = encoded(Image.fromarray(rng.integers(0, 256, (64, 64), np.uint8)), 2000)
     odd = {
         "rgba": [Image.new("RGBA", (2, 2))] * 30,
+        "mixed": [Image.new("RGB" if k % 2 else "L", (2, 2)) for k in range(30)],
+        "deep": [deep] * 30,
+        "clipped": [deep] * 30,
+        "broken": [black] * 3 + [{"bytes": b"no image", "path": None}] * 27,
+        "cut": [black] * 4 + [large] * 26,
+        "absent": [black] * 5 + [{"bytes": None, "path": "no/such.png"}] * 25,
+        "marks": ["1", "?", "-2.5e3"] * 10,
+        "digits": ["0.5", "1", " 2"] * 10,
+        "grades": ["3", "1", "2"] * 10,
+        "days": [datetime.date(2026, 1, 1)] * 30,
+        "prices": [decimal.Decimal("9.99")] * 30,
+        "halves": [[0.5, 1.0]] * 30,
+        "big": [2**32 + k for k in range(30)],
+        "huge": [1.0] * 9 + [1e300] * 21,
         "sizes": [Image.new("L", (2, 2 + k % 2)) for k in range(30)],
         "holes": [None, *range(29)],
         "unknown": [-1] * 30,
         "nan": [float("nan")] * 30,
         "nans": [[1.0, float("nan")]] * 30,
-        "bytes": [[1, 2]] * 30,
+        "bytes": [[1, 200]] * 30,
     }
-    features = {"rgba": hf.Image(), "sizes": hf.Image(), "unknown": hf.ClassLabel(num_classes=3)}
+    pictures = ("rgba", "sizes", "mixed", "deep", "broken", "cut", "absent")
+    features = dict.fromkeys(pictures, hf.Image()) | {"unknown": hf.ClassLabel(num_classes=3)}
+    features |= {"clipped": hf.Image(mode="RGB"), "halves": hf.List(hf.Value("float16"))}
+    features |= {"days": hf.Value("date32"), "prices": hf.Value("decimal128(9, 2)")}
+    features |= dict.fromkeys(("marks", "digits", "grades"), hf.Value("string"))
+    features |= {"big": hf.Value("int64"), "huge": hf.Value("float64")}
     features |= {"nan": hf.Value("float32"), "nans": hf.List(hf.Value("float32")), "holes": hf.Value("int64")}
     others = hf.Dataset.from_dict(odd, hf.Features(features | {"bytes": hf.List(hf.Value("uint8"))}))
     dataset = hf.concatenate_datasets([images, others], axis=1)
@@ -261,6 +328,25 @@ def test_pandas_columns_become_examples_and_clients(pd, frame) -> None:
         ({"client": "a"}, "column 'a' must have integers or strings as clients, got floating"),
         ({"client": None}, "pass either client= or partition= to say what the clients are, got neither"),
         ({"x": ["a", "c"]}, "x must be one of the columns a, b, "),
+        ({"x": "feature_2"}, " and 20 more, got 'feature_2': did you mean 'feature_29'?"),
+        ({"x": "marks"}, "column 'marks' must be numeric, got numbers and '?' in row 3: correct the text, or make"),
+        ({"x": "digits"}, "got numbers as object: use frame['digits'].astype(float)"),
+        ({"x": "dates"}, "got dates: use the time since the first, (frame['dates'] - frame['dates'].min())"),
+        ({"x": "months"}, "got periods: use their start, frame['months'].dt.start_time"),
+        ({"x": "spans"}, "got durations: use frame['spans'].dt.total_seconds()"),
+        ({"x": "complex"}, "got complex numbers: use one column for numpy.real(frame['complex'])"),
+        ({"x": "arrays"}, "got arrays: pass them to fd.FederatedData.from_partition, as numpy.stack(frame['arrays'])"),
+        ({"x": ["a", "big"], "dtype": "int64"}, "column 'a' must be whole numbers in -9223372036854775808.."),
+        (
+            {"x": "big", "dtype": "int32"},
+            "column 'big' must be whole numbers in -2147483648..2147483647 for int32, got",
+        ),
+        ({"x": "big"}, "column 'big' must be integers that float32 represents exactly, such as those up to 16777216"),
+        ({"x": "unsigned", "dtype": "int64"}, "got 18446744073709551615 in row 7: pass another dtype"),
+        ({"x": "b", "dtype": "uint8"}, "column 'b' must be whole numbers in 0..255 for uint8"),
+        ({"x": "huge"}, "column 'huge' must be numbers up to 3.4e+38 for float32, got 1e+300 in row 10: scale"),
+        ({"x": "huge", "dtype": "float16"}, "column 'huge' must be numbers up to 6.55e+04 for float16, got 1e+300"),
+        ({"y": "huge"}, "column 'huge' must be numbers up to 3.4e+38 for float32, got 1e+300 in row 9: scale the"),
         ({"x": ["a", "label"]}, "x must not have the column of the labels, got 'label'"),
         ({"x": []}, "x must be the name of a column, or a list of names, got []"),
         ({"frame": {"a": [1]}}, "the frame must be a pandas.DataFrame with at least 1 row, got a dict"),
@@ -268,12 +354,29 @@ def test_pandas_columns_become_examples_and_clients(pd, frame) -> None:
         ({"client_tests": True}, "client_tests=True needs a test set, got none"),
     ],
 )
-def test_pandas_errors_name_the_column(frame, options, message) -> None:
+def test_pandas_errors_name_the_column(pd, frame, options, message) -> None:
+    odd = {f"feature_{k}{k}": 0.0 for k in range(4)} | {f"feature_{k}": 0.0 for k in range(10, 30)}
+    odd |= {"big": np.arange(30) + 2**32, "huge": [1.0] * 9 + [1e300] * 21, "complex": [1j] * 30}
+    odd |= {"marks": [*range(3), "?"] + [1] * 26, "digits": ["7.5"] * 30, "arrays": [np.zeros(2)] * 30}
+    odd |= {"dates": pd.date_range("2026", periods=30), "spans": pd.to_timedelta(range(30), unit="s")}
+    odd |= {"months": pd.period_range("2026", periods=30, freq="M")}
+    odd |= {"unsigned": np.array([1] * 7 + [2**64 - 1] * 23, np.uint64)}
+    frame = frame.assign(**odd).astype({"marks": object, "digits": object})
     with pytest.raises(ValueError) as error:
         fd.data.from_pandas(**({"frame": frame, "x": "a", "y": "label", "client": "who"} | options))
-    assert message in str(error.value)
+    assert message in str(error.value) and len(str(error.value)) < 400
     with pytest.raises(ValueError, match=r"got 0: rename the columns, frame.columns = frame.columns.map\(str\)"):
         fd.data.from_pandas(frame.rename(columns={"a": 0}), x=[0], y="label", client="who")
+
+
+def test_integers_of_a_frame_do_not_wrap_around(pd) -> None:
+    ids = np.array([2**64 - 1, 7, 2**63 + 1, 7], np.uint64)
+    frame = pd.DataFrame({"id": ids, "big": ids // 4, "y": [0, 1, 0, 1]})
+    data = fd.data.from_pandas(frame, "big", "y", "id", test=frame[1:2].astype({"id": "int64"}), dtype="int64")
+    assert data.client_names == ("7", str(2**63 + 1), str(2**64 - 1)) and data.test_sizes.tolist() == [1, 0, 0]
+    assert data.x[:, 0].tolist() == [1, 1, (2**63 + 1) // 4, (2**64 - 1) // 4]
+    near = frame[1:2].assign(id=2**63 - 1)  # equal to 2**63 + 1 in float64
+    assert fd.data.from_pandas(frame, "y", "y", "id", test=near).test_sizes is None
 
 
 class Pairs:
@@ -307,7 +410,24 @@ def test_torch_style_pairs_of_arrays_and_images_are_read() -> None:
 @pytest.mark.parametrize(
     ("pairs", "options", "message"),
     [
-        (Pairs([np.zeros(2), np.zeros(3)], [0, 1]), {}, "dataset[1][0] must be like that of the first example, float"),
+        (
+            Pairs([np.zeros(2), np.zeros(3)], [0, 1]),
+            {},
+            "dataset[1][0] must be like the first example, float64[2], got",
+        ),
+        (
+            Pairs([0.0, 1.0], [0, 0.5]),
+            {},
+            "must be like the first example, int64[], got float64[]: convert them to one",
+        ),
+        (Pairs([0, 2**24 + 1], [0, 1]), {}, "dataset: the inputs must be integers that float32 represents exactly"),
+        (Pairs([1e300], [0]), {}, "dataset: the inputs must be numbers up to 3.4e+38 for float32, got 1e+300 in row 0"),
+        (Pairs([0.0], [-1e300]), {}, "dataset: the labels must be numbers up to 3.4e+38 for float32, got -1e+300"),
+        (
+            Pairs(NUMBERS[:2], [0, 1]),
+            {"partition": None, "client_of": [1, "1"]},
+            "all integers or all strings, got both",
+        ),
         (Pairs([0.0, 1.0], ["cat", "dog"]), {}, "dataset[0][1] must be numbers, got 'cat'"),
         ([(1, 2, 3)], {}, "dataset[0] must be a pair (input, label), got (1, 2, 3)"),
         (iter([]), {}, "dataset must be a map-style data set"),
@@ -319,6 +439,25 @@ def test_unsupported_torch_style_data_sets_are_refused(pairs, options, message) 
     with pytest.raises(ValueError) as error:
         fd.data.from_torch(pairs, **({"partition": fd.partition.iid(1)} | options))
     assert message in str(error.value)
+
+
+def test_torch_style_images_that_would_lose_pixels_are_refused(tmp_path) -> None:
+    from PIL import Image
+
+    grey, colour = Image.new("L", (2, 2)), Image.new("RGB", (2, 2))
+    Image.fromarray(rng.integers(0, 256, (64, 64), np.uint8)).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:2000])
+    cut = Image.open(tmp_path / "cut.png")  # its pixels are read later
+    for pictures, message in (
+        ([Image.new("I;16", (2, 2))], "dataset[0][0] must have 8 bits per channel, got mode 'I;16': scale .* // 257"),
+        ([Image.new("I", (2, 2))], "got mode 'I': scale the pixels to 0..255 with a transform, such as"),
+        ([Image.new("F", (2, 2))], "got mode 'F': scale .*255 [*] numpy.asarray"),
+        ([Image.new("LA", (2, 2))], "got mode 'LA': convert it with a transform, image.convert"),
+        ([grey, colour], "dataset[1][0] must be like .*grey images and images in colour must be converted to one mode"),
+        ([cut], "dataset[0][0] can't be read .*truncated"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("[0]", r"\[0\]").replace("[1]", r"\[1\]")):
+            fd.data.from_torch(Pairs(pictures, LABELS), partition=fd.partition.iid(1))
 
 
 def test_torch_tensors_are_converted_to_channels_last(monkeypatch) -> None:

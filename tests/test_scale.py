@@ -23,7 +23,7 @@ SETTING = {"local": fd.LocalTraining(epochs=2, batch_size=4, lr=0.2), "cohort_si
 @pytest.fixture(scope="module")
 def data() -> fd.FederatedData:
     rng = np.random.default_rng(0)
-    clients = [(rng.integers(0, 256, (n, 6), np.uint8), rng.integers(0, 4, n)) for n in SIZES]
+    clients = [(rng.integers(0, 3, (n, 6), np.uint8), rng.integers(0, 4, n)) for n in SIZES]
     return fd.FederatedData.from_clients(clients, test=clients[1])
 
 

@@ -27,7 +27,7 @@ ROUNDS, ASKED_AT = 6, 3
 
 def rows() -> fd.FederatedData:
     rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 256, (sum(SIZES), 6), np.uint8), rng.integers(0, 4, sum(SIZES))
+    x, y = rng.integers(0, 3, (sum(SIZES), 6), np.uint8), rng.integers(0, 4, sum(SIZES))
     return fd.FederatedData(x, y, np.array(SIZES), x[:30].copy(), y[:30].copy())
 
 

@@ -162,11 +162,11 @@ def parse_spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]]
     name, *items = [part for part in re.split("[:,]", text) if part] or [""]
     if name not in factories:
         raise ConfigurationError(
-            f"{kind} must be one of {', '.join(factories)}, got {name!r}{nearest(name, factories)}"
+            f"{kind} must be one of {checks.listed(factories)}, got {name!r}{nearest(name, factories)}"
         )
     signature = inspect.signature(factories[name]).parameters
     known = {key: p for key, p in signature.items() if key not in hidden}
-    listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
+    listed = f"the options of {name} are {checks.listed(known)}" if known else f"{name} has no options"
     options: dict[str, Any] = {}
     for key, equals, value in (item.partition("=") for item in items):
         if not equals:  # dirichlet:0.3

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import tables
+from fedjax_drift.data import files, image_files, tables
 from fedjax_drift.errors import ConfigurationError
 
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 ROWS = 1024  # examples that are read at once if they are decoded or copied
 
 
@@ -63,10 +65,11 @@ def inputs(dataset: Any, x: str | Sequence[str], options: Reading, whole: bool =
     whole: whether a contiguous piece of the table is one block, which then is a view if its dtype does not change.
     """
     names = [x] if isinstance(x, str) else list(x)
+    titles = [f"column {name!r}" for name in names]
     fix = "convert it to numbers with dataset.map, for example by a tokenizer"
-    for columns in _batches(dataset, names, whole):
-        arrays = [_array(columns[name], dataset.features[name], name, options, fix) for name in names]
-        yield tables.inputs(arrays, names, options.dtype)
+    for rows, columns in _batches(dataset, names, whole):
+        arrays = [_array(columns[name], rows, dataset.features[name], name, options, fix) for name in names]
+        yield tables.inputs(arrays, titles, options.dtype, rows)
 
 
 def labels(dataset: Any, y: str, options: Reading) -> Iterator[np.ndarray]:
@@ -75,8 +78,9 @@ def labels(dataset: Any, y: str, options: Reading) -> Iterator[np.ndarray]:
 
     fix = f"number the classes with dataset.class_encode_column({y!r})"
     is_class = isinstance(dataset.features[y], datasets.ClassLabel)
-    for columns in _batches(dataset, [y]):
-        array = tables.labels(_array(columns[y], dataset.features[y], y, options, fix))
+    for rows, columns in _batches(dataset, [y]):
+        array = _array(columns[y], rows, dataset.features[y], y, options, fix)
+        array = tables.labels(array, f"column {y!r}", rows)
         if is_class and array.min() < 0:
             raise ConfigurationError(
                 f"column {y!r} must have classes >= 0, got {array.min()}, which stands for an unknown label: leave "
@@ -90,7 +94,7 @@ def clients(dataset: Any, name: str) -> np.ndarray:
     import pyarrow as pa
 
     parts = []
-    for columns in _batches(dataset, [name]):
+    for _, columns in _batches(dataset, [name]):
         column = columns[name]
         _check_complete(column, name)
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
@@ -103,33 +107,41 @@ def clients(dataset: Any, name: str) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _batches(dataset: Any, names: Sequence[str], whole: bool = True) -> Iterator[dict[str, Any]]:
-    """Yields the Arrow arrays of consecutive examples. They are views unless rows of the data set were selected."""
+def _batches(dataset: Any, names: Sequence[str], whole: bool = True) -> Iterator[tuple[range, dict[str, Any]]]:
+    """Yields the numbers of consecutive examples, and their columns as Arrow arrays.
+
+    The arrays are views unless rows of the data set were selected.
+    """
     import datasets
 
     view = dataset.select_columns(list(dict.fromkeys(names))).with_format("arrow")
     in_order = dataset._indices is None
     whole &= not any(isinstance(dataset.features[name], datasets.Image) for name in names)
+    begin = 0
     for part in [view[:]] if in_order else view.iter(ROWS):
         for batch in part.to_batches(None if whole else ROWS):
             if batch.num_rows:
-                yield dict(zip(batch.schema.names, batch.columns, strict=True))
+                rows = range(begin, begin := begin + batch.num_rows)
+                yield rows, dict(zip(batch.schema.names, batch.columns, strict=True))
 
 
-def _array(column: Any, feature: Any, name: str, options: Reading, fix: str) -> np.ndarray:
+def _array(column: Any, rows: range, feature: Any, name: str, options: Reading, fix: str) -> np.ndarray:
     import datasets
 
     if not isinstance(feature, datasets.Image):
         return _numbers(column, name, options, fix)
     _check_complete(column, name)
-    decoder = datasets.Image(mode=feature.mode)
-    mode = f"convert them with dataset.cast_column({name!r}, datasets.Image(mode='RGB'))"
-    images = [tables.pixels(decoder.decode_example(one), f"column {name!r}", mode) for one in column.to_pylist()]
-    if len(shapes := sorted({image.shape for image in images})) > 1:
-        raise ConfigurationError(
-            f"column {name!r} must have images of one size, got {list(shapes[0])} and {list(shapes[-1])}: resize them "
-            "with dataset.map"
-        )
+    convert, images = f"dataset.cast_column({name!r}, datasets.Image(mode='RGB'))", []
+    for row, one in zip(rows, column.to_pylist(), strict=True):
+        what = f"column {name!r}: the image in row {row}"
+        try:
+            image = datasets.Image().decode_example(one)
+            deep = image_files.is_deep(image)  # changing its mode would clip the pixels
+            image = image.convert(feature.mode) if feature.mode and not deep else image
+        except Exception as error:  # Pillow raises various errors for damaged images
+            raise ConfigurationError(f"{what} can't be read ({files.one_line(error)}): leave it out") from error
+        images.append(tables.pixels(image, what, convert, "with dataset.map"))
+        tables.check_alike(what, images[-1], images[0], convert)
     return np.stack(images)
 
 
@@ -144,7 +156,9 @@ def _numbers(column: Any, name: str, options: Reading, fix: str, is_inner: bool 
     if is_kind.is_integer(kind) or is_kind.is_floating(kind) or is_kind.is_boolean(kind):
         return column.to_numpy(zero_copy_only=False)
     if not (is_kind.is_list(kind) or is_kind.is_large_list(kind) or is_kind.is_fixed_size_list(kind)):
-        raise ConfigurationError(f"column {name!r} must have numbers, or lists of numbers, got {kind}: {fix}")
+        raise ConfigurationError(
+            f"column {name!r} must have numbers, or lists of numbers, got {_advice(column, name, fix)}"
+        )
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     values = _numbers(column.flatten(), name, options, fix, is_inner=True)
     if options.length is not None and not is_inner:
@@ -157,6 +171,27 @@ def _numbers(column: Any, name: str, options: Reading, fix: str, is_inner: bool 
     return values.reshape(len(lengths), *lengths[:1], *values.shape[1:])
 
 
+def _advice(column: Any, name: str, fix: str) -> str:
+    """Returns what a column has that is not numeric, and how to make it numeric. fix: the fix for text."""
+    import pyarrow as pa
+
+    kind, is_kind = column.type, pa.types
+    types = {is_kind.is_decimal: "float64", is_kind.is_date32: "int32", is_kind.is_temporal: "int64"}
+    if is_kind.is_string(kind) or is_kind.is_large_string(kind):
+        texts = column[:1000].to_pylist()
+        others = [text for text in texts if not NUMBER.fullmatch(text)]
+        if 0 < len(others) < len(texts) / 2:
+            number = f"None if row[{name!r}] == {others[0]!r} else float(row[{name!r}])"
+            return (
+                f"text that is numbers and {checks.shown(others[0])}: correct the text, or make it missing with "
+                f"dataset.map(lambda row: {{{name!r}: {number}}}), and {tables.FILL} with dataset.filter"
+            )
+        if not others:
+            types = {is_kind.is_string: "float32" if any("." in text for text in texts) else "int64"}
+    dtype = next((dtype for test, dtype in types.items() if test(kind)), None)
+    return f"{kind}: {fix if dtype is None else f'dataset.cast_column({name!r}, datasets.Value({dtype!r}))'}"
+
+
 def _padded(values: np.ndarray, lengths: np.ndarray, name: str, options: Reading) -> np.ndarray:
     """Returns the lists, whose values are consecutive, padded or cut to options.length."""
     length = options.length or 0
@@ -167,12 +202,13 @@ def _padded(values: np.ndarray, lengths: np.ndarray, name: str, options: Reading
         )
     if (lengths == length).all():
         return values.reshape(len(lengths), length, *values.shape[1:])
-    try:
-        padded = np.full((len(lengths), length, *values.shape[1:]), options.padding, values.dtype)
-    except OverflowError as error:
+    with np.errstate(all="ignore"):
+        padding = np.array(options.padding).astype(values.dtype)
+    if padding.item() != options.padding:
         raise ConfigurationError(
             f"padding must be in the range of {values.dtype}, the dtype of column {name!r}, got {options.padding}"
-        ) from error
+        )
+    padded = np.full((len(lengths), length, *values.shape[1:]), padding)
     place = np.arange(length)
     is_value = place < lengths[:, None]
     starts = np.cumsum(lengths, dtype=np.int64) - lengths

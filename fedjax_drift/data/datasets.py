@@ -151,7 +151,7 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     known, checked = OPTIONS[name], dict(options)
     for option, value in options.items():
         if option not in known:
-            listed = f"the options of {name} are {', '.join(known)}" if known else f"{name} has no options"
+            listed = f"the options of {name} are {checks.listed(known)}" if known else f"{name} has no options"
             raise ConfigurationError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
         if value is None and known[option] is None:
             continue

@@ -7,7 +7,7 @@ any size, and a minibatch is a gather by index. The examples are not padded, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.data import joining
+from fedjax_drift.data.joining import Pair as Pair
 from fedjax_drift.errors import ConfigurationError
-
-Pair = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +31,11 @@ class FederatedData:
     """
 
     x: np.ndarray
-    """[M, ...] training inputs, grouped by client. uint8 images stay uint8 on the device. The model gets them as
-    float32 in [0, 1], or standardised if `mean` and `std` are given. Other dtypes reach the model unchanged."""
+    """[M, ...] training inputs, grouped by client. uint8 inputs stay uint8 on the device, and reach the model as
+    float32: images, which have at least two axes per example, in [0, 1], or standardised if `mean` and `std` are given;
+    other uint8 inputs with their values, because the arithmetic of uint8 wraps around (0 - 1 = 255). Flat images
+    [M, H * W] are images if `mean` and `std` are given; ``mean=0, std=1`` scales them to [0, 1]. Other dtypes reach the
+    model unchanged, so tokens and ids must be int32, for example."""
     y: np.ndarray
     """[M, ...] training labels; integers for the default loss."""
     sizes: np.ndarray
@@ -60,8 +63,8 @@ class FederatedData:
             for name, value in checked.items():
                 object.__setattr__(self, name, value)
 
-        x, y = _checked_pair(self.x, self.y, "training data")
-        replace_fields(x=x, y=y, sizes=_counts(self.sizes, "sizes", len(x)))
+        x, y = joining.checked_pair(self.x, self.y, "training data")
+        replace_fields(x=x, y=y, sizes=joining.counts(self.sizes, "sizes", len(x)))
         if len(self.sizes) == 0:
             raise ConfigurationError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
         if self.sizes.min() < 1:
@@ -72,17 +75,17 @@ class FederatedData:
         if (self.x_test is None) != (self.y_test is None):
             raise ConfigurationError("a test set needs both inputs and labels: pass test=(x, y)")
         if self.x_test is not None and self.y_test is not None:
-            x_test, y_test = _checked_pair(self.x_test, self.y_test, "test data")
+            x_test, y_test = joining.checked_pair(self.x_test, self.y_test, "test data")
             replace_fields(x_test=x_test, y_test=y_test)
             for kind, train, test in (("inputs", self.x, self.x_test), ("labels", self.y, self.y_test)):
                 same_dtype = train.dtype == test.dtype or kind == "labels"
                 if test.shape[1:] != train.shape[1:] or not same_dtype:
                     raise ConfigurationError(
-                        f"test {kind} must have the dtype and shape of the training {kind}, {_row(train)} per example, "
-                        f"got {_row(test)}: convert both in the same way"
+                        f"test {kind} must have the dtype and shape of the training {kind}, {joining.row(train)} per "
+                        f"example, got {joining.row(test)}: convert both in the same way"
                     )
         if self.test_sizes is not None:
-            tests = _counts(self.test_sizes, "test_sizes", 0 if self.x_test is None else len(self.x_test))
+            tests = joining.counts(self.test_sizes, "test_sizes", 0 if self.x_test is None else len(self.x_test))
             if len(tests) != len(self.sizes):
                 raise ConfigurationError(
                     f"test_sizes must have {len(self.sizes)} numbers, one per client, got {len(tests)}"
@@ -124,6 +127,11 @@ class FederatedData:
                     f"client_names must be {len(self.sizes)} different names, one per client, got {got}"
                 )
             replace_fields(client_names=names)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the inputs are uint8 images, which the model gets divided by 255. See `x`."""
+        return self.x.dtype == np.uint8 and (self.x.ndim > 2 or self.mean is not None)
 
     @property
     def num_clients(self) -> int:
@@ -175,14 +183,15 @@ class FederatedData:
           test: a pooled test set (x, y).
           test_clients: the test examples of each client, as a list or dict like ``clients``. Use it instead of
             ``test``.
-            A client may have no test examples: pass empty arrays, or leave the client out of a dict.
+            A client may have no test examples: pass empty arrays of any dtype and shape, such as ``([], [])``, or
+            leave the client out of a dict.
             `Simulation.evaluate` uses the test examples of all clients together.
           mean, std: see the attributes of this class. Default: no standardisation.
           name: the name of the data set in plots and logs.
 
         Raises:
           ValueError: a client is empty, lengths do not match, dtypes or shapes differ between clients, or inputs are
-            not finite.
+            not finite. Labels may be integers of different dtypes: they get a common integer dtype.
 
         >>> x, y = np.ones((2, 3), np.float32), np.array([0, 1])
         >>> data = FederatedData.from_clients({"ann": (x, y), "bob": (x[:1], y[:1])})
@@ -192,27 +201,27 @@ class FederatedData:
         client_names = None
         if isinstance(clients, Mapping):
             client_names = tuple(map(str, clients))
-            test_clients = _in_order(test_clients, clients)
+            test_clients = joining.in_order(test_clients, clients)
             clients = list(clients.values())
         elif isinstance(test_clients, Mapping):
             raise ConfigurationError(
                 "test_clients must be a list, because clients is a list, got a dict: use lists or dicts for both"
             )
-        x, y, sizes = _concatenate(clients, "client", allow_empty=False)
+        x, y, sizes = joining.concatenate(clients, "client", client_names, allow_empty=False)
         test_sizes = None
         if test_clients is not None:
             if test is not None:
                 raise ConfigurationError(
                     "pass either test or test_clients, got both: evaluate pools test_clients, so leave test out"
                 )
-            _check_list(test_clients, "test client")
+            joining.check_list(test_clients, "test client")
             if len(test_clients) != len(clients):
                 raise ConfigurationError(
                     f"test_clients must have {len(clients)} pairs, one per client, got {len(test_clients)}"
                 )
-            *pooled, test_sizes = _concatenate(test_clients, "test client", allow_empty=True)
+            *pooled, test_sizes = joining.concatenate(test_clients, "test client", client_names, allow_empty=True)
             test = (pooled[0], pooled[1])
-        x_test, y_test = _optional_pair(test)
+        x_test, y_test = joining.optional_pair(test)
         return cls(x, y, sizes, x_test, y_test, test_sizes, mean, std, name, client_names=client_names)
 
     @classmethod
@@ -233,14 +242,14 @@ class FederatedData:
         ``parts[i]`` has the indices of the examples of client i. ``test_parts`` splits the test set in the same way.
         Raises ValueError for a client without training examples and for indices outside of 0..M-1.
         """
-        x, y = _checked_pair(x, y, "training data")
-        rows, sizes = _join_parts(parts, len(x), "parts")
-        x_test, y_test = _optional_pair(test)
+        x, y = joining.checked_pair(x, y, "training data")
+        rows, sizes = joining.join_parts(parts, len(x), "parts")
+        x_test, y_test = joining.optional_pair(test)
         test_sizes = None
         if test_parts is not None:
             if x_test is None or y_test is None:
                 raise ConfigurationError("test_parts needs a test set to split, got none: pass test=(x, y) too")
-            test_rows, test_sizes = _join_parts(test_parts, len(x_test), "test_parts")
+            test_rows, test_sizes = joining.join_parts(test_parts, len(x_test), "test_parts")
             x_test, y_test = x_test[test_rows], y_test[test_rows]
         return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
 
@@ -280,7 +289,7 @@ class FederatedData:
 
         x, y = pair(rows)
         x_test, y_test = pair(test) if test else (None, None)
-        return cls(x, y, np.full(N, rows_per_client, np.int32), x_test, y_test, name="shapes")
+        return cls(x, y, np.full(N, rows_per_client), x_test, y_test, name="shapes")
 
     def client(self, i: int | str) -> Pair:
         """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a
@@ -305,7 +314,8 @@ class FederatedData:
     def decode(self, x: Any) -> jax.Array:
         """Converts stored inputs ``x [..., *shape of one example]`` to model inputs.
 
-        uint8 images become float32 in [0, 1], or standardised with ``mean`` and ``std``. Other inputs stay as they are.
+        uint8 images become float32 in [0, 1], or standardised with ``mean`` and ``std``. Other uint8 inputs become
+        float32 with the same values. Inputs of other dtypes stay as they are. See `x`.
         Training and evaluation do this automatically. Call it if you apply a model yourself:
         ``model.apply(params, data.decode(data.x_test))``.
         """
@@ -315,7 +325,7 @@ class FederatedData:
                 f"x must have {self.x.shape[-1]} channels as its last axis, like the data, got {x.shape}: pass "
                 "data.x_test, for example"
             )
-        return decode(jnp.asarray(x), self.mean, self.std)
+        return decode(jnp.asarray(x), self.has_images, self.mean, self.std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
         """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits
@@ -452,89 +462,14 @@ class FederatedData:
         )
 
 
-def decode(x: jax.Array, mean: np.ndarray | None, std: np.ndarray | None) -> jax.Array:
+def decode(x: jax.Array, are_images: bool, mean: np.ndarray | None, std: np.ndarray | None) -> jax.Array:
     """Converts stored inputs to model inputs. See `FederatedData.decode`."""
     if x.dtype == jnp.uint8:
-        x = x.astype(jnp.float32) / 255
+        x = x.astype(jnp.float32) / 255 if are_images else x.astype(jnp.float32)
     if mean is not None and std is not None:
         mean, std = (value.reshape((1,) * (x.ndim - value.ndim) + value.shape) for value in (mean, std))
         x = (x - mean) / std
     return x
-
-
-def _in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] | None:
-    """Returns the test examples of named clients, in the order of the clients. Clients left out get empty arrays."""
-    if test_clients is None:
-        return None
-    if not isinstance(test_clients, Mapping):
-        raise ConfigurationError(
-            f"test_clients must be a dict with client names, because clients is a dict, got a "
-            f"{type(test_clients).__name__}"
-        )
-    if unknown := [name for name in test_clients if name not in clients]:
-        near = checks.nearest(unknown[0], map(str, clients))
-        raise ConfigurationError(f"test_clients must have names of clients, got {unknown[0]!r}{near}")
-    pairs = (_pair(pair, f"test client {name}") for name, pair in test_clients.items())
-    empty = next(((x[:0], y[:0]) for x, y in pairs), None)
-    return [test_clients.get(name, empty) for name in clients]
-
-
-def _pair(pair: Pair, what: str) -> Pair:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-        raise ConfigurationError(f"{what} must be a pair (inputs, labels), got a {type(pair).__name__}{size}")
-    return checks.array(f"{what}: inputs", pair[0]), checks.array(f"{what}: labels", pair[1])
-
-
-def _optional_pair(pair: Pair | None) -> tuple[np.ndarray | None, np.ndarray | None]:
-    return (None, None) if pair is None else _pair(pair, "test")
-
-
-def _row(rows: np.ndarray) -> str:
-    return f"{rows.dtype}{list(rows.shape[1:])}"
-
-
-def _checked_pair(x: Any, y: Any, what: str) -> Pair:
-    """Returns the pair as arrays. Raises ValueError unless they are finite and have the same length, at least 1."""
-    x, y = _pair((x, y), what)
-    if len(x) != len(y):
-        raise ConfigurationError(f"{what} must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels")
-    if len(x) == 0:
-        raise ConfigurationError(f"{what} must have at least 1 example, got 0")
-    for array, kind in ((x, "inputs"), (y, "labels")):
-        if np.issubdtype(array.dtype, np.floating) and (bad := _first_nonfinite(array)) is not None:
-            raise ConfigurationError(
-                f"{what}: {kind} must be finite, but example {bad} has NaN or infinity: correct it or leave it out"
-            )
-    return x, y
-
-
-def _counts(values: Any, name: str, total: int) -> np.ndarray:
-    """Returns the number of examples of each client, int32 [N]. Raises ValueError unless they sum to ``total``."""
-    counts = checks.array(name, values)
-    counts = counts if counts.size else np.zeros(0, int)
-    if counts.ndim != 1 or counts.dtype.kind not in "iu":
-        raise ConfigurationError(f"{name} must be integers, one per client, got {counts.dtype}{list(counts.shape)}")
-    if len(counts) and not 0 <= counts.min() <= counts.max() <= total:
-        raise ConfigurationError(
-            f"{name} must be in 0..{total}, the number of examples, got {counts.min()}..{counts.max()}"
-        )
-    if (counted := int(counts.sum())) != total:
-        raise ConfigurationError(
-            f"{name} must sum to {total}, the number of examples, got {counted}: build the federation with "
-            "from_clients or from_partition"
-        )
-    return counts.astype(np.int32)
-
-
-def _first_nonfinite(array: np.ndarray) -> int | None:
-    """Returns the index of the first example with NaN or infinity. The array is read in chunks, as it may be large."""
-    step = max(1, 2**22 // max(1, array[:1].size))
-    for start in range(0, len(array), step):
-        finite = np.isfinite(array[start : start + step])
-        if not finite.all():
-            return start + int(np.argmin(finite.reshape(len(finite), -1).all(1)))
-    return None
 
 
 def integers_as_int32(y: np.ndarray) -> np.ndarray:
@@ -554,56 +489,3 @@ def _check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:
         )
     if y.min() < 0:
         raise ConfigurationError(f"{needs} labels >= 0, got {y.min()}: number the classes from 0")
-
-
-def _concatenate(clients: Sequence[Pair], what: str, *, allow_empty: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    _check_list(clients, what)
-    pairs = [_pair(pair, f"{what} {i}") for i, pair in enumerate(clients)]
-    if not pairs:
-        raise ConfigurationError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
-    first_x, first_y = pairs[0]
-    for i, (x, y) in enumerate(pairs):
-        if len(x) != len(y):
-            raise ConfigurationError(f"{what} {i} must have as many inputs as labels, got {len(x)} and {len(y)}")
-        if len(x) == 0 and not allow_empty:
-            raise ConfigurationError(f"every client needs at least 1 example, but {what} {i} is empty: leave it out")
-        if len(x) and (x.dtype, x.shape[1:], y.shape[1:]) != (first_x.dtype, first_x.shape[1:], first_y.shape[1:]):
-            raise ConfigurationError(
-                f"{what} {i} must have the dtypes and shapes of client 0, inputs {_row(first_x)} and labels "
-                f"{_row(first_y)}, got {_row(x)} and {_row(y)}: use the same dtype and shape per example for every "
-                "client"
-            )
-    sizes = np.array([len(x) for x, _ in pairs], np.int32)
-    return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs]), sizes
-
-
-def _check_list(clients: Any, what: str) -> None:
-    if not isinstance(clients, Sequence) or isinstance(clients, str | bytes | range):
-        raise ConfigurationError(
-            f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}"
-        )
-
-
-def _join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
-    if callable(parts):
-        raise ConfigurationError(
-            f"{what} must be one array of example indices per client, got a function: if it is a partitioner, call it "
-            f"with the labels, {what}=partitioner(y)"
-        )
-    no_list = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
-    if no_list or not isinstance(parts, Iterable):
-        raise ConfigurationError(f"{what} must be one array of example indices per client, got {checks.shown(parts)}")
-    arrays = [checks.array(f"{what}[{i}]", part) for i, part in enumerate(parts)]
-    if not arrays:
-        raise ConfigurationError(f"{what} must have at least 1 client, got none")
-    for i, part in enumerate(arrays):
-        if part.ndim != 1 or (len(part) and not np.issubdtype(part.dtype, np.integer)):
-            raise ConfigurationError(
-                f"{what}[{i}] must be a list of example indices, got {part.dtype}{list(part.shape)}"
-            )
-        if len(part) and not (0 <= part.min() and part.max() < rows):
-            raise ConfigurationError(
-                f"{what}[{i}] must have example indices in 0..{rows - 1}, got {part.min()}..{part.max()}"
-            )
-    sizes = np.array([len(part) for part in arrays], np.int32)
-    return np.concatenate(arrays).astype(np.int64), sizes

@@ -1,4 +1,4 @@
-"""Federated data in other formats: LEAF's JSON, FedJAX's SQLite, TensorFlow Federated's HDF5.
+"""Federated data in other formats: LEAF's JSON, FedJAX's SQLite, TensorFlow Federated's SQLite and HDF5.
 
 A reader yields one `Rows` per client. `from_leaf`, `from_fedjax` and `from_tff` create a federation from any numeric
 columns.
@@ -10,43 +10,33 @@ import contextlib
 import functools
 import json
 import os
-import urllib.parse
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import files
+from fedjax_drift.data import client_rows, databases, files, joining, tff_files
+from fedjax_drift.data.client_rows import Rows
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
-from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.errors import ConfigurationError
 
 FilePath = str | os.PathLike[str]
 
-INSTALL = 'pip install "fedjax-drift[formats]"'
 CLIENT_BYTES = 2**27  # limit of the unpacked data of one client in FedJAX's format; femnist needs at most 2 MB
 NDARRAY = 1  # FedJAX's msgpack extension type of a numeric array
-
-
-class Rows(NamedTuple):
-    """The data of one client in one file."""
-
-    client: str
-    x: np.ndarray
-    """[n, ...], n >= 1."""
-    y: np.ndarray
-    """[n, ...]"""
 
 
 def from_leaf(folder: FilePath) -> FederatedData:
     """Creates a federation from the JSON files of LEAF's preprocessing: folder/train/*.json and folder/test/*.json.
 
     Each file has `users`, `num_samples` and `user_data`, a dict user -> {"x": [...], "y": [...]}. The values are
-    numbers in nested lists. All examples of a client must have the same shape. Fractional numbers become float32. The
-    users become the clients, in the order of the files. Users without examples are left out.
+    numbers in nested lists. All examples must have the same shape. If one client has fractional numbers, the numbers of
+    all clients become float32. Labels that are whole numbers, such as 5.0, become integers. The users become the
+    clients, in the order of the files. Users without examples are left out.
 
     The test files may be missing. If all their users are clients (LEAF's `-t sample`), every client has its own test
     examples. Otherwise (`-t user`) the test set is pooled.
@@ -56,7 +46,8 @@ def from_leaf(folder: FilePath) -> FederatedData:
     """
     folder = checks.path("folder", folder).absolute()
     has_test = any((folder / "test").glob("*.json"))
-    return _federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else None, folder)
+    clients = _by_client(read_leaf(folder / "train"))
+    return _federation(clients, _by_client(read_leaf(folder / "test")) if has_test else None, folder)
 
 
 def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
@@ -68,47 +59,82 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
     Args:
       train, test: files with a table federated_data(client_id, data, num_examples), where data is zlib-compressed
         msgpack of NumPy columns. Default: no test set.
-      x, y: names of the columns of the inputs and the labels. They must be numeric, and are not converted.
+      x, y: names of the columns of the inputs and the labels. They must be numeric. If the dtypes of clients differ,
+        they are converted to one that holds the numbers of all clients. Labels that are whole numbers, such as 5.0,
+        become integers.
 
     Raises:
       FileNotFoundError: a file does not exist.
       ValueError: a file is damaged or has another format, or a column is missing or contains text.
       ImportError: msgpack is not installed.
     """
-    return _from_files(read_fedjax, train, test, x, y)
+    _check_names(x, y)
+    train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
+    clients = _by_client(read_fedjax(train_path, x, y))
+    return _federation(clients, None if test_path is None else _by_client(read_fedjax(test_path, x, y)), train_path)
 
 
-def from_tff(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
-    """Creates a federation from TensorFlow Federated's HDF5 files. Needs h5py.
-
-    ``train`` and ``test`` have one group examples/<client> per client. ``x`` and ``y`` are the names of the HDF5 data
-    sets in a group that have the inputs and the labels. They must be numeric, and are not converted. The clients are
-    sorted by name. The test set and the errors are as in `from_fedjax`, with h5py instead of msgpack.
-    """
-    return _from_files(read_tff, train, test, x, y)
-
-
-def _from_files(
-    read: Callable[[Path, str, str], Iterator[Rows]], train: FilePath, test: FilePath | None, x: str, y: str
+def from_tff(
+    train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label", *, split: str | None = None
 ) -> FederatedData:
+    """Creates a federation from TensorFlow Federated's files. TensorFlow is not needed.
+
+    Since 2021, they are SQLite databases such as emnist_all.sqlite, which may be packed (emnist_all.sqlite.lzma).
+    Before, they were HDF5 files with one group examples/<client> per client, which need h5py.
+
+    The clients are sorted by name. The test set, the columns and the errors are as in `from_fedjax`. A database has no
+    shapes: x is [M, length], float32 or int64, so give images their shape with
+    ``dataclasses.replace(data, x=data.x.reshape(-1, 28, 28, 1), x_test=data.x_test.reshape(-1, 28, 28, 1))``.
+
+    Args:
+      train: a file with the training examples. A packed file is unpacked to a temporary file in the cache.
+      test: a file with the test examples. Default: those in the file ``train``, if it is a database that has a split
+        like ``split``, but with "test" instead of "train" in its name. Otherwise there is no test set.
+      x, y: names of the columns of the inputs and the labels, for example x="image" for CIFAR-100.
+      split: the split of a database, such as "all_train" or "digits_only_train" of EMNIST. Default: its only split, or
+        "train".
+    """
+    _check_names(x, y)
+    train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
+    tests = None
+    with tff_files.opened(train_path) as file:
+        split = file.chosen(split, "train")
+        clients, test_split = _by_client(file.read(x, y, split)), tff_files.test_split(split)
+        if test_path is None and test_split != split and test_split in file.splits:
+            tests = _by_client(file.read(x, y, test_split))
+    if test_path is not None:
+        with tff_files.opened(test_path) as file:
+            tests = _by_client(file.read(x, y, file.chosen(None, test_split)))
+    return _federation(clients, tests, train_path)
+
+
+def _check_names(x: Any, y: Any) -> None:
     for name, column in (("x", x), ("y", y)):
         if not isinstance(column, str):
             raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
-    train_path = checks.path("train", train)
-    tests = None if test is None else read(checks.path("test", test), x, y)
-    return _federation(read(train_path, x, y), tests, train_path)
 
 
-def _federation(train: Iterator[Rows], test: Iterator[Rows] | None, path: Path) -> FederatedData:
-    clients = _by_client(train)
-    tests = None if test is None else _by_client(test)
+def _federation(clients: dict[str, Pair], tests: dict[str, Pair] | None, path: Path) -> FederatedData:
     with files.plain_errors(path):
-        if tests is None:
+        if clients:
+            _unify([clients, tests or {}])
+        if not tests:  # or all of its clients are without examples
             return FederatedData.from_clients(clients, name=path.stem)
         if tests.keys() <= clients.keys():
             return FederatedData.from_clients(clients, test_clients=tests, name=path.stem)
         pooled = FederatedData.from_clients(tests)
         return FederatedData.from_clients(clients, (pooled.x, pooled.y), name=path.stem)
+
+
+def _unify(parts: Sequence[dict[str, Pair]]) -> None:
+    """Converts the inputs of all clients to one dtype, and the labels, too. Raises ValueError if a number changes."""
+    for column, kind in enumerate(("inputs", "labels")):
+        dtypes = {pair[column].dtype for part in parts for pair in part.values()}
+        dtype, fix = joining.common_dtype(dtypes), "write the file again with numbers of one dtype"
+        for part in parts:
+            for client, pair in part.items():
+                array = checks.converted(f"the {kind} of client {client!r}", pair[column], dtype, fix)
+                part[client] = (pair[0], array) if column else (array, pair[1])
 
 
 def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
@@ -123,29 +149,36 @@ def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
 def read_femnist(path: Path) -> files.Arrays:
     """Reads x uint8 [M, 28, 28, 1] (255 = ink), y [M] and writer [M] (sorted), and x_test, y_test and writer_test.
 
-    path: LEAF's folder with train and test, or the training file of FedJAX or TFF, with the test file in the same
-    folder. If there is no test file, the result has no test arrays. The data are converted once and kept in the cache
-    until a file changes. Raises the errors of `from_leaf`, `from_fedjax` and `from_tff`.
+    path: LEAF's folder with train and test; TFF's database; or the training file of FedJAX or TFF, with the test file
+    in the same folder. If there is no test file, the result has no test arrays. The data are converted once and kept in
+    the cache until a file changes. Raises the errors of `from_leaf`, `from_fedjax` and `from_tff`.
     """
     read: Callable[[Path], Iterator[Rows]]
+    train, test = path, path.with_name(path.name.replace("_train", "_test"))
     if path.suffix == "":
         read, train, test = read_leaf, path / "train", path / "test"
-        sources = [*sorted(train.glob("*.json")), *sorted(test.glob("*.json"))]
     else:
-        read = functools.partial(read_fedjax if path.suffix == ".sqlite" else read_tff, x="pixels", y="label")
-        train, test = path, path.with_name(path.name.replace("_train", "_test"))
-        sources = [part for part in (train, test) if part.exists()]
-    parts = {"": train} | ({"_test": test} if test.exists() else {})
+        read = functools.partial(read_fedjax if path.suffix == ".sqlite" else tff_files.read_h5, x="pixels", y="label")
+    has_both = path.name.startswith("emnist_all.")  # TFF's database has both parts
+    places = {"": train} | ({"_test": test} if has_both or test.exists() else {})
+    sources = [file for place in places.values() for file in (sorted(place.glob("*.json")) or [place])]
 
     def convert() -> files.Arrays:
         number: dict[str, int] = {}
-        return {
-            f"{key}{part}": column
-            for part, place in parts.items()
-            for key, column in _by_writer(read(place), place, number).items()
-        }
+        with contextlib.ExitStack() as stack:
+            if has_both:
+                file = stack.enter_context(tff_files.opened(path))
+                splits = {part: file.chosen(f"all{part or '_train'}", "all_train") for part in places}
+                clients = {part: file.read("pixels", "label", split) for part, split in splits.items()}
+            else:
+                clients = {part: read(place) for part, place in places.items()}
+            return {
+                f"{key}{part}": column
+                for part, rows in clients.items()
+                for key, column in _by_writer(rows, places[part], number).items()
+            }
 
-    return files.cached(f"{path.stem}_{files.stamp(sources)}.npz", writers_spec(parts), convert)
+    return files.cached(f"{path.stem}_{files.stamp(sources)}.npz", writers_spec(places), convert)
 
 
 def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.Spec:
@@ -166,16 +199,23 @@ def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.
 def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> files.Arrays:
     """Returns the concatenated data, sorted by writer id. New writers get the next ids, which are added to
     ``number``."""
-    clients = []
+    pixels, labels, ids, sizes = bytearray(), bytearray(), [], []  # they grow in place, so there is one copy
     for client, x, y in rows:
         name = f"{place}: client {client!r}"
         writer = client.rpartition(":")[2]  # FedJAX prefixes LEAF's name with a hash and a colon
         files.check({"labels": y}, {"labels": Column(classes=62)}, name)
-        clients.append((number.setdefault(writer, len(number)), _ink(x, name), y))
-    if not clients:
+        pixels += _ink(x, name).tobytes()
+        labels += y.astype(np.uint8).tobytes()
+        ids.append(number.setdefault(writer, len(number)))
+        sizes.append(len(y))
+    if not ids:
         raise ConfigurationError(f"{place} must have at least 1 example, got none: copy or download it again")
-    ids, x, y = zip(*sorted(clients, key=lambda client: client[0]), strict=True)
-    return {"x": np.concatenate(x), "y": np.concatenate(y), "writer": np.repeat(ids, [len(labels) for labels in y])}
+    images = np.frombuffer(pixels, np.uint8).reshape(-1, 28, 28, 1)
+    arrays = {"x": images, "y": np.frombuffer(labels, np.uint8), "writer": np.repeat(ids, sizes)}
+    if ids == sorted(ids):
+        return arrays
+    order = np.argsort(arrays["writer"], kind="stable")
+    return {key: array[order] for key, array in arrays.items()}
 
 
 def _ink(x: np.ndarray, name: str) -> np.ndarray:
@@ -184,8 +224,8 @@ def _ink(x: np.ndarray, name: str) -> np.ndarray:
     The conversion is exact, because the published pixels are bytes / 255.
     """
     if x[0].size != 28 * 28 or not (0 <= x.min() and x.max() <= 1):
-        raise ConfigurationError(f"{name} must have images of 28 x 28 numbers in 0..1, got {list(x.shape[1:])}, "
-                         f"{x.min()}..{x.max()}: is it FEMNIST?")  # fmt: skip
+        got = f"{list(x.shape[1:])}" + (f", {x.min()}..{x.max()}" if x.size else "")
+        raise ConfigurationError(f"{name} must have images of 28 x 28 numbers in 0..1, got {got}: is it FEMNIST?")
     return np.rint(255 * (1 - x.reshape(-1, 28, 28, 1))).astype(np.uint8)
 
 
@@ -201,47 +241,32 @@ def read_leaf(folder: Path) -> Iterator[Rows]:
                 raise files.Wrong("it must have LEAF's users, num_samples and user_data: copy it again")
             for client, rows in zip(content["users"], content["num_samples"], strict=True):
                 columns = content["user_data"].pop(client)  # pop: parsed JSON takes 30 times the memory of an image
-                yield from _rows(client, _numbers(columns["x"]), _numbers(columns["y"]), rows)
+                x, y = (_numbers(columns[key], f"{key} of client {client!r}") for key in ("x", "y"))
+                yield from client_rows.checked(client, x, y, rows)
 
 
-def _numbers(values: Any) -> np.ndarray:
+def _numbers(values: Any, name: str) -> np.ndarray:
     try:
-        array = np.asarray(values)
+        array = checks.exact_array(values)
+    except ConfigurationError as error:
+        raise files.Wrong(f"{name}: {error}") from error
     except ValueError as error:
         raise files.Wrong(
             "all examples of a client must have the same shape: pad them, and write the file again"
         ) from error
-    return array.astype(np.float32) if array.dtype.kind == "f" else array
+    fix = "scale the numbers, and write the file again"
+    return checks.converted(name, array, np.float32, fix) if array.dtype.kind == "f" and array.ndim else array
 
 
 def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
     """Reads the clients of one of FedJAX's SQLite files, in its order. Errors as in `from_fedjax`."""
-    import sqlite3
-
-    _require("msgpack", path)
-    with files.opened(path) as file:
-        # immutable: SQLite reads no other file and waits for no lock.
-        uri = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=ro&immutable=1"
-        try:
-            with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, os.fstat(file.fileno()).st_size)
-                _check_database(connection)
-                query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
-                for client, data, rows in connection.execute(query):
-                    yield from _rows(_text(client), *_pick(_unpack(client, data), x, y), rows)
-        except sqlite3.Error as error:
-            raise files.Wrong(f"it is damaged or not one of FedJAX's files ({error}): download it again") from error
-
-
-def _check_database(connection: Any) -> None:
-    """Raises `Wrong` for a damaged database, and for a view instead of a table, because its query may never end."""
-    query = "SELECT sql FROM sqlite_master WHERE name = 'federated_data' COLLATE NOCASE"
-    statements = "; ".join(str(sql) for (sql,) in connection.execute(query))
-    if not statements.startswith("CREATE TABLE "):
-        got = files.one_line(statements or "no such table")
-        raise files.Wrong(f"it must have a table federated_data, got {got}: download it again")
-    if (result := connection.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-        raise files.Wrong(f"it is damaged ({files.one_line(result)}): download it again")
+    client_rows.require("msgpack", path)
+    other = "read TensorFlow Federated's files with from_tff"
+    with files.opened(path), databases.opened(path, ["federated_data"], other) as connection:
+        query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
+        for client, data, rows in connection.execute(query):
+            columns = client_rows.pick(_unpack(client, data), x, y)
+            yield from client_rows.checked(_text(client), *columns, rows)
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
@@ -267,72 +292,8 @@ def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
     return columns
 
 
-def read_tff(path: Path, x: str, y: str) -> Iterator[Rows]:
-    """Reads the clients of one of TensorFlow Federated's HDF5 files, sorted by name. Errors as in `from_tff`."""
-    _require("h5py", path)
-    import h5py
-
-    def values(column: Any) -> np.ndarray:
-        """Returns the values of a column, after a check of its size.
-
-        HDF5 returns a fill value for values that are not stored. So a small file can declare a huge array.
-        """
-        packed = column.id.get_create_plist().get_nfilters() > 0
-        files.must_fit(column.name, column.nbytes, None if packed else min(column.id.get_storage_size(), size))
-        return column[()]
-
-    with files.opened(path) as content, h5py.File(path, "r") as file:
-        size, clients = os.fstat(content.fileno()).st_size, file.get("examples")
-        if not isinstance(clients, h5py.Group):
-            got = files.one_line(", ".join(file) or "nothing")
-            raise files.Wrong(f"it must have a group examples, got {got}: check that it is one of TFF's files")
-        for client, columns in clients.items():
-            if not isinstance(columns, h5py.Group):
-                raise files.Wrong(
-                    f"client {client!r} must be a group of columns, got an array: check that it is one of TFF's files"
-                )
-            inputs, labels = map(values, _pick(columns, x, y))
-            yield from _rows(client, inputs, labels, len(labels))
-
-
-def _pick(columns: Any, x: str, y: str) -> tuple[Any, Any]:
-    for key in (x, y):
-        if key not in columns:
-            raise files.Wrong(
-                f"it has no column {key!r}, only {files.one_line(', '.join(columns))}: pass the names of the columns "
-                "as x= (inputs) and y= (labels)"
-            )
-    return columns[x], columns[y]
-
-
-def _rows(client: str, x: Any, y: Any, rows: int) -> Iterator[Rows]:
-    """Yields one `Rows`, or nothing for a client without examples.
-
-    Raises `Wrong` unless x and y are numeric and have ``rows`` rows.
-    """
-    for kind, array in (("inputs", x), ("labels", y)):
-        if not isinstance(array, np.ndarray) or array.size and array.dtype.kind not in "biuf":
-            raise files.Wrong(
-                f"the {kind} of client {client!r} must be numbers: encode text as integers, and write the file again"
-            )
-        if array.shape[:1] != (rows,):
-            raise files.Wrong(
-                f"the {kind} of client {client!r} must have {rows} rows, got {list(array.shape)}: copy or write the "
-                "file again"
-            )
-    if rows:
-        yield Rows(client, x, y)
-
-
 def _text(client: str | bytes) -> str:
     client = client.decode() if isinstance(client, bytes) else client
     if not isinstance(client, str):
         raise files.Wrong(f"client_id must be text, got {client!r}: download it again")
     return client
-
-
-def _require(package: str, path: Path) -> None:
-    try:
-        __import__(package)
-    except ImportError as error:
-        raise MissingPackageError(f"reading {path} needs {package}: {INSTALL}") from error

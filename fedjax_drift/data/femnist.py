@@ -19,9 +19,11 @@ def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto"
         integers.
       "leaf": `leaf_femnist/{train,test}/*.json`.
       "fedjax": `federated_emnist_{train,test}.sqlite`.
-      "tff": `fed_emnist_{train,test}.h5`.
+      "tff": `emnist_all.sqlite`, the same file packed, `emnist_all.sqlite.lzma`, or `fed_emnist_{train,test}.h5` of
+        versions before 2021. 3,400 writers, 671,585 training and 77,483 test examples.
       "auto" (default): the first of these that exists.
-    All formats except npz are converted on the first use (one or two minutes for LEAF's) and kept in the cache.
+    All formats except npz are converted on the first use (one or two minutes for LEAF's and TFF's) and kept in the
+    cache. The packed file is unpacked there first, to a temporary file of about 5 GB.
 
     The pixels are inverted to 255 = ink, as in mnist and glyphs, so that the zero padding of convolutions has the value
     of paper. If the source has no test set (npz), a random 20 % of each writer's examples become test examples. A
@@ -34,7 +36,7 @@ def femnist(data_dir: DataDir, seed: int, natural: bool, *, source: str = "auto"
     path = files.find(names, files.folders(data_dir))
     if path is None:
         raise absent("femnist", names, data_dir, f"{GET['femnist']}. Or use glyphs, which needs no file")
-    if path.name == FEMNIST["npz"]:
+    if path.name in FEMNIST["npz"]:
         spec = {"x": Column("uint8", (28, 28, 1)), "y": Column(classes=62), "writer": Column()}
         x, y, writer = files.read_npz(path, spec).values()
         return _hold_out(255 - x, y, writer, seed)

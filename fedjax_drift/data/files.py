@@ -104,9 +104,7 @@ def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
             members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
             wanted = list(members if names is None else names)
             if missing := [name for name in wanted if name not in members]:
-                raise Wrong(
-                    f"it must have {', '.join(wanted)}, got {one_line(', '.join(members))}: add {', '.join(missing)}"
-                )
+                raise Wrong(f"it must have {', '.join(wanted)}, got {checks.listed(members)}: add {', '.join(missing)}")
             sizes = [(members[name].compress_type != zipfile.ZIP_STORED, members[name].file_size) for name in wanted]
             must_fit("its compressed arrays", sum(size for packed, size in sizes if packed), None)
             must_fit("its arrays", sum(size for packed, size in sizes if not packed), os.fstat(file.fileno()).st_size)
@@ -169,13 +167,16 @@ def must_not_wait(path: str | os.PathLike[str]) -> None:
 def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Converts all errors inside the context to a ValueError that names the file.
 
-    FileNotFoundError and ImportError (a missing package) are not converted.
+    FileNotFoundError and ImportError (a missing package) are not converted. Neither is a ConfigurationError that names
+    the file.
     """
     try:
         yield
     except (FileNotFoundError, ImportError):
         raise
-    except Wrong as error:
+    except (Wrong, ConfigurationError) as error:
+        if os.fspath(path) in str(error):
+            raise
         raise ConfigurationError(f"cannot use {path}: {error}") from error
     except Exception as error:
         if isinstance(error, OSError) and error.strerror:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import tables
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
@@ -27,7 +28,8 @@ def from_pandas(
     """Creates a federation from a `pandas.DataFrame`. Needs pandas.
 
     The inputs are float32 [F], where F is the number of columns in ``x``. Integers and truth values are converted, too;
-    pass ``dtype="int32"`` for ids and tokens. Integer labels stay integers. Other labels become float32.
+    pass ``dtype="int32"`` for ids and tokens. Integer labels stay integers. Other labels become float32. Fractions may
+    be rounded; integers must be exact.
 
     Args:
       frame: one row per example.
@@ -42,8 +44,8 @@ def from_pandas(
       name: the name of the data set in plots and logs.
 
     Raises:
-      ValueError: a column is missing, or has text, categories or missing values. The message names the column. Or an
-        argument has a wrong value.
+      ValueError: a column is missing, or has text, categories, missing values or numbers that the dtype can't hold. The
+        message names the column. Or an argument has a wrong value.
       ImportError: pandas is not installed.
     """
     tables.require("pandas", "pandas", "from_pandas")
@@ -64,10 +66,10 @@ def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype
         got = "no rows" if isinstance(frame, pd.DataFrame) else f"a {type(frame).__name__}"
         raise ConfigurationError(f"the frame must be a pandas.DataFrame with at least 1 row, got {got}")
     names, dtype = tables.column_names(x, y, client, list(frame.columns)), tables.checked_dtype(dtype)
-    columns = [_numbers(frame, name) for name in names]
+    columns, titles = [_numbers(frame, name) for name in names], [f"column {name!r}" for name in names]
     return tables.Table(
-        lambda rows: tables.inputs([column if rows is None else column[rows] for column in columns], names, dtype),
-        tables.labels(_numbers(frame, y)),
+        lambda rows: tables.inputs(columns if rows is None else (c[rows] for c in columns), titles, dtype, rows),
+        tables.labels(_numbers(frame, y), f"column {y!r}"),
         None if client is None else _clients(frame, client),
     )
 
@@ -81,16 +83,53 @@ def _numbers(frame: Any, name: str) -> np.ndarray:
             f"column {name!r} must be numeric, got categories: use their numbers, frame[{name!r}].cat.codes, or one "
             "column per category, pandas.get_dummies(frame)"
         )
-    if not pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_complex_dtype(column.dtype):
-        raise ConfigurationError(
-            f"column {name!r} must be numeric, got {column.dtype}: number its values with "
-            f"pandas.factorize(frame[{name!r}])[0]"
-        )
     if pd.api.types.is_bool_dtype(column.dtype):
         return column.to_numpy(bool)
+    if not pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_complex_dtype(column.dtype):
+        raise ConfigurationError(f"column {name!r} must be numeric, got {_advice(column, f'frame[{name!r}]')}")
     if pd.api.types.is_integer_dtype(column.dtype):
+        return _integers(column)
+    return column.to_numpy(np.float32 if column.dtype.itemsize <= 4 else np.float64)
+
+
+def _integers(column: Any) -> np.ndarray:
+    """Returns a column of integers as int64, or as uint64 if that is too small."""
+    import pandas as pd
+
+    if not pd.api.types.is_unsigned_integer_dtype(column.dtype):
         return column.to_numpy(np.int64)
-    return column.to_numpy(np.float64 if column.dtype.itemsize == 8 else np.float32)
+    numbers = column.to_numpy(np.uint64)
+    return numbers if numbers.max() >= 2**63 else numbers.astype(np.int64)
+
+
+def _advice(column: Any, name: str) -> str:
+    """Returns what a column has that is not numeric, and how to make it numeric."""
+    import pandas as pd
+
+    types = pd.api.types
+    if types.is_datetime64_any_dtype(column.dtype):
+        return f"dates: use the time since the first, ({name} - {name}.min()).dt.total_seconds()"
+    if isinstance(column.dtype, pd.PeriodDtype):
+        return f"periods: use their start, {name}.dt.start_time, and of it the time since the first"
+    if types.is_timedelta64_dtype(column.dtype):
+        return f"durations: use {name}.dt.total_seconds()"
+    if types.is_complex_dtype(column.dtype):
+        return f"complex numbers: use one column for numpy.real({name}) and one for numpy.imag({name})"
+    if isinstance(column.iloc[0], list | tuple | np.ndarray):
+        return f"arrays: pass them to fd.FederatedData.from_partition, as numpy.stack({name})"
+    is_text = pd.to_numeric(column, errors="coerce").isna()
+    if not is_text.any():
+        return f"numbers as {column.dtype}: use {name}.astype(float)"
+    if is_text.mean() < 0.5:
+        row = int(is_text.argmax())
+        return (
+            f"numbers and {checks.shown(column.iloc[row])} in row {row}: correct the text, or make it missing with "
+            f'pandas.to_numeric({name}, errors="coerce"), and {tables.FILL}, frame.dropna()'
+        )
+    return (
+        f"{column.dtype}: number its values with pandas.factorize({name})[0], before you split off a test set; for "
+        "inputs, one column per value, pandas.get_dummies(frame), has no order"
+    )
 
 
 def _clients(frame: Any, name: str) -> np.ndarray:
@@ -98,7 +137,7 @@ def _clients(frame: Any, name: str) -> np.ndarray:
 
     column = _complete(frame, name)
     if pd.api.types.is_integer_dtype(column.dtype):
-        return column.to_numpy(np.int64)
+        return _integers(column)
     if (kind := pd.api.types.infer_dtype(column)) not in ("string", "categorical"):
         raise ConfigurationError(f"column {name!r} must have integers or strings as clients, got {kind}")
     return column.to_numpy(object).astype(str)

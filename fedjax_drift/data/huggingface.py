@@ -31,7 +31,8 @@ def from_huggingface(
     - Images become uint8 [H, W, 1] (grey) or [H, W, 3] (RGB). They must have one size.
     - Lists of numbers, also nested (Array2D), become arrays. Integers keep their dtype. Other numbers become float32.
       uint8 arrays [H, W] are grey images, and get a channel axis.
-    - Columns of single numbers become features: float32 [F], where F is the number of columns in ``x``.
+    - Columns of single numbers become features: float32 [F], where F is the number of columns in ``x``. Fractions may
+      be rounded; integers must be exact.
     - Labels are integers, classes (ClassLabel), numbers, or lists of integers, such as the next tokens.
 
     The examples are copied once. They are not copied, and stay memory-mapped, if they are already in the order of the
@@ -55,8 +56,8 @@ def from_huggingface(
       name: the name of the data set in plots and logs.
 
     Raises:
-      ValueError: a column is missing, or has text, missing values, or examples of several shapes. The message names
-        the column. Or an argument has a wrong value.
+      ValueError: a column is missing, or has text, missing values, damaged images, examples of several shapes or
+        numbers that the dtype can't hold. The message names the column. Or an argument has a wrong value.
       ImportError: datasets is not installed.
     """
     tables.require("datasets", "huggingface", "from_huggingface")

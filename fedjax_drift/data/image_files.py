@@ -155,6 +155,11 @@ def decode_files(paths: Sequence[str], side: int) -> np.ndarray:
     return x
 
 
+def is_deep(image: Any) -> bool:
+    """Whether an image of Pillow has 16 or 32 bits per pixel. Pillow clips them to 255 when it changes the mode."""
+    return image.mode.startswith(("I", "F"))
+
+
 def _decode(content: bytes, side: int, name: str) -> np.ndarray:
     try:
         from PIL import Image
@@ -162,13 +167,15 @@ def _decode(content: bytes, side: int, name: str) -> np.ndarray:
         raise MissingPackageError(f"decoding {name} needs Pillow: pip install pillow") from error
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            size = image.size
-            if size == (side, side):
+            size, mode, deep = image.size, image.mode, is_deep(image)
+            if size == (side, side) and not deep:
                 image.verify()  # checks PNG's checksums, which decoding ignores; afterwards the image is unusable
                 return np.asarray(Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB"))
     except Exception as error:  # Pillow raises SyntaxError, struct.error and others for a broken image
         why = files.one_line(error)
         raise ConfigurationError(f"{name} is not a readable image ({why}): copy or write the file again") from error
+    if deep:
+        raise ConfigurationError(f"{name} must have 8 bits per channel, got mode {mode!r}: save it with 8 bits")
     raise ConfigurationError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
 
 

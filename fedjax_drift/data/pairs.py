@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,8 @@ def from_torch(
       name: the name of the data set in plots and logs.
 
     Raises:
-      ValueError: the examples are not pairs of numbers of one shape. Or an argument has a wrong value.
+      ValueError: the examples are not pairs of numbers of one shape, or a number does not fit in float32. Or an
+        argument has a wrong value.
     """
     tables.check_clients(client_of, partition, "client_of")
     channels_first = checks.flag("channels_first", channels_first)
@@ -61,7 +62,7 @@ def from_torch(
 
 
 def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_first: bool) -> tables.Table:
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+    if not _is_map_style(dataset):
         raise ConfigurationError(
             f"{argument} must be a map-style data set with len(dataset) >= 1 and dataset[k], got "
             f"{checks.shown(dataset)}: read an iterable data set into a list"
@@ -73,9 +74,20 @@ def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_fir
                 f"channels_first=True needs images [C, H, W], got inputs of shape {list(x.shape[1:])}: leave it out"
             )
         x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
-    inputs = tables.inputs([x], ["input"], None)
+    inputs = tables.inputs([x], [f"{argument}: the inputs"], None)
     client = None if client_of is None else _clients(argument, client_of, len(dataset))
-    return tables.Table(lambda rows: inputs if rows is None else inputs[rows], tables.labels(y), client)
+    return tables.Table(
+        lambda rows: inputs if rows is None else inputs[rows], tables.labels(y, f"{argument}: the labels"), client
+    )
+
+
+def _is_map_style(dataset: Any) -> bool:
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, Mapping):
+        return False
+    try:
+        return len(dataset) > 0
+    except TypeError:  # it has no length, or is an array without axes
+        return False
 
 
 def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -93,11 +105,7 @@ def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         pair = [_array(value, f"{argument}[{k}][{i}]") for i, value in enumerate(example)]
         columns = columns or [np.empty((len(dataset), *value.shape), value.dtype) for value in pair]
         for i, (column, value) in enumerate(zip(columns, pair, strict=True)):
-            if (value.shape, value.dtype) != (column.shape[1:], column.dtype):
-                raise ConfigurationError(
-                    f"{argument}[{k}][{i}] must be like that of the first example, {column.dtype}"
-                    f"{list(column.shape[1:])}, got {value.dtype}{list(value.shape)}: resize or pad the examples"
-                )
+            tables.check_alike(f"{argument}[{k}][{i}]", value, column[0], "a transform, image.convert('RGB')")
             column[k] = value
     return columns[0], columns[1]
 
@@ -105,7 +113,7 @@ def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
 def _array(value: Any, name: str) -> np.ndarray:
     """Returns a tensor, an array, a number or an image as an array."""
     if hasattr(value, "mode") and hasattr(value, "getbands"):
-        return tables.pixels(value, name, "convert them with a transform, image.convert('RGB')")
+        return tables.pixels(value, name, "a transform, image.convert('RGB')", "with a transform")
     try:
         array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     except Exception as error:  # a ragged list, or a tensor of a dtype that NumPy lacks
@@ -121,10 +129,4 @@ def _array(value: Any, name: str) -> np.ndarray:
 
 def _clients(argument: str, client_of: ClientOf, rows: int) -> np.ndarray:
     values = [client_of(k) for k in range(rows)] if callable(client_of) else client_of
-    clients = np.asarray(values)
-    if clients.shape != (rows,) or clients.dtype.kind not in "iuU":
-        raise ConfigurationError(
-            f"the clients of {argument} must be {rows} integers or strings, one per example, got {clients.dtype}"
-            f"{list(clients.shape)}"
-        )
-    return clients
+    return checks.ids(f"the clients of {argument}", values, rows)

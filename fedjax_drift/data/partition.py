@@ -364,16 +364,7 @@ def by_writer() -> Partition:
                 "the data set has no writers: use iid, dirichlet, shards or classes, or pass writer=, "
                 "one id per example"
             )
-        try:
-            writer = np.asarray(writer)
-        except Exception as error:  # ragged lists, or a foreign object
-            raise ConfigurationError(f"writer must be one id per example, got {checks.shown(writer)}") from error
-        if writer.shape != y.shape or writer.dtype.kind not in "iuUS":
-            raise ConfigurationError(
-                f"writer must be integers or strings of shape {y.shape}, "
-                f"got {writer.dtype} of shape {writer.shape}: pass one id per example"
-            )
-        return np.unique(writer, return_inverse=True)[1]
+        return np.unique(checks.ids("writer", writer, len(y)), return_inverse=True)[1]
 
     return Partition("by_writer", {}, owners)
 

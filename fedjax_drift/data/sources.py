@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,11 @@ DataDir = str | os.PathLike[str] | None
 
 EMNIST = {"letters": 26, "byclass": 62, "balanced": 47, "digits": 10}  # split -> number of classes
 FEMNIST = {
-    "npz": "femnist_writers.npz",
-    "leaf": "leaf_femnist",
-    "fedjax": "federated_emnist_train.sqlite",
-    "tff": "fed_emnist_train.h5",
-}  # source -> the file or folder that must exist
+    "npz": ("femnist_writers.npz",),
+    "leaf": ("leaf_femnist",),
+    "fedjax": ("federated_emnist_train.sqlite",),
+    "tff": ("emnist_all.sqlite", "emnist_all.sqlite.lzma", "fed_emnist_train.h5"),
+}  # source -> the files or folders; one of them must exist
 FILES = {
     "mnist": ("mnist.npz",),
     "fashion_mnist": ("fashion_mnist.npz",),
@@ -32,7 +33,7 @@ FILES = {
     "cifar100": ("cifar100.npz", "cifar-100-python"),
     "cinic10": ("CINIC-10",),
     "tiny_imagenet": ("tiny-imagenet-200",),
-    "femnist": tuple(FEMNIST.values()),
+    "femnist": tuple(itertools.chain.from_iterable(FEMNIST.values())),
     "movielens": tuple(movielens.FILENAMES.values()),
     "agnews": (text.FILENAME,),
     "bindingdb": (bindingdb.FILENAME,),
@@ -48,7 +49,8 @@ GET = {
     "tiny_imagenet": "download tiny-imagenet-200.zip from the page of Stanford's course CS231n, and unpack it there",
     "femnist": "run LEAF's data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample, and copy its folders data/train "
     "and data/test into leaf_femnist; or copy federated_emnist_{train,test}.sqlite, which fedjax.datasets.emnist "
-    "downloads, or fed_emnist_{train,test}.h5, which tff.simulation.datasets.emnist downloads; or write "
+    "downloads, or emnist_all.sqlite, which tff.simulation.datasets.emnist.load_data downloads into ~/.tff, or the "
+    "packed emnist_all.sqlite.lzma, or fed_emnist_{train,test}.h5, which TFF downloaded before 2021; or write "
     "femnist_writers.npz with numpy.savez: x uint8 [M, 28, 28], 255 = background, y and writer [M]",
     "movielens": movielens.HOW,
     "agnews": text.HOW,
@@ -93,7 +95,7 @@ def filenames(
         return (movielens.FILENAMES[size],)
     if name == "emnist":
         return tuple(file.replace("letters", split) for file in FILES[name])
-    return FILES[name] if source == "auto" else (FEMNIST[source],)
+    return FILES[name] if source == "auto" else FEMNIST[source]
 
 
 def tfds_name(name: str, *, split: str = "letters", **_: Any) -> str:
@@ -125,11 +127,13 @@ def folder(name: str, data_dir: DataDir) -> Path:
 
 def absent(name: str, wanted: tuple[str, ...], data_dir: DataDir, fix: str) -> FileNotFoundError:
     """Returns the error for a data set if none of the ``wanted`` files exists."""
-    places = " or ".join(str(directory / file) for directory in files.folders(data_dir) for file in wanted)
+    names, places = " or ".join(wanted), " or ".join(map(str, files.folders(data_dir)))
     advice = "put it there"
     if data_dir is None:
         advice = "set FEDJAX_DRIFT_DATA to the folder that has it, or pass data_dir"
-    return FileNotFoundError(f"{name} is read from {places}, which does not exist: {advice}. To get it, {fix}")
+    return FileNotFoundError(
+        f"{name} is read from {names} in {places}, which does not exist: {advice}. To get it, {fix}"
+    )
 
 
 def incomplete(name: str, path: Path, error: FileNotFoundError) -> FileNotFoundError:

@@ -6,13 +6,14 @@ A reader makes a `Table` of the training examples, one of the test examples, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.data import image_files
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.partition import Partition as Partitioner
 from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, shards
@@ -74,6 +75,8 @@ def _test_order(client: Any, ids: Any, client_tests: bool | None) -> tuple[np.nd
 
     client: the client of each test example, or None. ids: the training clients, sorted, or None for a partition.
     """
+    if client is not None and ids is not None and {client.dtype.kind, ids.dtype.kind} == {"i", "u"}:
+        client, ids = client.astype(object), ids.astype(object)  # NumPy would compare them as floats
     unknown = None if client is None or ids is None else client[~np.isin(client, ids)].tolist()
     if not (unknown == [] if client_tests is None else checks.flag("client_tests", client_tests)):
         return None, None
@@ -135,55 +138,92 @@ def gather(blocks: Iterable[np.ndarray], total: int, rows: np.ndarray | None, na
         if len(block) == total:
             return block if rows is None else block[rows]
         joined = joined if begin else np.empty((len(picked), *block.shape[1:]), block.dtype)
-        if (block.shape[1:], block.dtype) != (joined.shape[1:], joined.dtype):
-            raise ConfigurationError(
-                f"{name} must have examples of one shape and dtype, got {joined.dtype}{list(joined.shape[1:])} and "
-                f"{block.dtype}{list(block.shape[1:])}: resize images, or pad lists with length="
-            )
+        check_alike(f"{name}: row {begin}", block[0], joined[0], "dataset.cast_column")
         first, last = np.searchsorted(wanted, (begin, begin + len(block)))
         joined[order[first:last]] = block[wanted[first:last] - begin]
         begin += len(block)
     return joined
 
 
-def inputs(columns: Sequence[np.ndarray], names: Sequence[str], dtype: Any) -> np.ndarray:
+def inputs(
+    columns: Iterable[np.ndarray], names: Sequence[str], dtype: Any, rows: Sequence[int] | np.ndarray | None = None
+) -> np.ndarray:
     """Returns the inputs [n, ...] of columns of numbers [n], or of one column of arrays [n, ...].
 
     Columns of numbers become float32 features [n, F]. Arrays of integers keep their dtype, and other arrays become
     float32. ``dtype`` replaces both. Grey images, uint8 [n, H, W], get a channel axis.
+
+    names: what messages call the columns, such as "column 'age'". rows: see `checks.converted`.
     """
+    columns = list(columns)
+
+    def numbers(column: np.ndarray, name: str, default: Any) -> np.ndarray:
+        fix = "pass another dtype, or convert the numbers first"
+        if dtype is None:
+            ids = 'convert measurements to floats first, and read ids as integers, dtype="int32"'
+            fix = "scale the numbers" if column.dtype.kind == "f" else ids
+        return checks.converted(name, column, default if dtype is None else dtype, fix, rows)
+
     if len(columns) == 1 and columns[0].ndim > 1:
         (array,) = columns
         kept = array.dtype.kind in "iu" or array.dtype in (np.float16, np.float32)
-        array = array.astype((array.dtype if kept else np.float32) if dtype is None else dtype, copy=False)
+        array = numbers(array, names[0], array.dtype if kept else np.float32)
         return array[..., None] if array.dtype == np.uint8 and array.ndim == 3 else array
     for column, name in zip(columns, names, strict=True):
         if column.ndim != 1:
             raise ConfigurationError(
-                f"column {name!r} must have one number per example to be stacked with other columns, got "
+                f"{name} must have one number per example to be stacked with other columns, got "
                 f"{column.dtype}{list(column.shape[1:])}: pass it alone"
             )
         if column.dtype.kind == "f" and not np.isfinite(column).all():
-            raise ConfigurationError(f"column {name!r} must have finite numbers, got NaN or infinity: {FILL}")
+            raise ConfigurationError(f"{name} must have finite numbers, got NaN or infinity: {FILL}")
     if len(columns) == 1:
-        return columns[0].astype(dtype or np.float32, copy=False)[:, None]
-    return np.stack([column.astype(dtype or np.float32, copy=False) for column in columns], axis=-1)
+        return numbers(columns[0], names[0], np.float32)[:, None]
+    return np.stack([numbers(*column, np.float32) for column in zip(columns, names, strict=True)], axis=-1)
 
 
-def labels(array: np.ndarray) -> np.ndarray:
+def labels(array: np.ndarray, name: str, rows: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
     """Returns labels: integers as they are, True and False as int32, and other numbers as float32."""
     if array.dtype.kind == "b":
         return array.astype(np.int32)
-    return array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
+    fix = "scale the labels, or number classes from 0"
+    return checks.converted(name, array, np.float32, fix, rows) if array.dtype.kind == "f" else array
 
 
-def pixels(image: Any, name: str, fix: str) -> np.ndarray:
-    """Returns a grey or RGB image of Pillow as uint8 [H, W, 1] or [H, W, 3]."""
+def pixels(image: Any, what: str, convert: str, scale: str) -> np.ndarray:
+    """Returns a grey or RGB image of Pillow as uint8 [H, W, 1] or [H, W, 3].
+
+    what, convert, scale: for messages: the image, how to change its mode, and how to apply a function to it.
+    """
+    if image_files.is_deep(image):
+        numbers = "255 * numpy.asarray(image)" if image.mode == "F" else "numpy.asarray(image) // 257"
+        raise ConfigurationError(
+            f"{what} must have 8 bits per channel, got mode {image.mode!r}: scale the pixels to 0..255 {scale}, such "
+            f"as PIL.Image.fromarray(numpy.uint8({numbers}))"
+        )
     if image.mode not in ("L", "RGB"):
         raise ConfigurationError(
-            f"{name} must have grey or RGB images (mode 'L' or 'RGB'), got mode {image.mode!r}: {fix}"
+            f"{what} must be grey or RGB (mode 'L' or 'RGB'), got mode {image.mode!r}: convert it with {convert}"
         )
-    return np.asarray(image).reshape(image.height, image.width, -1)
+    try:
+        return np.asarray(image).reshape(image.height, image.width, -1)
+    except Exception as error:  # Pillow may read the pixels of a file only now
+        raise ConfigurationError(f"{what} can't be read ({checks.first_line(error)}): leave it out") from error
+
+
+def check_alike(what: str, example: np.ndarray, first: np.ndarray, convert: str) -> None:
+    """Raises ValueError unless an example has the shape and dtype of the first one. convert: see `pixels`."""
+    if (example.shape, example.dtype) == (first.shape, first.dtype):
+        return
+    fix = "resize images, or pad lists to one length"
+    if example.dtype != first.dtype:
+        fix = "convert them to one dtype"
+    elif example.ndim == 3 and example.shape[:2] == first.shape[:2]:
+        fix = f"grey images and images in colour must be converted to one mode, with {convert}"
+    raise ConfigurationError(
+        f"{what} must be like the first example, {first.dtype}{list(first.shape)}, got {example.dtype}"
+        f"{list(example.shape)}: {fix}"
+    )
 
 
 def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]:
@@ -192,12 +232,13 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
     if not listed:
         raise ConfigurationError(f"x must be the name of a column, or a list of names, got {checks.shown(x)}")
     for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
-        if not isinstance(column, str) and (name, column) != ("client", None):
-            fix = "rename the columns, frame.columns = frame.columns.map(str)" if column in known else "pass text"
+        if not isinstance(column, str) and not (name == "client" and column is None):
+            is_label = isinstance(column, Hashable) and column in set(known)  # a column without text as its name
+            fix = "rename the columns, frame.columns = frame.columns.map(str)" if is_label else "pass text"
             raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: {fix}")
         if column is not None and column not in known:
             raise ConfigurationError(
-                f"{name} must be one of the columns {', '.join(map(str, known))}, got {column!r}"
+                f"{name} must be one of the columns {checks.listed(known)}, got {column!r}"
                 f"{checks.nearest(column, known)}"
             )
     if len(listed) > 1 and y in listed:

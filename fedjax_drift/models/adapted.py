@@ -123,7 +123,7 @@ def lora(
     trained = [] if whole is None else _selected("whole", whole, shapes)
     if not adapted:
         raise ConfigurationError(
-            f"where must select a matrix of the parameters ({', '.join(named_shapes)}), got {checks.shown(where)}"
+            f"where must select a matrix of the parameters ({checks.listed(named_shapes)}), got {checks.shown(where)}"
         )
     if both := [path for path in adapted if path in trained]:
         raise ConfigurationError(f"where and whole must select different parameters, but both select {both[0]}")

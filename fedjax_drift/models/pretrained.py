@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,7 +159,7 @@ def load_params(
         )
         raise ConfigurationError(
             f"{path} must have the model's parameters, got {held} for {wrong[0]}, which is {wanted_shape} in the model "
-            f"({len(wrong)} arrays don't fit: {textwrap.shorten(', '.join(wrong), 900)}): use the model whose "
+            f"({len(wrong)} arrays don't fit: {checks.listed(wrong)}): use the model whose "
             "parameters were saved, or select parameters with fresh= to initialise them randomly"
         )
     return jax.tree_util.tree_map_with_path(
@@ -266,8 +265,8 @@ def _find(names: Iterable[str], pattern: str, file: Path) -> str:
     matches = [name for name in names if compiled.fullmatch(name)]
     if len(matches) > 1:
         raise ConfigurationError(
-            f"names must find one array each in {file}, got {', '.join(matches)} for {pattern!r}: write more of the "
-            "name"
+            f"names must find one array each in {file}, got {checks.listed(matches)} for {pattern!r}: write more of "
+            "the name"
         )
     return matches[0] if matches else ""
 

@@ -63,6 +63,8 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         fix = "create the model with the input_shape of the data, or reshape the examples"
         if type(error).__name__ == "TraceContextError":
             fix = "the model changes its own state, as nnx.Dropout does: use fd.Model.from_nnx, which handles this"
+        elif data.x.dtype.kind != "i" and _accepts(model, params, (B, *data.x.shape[1:]), jnp.int32):
+            fix = "it needs integers: pass ids and tokens as x.astype(np.int32)"
         raise ConfigurationError(
             f"the model does not accept the examples of the data, {data.x.dtype}{list(data.x.shape[1:])} each "
             f"({first_line(error)}): {fix}"
@@ -115,6 +117,15 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             losses.check_apart(score, logits, data.y_test, f"the score {name!r}")
     one_label = default_loss and data.y.ndim == 1 and logits.ndim == 2
     return Shapes(params, logits.shape[-1] if one_label else None, *scored)
+
+
+def _accepts(model: Model, params: Params, shape: tuple[int, ...], dtype: Any) -> bool:
+    """Whether the model accepts inputs of this shape and dtype."""
+    try:
+        jax.eval_shape(model.apply, params, jax.ShapeDtypeStruct(shape, dtype))
+    except Exception:
+        return False
+    return True
 
 
 def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -190,7 +190,7 @@ def assemble(
         )
     model_with_arrays, model = model, hyper.without_arrays(model)
     capacity = _bernoulli_capacity(N, clients_selected) if sampling == "bernoulli" else clients_selected
-    decoded = partial(decode, mean=data.mean, std=data.std)
+    decoded = partial(decode, are_images=data.has_images, mean=data.mean, std=data.std)
     shapes = check_model(model, data, decoded)
     redeal = _redeal(data)
     max_size = int(data.sizes.max())

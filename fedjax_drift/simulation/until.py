@@ -97,7 +97,8 @@ def gain(record: Record, metric: str) -> float:
     """The value of a metric, with the sign for which larger is better. -inf for NaN."""
     if metric not in record:
         raise ConfigurationError(
-            f"until must use a metric of the evaluated records, got {metric!r}: they have {', '.join(sorted(record))}"
+            f"until must use a metric of the evaluated records, got {metric!r}: they have "
+            f"{checks.listed(sorted(record))}"
         )
     if not isinstance(record[metric], int | float):
         raise ConfigurationError(f"until must use a metric with one number per round, got {metric!r}")

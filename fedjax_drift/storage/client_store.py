@@ -76,7 +76,7 @@ class ClientStore:
         self._layout = tree.layout(jax.tree.unflatten(self._structure, self._initial))
         if objects := [name for name, dtype, _ in self._layout if dtype == "object"]:
             raise ConfigurationError(
-                f"client states must be numeric arrays, got Python objects at {', '.join(objects)}"
+                f"client states must be numeric arrays, got Python objects at {checks.listed(objects)}"
             )
         self._rows = [leaf.reshape(-1).view(np.uint8) for leaf in self._initial]  # [bytes] each
         self._header = client_files.header(self.num_clients, self._layout, identity)

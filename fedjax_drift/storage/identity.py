@@ -246,6 +246,8 @@ def fingerprint(data: FederatedData) -> dict[str, Any]:
     if data not in _fingerprints:
         arrays = {name: getattr(data, name) for name in ("sizes", "x", "y", "x_test", "y_test", "mean", "std")}
         plain = {"name": data.name, "redeal": data.redeal}
+        if data.x.dtype == np.uint8 and not data.has_images:  # earlier versions divided all uint8 inputs by 255
+            plain["inputs"] = "unscaled"
         known = plain | {name: None if array is None else _crc(np.asarray(array)) for name, array in arrays.items()}
         _fingerprints[data] = {f"data.{name}": value for name, value in known.items()}
     return _fingerprints[data]

@@ -1,0 +1,275 @@
+"""The files of TensorFlow Federated: SQLite databases, also packed with lzma, and the HDF5 files of before 2021.
+
+A database has the tables ``examples(split_name, client_id, serialized_example_proto)`` and ``client_metadata(client_id,
+split_name, num_examples)``. An example is a message `tf.train.Example`: a map from a name to a list of floats, integers
+or texts. It is decoded here, so TensorFlow is not needed. (google-parfait/tensorflow-federated,
+simulation/datasets/sql_client_data.py.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import lzma
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data import client_rows, databases, files
+from fedjax_drift.data.client_rows import Rows
+from fedjax_drift.errors import ConfigurationError
+
+SQLITE, XZ, LZMA = b"SQLite format 3\0", b"\xfd7zXZ\0", b"]\0\0"
+STEP = 2**20  # bytes that are unpacked at once
+UNPACKED = 2**35  # limit in bytes of an unpacked database; that of CelebA has about 2**34
+DICTIONARY = 2**28  # limit in bytes of the memory that lzma needs; the highest preset needs a quarter
+FLOATS, INTEGERS = 2, 3  # numbers of the fields of tf.train.Feature
+
+
+class Source(NamedTuple):
+    """An open file."""
+
+    splits: list[str]
+    """The names of the splits of a database. Empty for an HDF5 file, which has one split without a name."""
+    read: Callable[[str, str, str | None], Iterator[Rows]]
+    """``read(x, y, split)`` yields the clients of a split, sorted by name. x, y: the names of the columns."""
+
+    def chosen(self, split: str | None, default: str) -> str | None:
+        """Returns the checked name of a split. For None, it is the only split, or ``default`` if there are several."""
+        if not self.splits:
+            if split is not None:
+                raise ConfigurationError(f"split must be None for an HDF5 file, got {split!r}: leave it out")
+            return None
+        only = self.splits[0] if len(self.splits) == 1 else default
+        return checks.choice("split", only if split is None else split, self.splits)
+
+
+def test_split(split: str | None) -> str:
+    """Returns the name of the test split that belongs to a training split, such as all_test for all_train."""
+    return (split or "train").replace("train", "test")
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Source]:
+    """Opens a file of any of the three kinds. A packed file is unpacked to a temporary file in the cache.
+
+    Errors in the context become ValueErrors that name the file.
+    """
+    with files.opened(path) as file, contextlib.ExitStack() as stack:
+        start = file.read(len(SQLITE))
+        file.seek(0)
+        is_packed = start.startswith((XZ, LZMA)) or (path.suffix == ".lzma" and start != SQLITE)
+        if not is_packed and start != SQLITE and path.suffix != ".sqlite":
+            client_rows.require("h5py", path)
+            yield Source([], functools.partial(_read_h5, path, os.fstat(file.fileno()).st_size))
+            return
+        database = stack.enter_context(_unpacked(file)) if is_packed else path
+        tables = ("examples", "client_metadata")
+        connection = stack.enter_context(databases.opened(database, tables, "read FedJAX's files with from_fedjax"))
+        splits = connection.execute("SELECT DISTINCT split_name FROM client_metadata")
+        names = sorted(str(name) for (name,) in splits)
+        yield Source(names, functools.partial(_read_sqlite, connection, os.path.getsize(database)))
+
+
+# ---------------------------------------------------------------- SQLite
+
+
+def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, split: str | None) -> Iterator[Rows]:
+    """size: of the database, in bytes."""
+    counts = dict(
+        connection.execute("SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?", [split])
+    )
+    query = "SELECT client_id, serialized_example_proto FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
+    total = 0
+    for client, rows in itertools.groupby(connection.execute(query, [split]), key=lambda row: row[0]):
+        examples = []
+        for _, message in rows:
+            if not isinstance(client, str) or not isinstance(message, bytes):
+                raise files.Wrong("client_id must be text and serialized_example_proto bytes: download it again")
+            total += len(message)
+            files.must_fit("its examples", total, size)  # computed columns can have any size
+            examples.append(_values_of(message, x, y))
+        inputs, labels = (_stacked(client, name, [row[i] for row in examples]) for i, name in enumerate((x, y)))
+        if labels is not None and labels.shape[1:] == (1,):
+            labels = labels[:, 0]
+        yield from client_rows.checked(client, inputs, labels, counts.pop(client, 0))
+    if any(counts.values()):
+        raise files.Wrong(f"the examples of client {next(filter(counts.get, counts))!r} are missing: download it again")
+
+
+def _stacked(client: str, name: str, values: list[np.ndarray | None]) -> np.ndarray | None:
+    """Returns the values of a client's examples as one array [n, length], or None for text."""
+    arrays = [array for array in values if array is not None]
+    if len({(array.dtype, array.shape) for array in arrays}) > 1:
+        raise files.Wrong(
+            f"{name} of client {client!r} must have as many values in each example, got {arrays[0].size} and others: "
+            "pad them, and write the file again"
+        )
+    return np.stack(arrays) if len(arrays) == len(values) else None
+
+
+def _values_of(example: bytes, x: str, y: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns two features of a message `tf.train.Example`, [length] each."""
+    features = {}
+    for _, entries in _fields(example):
+        for _, entry in _fields(entries):
+            of_entry = dict(_fields(entry))
+            features[of_entry[1].decode()] = of_entry[2]
+    inputs, labels = client_rows.pick(features, x, y)
+    return _numbers(inputs), _numbers(labels)
+
+
+def _numbers(feature: bytes) -> np.ndarray | None:
+    """Returns the numbers in a message `tf.train.Feature`, float32 or int64 [length]. None for text."""
+    for kind, message in _fields(feature):
+        values = b"".join(value for _, value in _fields(message))
+        if kind == FLOATS:
+            return np.frombuffer(values, "<f4")
+        if kind == INTEGERS:
+            return _integers(values)
+    return None
+
+
+def _integers(content: bytes) -> np.ndarray:
+    """Decodes consecutive integers of protocol buffers: 7 bits per byte. The last byte of an integer is below 128."""
+    encoded = np.frombuffer(content, np.uint8)
+    ends = np.flatnonzero(encoded < 128) + 1
+    if len(ends) == len(encoded):
+        return encoded.astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]])
+    if not len(ends) or ends[-1] < len(encoded) or (ends - starts).max() > 10:
+        raise files.Wrong("an example has damaged integers: download it again")
+    places = np.arange(len(encoded)) - np.repeat(starts, ends - starts)
+    shifted = (encoded & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
+    return np.bitwise_or.reduceat(shifted, starts).view(np.int64)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields the numbers and the contents of the fields of a protocol buffer."""
+    at = 0
+    while at < len(message):
+        tag, at = _integer(message, at)
+        start, kind = at, tag & 7
+        if kind == 2:
+            length, start = _integer(message, at)
+            at = start + length
+        elif kind == 0:
+            _, at = _integer(message, at)
+        else:
+            at += {1: 8, 5: 4}.get(kind, len(message) + 1)
+        if at > len(message):
+            raise files.Wrong("an example is damaged: download it again")
+        yield tag >> 3, message[start:at]
+
+
+def _integer(message: bytes, at: int) -> tuple[int, int]:
+    """Returns the integer that is encoded at a position, and the position after it."""
+    value = 0
+    for place in range(10):
+        byte = message[at + place]
+        value |= (byte & 127) << 7 * place
+        if byte < 128:
+            return value, at + place + 1
+    raise files.Wrong("an example has a damaged integer: download it again")
+
+
+# ---------------------------------------------------------------- lzma
+
+
+@contextlib.contextmanager
+def _unpacked(file: BinaryIO) -> Iterator[Path]:
+    """Unpacks a database to a temporary file. Raises `Wrong` if it is damaged or does not fit."""
+    folder = files.cache_dir()
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.NamedTemporaryFile(prefix="unpacked_", suffix=".sqlite", dir=folder)
+            database = stack.enter_context(temporary)
+            database.writelines(_parts(file, folder))
+            database.flush()
+        except lzma.LZMAError as error:
+            raise files.Wrong(f"it is damaged or not packed with lzma ({error}): download it again") from error
+        except OSError as error:
+            raise files.Wrong(
+                f"it can't be unpacked in {folder} ({error.strerror}): make room, or set FEDJAX_DRIFT_CACHE to another "
+                "folder"
+            ) from error
+        yield Path(database.name)
+
+
+def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
+    """Yields the parts of the unpacked database. Raises `Wrong` before it takes more space than there is."""
+    unpacker, size, wanted, free = lzma.LZMADecompressor(memlimit=DICTIONARY), 0, None, 0
+    while not unpacker.eof:
+        packed = file.read(STEP) if unpacker.needs_input else b""
+        if unpacker.needs_input and not packed:
+            raise files.Wrong(f"it must be complete, got {size} unpacked bytes and no end: download it again")
+        part = unpacker.decompress(packed, STEP)
+        if not size and part:
+            wanted, free = _size_in_header(part), min(UNPACKED, shutil.disk_usage(folder).free)
+        size += len(part)
+        if (least := size if wanted is None else wanted) > free:
+            raise files.Wrong(
+                f"it must unpack to at most {free} bytes, the free space in {folder}, got at least {least}: make room, "
+                "or set FEDJAX_DRIFT_CACHE to another folder"
+            )
+        if wanted is not None and size > wanted:
+            raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got more: download it again")
+        yield part
+    if unpacker.unused_data or file.read(1):
+        raise files.Wrong(f"it must end after {size} unpacked bytes, got more: download it again")
+    if wanted is not None and size != wanted:
+        raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got {size}: download it again")
+
+
+def _size_in_header(start: bytes) -> int | None:
+    """Returns the size of a database in bytes, according to its header of 100 bytes. None if the header has none."""
+    if not start.startswith(SQLITE) or len(start) < 100:
+        raise files.Wrong("it must unpack to an SQLite database, got another file: download it again")
+    page, pages = int.from_bytes(start[16:18], "big"), int.from_bytes(start[28:32], "big")
+    is_valid = pages and start[24:28] == start[92:96]  # SQLite before 3.7 did not write the number of pages
+    return (65536 if page == 1 else page) * pages if is_valid else None
+
+
+# ---------------------------------------------------------------- HDF5
+
+
+def read_h5(path: Path, x: str, y: str) -> Iterator[Rows]:
+    """Reads the clients of one HDF5 file, sorted by name. Errors as in `opened`."""
+    with opened(path) as file:
+        yield from file.read(x, y, None)
+
+
+def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterator[Rows]:
+    """size: of the file, in bytes."""
+    import h5py
+
+    def values(column: Any) -> np.ndarray:
+        """Returns the values of a column, after a check of its size.
+
+        HDF5 returns a fill value for values that are not stored. So a small file can declare a huge array.
+        """
+        packed = column.id.get_create_plist().get_nfilters() > 0
+        files.must_fit(column.name, column.nbytes, None if packed else min(column.id.get_storage_size(), size))
+        return column[()]
+
+    with h5py.File(path, "r") as file:
+        clients = file.get("examples")
+        if not isinstance(clients, h5py.Group):
+            got = checks.listed(file) or "nothing"
+            raise files.Wrong(f"it must have a group examples, got {got}: check that it is one of TFF's files")
+        for client, columns in clients.items():
+            if not isinstance(columns, h5py.Group):
+                raise files.Wrong(
+                    f"client {client!r} must be a group of columns, got an array: check that it is one of TFF's files"
+                )
+            inputs, labels = map(values, client_rows.pick(columns, x, y))
+            yield from client_rows.checked(client, inputs, labels, len(labels))
