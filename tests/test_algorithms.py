@@ -118,7 +118,8 @@ def small(factory):
 def contract_simulation(algorithm: fd.Algorithm) -> fd.Simulation:
     """A simulation with six clients of different sizes, with dropout and stragglers.
 
-    The model has features, a head, cosine logits and layers with the usual names, because some algorithms need them.
+    The model has features, a head, cosine logits and layers with the usual names, because some algorithms need them. It
+    also has a parameter without elements, a scalar and one with five axes.
     """
     rng = np.random.default_rng(0)
     rows = [(rng.normal(size=(n, 5)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 25, 1, 16)]
@@ -128,13 +129,15 @@ def contract_simulation(algorithm: fd.Algorithm) -> fd.Simulation:
     def init(key):
         keys = jax.random.split(key)
         hidden, classifier = jax.random.normal(keys[0], (5, 6)), jax.random.normal(keys[1], (6, 3))
-        return {"norm": jnp.ones(6), "hidden": hidden, "classifier": classifier}
+        unusual = {"empty": jnp.zeros((0, 3)), "scalar": jnp.ones(()), "five axes": jnp.ones((1, 1, 3, 1, 1))}
+        return {"norm": jnp.ones(6), "hidden": hidden, "classifier": classifier, **unusual}
 
     def features(params, x):
         return jnp.tanh((x @ params["hidden"]) * params["norm"][None])
 
     def head(params, z):
-        return fd.models.cosine_logits(z, params["classifier"])
+        scale = params["scalar"] * params["five axes"].reshape(1, 3)
+        return fd.models.cosine_logits(z, params["classifier"]) * scale
 
     model = fd.Model(init, lambda p, x: head(p, features(p, x)), features=features, head=head, cosine=True)
     return fd.Simulation(model, data, algorithm, local=local, cohort_size=3, lanes=2, dropout=0.4, stragglers=0.4)
@@ -185,7 +188,7 @@ def check_rounds(simulation: fd.Simulation) -> None:
 def check_zero_gradient(simulation: fd.Simulation) -> None:
     """If the gradients of all clients are zero, the model does not change."""
     flat = lambda w, x: jnp.ones((len(x), 3))  # noqa: E731
-    ones = {name: jnp.ones(3) for name in ("norm", "hidden", "classifier")}
+    ones = {name: jnp.ones(3) for name in ("norm", "hidden", "classifier")} | {"empty": jnp.ones((0, 3))}
     model = fd.Model(lambda key: ones, flat, features=flat, cosine=True)
     one_device = fd.clients_mesh(jax.devices()[:1])
     parts = (model, simulation.data, simulation.algorithm)

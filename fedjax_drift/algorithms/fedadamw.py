@@ -72,7 +72,9 @@ def fedadamw(
     checks.choice("blocks", blocks, ("leaf", "none"))
 
     def block_means(v: Params) -> Params:
-        return jax.tree.map(jnp.mean, v) if blocks == "leaf" else v
+        if blocks == "none":
+            return v
+        return jax.tree.map(lambda v: v.mean() if v.size else jnp.zeros((), v.dtype), v)
 
     def init_server(params: Params) -> Server:
         zeros = tree.zeros_like(params)
