@@ -341,8 +341,9 @@ def scaffold(
     scale_by_size: bool = False,
     variate_lr: str = "current",
     variate_steps: str = "own",
+    weighting: str = "uniform",
 ) -> Iterator[Vector]:
-    """Karimireddy et al. 2020, algorithm 1. The last three arguments are options of the FedDC authors' code."""
+    """Karimireddy et al. 2020, algorithm 1. Three of the arguments are options of the FedDC authors' code."""
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
     for t, S in enumerate(fed.cohorts):
@@ -357,12 +358,14 @@ def scaffold(
             D.append(D_i)
             dc.append(q * (new - c_i[i]))
             c_i[i] = new
-        w = w + server_lr * fed.mean(S, D)
+        w = w + server_lr * fed.mean(S, D, weighting)
         c = c + np.sum(dc, axis=0) / fed.num_clients
         yield w
 
 
-def feddyn(fed: Federation, w: Vector, alpha: float, scale_by_size: bool = False) -> Iterator[Vector]:
+def feddyn(
+    fed: Federation, w: Vector, alpha: float, scale_by_size: bool = False, weighting: str = "uniform"
+) -> Iterator[Vector]:
     """Acar et al. 2021, with the variables of the authors' code: h_i is the sum of client i's updates."""
     h = np.zeros((fed.num_clients, len(w)))
     for t, S in enumerate(fed.cohorts):
@@ -371,7 +374,7 @@ def feddyn(fed: Federation, w: Vector, alpha: float, scale_by_size: bool = False
             theta_i = fed.train(t, i, w, corrected(0.0, alpha / fed.q(i, scale_by_size), w - h[i]))
             h[i] += theta_i - w
             thetas.append(theta_i)
-        w = fed.mean(S, thetas) + h.mean(axis=0)
+        w = fed.mean(S, thetas, weighting) + h.mean(axis=0)
         yield w
 
 
@@ -656,9 +659,19 @@ def tanh_layers(theta: Vector, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return z, z @ w2.reshape(HIDDEN, C) + b2
 
 
-def moon(fed: Federation, w: Vector, mu: float = 1.0, temperature: float = 0.5) -> Iterator[Vector]:
-    """Li et al. 2021, algorithm 1. If a client has no previous model, its loss has no contrastive term."""
-    previous: dict[int, Vector] = {}
+def moon(
+    fed: Federation,
+    w: Vector,
+    mu: float = 1.0,
+    temperature: float = 0.5,
+    first: str = "none",
+    weighting: str = "examples",
+) -> Iterator[Vector]:
+    """Li et al. 2021, algorithm 1. If a client has no previous model, its loss has no contrastive term.
+
+    With first="initial", the initial model is the first previous model of every client.
+    """
+    previous: dict[int, Vector] = dict.fromkeys(range(fed.num_clients), w) if first == "initial" else {}
 
     def local_gradient(w: Vector, w_previous: Vector | None) -> Gradient:
         def gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
@@ -680,7 +693,7 @@ def moon(fed: Federation, w: Vector, mu: float = 1.0, temperature: float = 0.5) 
         for i in S:
             previous[i] = fed.train(t, i, w, local_gradient(w, previous.get(i)))
             thetas.append(previous[i])
-        w = fed.mean(S, thetas, "examples")
+        w = fed.mean(S, thetas, weighting)
         yield w
 
 

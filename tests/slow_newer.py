@@ -170,7 +170,9 @@ def fedacg(fed: Federation, w: Vector, beta: float = 0.002, lam: float = 0.85) -
         yield w
 
 
-def fedntd(fed: Federation, w: Vector, beta: float = 1.0, temperature: float = 1.0) -> Iterator[Vector]:
+def fedntd(
+    fed: Federation, w: Vector, beta: float = 1.0, temperature: float = 1.0, weighting: str = "examples"
+) -> Iterator[Vector]:
     """Lee et al. 2022: distillation from the global model, restricted to the classes other than the example's label."""
 
     def local_gradient(w: Vector) -> Gradient:
@@ -185,12 +187,17 @@ def fedntd(fed: Federation, w: Vector, beta: float = 1.0, temperature: float = 1
         return gradient
 
     for t in range(len(fed.cohorts)):
-        w = w + fed.mean_update(t, w, "examples", local_gradient(w))
+        w = w + fed.mean_update(t, w, weighting, local_gradient(w))
         yield w
 
 
 def fedlc(
-    fed: Federation, w: Vector, tau: float = 1.0, denominator: str = "all", missing: str = "mask"
+    fed: Federation,
+    w: Vector,
+    tau: float = 1.0,
+    denominator: str = "all",
+    missing: str = "mask",
+    weighting: str = "examples",
 ) -> Iterator[Vector]:
     """Zhang et al. 2022: the logits are reduced by tau n_ic^(-1/4).
 
@@ -217,7 +224,7 @@ def fedlc(
         return gradient
 
     for t, S in enumerate(fed.cohorts):
-        w = fed.mean(S, [fed.train(t, i, w, local_gradient(i)) for i in S], "examples")
+        w = fed.mean(S, [fed.train(t, i, w, local_gradient(i)) for i in S], weighting)
         yield w
 
 
@@ -424,6 +431,7 @@ def apfl(
     adaptive: bool = False,
     alpha_every: str = "step",
     alpha_decay: float = 0.0,
+    weighting: str = "uniform",
 ) -> Iterator[Vector]:
     """Deng et al. 2020: v_i is trained on the loss of the mixture alpha_i v_i + (1 - alpha_i) theta."""
     v = np.tile(w, (fed.num_clients, 1))
@@ -442,7 +450,7 @@ def apfl(
                     alphas[i] = np.clip(a - fed.lr(t) * (by_alpha + alpha_decay * a), 0, 1)
                 theta = new_theta
             D.append(theta - w)
-        w = w + fed.mean(S, D)
+        w = w + fed.mean(S, D, weighting)
         shown = {"alpha": alphas.copy()} if adaptive else {}
         fed.info.append(shown | {"personal": alphas[:, None] * v + (1 - alphas[:, None]) * w})
         yield w
@@ -456,8 +464,12 @@ def partly_shared(
     *,
     personal: np.ndarray,
     base_epochs: int = 1,
+    new_clients: str = "initial",
 ) -> Iterator[Vector]:
-    """FedPer, FedRep, FedBABU and LG-FedAvg: the entries in the mask ``personal`` stay with the client."""
+    """FedPer, FedRep, FedBABU and LG-FedAvg: the entries in the mask ``personal`` stay with the client.
+
+    With new_clients="mean", a client that trains for the first time starts with the mean of those of the last cohort.
+    """
     E, shared = fed.local.epochs, ~personal
     phases = {  # (epochs, mask of the entries that are trained in them)
         "joint": [(range(E), personal | shared)],
@@ -465,6 +477,7 @@ def partly_shared(
         "frozen": [(range(E), shared)],
     }[schedule]
     shared_epochs = sum(len(epochs) for epochs, trained in phases if (trained & shared).any())
+    seen: set[int] = set()
     p = np.tile(w, (fed.num_clients, 1))  # p_i; only the entries in the mask are used
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
@@ -486,7 +499,13 @@ def partly_shared(
                 new = c_i[i] - c + per_step(D_i, K, fed.lr(t))
                 dc.append(new - c_i[i])
                 c_i[i] = new
-        w = w + fed.mean(S, D, "examples" if base == "fedavg" else "uniform")
+        weighting = "examples" if base == "fedavg" else "uniform"
+        w = w + fed.mean(S, D, weighting)
         c = c + np.sum(dc, axis=0) / fed.num_clients
+        if new_clients == "mean":
+            seen |= set(S)
+            w = np.where(personal, fed.mean(S, [p[i] for i in S], weighting), w)
+            for i in set(range(fed.num_clients)) - seen:
+                p[i] = w
         fed.info.append({"personal": np.where(personal, p, w)})
         yield w

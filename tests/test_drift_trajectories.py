@@ -41,9 +41,9 @@ CODE: dict[str, Any] = {"scale_by_size": True, "variate_lr": "initial", "variate
 CASES: list[Case] = [
     ("scaffold", {}, BITES),
     ("scaffold", {"server_lr": 0.7, "option": "I", "scale_by_size": True}, {}),
-    ("scaffold", CODE, MOMENTUM),
+    ("scaffold", CODE | {"weighting": "examples"}, MOMENTUM),
     ("feddyn", {"alpha": 0.3}, BITES),
-    ("feddyn", {"alpha": 0.1, "scale_by_size": True}, ADAM),
+    ("feddyn", {"alpha": 0.1, "scale_by_size": True, "weighting": "examples"}, ADAM),
     ("feddc", {"alpha": 0.3}, BITES),
     ("feddc", {"alpha": 0.1, **CODE}, MOMENTUM),
     ("feddc", {"alpha": 0.1, "variate": "last_update", "scale_by_size": True, "variate_lr": "initial"}, {}),
@@ -68,7 +68,7 @@ CASES: list[Case] = [
     ("lfd", {}, BITES | {"lr": 0.05}),
     ("lfd", {"temperature": 0.3, "margin": 0.1, "label_temperature": 0.5, "first": "uniform"}, MOMENTUM),
     ("moon", {}, BITES),
-    ("moon", {"mu": 5.0, "temperature": 0.2}, MOMENTUM),
+    ("moon", {"mu": 5.0, "temperature": 0.2, "first": "initial", "weighting": "uniform"}, MOMENTUM),
     # The first case of FedReg also runs in float32, so it has few pseudo steps. With many steps the pseudo labels are
     # confident, and the differences of float32 softmaxes are mostly rounding errors.
     ("fedreg", {"gamma": 0.6, "eta_s": 0.1, "eta_p": 0.01, "pseudo_steps": 3}, MOMENTUM),
@@ -86,9 +86,9 @@ CASES: list[Case] = [
     ("mofedsam", {"steps": "own"}, {}),
     ("fedacg", {"beta": 0.3}, BITES | MOMENTUM),
     ("fedntd", {}, BITES),
-    ("fedntd", {"beta": 0.7, "temperature": 2.0}, MOMENTUM),
+    ("fedntd", {"beta": 0.7, "temperature": 2.0, "weighting": "uniform"}, MOMENTUM),
     ("fedlc", {}, BITES),
-    ("fedlc", {"tau": 0.5, "denominator": "others", "missing": "floor"}, {"lr": 0.02}),
+    ("fedlc", {"tau": 0.5, "denominator": "others", "missing": "floor", "weighting": "uniform"}, {"lr": 0.02}),
     ("fedexp", {}, EVERYONE | {"epochs": 5, "lr": 0.5}),
     ("fedexp", {"eps": 1e-6, "weighting": "examples"}, {"epochs": 5, "lr": 0.5}),
     ("fedspeed", {}, BITES),
@@ -194,13 +194,15 @@ PERSONAL: list[Case] = [
     ("pfedme", {"lam": 3.0}, BITES),
     ("pfedme", {"lam": 2.0, "inner_steps": 2, "beta": 1.5, "inner_start": "local", "weighting": "examples"}, {}),
     ("apfl", {"alpha": 0.3}, BITES),
-    ("apfl", {"adaptive": True, "alpha_decay": 0.02}, {}),
+    ("apfl", {"adaptive": True, "alpha_decay": 0.02, "weighting": "examples"}, {}),
     ("apfl", {"adaptive": True, "alpha_every": "round"}, {}),
     ("partly_shared", {}, BITES | MOMENTUM),
     ("partly_shared", {"base": "scaffold"}, BITES),
     ("partly_shared", {"schedule": "alternate"}, BITES | MOMENTUM | {"epochs": 3}),
     ("partly_shared", {"base": "scaffold", "schedule": "alternate", "base_epochs": 2}, {"epochs": 3}),
     ("partly_shared", {"schedule": "frozen"}, BITES | MOMENTUM),
+    ("partly_shared", {"new_clients": "mean"}, BITES),
+    ("partly_shared", {"base": "scaffold", "new_clients": "mean", "schedule": "alternate"}, {"epochs": 2}),
 ]
 
 

@@ -36,11 +36,16 @@ class Client(NamedTuple):
     alpha: jax.Array  # [], alpha_i, its share
 
 
-def apfl(alpha: float = 0.5, adaptive: bool = False, alpha_every: str = "step", alpha_decay: float = 0.0) -> Algorithm:
+def apfl(
+    alpha: float = 0.5,
+    adaptive: bool = False,
+    alpha_every: str = "step",
+    alpha_decay: float = 0.0,
+    weighting: str = "uniform",
+) -> Algorithm:
     """A personal model that mixes a local model with the global model.
 
-    The state of a client has the size of one model and a scalar. A step computes two gradients. All clients have weight
-    1 in the mean.
+    The state of a client has the size of one model and a scalar. A step computes two gradients.
 
     Args:
       alpha: share of the local model, in [0, 1]. 0: the personal model is the global model. 1: each client trains
@@ -48,6 +53,7 @@ def apfl(alpha: float = 0.5, adaptive: bool = False, alpha_every: str = "step", 
       adaptive: whether alpha_i is learned, starting from alpha.
       alpha_every: when alpha_i changes: "step" (default) or "round" (at the first batch).
       alpha_decay: >= 0, alpha_decay * alpha_i is added to the derivative in (4).
+      weighting: the weight of a client in the mean: "uniform" (1, default) or "examples" (n_i).
 
     Raises:
       ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
@@ -81,12 +87,12 @@ def apfl(alpha: float = 0.5, adaptive: bool = False, alpha_every: str = "step", 
 
         theta, (client, _), metrics = train_with(work, w, gradient, (client, jnp.int32(0)))
         metrics = {**metrics, "alpha": client.alpha} if adaptive else metrics
-        return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, metrics)
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, metrics)
 
     def personal(server: Any, client: Client) -> Params:
         return mixed(client.alpha, client.v, server.params)
 
-    return fedavg(weighting="uniform")._replace(  # (5)
+    return fedavg(weighting=weighting)._replace(  # (5)
         init_client=init_client,
         client_update=client_update,
         personal=personal,

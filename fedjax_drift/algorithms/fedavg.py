@@ -54,3 +54,17 @@ def weight(work: Work, weighting: str) -> jax.Array:
     """The weight of a client in the mean: n_i for "examples", 1 for "uniform"."""
     size = work.size.astype(work.lr.dtype)
     return size if weighting == "examples" else jnp.ones_like(size)
+
+
+def equally(value: PyTree, work: Work, weighting: str) -> tuple[PyTree, ...]:
+    """A part of a message that counts equally for all clients, although the message has another weight."""
+    if weighting == "uniform":
+        return (value,)
+    share = jnp.where(work.q > 0, 1 / work.q, 0)
+    return jax.tree.map(lambda v: (share * v).astype(v.dtype), value), share
+
+
+def mean_of_equals(part: tuple[PyTree, ...]) -> PyTree:
+    """The mean of the values that were given to `equally`, from the weighted mean of what it returned."""
+    value, *share = part
+    return jax.tree.map(lambda v: v / share[0], value) if share else value

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 
 from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import weight
+from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
 from fedjax_drift.local import train
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
 
@@ -40,11 +40,11 @@ class Client(NamedTuple):
     h: Params  # h_i, the sum of all updates of the client
 
 
-def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
+def feddyn(alpha: float, scale_by_size: bool = False, weighting: str = "uniform") -> Algorithm:
     """Dynamic regularisation, which makes the clients' stationary points consistent with that of the global loss.
 
-    The state of a client has the size of one model. All clients have weight 1 in the mean. The equations are the same
-    with local momentum or another optimizer, because h_i is a sum of updates, not of gradients.
+    The state of a client has the size of one model. The equations are the same with local momentum or another
+    optimizer, because h_i is a sum of updates, not of gradients.
 
     `evaluate` reports the metrics of w. It also reports the metrics of the mean of the cohort's models, with the prefix
     ``client_mean_``. (The authors plot the mean of all clients' last models instead.)
@@ -54,12 +54,15 @@ def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
         is the gradient of F_i at theta_i divided by -alpha. With a small alpha this value is large, so many local steps
         are needed to reach it. A large alpha slows down the local training.
       scale_by_size: if True, client i uses alpha / q_i.
+      weighting: the weight of a client in the mean of (4): "uniform" (1, default) or "examples" (n_i, which doubles the
+        upload). In (3), every client counts the same. (`fd.aggregation.private` needs "uniform".)
 
     Raises:
-      ValueError: alpha is not positive.
+      ValueError: alpha is not positive, or the weighting is unknown.
     """
     alpha = checks.positive("alpha", alpha)
     scale_by_size = checks.flag("scale_by_size", scale_by_size)
+    checks.choice("weighting", weighting, WEIGHTINGS)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), params)
@@ -77,16 +80,24 @@ def feddyn(alpha: float, scale_by_size: bool = False) -> Algorithm:
 
         theta, metrics = train(work, start=w, correct=dynamic)
         D = tree.subtract(theta, w)
-        return ClientResult(D, weight(work, "uniform"), Client(jax.tree.map(lambda h, D: h + D, h, D)), metrics)  # (2)
+        h = jax.tree.map(lambda h, D: h + D, h, D)  # (2)
+        message = D if weighting == "uniform" else (D, equally(D, work, weighting))
+        return ClientResult(message, weight(work, weighting), Client(h), metrics)
 
-    def server_update(server: Server, D: PyTree, context: Round) -> Server:
-        return Server(*aggregate(server.params, server.h, D, context))
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
+        D, of_h = (mean, mean) if weighting == "uniform" else (mean[0], mean_of_equals(mean[1]))
+        return Server(*aggregate(server.params, server.h, D, context, of_h))
 
     return Algorithm(init_server, init_client, client_update, server_update, name="feddyn")
 
 
-def aggregate(w: Params, h: Params, D: Params, context: Round) -> tuple[Params, Params, Params]:
-    """Equations (3) and (4) for the mean update D. Returns the new w, the new h and the mean of the local models."""
-    h = jax.tree.map(lambda h, D: h + context.participation * D, h, D)  # (3)
+def aggregate(
+    w: Params, h: Params, D: Params, context: Round, of_h: Params | None = None
+) -> tuple[Params, Params, Params]:
+    """Equations (3) and (4) for the mean update D. Returns the new w, the new h and the mean of the local models.
+
+    of_h: the mean update of (3), if it is another one than D.
+    """
+    h = jax.tree.map(lambda h, D: h + context.participation * D, h, D if of_h is None else of_h)  # (3)
     client_mean = jax.tree.map(lambda w, D: w + D, w, D)
     return jax.tree.map(lambda mean, h: mean + h, client_mean, h), h, client_mean  # (4)

@@ -28,7 +28,7 @@ from fedjax_drift.local import train
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, batch_mean, cross_entropy
 
 
-def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask") -> Algorithm:
+def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask", weighting: str = "examples") -> Algorithm:
     """FedAvg with logits that are calibrated by the client's label counts.
 
     Args:
@@ -37,6 +37,7 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask") -> 
         printed in the paper). With "others" and "mask", every client needs at least two classes.
       missing: classes that a client does not have: "mask" (left out of the softmax, default) or "floor" (a count of
         1e-8, so a margin of 100 tau). With "mask", a client with one class does not move the model.
+      weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
       ValueError: tau is negative, an option is unknown, or the model does not use the default loss.
@@ -65,6 +66,6 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask") -> 
             return batch_mean(value, batch.mask)
 
         theta, metrics = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, metrics)
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, metrics)
 
-    return fedavg()._replace(client_update=client_update, requires=("classifier",), name="fedlc")
+    return fedavg(weighting=weighting)._replace(client_update=client_update, requires=("classifier",), name="fedlc")

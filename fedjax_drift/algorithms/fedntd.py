@@ -24,7 +24,7 @@ from fedjax_drift.local import train
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, batch_mean, cross_entropy
 
 
-def fedntd(beta: float = 1.0, temperature: float = 1.0) -> Algorithm:
+def fedntd(beta: float = 1.0, temperature: float = 1.0, weighting: str = "examples") -> Algorithm:
     """FedAvg with distillation from the global model, for the classes that are not the label of an example.
 
     Local training then keeps what the global model knows of classes that a client does not have. Clients keep no state.
@@ -33,6 +33,7 @@ def fedntd(beta: float = 1.0, temperature: float = 1.0) -> Algorithm:
     Args:
       beta: weight of the distillation, >= 0. 0 gives FedAvg.
       temperature: T > 0.
+      weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
       ValueError: a value is out of range, or the model does not use the default loss.
@@ -55,6 +56,6 @@ def fedntd(beta: float = 1.0, temperature: float = 1.0) -> Algorithm:
             return batch_mean(cross_entropy(logits, batch.y) + beta * temperature**2 * kl, batch.mask)  # (1)
 
         theta, metrics = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, metrics)
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, metrics)
 
-    return fedavg()._replace(client_update=client_update, requires=("classifier",), name="fedntd")
+    return fedavg(weighting=weighting)._replace(client_update=client_update, requires=("classifier",), name="fedntd")

@@ -26,30 +26,34 @@ from fedjax_drift.algorithms.partly_shared import partly_shared
 from fedjax_drift.types import Algorithm
 
 
-def fedper(personal: Any = "classifier", weighting: str = "examples") -> Algorithm:
+def fedper(personal: Any = "classifier", weighting: str = "examples", new_clients: str = "initial") -> Algorithm:
     """FedAvg with personal classifiers. A client keeps its classifier.
 
     Args:
       personal: the personal leaves, as in `partly_shared`. Default: the classifier of the models in `fd.models`.
       weighting: the weight of a client in the mean: "examples" (n_i) or "uniform" (1).
+      new_clients: as in `partly_shared`.
 
     Raises:
-      ValueError: no leaf is personal, or the weighting is unknown.
+      ValueError: no leaf is personal, or an option is unknown.
     """
-    return partly_shared(fedavg(weighting=weighting), personal)._replace(name="fedper")
+    return partly_shared(fedavg(weighting=weighting), personal, new_clients=new_clients)._replace(name="fedper")
 
 
-def fedrep(personal: Any = "classifier", base_epochs: int = 1, weighting: str = "uniform") -> Algorithm:
+def fedrep(
+    personal: Any = "classifier", base_epochs: int = 1, weighting: str = "uniform", new_clients: str = "initial"
+) -> Algorithm:
     """FedAvg with personal classifiers. In each round, a client first trains its classifier, and then the other layers.
 
     Args:
-      personal, weighting: as in `fedper`.
+      personal, weighting, new_clients: as in `fedper`.
       base_epochs: epochs that train the other layers, in 1..E - 1. So E must be at least 2.
 
     Raises:
-      ValueError: no leaf is personal, base_epochs is out of range, or the weighting is unknown.
+      ValueError: no leaf is personal, base_epochs is out of range, or an option is unknown.
     """
-    return partly_shared(fedavg(weighting=weighting), personal, "alternate", base_epochs)._replace(name="fedrep")
+    base = fedavg(weighting=weighting)
+    return partly_shared(base, personal, "alternate", base_epochs, new_clients)._replace(name="fedrep")
 
 
 def fedbabu(personal: Any = "classifier", weighting: str = "uniform") -> Algorithm:
@@ -60,9 +64,11 @@ def fedbabu(personal: Any = "classifier", weighting: str = "uniform") -> Algorit
     return partly_shared(fedavg(weighting=weighting), personal, "frozen")._replace(name="fedbabu")
 
 
-def lg_fedavg(personal: Any = r"^(?!.*classifier)", weighting: str = "uniform") -> Algorithm:
+def lg_fedavg(
+    personal: Any = r"^(?!.*classifier)", weighting: str = "uniform", new_clients: str = "initial"
+) -> Algorithm:
     """FedAvg of the classifier. A client keeps all other layers. Arguments and errors as in `fedper`."""
-    return partly_shared(fedavg(weighting=weighting), personal)._replace(name="lg_fedavg")
+    return partly_shared(fedavg(weighting=weighting), personal, new_clients=new_clients)._replace(name="lg_fedavg")
 
 
 def fedbn(personal: Any = "(?i)norm", weighting: str = "examples") -> Algorithm:

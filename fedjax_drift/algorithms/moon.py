@@ -6,7 +6,8 @@ Server:    as FedAvg.
 
 Deviations:  a client that participates for the first time has no previous model, and its loss has no contrastive term.
 In the authors' code this only holds in round 0. In later rounds, such a client uses its random initial network as the
-previous model (`first="random_init"`). Their code drops the last batch of an epoch if it is short; here it is used, as
+previous model (`first="random_init"`). In the copies of PFLlib, FedNTD and NIID-Bench, it uses the initial global model
+(`first="initial"`). The authors' code drops the last batch of an epoch if it is short; here it is used, as
 with all algorithms.
 """
 
@@ -32,7 +33,7 @@ class Client(NamedTuple):
         return Client(params, jnp.array(False))
 
 
-def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algorithm:
+def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighting: str = "examples") -> Algorithm:
     """FedAvg with a contrastive loss.
 
     The loss pulls the features of the local model towards the features of the global model. It pushes them away from
@@ -45,15 +46,16 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algo
     Args:
       mu: weight of the contrastive term, >= 0. 0 gives FedAvg. The authors tune it in 0.001 to 10.
       temperature: T > 0.
-      first: the loss at the first participation of a client. "none" (default) has no contrastive term. "random_init"
-        uses a randomly initialised model as the previous model, from round 1 on.
+      first: the loss at the first participation of a client. "none" (default) has no contrastive term. From round 1
+        on, "initial" uses the initial global model as the previous model, and "random_init" a randomly initialised one.
+      weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
-      ValueError: a value is out of range, or the model has no features.
+      ValueError: a value is out of range, an option is unknown, or the model has no features.
     """
     mu = checks.nonnegative("mu", mu)
     temperature = checks.positive("temperature", temperature)
-    checks.choice("first", first, ("none", "random_init"))
+    checks.choice("first", first, ("none", "initial", "random_init"))
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
         w, previous, active, model = server.params, client.model, client.seen, work.model
@@ -63,6 +65,7 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algo
         if first == "random_init":
             fresh = model.init(jax.random.fold_in(work.key, work.epochs))
             previous = jax.tree.map(lambda old, new: jnp.where(client.seen, old, new), previous, fresh)
+        if first != "none":
             active = active | (work.t > 0)
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
@@ -77,9 +80,9 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none") -> Algo
 
         theta, metrics = train(work, start=w, loss=loss)
         client = Client(theta, jnp.array(True))
-        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, metrics)
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, metrics)
 
-    return fedavg()._replace(
+    return fedavg(weighting=weighting)._replace(
         init_client=Client.unseen, client_update=client_update, requires=("features",), name="moon"
     )
 

@@ -3,12 +3,12 @@
 Client i:  start = (shared leaves of w, p_i)                                                         (1)
            the update of the base algorithm, whose message is 0 on the personal leaves               (2)
            p_i <- the personal leaves of theta_i                                                     (3)
-Server:    as the base algorithm
+Server:    as the base algorithm;  with new_clients="mean" the personal leaves of w <- mean_S p_i    (4)
 
-p_i starts with the initial model. The terms that the base algorithm adds to the computed gradient act on the shared
-leaves only (FedProx, SCAFFOLD, FedDyn). Those in its loss, and the perturbations of SAM, act on all leaves. The
-personal leaves of w never move. So the model of client i is (shared leaves of w, p_i), which `evaluate_clients`
-evaluates. `evaluate` evaluates w, whose personal leaves are untrained. fedper.py has the algorithms of this kind.
+At the first participation of a client, p_i are the personal leaves of w. Without (4), these never move from the initial
+model. The model of client i is (shared leaves of w, p_i), which `evaluate_clients` evaluates. `evaluate` evaluates w.
+The terms that the base algorithm adds to the computed gradient act on the shared leaves only (FedProx, SCAFFOLD,
+FedDyn). Those in its loss, and the perturbations of SAM, act on all leaves. fedper.py has the algorithms of this kind.
 
 Drift is measured on the shared leaves. With "alternate", the epochs that train the personal leaves are not measured.
 
@@ -28,12 +28,13 @@ from fedjax_drift import checks, leaves
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, Part, PyTree, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, Part, PyTree, Round, Work
 
 
 class Client(NamedTuple):
     base: PyTree  # the state of the base algorithm
     personal: list[jax.Array]  # p_i, the personal leaves; [] if they are frozen
+    seen: Any = ()  # bool [], whether the client has participated before, with new_clients="mean"
 
 
 def partly_shared(
@@ -41,6 +42,7 @@ def partly_shared(
     personal: str | Callable[[str], bool] | PyTree = "classifier",
     schedule: str = "joint",
     base_epochs: int = 1,
+    new_clients: str = "initial",
 ) -> Algorithm:
     """Any base algorithm, for the shared part of the model only. A client keeps its personal part.
 
@@ -54,6 +56,9 @@ def partly_shared(
         E - base_epochs epochs, and then the shared leaves for base_epochs epochs, each with a new optimizer state.
         "frozen" never trains the personal leaves, and clients do not keep them.
       base_epochs: epochs of "alternate" that train the shared leaves, in 1..E - 1.
+      new_clients: the personal leaves with which a client starts at its first participation. "initial" (default): those
+        of the initial model. "mean": the mean of those that the last cohort has sent. Clients then upload the whole
+        model, and `evaluate` evaluates it with this mean.
 
     Raises:
       ValueError: an argument is invalid, or a regular expression selects no leaf or all leaves. Pass
@@ -63,6 +68,12 @@ def partly_shared(
     base = fedavg() if base is None else checks.instance("base", base, Algorithm, "pass fd.algorithms.scaffold()")
     checks.choice("schedule", schedule, ("joint", "alternate", "frozen"))
     base_epochs = checks.integer("base_epochs", base_epochs, 1)
+    checks.choice("new_clients", new_clients, ("initial", "mean"))
+    averages = new_clients == "mean"
+    if averages and schedule == "frozen":
+        raise ConfigurationError(
+            'new_clients must be "initial" with schedule="frozen", which trains no personal leaves'
+        )
     if base.personal is not None:
         raise ConfigurationError(f"base must be an algorithm without personal models, got {base.name}")
     leaves.check("personal", personal)
@@ -83,14 +94,21 @@ def partly_shared(
                 f"personal must leave a part of the model to share, got {personal!r}, which selects all leaves: use a "
                 "model with more layers, or another regular expression"
             )
-        return Client(base.init_client(params), leaves_of(params))
+        return Client(base.init_client(params), leaves_of(params), jnp.array(False) if averages else ())
+
+    def own_leaves(params: Params, client: Client) -> list[jax.Array]:
+        """p_i, and at the first participation the personal leaves of params, that is of w."""
+        if not averages:
+            return client.personal  # it starts with the same leaves, and they never move in w
+        return [jnp.where(client.seen, p, w) for p, w in zip(client.personal, leaves_of(params), strict=True)]
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:
         if "params" not in getattr(server, "_fields", ()):
             raise ConfigurationError(
                 f"base must keep the global model in a field params of a NamedTuple, got {base.name}: use another base"
             )
-        start = with_leaves(server.params, client.personal)  # (1)
+        w_personal = leaves_of(server.params)
+        start = with_leaves(server.params, own_leaves(server.params, client))  # (1)
         mask = leaves.select("personal", personal, start)
         shared, everything = jax.tree.map(lambda is_own: not is_own, mask), jax.tree.map(lambda is_own: True, mask)
         if schedule == "alternate":
@@ -110,7 +128,20 @@ def partly_shared(
                 f"base must call local.train once per round, got {base.name} with {len(kept)} calls: use another base"
             )
         message = without_personal(result.message, start, mask)
-        return result._replace(message=message, state=Client(result.state, kept[0]))
+        if not averages:
+            return result._replace(message=message, state=Client(result.state, kept[0]))
+        moved = [p - w for p, w in zip(kept[0], w_personal, strict=True)]
+        return result._replace(message=(message, moved), state=Client(result.state, kept[0], jnp.array(True)))
+
+    def server_update(server: Any, mean: PyTree, context: Round) -> Any:
+        message, moved = mean
+        personal = [w + d for w, d in zip(leaves_of(server.params), moved, strict=True)]  # (4)
+        server = base.server_update(server, message, context)
+        return server._replace(params=with_leaves(server.params, personal))
+
+    def report(server: Any, mean: PyTree, context: Round) -> Any:
+        assert base.report is not None
+        return base.report(server, mean[0] if averages else mean, context)
 
     def train_personal_first(work: Work, start: Params, mask: PyTree) -> tuple[Params, Work]:
         """The model after the epochs that train the personal leaves, and the work of the other epochs."""
@@ -128,12 +159,14 @@ def partly_shared(
         return client._replace(base=base.finish(server, client.base))
 
     def model_of_client(server: Any, client: Client) -> Params:
-        return with_leaves(server.params, client.personal)
+        return with_leaves(server.params, own_leaves(server.params, client))
 
     return base._replace(
         init_client=init_client,
         client_update=client_update,
+        server_update=server_update if averages else base.server_update,
         finish=finish if base.finish is not None else None,
+        report=report if base.report is not None else None,
         personal=model_of_client if keeps else None,
         requires=(*base.requires, f"{base_epochs + 1} epochs") if schedule == "alternate" else base.requires,
         name="partly_shared",

@@ -18,7 +18,8 @@ The repositories of FedDC and FedDyn use other quantities in (1) and (3):
 - eta_0 instead of eta_t (`variate_lr="initial"`);
 - Kbar = E ceil(mean n_i / B) instead of K_i (`variate_steps="mean"`);
 - c / q_i with q_i = N n_i / sum n instead of c (`scale_by_size=True`). (5) then weights the differences by q_i.
-Both repositories also train every client for exactly Kbar steps. This is not implemented here.
+Both repositories also train every client for exactly Kbar steps. This is not implemented here. Others weight (4) by n_i
+(`weighting="examples"`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import weight
+from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
 from fedjax_drift.local import full_gradient, train
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
 
@@ -51,11 +52,12 @@ def scaffold(
     scale_by_size: bool = False,
     variate_lr: str = "current",
     variate_steps: str = "own",
+    weighting: str = "uniform",
 ) -> Algorithm:
     """Local training that is corrected by control variates of the server and of the clients.
 
     With the correction, every local step follows an estimate of the mean gradient of all clients. The state of a client
-    has the size of one model. All clients have weight 1 in the mean.
+    has the size of one model.
 
     Args:
       server_lr: learning rate of the server, > 0.
@@ -64,6 +66,8 @@ def scaffold(
       scale_by_size: if True, client i uses c / q_i instead of c, and (5) weights the clients by q_i.
       variate_lr: the learning rate in (3): "current" (eta_t, default) or "initial" (eta_0). No effect with option I.
       variate_steps: the number of steps in (3): "own" (K_i, default) or "mean" (Kbar). No effect with option I.
+      weighting: the weight of a client in (4): "uniform" (1, default) or "examples" (n_i). In (5), every client counts
+        the same, so c stays the mean of c_i. (`fd.aggregation.private` needs "uniform", because it weights by 1.)
 
     Raises:
       ValueError: server_lr is not positive, or an option is unknown.
@@ -73,6 +77,7 @@ def scaffold(
     scale_by_size = checks.flag("scale_by_size", scale_by_size)
     checks.choice("variate_lr", variate_lr, LRS)
     checks.choice("variate_steps", variate_steps, STEPS)
+    checks.choice("weighting", weighting, WEIGHTINGS)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))
@@ -92,10 +97,10 @@ def scaffold(
         D = tree.subtract(theta, w)
         c_new = full_gradient(work, w) if option == "I" else refresh(c_i, c, D, work, variate_lr, variate_steps)
         dc = jax.tree.map(lambda new, old: q * (new - old), c_new, c_i)
-        return ClientResult((D, dc), weight(work, "uniform"), Client(c_new), metrics)
+        return ClientResult((D, equally(dc, work, weighting)), weight(work, weighting), Client(c_new), metrics)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
-        D, dc = mean  # all weights are 1, so (|S| / N) mean_S dc = (1 / N) sum_S dc
+        D, dc = mean[0], mean_of_equals(mean[1])  # (|S| / N) mean_S dc = (1 / N) sum_S dc
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)  # (4)
         c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (5)
         return Server(w, c)
