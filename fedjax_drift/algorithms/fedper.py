@@ -11,7 +11,9 @@ FedBN       Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, arXiv 2102.07623: the normal
 
 Deviations:
 - FedRep trains the classifier for E - base_epochs epochs and the other layers for base_epochs epochs. Clients have
-  weight 1, as in the paper. The authors' code uses n_i.
+  weight 1, as in the paper. In the authors' code, the weights differ only on FEMNIST and Sent140, where they are n_i
+  (`weighting="examples"`). There, a client that trains for the first time starts with the mean classifier of the last
+  cohort (`new_clients="mean"`), because its first classifier refers to the memory of the global model.
 - The authors' code of LG-FedAvg starts from a model that FedAvg has trained. Pass such a model to `Simulation.init`.
 - The paper of FedBN uses BatchNorm, whose running statistics also stay with the client. Here, this needs a model with
   ``statistics="local"`` (`Model.from_linen`). The networks of `fd.models` have GroupNorm or LayerNorm.

@@ -14,6 +14,9 @@ Deviations:
 - In the paper and in the authors' code, all N clients train in every round, and the server averages |S| of them. Here
   only the cohort trains.
 - (1) starts at the x of the last batch, as in the authors' code. With `inner_start="local"`, it starts at w_i.
+- The authors' code adds 1e-3 x to the gradient in (1): use a `weight_decay` of 1e-3. It evaluates w_i of (2) as the
+  personal model, because its list of personal parameters refers to the parameters that are overwritten with w_i after
+  the round. So the published numbers are those of w_i. Here the personal model is v_i, as in the paper.
 - The weight of a client is 1, as in the paper. The authors' code uses n_i (`weighting="examples"`).
 - Clipping acts on g(x) + lam (x - w_i) in (1). Weight decay is then added. inner_lr does not decay.
 """
