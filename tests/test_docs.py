@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import json
@@ -16,6 +17,7 @@ import jax
 import pytest
 
 import fedjax_drift as fd
+from experiments.agreement_with_others import page as agreement
 from experiments.tables import __main__ as tables
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.commands import parse
@@ -136,6 +138,17 @@ def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
         assert int(server_models) == size(server) // size(params), name
         headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
         assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], anchor
+
+
+def test_the_page_of_agreement_shows_its_results_and_its_calls_are_valid() -> None:
+    results = json.loads(agreement.RESULTS.read_text())
+    assert agreement.PAGE.read_text() == agreement.rendered(results), "write it again: agreement.write()"
+    for row in (row for source in results.values() for row in source["rows"]):
+        call = ast.parse(row["algorithm"], mode="eval").body
+        assert isinstance(call, ast.Call)
+        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        assert isinstance(getattr(fd.algorithms, ast.unparse(call.func))(**options), fd.Algorithm)
+        assert row["difference"] < agreement.ROUNDING or row["cause"], "a difference needs its cause"
 
 
 def test_import_does_not_import_heavy_packages() -> None:
