@@ -55,7 +55,9 @@ def run(script: str, checkout: Path) -> list[dict[str, Any]]:
 
 
 def git(checkout: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", checkout, *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def main() -> None:
@@ -69,8 +71,8 @@ def main() -> None:
         checkout = arguments.folder / repository.split("/")[1]
         if not (checkout / ".git").exists():
             raise SystemExit(f"{checkout} is missing: git clone https://github.com/{repository} {checkout}")
-        if git(checkout, "status", "--porcelain"):
-            raise SystemExit(f"{checkout} has changes: compare with the published code")
+        if changed := git(checkout, "diff", "--name-only", "--diff-filter=M", "HEAD"):
+            raise SystemExit(f"{checkout} has changes, compare with the published code: {changed}")
         commit, date = git(checkout, "log", "-1", "--format=%H %cs").split()
         rows = run(script, checkout.resolve())
         results[script] = {"repository": repository, "about": about, "commit": commit, "date": date, "rows": rows}

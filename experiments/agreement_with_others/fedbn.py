@@ -152,17 +152,19 @@ def rows() -> Iterator[Row]:
         "With the latter in their model, the two agree to 1e-13."
     )
     variance = "nets/models.py#nn.BatchNorm1d"
-    for mode, name in (("fedbn", "fedbn"), ("fedavg", "fedavg")):
+    for mode, arguments in (("fedbn", {}), ("fedavg", uniform)):
         saved = theirs(federation, mode)
         own = [saved[f"model_{i}"] for i in range(5)] if mode == "fedbn" else [saved["server_model"]]
-        default = ours(federation, getattr(fd.algorithms, name)(), "local" if mode == "fedbn" else "average")
-        models = ours(federation, getattr(fd.algorithms, name)(**uniform), "local" if mode == "fedbn" else "average")
+        models, default = (
+            ours(federation, getattr(fd.algorithms, mode)(**each), "local" if mode == "fedbn" else "average")
+            for each in (arguments, {})
+        )
         start = "personal models; " if mode == "fedbn" else ""
         for part in ("parameters", "means", "variances"):
             what = "parameters" if part == "parameters" else f"running {part} of BatchNorm"
             cause, lines = (unbiased, (server, variance)) if part == "variances" else ("", (server,))
-            other = compared(default, own, part) if part == "parameters" else None
-            yield Row(written(name, uniform), compared(models, own, part), lines, start + what, other, cause)
+            other = compared(default, own, part) if part == "parameters" and arguments else None
+            yield Row(written(mode, arguments), compared(models, own, part), lines, start + what, other, cause)
 
     once = Federation(sizes=SIZES, cohorts=everyone, epochs=1)
     prox = {"mu": 0.1} | uniform

@@ -90,7 +90,12 @@ class Federation:
         clients = []
         for i, n in enumerate(self.sizes):
             common = np.array([i, i + 1]) % CLASSES
-            y = np.concatenate([common, np.where(rng.random(n - 2) < 0.7, rng.choice(common, n - 2), rng.integers(CLASSES, size=n - 2))])
+            y = np.concatenate(
+                [
+                    common,
+                    np.where(rng.random(n - 2) < 0.7, rng.choice(common, n - 2), rng.integers(CLASSES, size=n - 2)),
+                ]
+            )
             clients.append((centres[y] + rng.normal(size=(n, FEATURES)), y))
         return clients
 

@@ -201,7 +201,7 @@ def rows() -> Iterator[Row]:
     yield own("lgfedavg", "lg_fedavg", lg, line, default=examples | mean, cause=cause)
     setting = "the first layer is called bn"
     bn = {"options": {"first": "bn"}, "setting": setting}
-    yield own("fedbn", "fedbn", {"personal": "base"}, 'client/fedbn.py#if "bn" in name', **bn)
+    yield own("fedbn", "fedbn", {"personal": "base"} | examples, 'client/fedbn.py#if "bn" in name', **bn)
 
     ditto = {"options": {"lamda": 0.1, "pers_epoch": plain.epochs}}
     yield row("ditto", "ditto", {"lam": 0.1}, "client/ditto.py#def fit", **ditto)

@@ -178,7 +178,8 @@ def rows() -> Iterator[Row]:
     yield own("lg", "LG_FedAvg", "lg_fedavg", examples, default={})
     setting = "the classifier is called bn"
     named = {"options": {"model": Named(ragged.network())}, "setting": setting}
-    yield own("bn", "FedBN", "fedbn", {"personal": "classifier"}, "clients/clientbn.py#if 'bn' not in nn", **named)
+    bn = {"personal": "classifier"} | examples
+    yield own("bn", "FedBN", "fedbn", bn, "clients/clientbn.py#if 'bn' not in nn", **named)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ before the step.
 
 Deviations:
 - The authors' code changes alpha_i only at the first batch of a round (`alpha_every="round"`), and adds 0.02 alpha_i to
-  the derivative in (4) (`alpha_decay=0.02`). Its derivative is the product of v_i - theta with the
-  gradients of v_i and theta, which contain the factors alpha_i and 1 - alpha_i, each multiplied by its factor again. So
-  these options do not reproduce it.
+  the derivative in (4) (`alpha_decay=0.02`). The derivative there has another factor,
+  alpha_i^2 + (1 - alpha_i)^2, and (2) and (4) use theta after its step. So these options do not reproduce it.
 - The authors' code mixes the outputs of the two models instead of their parameters. This is not implemented, because a
   personal model would then be two networks.
 """

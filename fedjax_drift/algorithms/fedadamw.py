@@ -16,9 +16,9 @@ Deviations:
 - (3) is printed with - weight_decay theta, which is a slip.
 - The blocks of the paper are attention heads, rows or neurons. Here a block is a leaf of the parameters, as in the
   authors' script for language models, or a single parameter (`blocks="none"`), as in their script for images.
-- In the authors' code, T grows by a nominal number of steps, and clients that train for the first time start at v = 0.
-  The code also divides m by 1 - b1^(T + k) instead of 1 - b1^k, although m starts at 0 in every round. With b1 = 0.9,
-  the first steps of all rounds but the first are then up to ten times shorter.
+- The authors' scripts divide m by 1 - b1^(T + k) instead of 1 - b1^k, although m starts at 0 in every round. With
+  b1 = 0.9, the first steps of all rounds but the first are then up to ten times shorter. In their script for images, T
+  grows by a nominal number of steps.
 - `weight_decay` of LocalTraining is added to the gradient before (1). Use that of (3) instead.
 """
 

@@ -7,6 +7,7 @@ Server:    v <- beta v + Delta,                 Delta = sum_S n_i Delta_i / sum_
            w <- w - server_lr v                                                                      (2)
 
 Deviations:  none by default. MOON, LfD and FedEve use the damped equation (1') in their baseline.
+FL-bench uses Nesterov's momentum, which is not implemented.
 """
 
 from __future__ import annotations

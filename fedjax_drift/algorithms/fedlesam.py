@@ -13,8 +13,8 @@ Deviations:
 - In the first participation of a client, e_i = 0. With `first="initial"`, w_old_i is the initial model. The paper does
   not say which.
 - `old="server"` uses the global model of the last round for all clients. This is what the authors' code is meant to do.
-  Their code divides by the sum of the norms of the tensors, and gives each tensor a single number. This is not
-  implemented.
+  Their code divides by the sum of the norms of the tensors, and gives each tensor a single number. In FedLESAM-S it
+  multiplies the control variates by `lamb`, 0.1. Neither is implemented.
 """
 
 from __future__ import annotations

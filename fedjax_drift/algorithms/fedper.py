@@ -12,9 +12,11 @@ FedBN       Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, arXiv 2102.07623: the normal
 Deviations:
 - FedRep trains the classifier for E - base_epochs epochs and the other layers for base_epochs epochs. Clients have
   weight 1, as in the paper. In the authors' code, the weights differ only on FEMNIST and Sent140, where they are n_i
-  (`weighting="examples"`). There, a client that trains for the first time starts with the mean classifier of the last
-  cohort (`new_clients="mean"`), because its first classifier refers to the memory of the global model.
+  (`weighting="examples"`). A client that trains for the first time starts with the mean classifier of the last cohort
+  (`new_clients="mean"`), because its first classifier refers to the memory of the global model. So it is in their code
+  of FedPer and LG-FedAvg.
 - The authors' code of LG-FedAvg starts from a model that FedAvg has trained. Pass such a model to `Simulation.init`.
+- FedBN weights clients by 1, as the authors' code does.
 - The paper of FedBN uses BatchNorm, whose running statistics also stay with the client. Here, this needs a model with
   ``statistics="local"`` (`Model.from_linen`). The networks of `fd.models` have GroupNorm or LayerNorm.
 """
@@ -73,7 +75,7 @@ def lg_fedavg(
     return partly_shared(fedavg(weighting=weighting), personal, new_clients=new_clients)._replace(name="lg_fedavg")
 
 
-def fedbn(personal: Any = "(?i)norm", weighting: str = "examples") -> Algorithm:
+def fedbn(personal: Any = "(?i)norm", weighting: str = "uniform") -> Algorithm:
     """FedAvg with personal normalisation layers, for clients whose inputs differ. Arguments and errors as in `fedper`.
 
     By default, the leaves with "norm" in their path are personal.

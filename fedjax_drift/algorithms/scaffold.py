@@ -17,7 +17,8 @@ negative mean gradient. The control variates then correct directions. The correc
 The repositories of FedDC and FedDyn use other quantities in (1) and (3):
 - eta_0 instead of eta_t (`variate_lr="initial"`);
 - Kbar = E ceil(mean n_i / B) instead of K_i (`variate_steps="mean"`);
-- c / q_i with q_i = N n_i / sum n instead of c (`scale_by_size=True`). (5) then weights the differences by q_i.
+- c / q_i with q_i = N n_i / sum n instead of c (`scale_by_size=True`). (5) then weights the differences by q_i. The
+  repositories use c / q_i in (1), but c in (3). Here (3) uses it, too, so that c_i+ is a mean gradient.
 Both repositories also train every client for exactly Kbar steps. This is not implemented here. Others weight (4) by n_i
 (`weighting="examples"`).
 """
