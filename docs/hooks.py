@@ -16,8 +16,11 @@ def on_config(config):
     return config
 
 
-def on_page_content(content, **_):
-    """Equations that need neither a script nor the network."""
+def on_page_content(content, page, **_):
+    """Equations that need neither a script nor the network, and links between notebooks that work on the site."""
+    if page.file.src_path.endswith(".ipynb"):  # served as a folder
+        content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
+        content = re.sub(r'href="\.\./docs/([\w/]+)\.md(#[^"]*)?"', r'href="../../\1/\2"', content)
 
     def mathml(found):
         display = "block" if found[1] == "div" else "inline"

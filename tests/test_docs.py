@@ -90,7 +90,7 @@ def test_a_pages_commands_parse_and_its_links_exist(page) -> None:
 
 
 def errors() -> list[tuple[str, str]]:
-    return re.findall(r"^\| `(.*?)` \| (.*) \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    return re.findall(r"^\| `(.*?)` \| `(.*)` \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
