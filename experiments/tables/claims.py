@@ -87,7 +87,7 @@ def verdict(claim: Claim, tested: Mapping[str, Verdict]) -> str:
 
 
 def section(claims: Sequence[Claim], verdicts: Mapping[str, Sequence[Verdict]]) -> Iterator[str]:
-    """Yields the lines of the page about the claims; verdicts: those of each table."""
+    """Yields the lines of the page about the claims; verdicts: those of each table with results."""
     yield from ("# The papers' claims in our runs", "")
     if not claims:
         return
@@ -108,7 +108,8 @@ def section(claims: Sequence[Claim], verdicts: Mapping[str, Sequence[Verdict]]) 
         tested = evidence(claim, verdicts.get(claim.table, ()))
         word = verdict(claim, tested)
         shown = [f"{s}: {tested[s].text}" if s in tested else f"{s}: not run" for s in claim.settings]
-        yield f"| [{claim.paper}]({claim.table}.md) | {claim.claim} | {'; '.join(shown)} | {word} |"
+        paper = f"[{claim.paper}]({claim.table}.md)" if claim.table in verdicts else claim.paper
+        yield f"| {paper} | {claim.claim} | {'; '.join(shown)} | {word} |"
         if word == "contradicted":
             contradicted.append(claim)
     for claim in contradicted:

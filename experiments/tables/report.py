@@ -425,7 +425,7 @@ def write_index(tables: Sequence[Table], folder: Path, claimed: Sequence[Claim] 
     index, orders = folder / "README.md", folder / "orderings.md"
     results = [(table, results_of(table, folder)) for table in tables]
     everything = [(table, ours, orderings(table, ours)) for table, ours in results]
-    verdicts = {table.name: verdicts for table, _, verdicts in everything}
+    verdicts = {table.name: verdicts for table, ours, verdicts in everything if ours}
     index.write_text("\n".join([*claims.section(claimed, verdicts), *_index(everything)]) + "\n")
     orders.write_text("\n".join(_orderings(everything)) + "\n")
     return [index, orders]
