@@ -11,7 +11,7 @@
 """
 
 from fedjax_drift import _moved as _moved
-from fedjax_drift import algorithms, errors, logs, models, plots
+from fedjax_drift import algorithms, errors, logs, models, plots, testing
 from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
 from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
@@ -78,6 +78,7 @@ __all__ = [
     "rounds_to_target",
     "stop_on_interrupt",
     "sweep",
+    "testing",
     "until",
     "use_compilation_cache",
     "use_cpu_devices",

@@ -14,8 +14,7 @@ import pytest
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.simulation import hyper, programs
-from fedjax_drift.types import ClientResult
+from fedjax_drift.testing import CHECKS, check_contract, contract_simulation
 
 
 def quadratics(targets, sizes) -> tuple[fd.FederatedData, fd.Model]:
@@ -115,144 +114,40 @@ def small(factory):
     return factory(**dict.fromkeys(required, 0.1), **({"weight_decay": 0.0} if "weight_decay" in parameters else {}))
 
 
-def contract_simulation(algorithm: fd.Algorithm) -> fd.Simulation:
-    """A simulation with six clients of different sizes, with dropout and stragglers.
-
-    The model has features, a head, cosine logits and layers with the usual names, because some algorithms need them. It
-    also has a parameter without elements, a scalar and one with five axes.
-    """
-    rng = np.random.default_rng(0)
-    rows = [(rng.normal(size=(n, 5)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 25, 1, 16)]
-    data = fd.FederatedData.from_clients(rows, test_clients=rows)
-    local = fd.LocalTraining(epochs=2, batch_size=4)
-
-    def init(key):
-        keys = jax.random.split(key)
-        hidden, classifier = jax.random.normal(keys[0], (5, 6)), jax.random.normal(keys[1], (6, 3))
-        unusual = {"empty": jnp.zeros((0, 3)), "scalar": jnp.ones(()), "five axes": jnp.ones((1, 1, 3, 1, 1))}
-        return {"norm": jnp.ones(6), "hidden": hidden, "classifier": classifier, **unusual}
-
-    def features(params, x):
-        return jnp.tanh((x @ params["hidden"]) * params["norm"][None])
-
-    def head(params, z):
-        scale = params["scalar"] * params["five axes"].reshape(1, 3)
-        return fd.models.cosine_logits(z, params["classifier"]) * scale
-
-    model = fd.Model(init, lambda p, x: head(p, features(p, x)), features=features, head=head, cosine=True)
-    return fd.Simulation(model, data, algorithm, local=local, cohort_size=3, lanes=2, dropout=0.4, stragglers=0.4)
-
-
-def loss_of(simulation: fd.Simulation, state: fd.ServerState) -> float:
-    """Returns the loss of the model that the clients use: the global model, or the mean over the personal models."""
-    if simulation.algorithm.personal is None:
-        return simulation.evaluate(state)["loss"]
-    return simulation.evaluate_clients(state)["personal_loss"].mean()
-
-
-SEED = 9  # with it, 1, 0, 3, 2 and 3 clients report in the five rounds
-
-
-def check_rounds(simulation: fd.Simulation) -> None:
-    """Checks five rounds with failing clients.
-
-    - The structure, shapes and dtypes of the state do not change, and its values are finite.
-    - Rounds are pure, and the loss decreases.
-    - The states of clients that do not report stay bitwise identical. So do the server variables if no client reports.
-    """
-    start = simulation.init(jax.random.key(SEED))
-    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), start)
-    before = jax.tree.map(np.array, (start.params, start.clients))
-    state, losses = start, [loss_of(simulation, start)]
-    answered = []
-    for t in range(5):
-        assert int(state.round) == t
-        old, (state, info) = state, simulation.round_fn(state)
-        assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == shapes
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.server, state.clients)))
-        assert info["cohort"].shape == info["loss"].shape == (3,)
-        absent = np.setdiff1d(np.arange(6), info["cohort"])
-        for a, b in zip(jax.tree.leaves(old.clients), jax.tree.leaves(state.clients), strict=True):
-            np.testing.assert_array_equal(a[absent], b[absent])
-        answered.append(int((info["cohort"] >= 0).sum()))
-        if not answered[-1]:
-            jax.tree.map(np.testing.assert_array_equal, old.server, state.server)
-        losses.append(loss_of(simulation, state))
-    assert {0, 3} < set(answered)  # rounds with no clients, with some and with all
-    assert min(losses[1:]) < losses[0]
-    jax.tree.map(np.testing.assert_array_equal, before, (start.params, start.clients))
-    again, _ = simulation.round_fn(old)
-    jax.tree.map(np.testing.assert_array_equal, again.server, state.server)
-
-
-def check_zero_gradient(simulation: fd.Simulation) -> None:
-    """If the gradients of all clients are zero, the model does not change."""
-    flat = lambda w, x: jnp.ones((len(x), 3))  # noqa: E731
-    ones = {name: jnp.ones(3) for name in ("norm", "hidden", "classifier")} | {"empty": jnp.ones((0, 3))}
-    model = fd.Model(lambda key: ones, flat, features=flat, cosine=True)
-    one_device = fd.clients_mesh(jax.devices()[:1])
-    parts = (model, simulation.data, simulation.algorithm)
-    still = fd.Simulation(*parts, local=simulation.local, cohort_size=3, mesh=one_device)
-    state = still.init(jax.random.key(0))
-    for cohort in ([0, 1, 2], [3, 4, 5], [1, 3, 5]):
-        state, _ = still.round_fn(state, cohort)
-    for leaf in jax.tree.leaves(state.params):
-        np.testing.assert_allclose(leaf, 1.0, atol=1e-7)
-
-
-def check_client_update(simulation: fd.Simulation) -> None:
-    """The metrics and the weight that `client_update` returns are scalars."""
-    seen: list[ClientResult] = []
-
-    def spy(server, client, work):
-        seen.append(simulation.algorithm.client_update(server, client, work))
-        return seen[-1]
-
-    algorithm = simulation.algorithm._replace(client_update=spy)
-    parts = (simulation.model, simulation.data, algorithm)
-    sim = fd.Simulation(*parts, local=simulation.local, cohort_size=3, lanes=1)
-    jax.eval_shape(sim.round_fn, sim.init(jax.random.key(0)))
-    assert seen
-    for result in seen:
-        assert result.weight.shape == () and all(value.shape == () for value in result.metrics.values())
-
-
-def check_hyper_parameters(simulation: fd.Simulation) -> None:
-    """Hyper-parameters are arguments of the compiled round. Other values change the result, without recompilation."""
-    form, numbers = programs.split(simulation.setup.engine)
-    engine = hyper.join(form, [0.9 * number for number in numbers])
-    failing = {"dropout": engine.failures.dropout, "stragglers": engine.failures.stragglers}
-    parts = (simulation.model, simulation.data, engine.algorithm)
-    other = fd.Simulation(*parts, local=engine.local, cohort_size=3, lanes=2, **failing)
-    mine, others = simulation.executor.programs, other.executor.programs
-    assert others.compiled is mine.compiled and not mine.constant
-    assert [float(number) for number in others.numbers] == pytest.approx([0.9 * number for number in numbers])
-    state = simulation.init(jax.random.key(SEED))
-    ours, theirs = (jax.tree.leaves(sim.round_fn(state)[0].params) for sim in (simulation, other))
-    assert not all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-CONTRACT = (check_rounds, check_zero_gradient, check_client_update, check_hyper_parameters)
-
-
-def check_contract(algorithm: fd.Algorithm) -> None:
-    """Raises AssertionError unless the algorithm fulfils the contract of the library's algorithms.
-
-    Users may call it for their own algorithms.
-    """
-    simulation = contract_simulation(algorithm)
-    for check in CONTRACT:
-        check(simulation)
-
-
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
 def simulation(request) -> fd.Simulation:
     return contract_simulation(small(ALGORITHMS[request.param]))
 
 
-@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract(simulation, check) -> None:
     check(simulation)
+
+
+def test_the_contract_is_checked() -> None:
+    """Each fault breaks another part of the contract."""
+    fedavg = fd.algorithms.fedavg()
+
+    def restless(server, mean, context):
+        return server._replace(params=jax.tree.map(lambda w, D: w + D + 0.01, server.params, mean))
+
+    def ascending(server, mean, context):
+        return server._replace(params=jax.tree.map(lambda w, D: w - 100 * D, server.params, mean))
+
+    def per_batch(server, client, work):
+        result = fedavg.client_update(server, client, work)
+        return result._replace(metrics=result.metrics | {"size": jnp.ones(2)})
+
+    faults = {
+        "the loss must decrease": {"server_update": ascending},
+        "the model must not move": {"server_update": restless},
+        "size.* scalar": {"client_update": per_batch},
+    }
+    for message, fault in faults.items():
+        with pytest.raises((AssertionError, ValueError), match=message):
+            check_contract(fedavg._replace(**fault, name="faulty"))
+    with pytest.raises(ValueError, match=r"call the factory, such as fd.algorithms.fedavg\(\)"):
+        check_contract(fd.algorithms.fedavg)
 
 
 def test_the_name_of_the_algorithm_is_registered(simulation) -> None:

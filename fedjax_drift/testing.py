@@ -1,0 +1,183 @@
+"""Checks that an algorithm of your own keeps the contract that all algorithms of the library keep."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.devices.mesh import clients_mesh
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.models.layers import cosine_logits
+from fedjax_drift.simulation import hyper, programs
+from fedjax_drift.simulation.simulation import Simulation
+from fedjax_drift.types import Algorithm, ClientResult, Model, Params, PyTree, ServerState, Work
+
+SEED = 9  # with it, 1, 0, 3, 2 and 3 clients report in the five rounds of `check_rounds`
+
+
+def check_contract(algorithm: Algorithm) -> None:
+    """Checks that an algorithm keeps the contract of the library's algorithms.
+
+    A federation with six clients of different sizes trains a small network for a few rounds, in which clients fail. The
+    network has features, a head and logits that are cosines, and parameters of unusual shapes: without elements,
+    without axes, and with five axes. The checks are:
+
+    - Shapes and dtypes of the state stay the same, and its values are finite.
+    - A round is pure: it does not change its argument, and the same state gives the same bits.
+    - The loss decreases.
+    - The state of a client that does not report stays the same, and so does the server if no client reports.
+    - If all gradients are 0, the model does not move.
+    - The weight and the metrics of a client are scalars.
+    - The numbers that a factory captures are arguments of the compiled round: other values change the result, and
+      nothing is compiled again.
+
+    Args:
+      algorithm: with local training of plain SGD. Its weight decay, if it has one, must be 0.
+
+    Raises:
+      AssertionError: the algorithm does not keep the contract. The message says which part.
+      ValueError: a `Simulation` refuses the algorithm.
+
+    >>> from fedjax_drift.algorithms import fedavg
+    >>> check_contract(fedavg())
+    """
+    checks.instance("algorithm", algorithm, Algorithm, "call the factory, such as fd.algorithms.fedavg()")
+    simulation = contract_simulation(algorithm)
+    for check in CHECKS:
+        check(simulation)
+
+
+def contract_simulation(algorithm: Algorithm) -> Simulation:
+    """The simulation of `check_contract`, with dropout and stragglers."""
+    rng = np.random.default_rng(0)
+    rows = [(rng.normal(size=(n, 5)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 25, 1, 16)]
+    data = FederatedData.from_clients(rows, test_clients=rows)
+    local = LocalTraining(epochs=2, batch_size=4)
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key)
+        hidden, classifier = jax.random.normal(keys[0], (5, 6)), jax.random.normal(keys[1], (6, 3))
+        unusual = {"empty": jnp.zeros((0, 3)), "scalar": jnp.ones(()), "five axes": jnp.ones((1, 1, 3, 1, 1))}
+        return {"norm": jnp.ones(6), "hidden": hidden, "classifier": classifier, **unusual}
+
+    def features(params: Params, x: jax.Array) -> jax.Array:
+        return jnp.tanh((x @ params["hidden"]) * params["norm"][None])
+
+    def head(params: Params, z: jax.Array) -> jax.Array:
+        scale = params["scalar"] * params["five axes"].reshape(1, 3)
+        return cosine_logits(z, params["classifier"]) * scale
+
+    model = Model(init, lambda p, x: head(p, features(p, x)), features=features, head=head, cosine=True)
+    return Simulation(model, data, algorithm, local=local, cohort_size=3, lanes=2, dropout=0.4, stragglers=0.4)
+
+
+def check_rounds(simulation: Simulation) -> None:
+    """Five rounds in which clients fail: what changes, and what must not."""
+    start = simulation.init(jax.random.key(SEED))
+    before = jax.tree.map(np.array, (start.params, start.clients))
+    state, losses, reported = start, [_loss(simulation, start)], []
+    for t in range(5):
+        old, (state, info) = state, simulation.round_fn(state)
+        _require(_layout(state) == _layout(start), "the state must keep its structure, shapes and dtypes")
+        leaves = jax.tree.leaves((state.server, state.clients))
+        _require(all(np.isfinite(leaf).all() for leaf in leaves), f"the state must be finite after round {t}")
+        absent = np.setdiff1d(np.arange(6), info["cohort"])
+        for a, b in zip(jax.tree.leaves(old.clients), jax.tree.leaves(state.clients), strict=True):
+            same = np.array_equal(a[absent], b[absent])
+            _require(same, "the state of a client that does not report must stay the same")
+        reported.append(int((info["cohort"] >= 0).sum()))
+        if not reported[-1]:
+            _require(_equal(old.server, state.server), "if no client reports, the server must stay the same")
+        losses.append(_loss(simulation, state))
+    _require({0, 3} < set(reported), f"rounds with no, some and all clients are needed, got {reported}")
+    _require(min(losses[1:]) < losses[0], f"the loss must decrease, got {losses}")
+    _require(_equal(before, (start.params, start.clients)), "a round must not change its argument")
+    again, _ = simulation.round_fn(old)
+    _require(_equal(again.server, state.server), "the same state must give the same bits")
+
+
+def check_zero_gradient(simulation: Simulation) -> None:
+    """If the gradients of all clients are 0, the model does not move."""
+
+    def flat(params: Params, x: jax.Array) -> jax.Array:
+        return jnp.ones((len(x), 3))
+
+    ones = {name: jnp.ones(3) for name in ("norm", "hidden", "classifier")} | {"empty": jnp.ones((0, 3))}
+    model = Model(lambda key: ones, flat, features=flat, cosine=True)
+    one_device = clients_mesh(jax.devices()[:1])
+    parts = model, simulation.data, simulation.algorithm
+    still = Simulation(*parts, local=simulation.local, cohort_size=3, mesh=one_device)
+    state = still.init(jax.random.key(0))
+    for cohort in ([0, 1, 2], [3, 4, 5], [1, 3, 5]):
+        state, _ = still.round_fn(state, cohort)
+    moved = max(float(np.abs(np.asarray(leaf) - 1).max(initial=0)) for leaf in jax.tree.leaves(state.params))
+    _require(moved < 1e-7, f"if all gradients are 0, the model must not move, got a change of {moved:.1e}")
+
+
+def check_client_update(simulation: Simulation) -> None:
+    """The weight and the metrics that `client_update` returns are scalars."""
+    results: list[ClientResult] = []
+
+    def spy(server: PyTree, client: PyTree, work: Work) -> ClientResult:
+        results.append(simulation.algorithm.client_update(server, client, work))
+        return results[-1]
+
+    algorithm = simulation.algorithm._replace(client_update=spy)
+    parts = simulation.model, simulation.data, algorithm
+    sim = Simulation(*parts, local=simulation.local, cohort_size=3, lanes=1)
+    jax.eval_shape(sim.round_fn, sim.init(jax.random.key(0)))
+    for result in results:
+        for name, value in {"weight": result.weight, **result.metrics}.items():
+            _require(jnp.shape(value) == (), f"{name} of a client must be a scalar, got shape {jnp.shape(value)}")
+
+
+def check_hyper_parameters(simulation: Simulation) -> None:
+    """Hyper-parameters are arguments of the compiled round."""
+    form, numbers = programs.split(simulation.setup.engine)
+    engine = hyper.join(form, [0.9 * number for number in numbers])
+    failing = {"dropout": engine.failures.dropout, "stragglers": engine.failures.stragglers}
+    parts = simulation.model, simulation.data, engine.algorithm
+    other = Simulation(*parts, local=engine.local, cohort_size=3, lanes=2, **failing)
+    compiled = simulation.executor.programs, other.executor.programs
+    _require(compiled[0].compiled is compiled[1].compiled, "other hyper-parameters must not compile another round")
+    _require(not compiled[0].constant, "every number that the factory captures must be an argument of the round")
+    passed = [float(number) for number in compiled[1].numbers]
+    _require(np.allclose(passed, [0.9 * number for number in numbers], rtol=1e-6), "hyper-parameters must be passed on")
+    state = simulation.init(jax.random.key(SEED))
+    params = [sim.round_fn(state)[0].params for sim in (simulation, other)]
+    _require(not _equal(*params), "other hyper-parameters must change the result")
+
+
+CHECKS: tuple[Callable[[Simulation], None], ...] = (
+    check_rounds,
+    check_zero_gradient,
+    check_client_update,
+    check_hyper_parameters,
+)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def _loss(simulation: Simulation, state: ServerState) -> float:
+    """The loss of the model that the clients use: the global model, or the mean over the personal models."""
+    if simulation.algorithm.personal is None:
+        return simulation.evaluate(state)["loss"]
+    return float(simulation.evaluate_clients(state)["personal_loss"].mean())
+
+
+def _layout(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+def _equal(a: PyTree, b: PyTree) -> bool:
+    """Whether all leaves have the same values."""
+    return jax.tree.all(jax.tree.map(functools.partial(np.array_equal, equal_nan=True), a, b))
