@@ -54,7 +54,7 @@ from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.simulation.records import record
 
 SHARED = 3  # consecutive seeds with the same case and places, because compilation takes most of the time
-TABLE, NUDGES, FACTOR = 1e-6, 3, 10  # of `rounding`
+TABLE, NUDGES, FACTOR = 1e-6, 3, 30  # of `rounding`
 RECENTRED = ("BatchNorm, average", "BatchNorm, local")  # models whose bias before BatchNorm consists of rounding errors
 NOT_COMPARED = ("executed_steps", "executed_ratio", "seconds")  # in records and ``info``; they depend on lanes and time
 OF_COHORT = ("selected", "update_cosine")  # entries of ``info`` that depend on the other clients
