@@ -11,7 +11,7 @@
 """
 
 from fedjax_drift import _moved as _moved
-from fedjax_drift import algorithms, errors, logs, models, plots, testing
+from fedjax_drift import algorithms, data, errors, logs, models, plots, testing
 from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
 from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
@@ -59,6 +59,7 @@ __all__ = [
     "algorithms",
     "augment",
     "clients_mesh",
+    "data",
     "datasets",
     "described_mesh",
     "distributed",
@@ -83,3 +84,7 @@ __all__ = [
     "use_compilation_cache",
     "use_cpu_devices",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

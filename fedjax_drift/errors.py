@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+__all__ = ["ConfigurationError", "DamagedError", "InUseError", "MissingPackageError", "OtherRunError"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class ConfigurationError(ValueError):
     """An argument, a data set, a model or a file cannot be used as it is.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, reprs, tree
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work, batch_mean
@@ -151,9 +151,16 @@ class LocalTraining:
         )  # a larger B has the same effect, and sizes may be int32
 
     def __repr__(self) -> str:
-        values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
-        changed = [f"{name}={v}" for name, v, default in values if isinstance(v, jax.core.Tracer) or v != default]
-        return f"LocalTraining({', '.join(changed)})"
+        shown = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("epochs", "batch_size", "lr") or isinstance(value, jax.core.Tracer):
+                shown.append(f"{field.name}={value}")
+            elif value != field.default:
+                function = value.update if field.name == "optimizer" else value
+                text = reprs.function_name(function) if callable(function) else repr(value)
+                shown.append(f"{field.name}={text}")
+        return f"LocalTraining({', '.join(shown)})"
 
 
 def _is_key(leaf: Any) -> bool:

@@ -30,6 +30,13 @@ from fedjax_drift.devices.distributed import is_first
 from fedjax_drift.disk import replace_file
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
+__all__ = ["Log", "read"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Record = Mapping[str, Any]
 
 

@@ -18,6 +18,13 @@ from fedjax_drift.simulation import hyper, programs
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.types import Algorithm, ClientResult, Model, Params, PyTree, ServerState, Work
 
+__all__ = ["CHECKS", "check_contract"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 SEED = 9  # with it, 1, 0, 3, 2 and 3 clients report in the five rounds of `check_rounds`
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_drift import checks
+from fedjax_drift import checks, reprs
 from fedjax_drift.batch_norm import Statistics, whole
 from fedjax_drift.errors import ConfigurationError
 
@@ -102,6 +102,10 @@ class Model(NamedTuple):
     """The number of token ids, if the inputs are ids. They are then checked to be in 0..vocabulary - 1. (JAX reads NaN
     for a larger id, and the last row of the table for the id -1.) A tuple has one number per position of an example,
     and its last number holds for all further positions. None: the inputs are not checked."""
+
+    def __repr__(self) -> str:
+        given = [name for name in self._fields if getattr(self, name) not in (None, False)]
+        return f"Model({', '.join(given)})"
 
     def computing_in(self, dtype: Any) -> Model:
         """Returns the same model with a forward pass in ``dtype``, such as ``jnp.bfloat16``.
@@ -500,6 +504,10 @@ class Algorithm(NamedTuple):
     accuracy. "one model": the model has no running statistics that clients update, because a client trains two models
     with one call of `local.train`. "2 epochs": at least two local epochs; other numbers likewise."""
 
+    def __repr__(self) -> str:
+        values = reprs.captured((self.client_update, self.server_update, self.init_server, self.init_client))
+        return f"Algorithm({', '.join([self.name, *(f'{name}={value!r}' for name, value in values.items())])})"
+
 
 class ServerState(NamedTuple):
     """The state of a simulation between two rounds. `Simulation.round_fn` maps one state to the next."""
@@ -513,3 +521,7 @@ class ServerState(NamedTuple):
     def params(self) -> Params:
         """The global model w. It is evaluated, and it is sent to the clients. (FedEve sends w_hat instead.)"""
         return self.server.params
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={reprs.brief(getattr(self, name))}" for name in ("round", "server", "clients")]
+        return f"ServerState({', '.join(parts)})"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
+import optax
 import pytest
 
 import fedjax_drift as fd
@@ -19,7 +23,7 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = [
-    {"errors", "types", "tree", "leaves", "checks", "adapters", "batch_norm", "version", "disk"},
+    {"errors", "types", "tree", "leaves", "checks", "adapters", "batch_norm", "version", "disk", "reprs"},
     {"data", "models"},
     {"local", "devices"},
     {"round", "algorithms"},
@@ -129,3 +133,47 @@ def test_renamed_names_can_be_imported() -> None:
         "from fedjax_drift.errors import DamagedError; assert Bank is ClientStore and Damaged is DamagedError\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_namespaces_list_their_public_names_only() -> None:
+    namespaces = [fd, *(value for name in fd.__all__ if inspect.ismodule(value := getattr(fd, name)))]
+    assert len(namespaces) > 15
+    for namespace in namespaces:
+        assert dir(namespace) == sorted(namespace.__all__), namespace.__name__
+        assert all(hasattr(namespace, name) for name in namespace.__all__)
+
+
+def test_values_are_shown_without_arrays_and_addresses() -> None:
+    """Notebooks show the value of a cell's last line."""
+    rows = [(np.ones((n, 3), np.float32), np.arange(n) % 2) for n in (2, 5, 4)]
+    local = fd.LocalTraining(lr=0.3, optimizer=optax.scale_by_adam(), augment=lambda key, x: x)
+    data = fd.FederatedData.from_clients(rows, test=rows[0])
+    sim = fd.Simulation(fd.models.linear((3,), 2), data, fd.algorithms.feddyn(alpha=0.2), local=local, cohort_size=2)
+    state, history = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
+    assert repr(state) == (
+        "ServerState(round=2, server=Server(params=8 numbers, h=8 numbers, client_mean=8 numbers), "
+        "clients=Client(h=24 numbers))"
+    )
+    assert "alpha=0.2" in repr(sim) and "lr=0.3" in repr(sim) and "scale_by_adam(...)" in repr(sim)
+    runs = sim.sweep(1, seeds=[0, 1], progress=False)
+    private = fd.aggregation.private(1.0, 0.5)
+    values = (
+        data,
+        sim,
+        state,
+        sim.run(state, 1, progress=False),
+        history,
+        runs,
+        sim.algorithm,
+        local,
+        sim.model,
+        private,
+    )
+    for value in values:
+        assert len(repr(value)) < 500 and "0x" not in repr(value) and "Array" not in repr(value)
+    traced = []
+    jax.eval_shape(lambda state: traced.append(repr(state)) or sim.round_fn(state), state)
+    assert traced[0].startswith("ServerState(round=1 numbers")
+    for value in (data, history, runs):
+        assert value._repr_html_().count("<tr>") >= 2
+    assert "<td" in history._repr_html_() and "feddyn" in runs._repr_html_()

@@ -132,3 +132,7 @@ __all__ = [  # a literal list, because type checkers read it
     "lg_fedavg",
     "fedbn",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

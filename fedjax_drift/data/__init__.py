@@ -11,3 +11,7 @@ from fedjax_drift.data.huggingface import from_huggingface
 from fedjax_drift.data.pairs import from_torch
 
 __all__ = ["from_fedjax", "from_flwr", "from_huggingface", "from_leaf", "from_pandas", "from_tff", "from_torch"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

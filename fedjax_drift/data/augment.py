@@ -11,6 +11,13 @@ from jax import lax
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 
+__all__ = ["crop_and_flip"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Augment = Callable[[jax.Array, jax.Array], jax.Array]  # (key, one example) -> one example of the same shape and dtype
 
 

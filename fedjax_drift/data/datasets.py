@@ -36,6 +36,28 @@ from fedjax_drift.data.partition import by_writer, iid
 from fedjax_drift.data.sources import EMNIST, FEMNIST, FILES, GET, DataDir, Samples, filenames, flat, prepare, tfds_name
 from fedjax_drift.errors import ConfigurationError
 
+__all__ = [
+    "NAMES",
+    "describe",
+    "dialogue_entropy",
+    "from_fedjax",
+    "from_flwr",
+    "from_huggingface",
+    "from_leaf",
+    "from_pandas",
+    "from_tff",
+    "from_torch",
+    "load",
+    "locate",
+    "num_classes",
+    "synthetic",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 DATASETS: dict[str, Callable[..., Samples]] = {
     "synthetic": generated.synthetic,
     "glyphs": generated.glyphs,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, reprs
 from fedjax_drift.data import joining
 from fedjax_drift.data.joining import Pair as Pair
 from fedjax_drift.errors import ConfigurationError
@@ -460,6 +460,17 @@ class FederatedData:
             f"FederatedData({self.name!r}: {self.num_clients:,} clients, {len(self.x):,} examples of "
             f"{self.x.dtype}{list(self.x.shape[1:])}, {self.sizes.min()} to {self.sizes.max()} per client, {test})"
         )
+
+    def _repr_html_(self) -> str:
+        sizes, test = self.sizes, "none" if self.x_test is None else f"{len(self.x_test):,}"
+        rows = [
+            ("clients", f"{self.num_clients:,}"),
+            ("training examples", f"{len(self.x):,} of {self.x.dtype}{list(self.x.shape[1:])}"),
+            ("examples per client", f"{sizes.min():,} to {sizes.max():,}, median {np.median(sizes):,.0f}"),
+            ("test examples", test),
+            ("labels", f"{self.y.dtype}{list(self.y.shape[1:])}"),
+        ]
+        return reprs.html_table(["", self.name], rows)
 
 
 def decode(x: jax.Array, are_images: bool, mean: np.ndarray | None, std: np.ndarray | None) -> jax.Array:

@@ -37,6 +37,13 @@ from fedjax_drift.data.assignment import (
 )
 from fedjax_drift.errors import ConfigurationError
 
+__all__ = ["by_writer", "classes", "dirichlet", "distribution", "iid", "shards"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 PRIORS = ("client", "class", "global")
 Sizes = str | Sequence[int] | np.ndarray | None
 Weights = Sequence[Sequence[float]] | np.ndarray

@@ -27,6 +27,13 @@ from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import clients_mesh, use_cpu_devices
 from fedjax_drift.errors import ConfigurationError
 
+__all__ = ["initialize", "is_first"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 

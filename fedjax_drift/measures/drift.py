@@ -22,6 +22,13 @@ from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, 
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
 from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Watcher, Work
 
+__all__ = ["class_accuracy", "linear_cka", "local_performance", "mean_kl"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 MEASURES = {
     "updates": "norm of each client's update and its cosine with their mean, after every local epoch",
     "gradients": "period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity "

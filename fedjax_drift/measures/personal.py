@@ -26,6 +26,13 @@ from fedjax_drift.round.evaluate import score_rows
 from fedjax_drift.round.train import client_work, over_clients
 from fedjax_drift.types import PyTree, ServerState
 
+__all__ = ["summary"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 CHUNK = 512  # the largest number of clients in one program; it bounds the memory, and the time until Ctrl-C has effect
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 

@@ -401,3 +401,7 @@ TRAINED: dict[str, Any] = {"lora": lora, "trainable": trainable}  # functions of
 def num_parameters(model: Model) -> int:
     """d, the number of parameters of a model."""
     return tree.size(jax.eval_shape(lambda: model.init(jax.random.key(0))))
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -16,6 +16,12 @@ import jax.numpy as jnp
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 
+__all__ = ["auc", "hit_rate", "ndcg", "ranks", "scores"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def auc(logits: jax.Array, y: jax.Array) -> jax.Array:
     """Area under the ROC curve over all M examples, a scalar.

@@ -65,3 +65,7 @@ __all__ = [
     "rounds_to_target",
     "updates",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

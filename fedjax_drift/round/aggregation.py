@@ -19,6 +19,12 @@ from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.types import PyTree
 
+__all__ = ["Aggregation", "clipped", "epsilon", "mean", "private"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class Aggregation(NamedTuple):
     """An aggregation rule: two pure functions.
@@ -40,6 +46,9 @@ class Aggregation(NamedTuple):
 
     The result of a private rule must not reveal which clients took part. Therefore the server is updated even if no
     client reports, `Round.participation` is always the expected value K / N, and a Bernoulli cohort may be empty."""
+
+    def __repr__(self) -> str:
+        return f"Aggregation({self.name})"
 
 
 def mean() -> Aggregation:

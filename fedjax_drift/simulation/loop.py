@@ -27,7 +27,7 @@ from fedjax_drift.devices.launch import intact, wait_for_turn
 from fedjax_drift.devices.processes import agree, spans_processes
 from fedjax_drift.simulation.programs import MOST_ROUNDS
 from fedjax_drift.simulation.progress import Bar, Stop
-from fedjax_drift.simulation.records import record
+from fedjax_drift.simulation.records import History, record
 from fedjax_drift.storage.saver import Savers
 from fedjax_drift.types import Record, ServerState
 
@@ -130,7 +130,7 @@ class Loop:
         self.bar, self.stop, self.savers = bar, stop, savers
         self.on_record, self.complaints, self.until = on_record, complaints, until
         self._ended: set[int] = set()  # runs for which `until` has returned True
-        self.histories: list[list[Record]] = [[] for _ in range(num_runs)]
+        self.histories: list[list[Record]] = [History() for _ in range(num_runs)]
         self.seconds = float("inf")  # the duration of a recent round of all runs together
         self.terminated = False  # whether SIGTERM has ended the loop, in this process or in another one
         self._flying: deque[Flight] = deque()

@@ -7,12 +7,29 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_drift import reprs
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import Record
 
 SUMMARISED = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps", "client_steps",
               "bad_leaf", "selected")  # fmt: skip
 """Entries of ``info`` that `record` summarises or leaves out. All other entries go into the record."""
+SHOWN = ("round", "clients", "train_loss", "loss", "accuracy")  # entries of records that notebooks show
+
+
+class History(list[Record]):
+    """The records of a run, one per round: a list, which is shown by its length and its last record."""
+
+    def __repr__(self) -> str:
+        return f"History({len(self)} records: {reprs.scores(self[-1])})" if self else "History()"
+
+    def _repr_html_(self) -> str:
+        """A table of the last ten records with scores, or of the last ten records if none has scores."""
+        scored = [entry for entry in self if "loss" in entry] or self
+        names = [name for name in SHOWN if any(name in entry for entry in scored)]
+        rows = [[entry.get(name, "") for name in names] for entry in scored[-10:]]
+        what = f"{len(self)} records" + (f", the last {len(rows)} evaluations" if len(rows) < len(self) else "")
+        return reprs.html_table(names, rows, what)
 
 
 def record(done: int, info: dict[str, np.ndarray]) -> Record:

@@ -33,7 +33,7 @@ from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
 from fedjax_drift.simulation.placement import Placement, moved, on_host
 from fedjax_drift.simulation.plan import Plan, plan_of
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
-from fedjax_drift.simulation.records import complaints, loss_message
+from fedjax_drift.simulation.records import History, complaints, loss_message
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
 from fedjax_drift.simulation.until import Until, ends, has_ended
@@ -439,7 +439,7 @@ class Simulation:
         ):
             before = [] if savers is None else savers.before[0]
             if until is not None and has_ended(until, before):
-                return state, []
+                return state, History()
             track = RunTrack(self.executor, state, fetch)
             loop = Loop(
                 [track], 1, self.mesh, schedule, bar, stop, savers,
@@ -684,7 +684,7 @@ class Simulation:
         number = together if teams else self.mesh.size
         devices = _counted(number, f"{self.mesh.devices.flat[0].platform} device")
         return (
-            f"Simulation({e.algorithm.name}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
+            f"Simulation({self.algorithm!r}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
             f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
         )
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, reprs, tree
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.devices.processes import spans_processes
@@ -29,7 +29,7 @@ from fedjax_drift.simulation import hyper, programs, validate
 from fedjax_drift.simulation.executor import UNTRACEABLE, out_of_memory
 from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
-from fedjax_drift.simulation.records import complaints
+from fedjax_drift.simulation.records import SHOWN, History, complaints
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.simulation.turns import Layout, Planned, Setting, TurnPrograms, TurnTrack, compiled, of_form, turns
 from fedjax_drift.simulation.until import Until, ends, has_ended
@@ -61,11 +61,24 @@ class Run(NamedTuple):
     def __repr__(self) -> str:
         """Returns a short text without the arrays of the state, for notebooks, which show the value of the last
         line."""
-        last = self.history[-1] if self.history else {}
-        scores = [f"{name} {last[name]:.3g}" for name in ("loss", "accuracy") if name in last]
-        end = ", ".join([f"round {last.get('round', 0)}", *scores])
+        end = reprs.scores(self.history[-1] if self.history else {})
         setting = f", {self.setting}" if self.setting else ""
         return f"Run({self.algorithm}, seed {self.seed}{setting}: {end})"
+
+
+class Runs(list[Run]):
+    """The runs of a sweep: a list, which notebooks show as a table."""
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for run in self for name in run.setting))
+        ends = [run.history[-1] if run.history else {} for run in self]
+        metrics = [name for name in SHOWN if any(name in end for end in ends)]
+        rows = []
+        for run, last in zip(self, ends, strict=True):
+            setting = [run.setting.get(name, "") for name in names]
+            rows.append([run.algorithm, *setting, run.seed, *(last.get(name, "") for name in metrics)])
+        header = ["algorithm", *names, "seed", *metrics]
+        return reprs.html_table(header, rows, f"{len(self)} runs, the last round of each")
 
 
 def grid(**values: Iterable[Any]) -> list[Setting]:
@@ -219,7 +232,7 @@ def sweep(
 
     def runs_of(states: Sequence[Any], histories: Sequence[list[Record]]) -> list[Run]:
         runs = zip(planned, states, histories, strict=True)
-        return [Run(*plan[:2], state, history, setup.engine.algorithm.name) for plan, state, history in runs]
+        return Runs(Run(*plan[:2], state, history, setup.engine.algorithm.name) for plan, state, history in runs)
 
     def report(run: int, entry: Record) -> None:
         if on_round is not None:
@@ -287,7 +300,7 @@ def sweep(
             layout = fewer
     if stop.terminated:
         raise SystemExit(143)
-    return runs_of(loop.states(), [old + new for old, new in zip(before, loop.histories, strict=True)])
+    return runs_of(loop.states(), [History(old + new) for old, new in zip(before, loop.histories, strict=True)])
 
 
 def _name_of_run(plan: Planned, varied: Sequence[str]) -> str:

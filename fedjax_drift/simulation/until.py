@@ -20,6 +20,13 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.storage.checkpoint import score
 from fedjax_drift.types import Record
 
+__all__ = ["reaches", "stalls"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Until = Callable[[Sequence[Record]], bool]
 
 
