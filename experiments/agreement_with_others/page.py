@@ -1,4 +1,4 @@
-"""Writes docs/agreement.md from experiments/results/agreement_with_others.json."""
+"""Writes docs/agreement.md from results.json in this folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "experiments" / "results" / "agreement_with_others.json"
+RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "agreement.md"
 ROUNDING = 1e-12
 
@@ -89,8 +89,10 @@ def place(link: str, commit: str, line: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a capital letter and a full stop."""
-    return text and text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    """The text with a full stop and, unless it begins with a name such as ``lr_decay=0.9``, a capital letter."""
+    begins_with_a_name = not text.split(" ")[0].strip(",;:.").isalpha()
+    begin = text[:1] if begins_with_a_name else text[:1].upper()
+    return text and begin + text[1:] + ("" if text.endswith(".") else ".")
 
 
 def wrapped(text: str, indent: str = "", width: int = 100) -> str:
