@@ -47,7 +47,9 @@ class LocalTraining:
     momentum: float = 0.0
     """Heavy-ball momentum within a round, in [0, 1): v = momentum v + u; theta -= eta_t v."""
     weight_decay: float = 0.0
-    """Factor of theta, >= 0. The term weight_decay * theta is added after clipping."""
+    """Factor of theta, >= 0. The term weight_decay * theta is added after clipping, before momentum or the optimizer.
+    With ``optax.scale_by_adam()`` this is Adam with an L2 penalty, not AdamW. AdamW is
+    ``optimizer=optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.01))``."""
     clip_norm: float | None = None
     """The corrected gradient is clipped to this global norm, > 0. None: no clipping."""
     optimizer: optax.GradientTransformation | None = None

@@ -45,8 +45,10 @@ class Stop:
         self.insists = self.requested
         if not self.requested:
             self.requested = True
-            message = "\nstopping after the rounds in progress; press Ctrl-C again to stop immediately"
-            print(message, file=sys.stderr, flush=True)
+            again = "press Ctrl-C again to stop immediately"
+            if in_notebook():  # `run` returns, so Jupyter goes on with the cells that wait
+                again = "the next cells then run; interrupt again to stop immediately, and these cells with it"
+            print(f"\nstopping after the rounds in progress; {again}", file=sys.stderr, flush=True)
         elif not self.holding:
             raise KeyboardInterrupt
 
