@@ -30,10 +30,9 @@ FilePath = str | os.PathLike[str] | None
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":", "-.")
 MARKERS = "osD^vP*"
-SHOWN_MARKERS = 30  # lines with more points have no markers
+SHOWN_MARKERS, ALL_MARKERS = 30, 400  # lines have no markers if one of them, or all, have more points
 FONT_SIZE = 10  # points; the sizes of figures are for this size
-LONGEST_NAME = 44  # characters of a name in one line of a legend
-LARGE, LARGE_LOG = 10, 3  # values so many times further away than usual are outside of a linear or logarithmic axis
+NEAR, FAR = 2, 10  # the axis ends after NEAR times the usual span, if values are FAR times this span away
 
 MEASURE = "pass measure=({!r},) to Simulation"  # the fix in error messages
 
@@ -92,7 +91,7 @@ def draw_panel(panel: Panel, axes: Axes, xlabel: str = "Round") -> dict[str, Lin
 def described(panel: Panel, xlabel: str) -> str:
     """Returns the label of the x axis, with what the lines and the bands show."""
     shows = dict.fromkeys(words for line in panel.lines.values() if line.x.size for words in line.shows)
-    return f"{xlabel} ({'; '.join(shows)})" if shows else xlabel
+    return f"{xlabel}\n({'; '.join(shows)})" if shows else xlabel
 
 
 def colour(place: int, axes: Axes) -> Any:
@@ -119,7 +118,7 @@ def draw_lines(panel: Panel, axes: Axes) -> dict[str, Line2D]:
         look: dict[str, Any] = {"color": colour(i, axes), "linestyle": STYLES[i // len(COLOURS) % len(STYLES)]}
         if panel.steps:
             look["drawstyle"] = "steps-pre"
-        elif max(sizes) <= SHOWN_MARKERS:
+        elif max(sizes) <= SHOWN_MARKERS and sum(sizes) <= ALL_MARKERS:
             look["marker"] = MARKERS[i % len(MARKERS)]
         (drawn[name],) = axes.plot(line.x, line.y, label=name, linewidth=1.6, markersize=4.5, **look)
         if line.low is not None and line.high is not None:
@@ -173,38 +172,44 @@ def use_log_scale(axes: Axes) -> None:
 def set_limits(group: Sequence[tuple[Panel, Axes]]) -> None:
     """Limits the y axis so that a run that diverges, or a wide band, does not flatten the other lines."""
     panel, axes = group[0]
-    lines = [line for panel, _ in group for line in panel.lines.values() if line.x.size]
-    log = axes.get_yscale() != "linear"
+    scale = axes.get_yscale()
     low, high = axes.get_ylim()
-    if extent := usual_extent(lines, log):
-        low, high = extent if axes.get_yscale() != "symlog" else (low, extent[1])
+    if extent := readable([line for panel, _ in group for line in panel.lines.values()], scale != "linear"):
+        low, high = (low if scale == "symlog" else extent[0]), extent[1]
     axes.set_ylim(max(low, panel.limits[0]), min(high, panel.limits[1]))
 
 
-def usual_extent(lines: Sequence[Line], log: bool) -> tuple[float, float] | None:
-    """Returns the limits of an axis on which at least half of the lines are readable. None if all of them are.
+def readable(lines: Sequence[Line], log: bool) -> tuple[float, float] | None:
+    """Returns the limits of an axis on which the lines are not flat. None if all points and bands can be shown.
 
     The usual values of a line are its first one, and those between its quantiles 0.1 and 0.9. The usual values of the
-    panel are those of the line in the middle.
+    panel are those of the line in the middle. Values that are far away from these are outside of the limits.
     """
-    rows = [row for line in lines for row in (line.y, line.low, line.high) if row is not None]
-    values, curves = np.concatenate(rows), [line.y for line in lines]
+    bands = np.concatenate([row for line in lines for row in (line.y, line.low, line.high) if row is not None])
+    curves = [line.y for line in lines]
     if log:
-        values, curves = np.log10(values[values > 0]), [np.log10(y[y > 0]) for y in curves]
-    usual = np.array([[*np.quantile(y, (0.1, 0.9)), y[0]] for y in curves if y.size])
-    if not len(usual):
+        bands, curves = np.log10(bands[bands > 0]), [np.log10(y[y > 0]) for y in curves]
+    curves = [y for y in curves if y.size]
+    if not curves:
         return None
-    low, high = np.sort(usual.min(1))[len(usual) // 2], np.sort(usual.max(1))[(len(usual) - 1) // 2]
-    span, far = (max(high - low, 1), LARGE_LOG) if log else (max(high - low, abs(low), abs(high)), LARGE)
-    near = (values >= low - span) & (values <= high + span)
-    if not near.any() or not (values.min() < low - far * span or values.max() > high + far * span):
-        return None
-    low, high = (
-        values[near].min() if values.min() < low - far * span else values.min(),
-        values[near].max() if values.max() > high + far * span else values.max(),
+    usual = np.sort(
+        [[min(low, y[0]), max(high, y[0])] for y in curves for low, high in [np.quantile(y, (0.1, 0.9))]], 0
     )
-    margin = 0.05 * (high - low) or 0.5 * span
-    low, high = low - margin, high + margin
+    low, high = sorted((usual[len(usual) // 2, 0], usual[(len(usual) - 1) // 2, 1]))
+    span = max(high - low, 1 if log else max(abs(low), abs(high)))
+    near, far = (value * span for value in (NEAR, FAR))
+    values = np.concatenate(curves)
+    top, bottom = values.max(), values.min()
+    if top > high + far:
+        top = values[values <= high + near].max()
+    if bottom < low - far:
+        bottom = values[values >= low - near].min()
+    room = max(top - bottom, span)  # for bands above and below the lines
+    limits = max(bands.min(), bottom - room), min(bands.max(), top + room)
+    if limits == (bands.min(), bands.max()):
+        return None
+    margin = 0.05 * (limits[1] - limits[0])
+    low, high = limits[0] - margin, limits[1] + margin
     return (10**low, 10**high) if log else (low, high)
 
 
@@ -212,7 +217,7 @@ def mark_outside(group: Sequence[tuple[Panel, Axes]]) -> None:
     """Draws a triangle where a line leaves the y axis. The title says how far the values reach."""
     for panel, axes in group:
         low, high = axes.get_ylim()
-        beyond = []
+        reach = []
         for i, line in enumerate(panel.lines.values()):
             for outside, edge, marker in ((line.y > high, 1, "^"), (line.y < low, 0, "v")):
                 begins = outside & ~np.append(False, outside[:-1])
@@ -220,10 +225,14 @@ def mark_outside(group: Sequence[tuple[Panel, Axes]]) -> None:
                     place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
                     ys = np.full(begins.sum(), edge)
                     axes.plot(line.x[begins], ys, marker, color=colour(i, axes), markersize=6, **place)
-                    beyond.append(line.y.max() if edge else line.y.min())
-        if beyond:
-            reach = " and ".join(f"{value:.3g}" for value in dict.fromkeys((min(beyond), max(beyond))))
-            axes.set_title(f"{axes.get_title()}\n(triangles: outside, up to {reach})")
+                    reach.append(line.y.max() if edge else line.y.min())
+        if reach:
+            far = [
+                f"{words} {y:.3g}"
+                for words, y in (("down to", min(reach)), ("up to", max(reach)))
+                if not low <= y <= high
+            ]
+            axes.set_title(f"{axes.get_title()}\n(triangles: outside, {' and '.join(far)})")
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------
@@ -234,9 +243,12 @@ def add_legend(figure: Figure, lines: Mapping[str, Any], style: Style, title: st
 
     If the style has no size, the figure gets higher by the height of the legend. Runs without a name are left out.
     """
-    lines = {textwrap.fill(name, LONGEST_NAME): line for name, line in lines.items() if name}
-    if not lines:
+    if not any(lines):
         return
+    import matplotlib
+
+    letters = max(20, int(figure.get_figwidth() / 2 * 130 / matplotlib.rcParams["font.size"]) - 8)  # of half the width
+    lines = {textwrap.fill(name, letters): line for name, line in lines.items() if name}
     look: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3, "title": title or None}
     for columns in range(min(len(lines), 6), 0, -1):
         legend = figure.legend(

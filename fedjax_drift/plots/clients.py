@@ -64,9 +64,14 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None, *, style: Style =
     panels: dict[str, dict[str, Line]] = {entry: {} for entry in titles}
     for name, result in named.items():
         values = {entry: _finite(entry, result) for entry in titles}
-        label = f"{name or 'all clients'}: {_worst(values, key)}"
+        label = ": ".join(filter(None, (name or "all clients", _worst(values, key))))
+        note = "" if any(of.size for of in values.values()) else "no finite score"
         for entry in titles:
-            panels[entry][label] = _worst_first(values[entry], key)
+            panels[entry][label] = _worst_first(values[entry], key)._replace(note=note)
+    if not any(line.x.size for lines in panels.values() for line in lines.values()):
+        raise ConfigurationError(
+            "fairness needs the scores of at least 1 client, got none: pass evaluate_clients(state)"
+        )
     figure = figure_of_panels(
         "fairness",
         [Panel(title, ylabel, panels[entry], steps=True) for entry, title in titles.items()],
@@ -225,4 +230,4 @@ def _worst(values: Mapping[str, np.ndarray], key: str) -> str:
         for entry, scores in values.items()
         if scores.size
     ]
-    return ", ".join(words) or "no finite score"
+    return ", ".join(words)

@@ -55,7 +55,7 @@ def by_epoch(runs: Runs, key: str, style: Style) -> dict[str, Line]:
         medians[name] = [(range(1, values.shape[1] + 1), np.median(values, axis=0)) for values in finite if len(values)]
     lines = lines_of(medians, replace(style, smooth=None))
     return {
-        name: line._replace(
+        name: _within(line, medians[name], key, 1)._replace(
             shows=("median over rounds", *line.shows), note=divergence(runs[name]) if medians[name] else ""
         )
         for name, line in lines.items()

@@ -68,8 +68,9 @@ def drift_story(
         )
     percent = by_round(runs, "accuracy", style, 100)
     accuracy = Panel("Test accuracy of the global model", "Test accuracy (%)", percent, guide=100 * target)
-    figure = new_figure(9.6, 6.8, style)
-    mix_axes, drift_axes, accuracy_axes, rounds_axes = figure.subplots(2, 2).flat
+    below = 3.4 + 0.18 * max(0, len(reached) - 10)  # inches of the panels with the bars
+    figure = new_figure(9.6, 3.4 + below, style)
+    mix_axes, drift_axes, accuracy_axes, rounds_axes = figure.subplots(2, 2, height_ratios=(3.4, below)).flat
     draw_label_mixes(data, mix_axes, figure)
     drawn: dict[str, Line2D] = {}
     for panel, axes in ((accuracy, accuracy_axes), (drift, drift_axes)):
@@ -83,6 +84,8 @@ def drift_story(
         "target", (0.01, 100 * target), xycoords=("axes fraction", "data"), va="bottom", fontsize="small"
     )
     draw_bars(reached, runs, rounds_axes)
+    short = [name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}" for name in reached]  # the legend has the names
+    rounds_axes.set_yticks(range(len(short)), short, fontsize="medium" if len(short) <= 10 else "small")
     rounds_axes.set_title(f"Rounds to {100 * target:g} % test accuracy")
     add_legend(figure, with_notes([accuracy, drift], drawn), style)
     return finished(figure, path)

@@ -170,9 +170,12 @@ def rounds_to_target(
       ValueError: the target is not a finite number, or is an accuracy above 1; or no round has the key.
     """
     runs, reached = by_run(records), reached_rounds(records, target, key)
-    figure = new_figure(7.5, 1.6 + 0.42 * len(reached), checked(style))
+    notes = {name: divergence(runs[name]) for name in reached}
+    labels = [textwrap.fill(f"{name} ({note})" if note else name, LONGEST_TICK) for name, note in notes.items()]
+    figure = new_figure(7.5, 1.6 + sum(max(0.42, 0.2 * label.count("\n") + 0.25) for label in labels), checked(style))
     axes = figure.subplots()
     draw_bars(reached, runs, axes)
+    axes.set_yticks(range(len(labels)), labels)
     goal = (
         f"{100 * float(target):g} % test accuracy"
         if key == "accuracy"
@@ -196,8 +199,6 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes) 
         text = f"{'mean ' if several else ''}{'> ' if missed else ''}{needed.mean():,.4g}"
         if missed and several:
             text += f" ({len(needed) - missed} of {len(needed)} seeds)"
-        if note := divergence(runs[name]):
-            text += f", {note}"
         axes.annotate(text, (needed.max(), i), (6, 0), textcoords="offset points", va="center", fontsize="small")
         heights = i + np.linspace(-0.2, 0.2, len(needed)) if several else np.array([float(i)])
         for seed, y in zip(seeds, heights, strict=True):
@@ -205,8 +206,10 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes) 
                 axes.plot([seed.after, seed.round], [y, y], color=ink(axes), linewidth=1)
         if several:
             axes.plot(needed, heights, "o", color=ink(axes), markersize=3.5, markerfacecolor=axes.get_facecolor())
-    axes.set_yticks(range(len(reached)), [textwrap.fill(name, LONGEST_TICK) for name in reached])
-    axes.invert_yaxis()
+    axes.set_yticks(range(len(reached)), [*reached])
+    axes.tick_params(axis="y", length=0)
+    room = max(0.6, (3 - len(reached)) / 2)  # so that a single bar is not as high as the axes
+    axes.set_ylim(len(reached) - 1 + room, -room)
     axes.margins(x=0.14)
     coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in reached.values() for seed in seeds)
     since = " of the first evaluation at the target\n(line: since the evaluation before)" if coarse else ""
