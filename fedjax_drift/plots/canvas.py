@@ -227,12 +227,9 @@ def mark_outside(group: Sequence[tuple[Panel, Axes]]) -> None:
                     axes.plot(line.x[begins], ys, marker, color=colour(i, axes), markersize=6, **place)
                     reach.append(line.y.max() if edge else line.y.min())
         if reach:
-            far = [
-                f"{words} {y:.3g}"
-                for words, y in (("down to", min(reach)), ("up to", max(reach)))
-                if not low <= y <= high
-            ]
-            axes.set_title(f"{axes.get_title()}\n(triangles: outside, {' and '.join(far)})")
+            far = ((min(reach), "down to", min(reach) < low), (max(reach), "up to", max(reach) > high))
+            words = " and ".join(f"{to} {y:.3g}" for y, to, is_outside in far if is_outside)
+            axes.set_title(f"{axes.get_title()}\n(triangles: outside, {words})")
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------
@@ -248,7 +245,7 @@ def add_legend(figure: Figure, lines: Mapping[str, Any], style: Style, title: st
     import matplotlib
 
     letters = max(20, int(figure.get_figwidth() / 2 * 130 / matplotlib.rcParams["font.size"]) - 8)  # of half the width
-    lines = {textwrap.fill(name, letters): line for name, line in lines.items() if name}
+    lines = {wrapped(name, letters): line for name, line in lines.items() if name}
     look: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3, "title": title or None}
     for columns in range(min(len(lines), 6), 0, -1):
         legend = figure.legend(
@@ -287,6 +284,12 @@ def hide_frame(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def wrapped(text: str, letters: int) -> str:
+    """Returns the text in lines of at most so many letters, and of about the same length."""
+    rows = len(textwrap.wrap(text, letters))
+    return textwrap.fill(text, next(n for n in range(letters // 2, letters + 1) if len(textwrap.wrap(text, n)) <= rows))
+
+
 def wrap_texts(figure: Figure) -> None:
     """Breaks the titles and labels that are longer than their axes."""
     figure.draw_without_rendering()
@@ -298,7 +301,7 @@ def wrap_texts(figure: Figure) -> None:
             if text.get_text() and length > room:
                 lines = text.get_text().split("\n")
                 letters = max(12, int(max(map(len, lines)) * room / length))
-                text.set_text("\n".join(textwrap.fill(line, letters) for line in lines))
+                text.set_text("\n".join(wrapped(line, letters) for line in lines))
 
 
 def finished(figure: Figure, path: FilePath) -> Figure:

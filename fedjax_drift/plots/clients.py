@@ -195,8 +195,8 @@ def draw_label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
     shown = np.arange(min(N, SHOWN_CLIENTS)) * N // min(N, SHOWN_CLIENTS)
     share = 100 * counts[shown] / counts[shown].sum(1, keepdims=True)
     image = axes.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=share.max(), interpolation="nearest")
-    every = max(1, round(len(shown) / 10))
-    axes.set_yticks(range(0, len(shown), every), [f"{i:,}" for i in shown[::every]])
+    axes.locator_params(axis="y", integer=True, min_n_ticks=1)
+    axes.yaxis.set_major_formatter(lambda row, _: f"{shown[int(row)]:,}" if 0 <= row < len(shown) else "")
     axes.set_xticks(label_ticks(C))
     subset = f"{len(shown)} of {N:,} clients" if len(shown) < N else f"{N:,} clients" if N > 1 else "1 client"
     axes.set(xlabel="Label", ylabel="Client", title=f"Label mix of {subset}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from fedjax_drift.plots.canvas import (
     finished,
     ink,
     new_figure,
+    wrapped,
 )
 from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one
 from fedjax_drift.plots.style import DEFAULT, Style, checked
@@ -171,7 +171,7 @@ def rounds_to_target(
     """
     runs, reached = by_run(records), reached_rounds(records, target, key)
     notes = {name: divergence(runs[name]) for name in reached}
-    labels = [textwrap.fill(f"{name} ({note})" if note else name, LONGEST_TICK) for name, note in notes.items()]
+    labels = [wrapped(f"{name} ({note})" if note else name, LONGEST_TICK) for name, note in notes.items()]
     figure = new_figure(7.5, 1.6 + sum(max(0.42, 0.2 * label.count("\n") + 0.25) for label in labels), checked(style))
     axes = figure.subplots()
     draw_bars(reached, runs, axes)
