@@ -197,6 +197,8 @@ def readable(lines: Sequence[Line], log: bool) -> tuple[float, float] | None:
     )
     low, high = sorted((usual[len(usual) // 2, 0], usual[(len(usual) - 1) // 2, 1]))
     span = max(high - low, 1 if log else max(abs(low), abs(high)))
+    if not span:  # most values are 0
+        return None
     near, far = (value * span for value in (NEAR, FAR))
     values = np.concatenate(curves)
     top, bottom = values.max(), values.min()
@@ -286,8 +288,10 @@ def hide_frame(axes: Axes) -> None:
 
 def wrapped(text: str, letters: int) -> str:
     """Returns the text in lines of at most so many letters, and of about the same length."""
+    text = text.replace(" %", "\u00a0%")  # "95 %" stays in one line
     rows = len(textwrap.wrap(text, letters))
-    return textwrap.fill(text, next(n for n in range(letters // 2, letters + 1) if len(textwrap.wrap(text, n)) <= rows))
+    shortest = next(n for n in range(letters // 2, letters + 1) if len(textwrap.wrap(text, n)) <= rows)
+    return textwrap.fill(text, shortest).replace("\u00a0", " ")
 
 
 def wrap_texts(figure: Figure) -> None:
