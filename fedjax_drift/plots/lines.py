@@ -40,7 +40,7 @@ def by_round(runs: Runs, key: str, style: Style, factor: float = 1, log: bool = 
     values = {name: [(t, factor * values[:, -1]) for t, values in seeds] for name, seeds in measured(runs, key).items()}
     lines = lines_of(values, style, log)
     return {
-        name: _within(line, values[name], key, factor)._replace(
+        name: within(line, values[name], key, factor)._replace(
             note=divergence(runs[name]) if any(len(rounds) for rounds, _ in values[name]) else ""
         )
         for name, line in lines.items()
@@ -55,7 +55,7 @@ def by_epoch(runs: Runs, key: str, style: Style) -> dict[str, Line]:
         medians[name] = [(range(1, values.shape[1] + 1), np.median(values, axis=0)) for values in finite if len(values)]
     lines = lines_of(medians, replace(style, smooth=None))
     return {
-        name: _within(line, medians[name], key, 1)._replace(
+        name: within(line, medians[name], key, 1)._replace(
             shows=("median over rounds", *line.shows), note=divergence(runs[name]) if medians[name] else ""
         )
         for name, line in lines.items()
@@ -125,7 +125,7 @@ def _line(x: np.ndarray, values: np.ndarray, length: int, style: Style, log: boo
     return Line(x[at].mean(1), y, low, high, shows)
 
 
-def _within(line: Line, values: Seeds, key: str, factor: float) -> Line:
+def within(line: Line, values: Seeds, key: str = "", factor: float = 1) -> Line:
     """Clips the band of the line to the range of the quantity. If no value is negative, the range starts at 0."""
     if line.low is None or line.high is None:
         return line

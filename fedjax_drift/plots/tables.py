@@ -21,7 +21,7 @@ from fedjax_drift.plots.canvas import (
     finished,
     new_figure,
 )
-from fedjax_drift.plots.lines import lines_of, trailing_note
+from fedjax_drift.plots.lines import lines_of, trailing_note, within
 from fedjax_drift.plots.style import DEFAULT, Style, checked
 from fedjax_drift.records import numbers
 
@@ -61,7 +61,8 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None, *
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
     panels = {}
     for setting in settings:
-        lines = lines_of({method: setting.runs.get(method, ()) for method in methods}, style)
+        seeds = {method: setting.runs.get(method, ()) for method in methods}
+        lines = {method: within(line, seeds[method]) for method, line in lines_of(seeds, style).items()}
         if any(line.x.size for line in lines.values()):
             panels[setting.title] = Panel(setting.title, ylabel, lines)
     if not panels:
