@@ -779,6 +779,12 @@ def plots() -> Iterator[Call]:
     compared = [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {"a": [(None, 0.3), (1, 0.2)]})]
     kinds = {"settings": Kind(ANYTHING, [compared], like=compared), "ylabel": only(str), "path": file}
     yield Call("fd.plots.compared", fd.plots.compared, {"settings": compared, "ylabel": "y"}, kinds)
+    kinds = {
+        "smooth": optional(Kind([*NO_NUMBER, 0, -1, 1.5], [1, np.int64(3)]), "auto"),
+        "band": optional(Kind([*no_text, "std"], ["interval", "deviation", "range"])),
+        "figsize": optional(Kind([*no_text, "ab", (1,), (0, 1)], [(4, 3), [4.0, 3]])),
+    }
+    yield Call("fd.plots.Style", fd.plots.Style, {}, kinds)
     sound = [[0.5], np.ones(3), (1, 2), jnp.ones(2)]
     yield Call("fd.personal.summary", fd.personal.summary, {}, {"values": Kind(NO_ARRAY, sound, ANYTHING)})
 

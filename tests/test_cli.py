@@ -190,7 +190,9 @@ def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     mean = np.mean([seed.round for seed in reached["fedavg"]])
     final = [r["accuracy"] for r in done if r["algorithm"] == "fedavg" and r["round"] == 40]
     assert re.search(rf"\nfedavg +40 +{100 * np.mean(final):.1f} % .* {mean:.4g}\n", table)
-    assert re.search(rf"\n  3 seeds +± {100 * np.std(final, ddof=1):.1f} %\n", table)
+    assert re.search(
+        rf"\n  3 seeds +± {100 * 4.3027 * np.std(final, ddof=1) / 3**0.5:.1f} %  \(95 % interval of the mean\)\n", table
+    )
     for name in ("curves.png", "rounds_to_target.png", "fairness.png"):
         assert (folder / name).stat().st_size > 10_000
     run = fd.load_run(folder, "fedprox:mu=0.5", 4)

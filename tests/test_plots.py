@@ -3,11 +3,14 @@
 import json
 
 import matplotlib
+import matplotlib.colors
 import numpy as np
 import pytest
+from matplotlib import style
 
 import fedjax_drift as fd
 from fedjax_drift import logs, plots
+from fedjax_drift.plots import Style
 
 
 def history(rounds=6, seed=0, epochs=3, every=2, labels=4):
@@ -31,6 +34,16 @@ def history(rounds=6, seed=0, epochs=3, every=2, labels=4):
 
 def points(line):
     return line.get_xydata().tolist()
+
+
+def edges(axes, x):
+    """Returns the lower and the upper edge of the band of the first run at x."""
+    outline = axes.collections[0].get_paths()[0].vertices
+    y = outline[np.isclose(outline[:, 0], x), 1]
+    return y.min(), y.max()
+
+
+INTERVAL = "mean over seeds; band: 95 % interval of the mean)"
 
 
 BY_ROUND = {
@@ -61,16 +74,14 @@ def test_lines_show_the_measured_rounds(picture, tmp_path):
 
 
 def test_agreement_is_plotted_over_local_epochs_if_there_are_several():
-    records = {"a": history(rounds=8)}
-    cka, kl = plots.agreement(records).axes
-    values = np.array([record["kl"] for record in records["a"] if "kl" in record])  # [4 rounds, 3 epochs]
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75], axis=0)
-    np.testing.assert_allclose(kl.lines[0].get_xydata(), np.stack([[1, 2, 3], median], axis=1))
-    edges = kl.collections[0].get_paths()[0].vertices
-    for epoch in (1, 2, 3):
-        y = edges[edges[:, 0] == epoch, 1]
-        np.testing.assert_allclose([y.min(), y.max()], [low[epoch - 1], high[epoch - 1]])
-    assert cka.get_xlabel() == "Local epoch (median and quartiles)" and cka.get_ylabel() and kl.get_ylabel()
+    seeds = [history(rounds=8), history(rounds=8, seed=1)]
+    cka, kl = plots.agreement({"a": seeds, "b": seeds[0]}).axes
+    values = np.array([[record["kl"] for record in seed if "kl" in record] for seed in seeds])  # [2, 4 rounds, 3]
+    medians = np.median(values, axis=1)
+    np.testing.assert_allclose(kl.lines[0].get_xydata(), np.stack([[1, 2, 3], medians.mean(0)], axis=1))
+    np.testing.assert_allclose(kl.lines[1].get_ydata(), medians[0])
+    assert len(kl.collections) == 1 and edges(kl, 1)[0] >= 0  # a run with one seed has no band; KL is not negative
+    assert cka.get_xlabel().replace("\n", " ") == f"Local epoch (median over rounds; {INTERVAL}" and kl.get_ylabel()
 
     records = {"a": history(epochs=1)}
     cka, _ = plots.agreement(records).axes
@@ -78,11 +89,134 @@ def test_agreement_is_plotted_over_local_epochs_if_there_are_several():
     assert cka.get_xlabel() == "Round"
 
 
-def test_many_rounds_are_shown_as_medians_of_windows():
-    rounds = [{"round": t, "train_loss": float(t % 10), "clients": 1} for t in range(1, 501)]
-    (loss,) = plots.curves({"long": rounds, "short": rounds[:25]}).axes
-    assert points(loss.lines[0]) == [[5.5 + 10 * i, 4.5] for i in range(50)]  # each window has the values 0 to 9
-    assert len(loss.lines[1].get_xdata()) == 3 and loss.get_xlabel() == "Round (median and quartiles)"
+@pytest.mark.parametrize("rounds", (51, 75, 99, 100, 101, 149, 500))
+@pytest.mark.parametrize("seeds", (1, 3))
+def test_noise_is_smoothed_equally_at_all_rounds(rounds, seeds):
+    """The variance of a mean is the sum of the squared weights, which the points of this test show one by one."""
+    lengths = set()
+    for t in {1, 2, rounds // 3, rounds // 2, rounds - 2, rounds}:
+        run = [{"round": r, "train_loss": float(r == t)} for r in range(1, rounds + 1)]
+        (axes,) = plots.curves({"a": [run] * seeds}, style=Style(band=None)).axes
+        lengths |= {round(1 / y) for y in axes.lines[0].get_ydata() if y}
+    assert lengths == {1 if rounds <= 100 else -(-rounds // 50)}
+
+
+def test_the_style_selects_window_band_and_size(tmp_path):
+    values = np.random.default_rng(0).normal(5, 1, (3, 250))
+    seeds = [[{"round": t, "train_loss": y} for t, y in enumerate(of, 1)] for of in values]
+
+    def drawn(records, **options):
+        figure = plots.curves(records, style=Style(**options))
+        return figure, figure.axes[0], figure.axes[0].lines[0].get_ydata()
+
+    for off in (None, 1):
+        _, axes, y = drawn({"a": seeds[0]}, smooth=off)
+        np.testing.assert_array_equal(y, values[0])
+        assert axes.get_xlabel() == "Round" and not axes.collections
+    _, axes, y = drawn({"a": seeds[0]})  # one seed has no band, also if it is smoothed
+    assert len(y) == 50 and axes.get_xlabel() == "Round\n(means of 5 measured rounds)" and not axes.collections
+    windows = values[:, :240].reshape(3, 6, 40).mean(2)
+    half = 4.302652730 * windows.std(0, ddof=1) / 3**0.5
+    expected = {
+        "interval": (windows.mean(0) - half, windows.mean(0) + half, "95 % interval of the mean"),
+        "deviation": (*(windows.mean(0) + sign * windows.std(0, ddof=1) for sign in (-1, 1)), "standard deviation"),
+        "range": (windows.min(0), windows.max(0), "smallest to largest seed"),
+    }
+    for band, (low, high, words) in expected.items():
+        _, axes, y = drawn({"a": seeds}, smooth=40, band=band)
+        np.testing.assert_allclose(y[:6], windows.mean(0))
+        np.testing.assert_allclose(edges(axes, 20.5), (low[0], high[0]))
+        assert words in axes.get_xlabel().replace("\n", " ") and "means of 40 measured rounds" in axes.get_xlabel()
+        np.testing.assert_allclose(y[6], values[:, -40:].mean())  # the last window overlaps the one before
+    _, axes, _ = drawn({"a": seeds}, band=None)
+    assert not axes.collections and "band" not in axes.get_xlabel()
+    assert drawn({"a": seeds}, figsize=(5, 3))[0].get_size_inches().tolist() == [5, 3]
+    wrong = {
+        "smooth": (0, 1.5, False, "off"),
+        "band": ("std", 1),
+        "figsize": (3, (3,), (3, 0), "ab", (1, float("nan"))),
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name} must be .*, got "):
+                Style(**{name: value})
+    with pytest.raises(ValueError, match=r"style must be of type Style, got 3: pass fd.plots.Style"):
+        plots.curves(seeds[0], style=3)
+
+
+def test_a_run_that_diverges_is_named_and_does_not_flatten_the_others():
+    good = [{"round": t, "train_loss": 2 / t, "accuracy": 0.5} for t in range(1, 21)]
+    bad = [r | {"train_loss": float("nan") if r["round"] >= 12 else r["train_loss"]} for r in good]
+    never = [r | {"train_loss": None} for r in good]
+    empty = [r | ({"train_loss": None, "clients": 0} if r["round"] == 20 else {}) for r in good]
+    records = {"good": good, "bad": bad, "never": never, "seeds": [good, bad], "no client in the end": empty}
+    names = [text.get_text().replace("\n", " ") for text in plots.curves(records).legends[0].get_texts()]
+    assert names == [
+        "good", "bad (diverged in round 12)", "never (diverged in round 1)",
+        "seeds (1 of 2 seeds diverged, the first in round 12)", "no client in the end",
+    ]  # fmt: skip
+    assert plots.curves(bad).legends[0].get_texts()[0].get_text() == "diverged in round 12"  # a run without a name
+    ticks = plots.rounds_to_target({"bad": bad}, 0.9).axes[0].get_yticklabels()
+    assert ticks[0].get_text() == "bad (diverged in round 12)"
+    with pytest.raises(ValueError, match="round with finite values, got none: a diverged in round 1; lower the learn"):
+        plots.curves({"a": [{"round": 1, "train_loss": float("inf")}]})
+
+    huge = [r | {"train_loss": r["train_loss"] * (1e9 if r["round"] > 12 else 1)} for r in good]
+    _, loss = plots.curves({"good": good, "huge": huge, "also": good}).axes
+    assert loss.get_ylim()[1] < 10 and "up to 1.54e+08" in loss.get_title().replace("\n", " ")
+    (mark,) = loss.lines[3:]
+    assert points(mark) == [[13, 1]] and mark.get_color() == loss.lines[1].get_color()
+    _, loss = plots.curves({"good": good, "ten times": [r | {"train_loss": 10 * r["train_loss"]} for r in good]}).axes
+    assert loss.get_ylim()[1] > 20 and len(loss.lines) == 2  # the first values of a run that learns fast are not huge
+
+
+def test_forgetting_shows_no_impossible_ratios():
+    seeds = [[{"round": t, "lp_present": y} for t, y in enumerate(of, 1)] for of in ((90, 1.1, 0.9), (0.5, 1.0, 1.2))]
+    (axes,) = plots.forgetting({"a": seeds, "b": seeds[0]}).axes
+    assert 0 <= axes.get_ylim()[0] < axes.get_ylim()[1] <= 3
+
+
+@pytest.mark.parametrize("magic", ("", "%matplotlib inline"))
+def test_a_notebook_shows_a_figure_once_with_and_without_magic(magic):
+    import nbformat
+    from nbclient import NotebookClient
+
+    source = "import fedjax_drift as fd\nfd.plots.curves([{'round': 1, 'train_loss': 1.0}])"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f"{magic}\n{source}")])
+    (cell,) = NotebookClient(notebook, timeout=120, kernel_name="python3").execute().cells
+    (output,) = [output for output in cell.outputs if "data" in output]
+    assert output.output_type == "execute_result" and len(output.data["image/png"]) > 5_000
+
+
+def test_large_fonts_and_dark_backgrounds():
+    """No text covers another one, and nothing has the colour of the background."""
+    records = {f"a setting with quite a long name, number {i}": [history(), history(seed=i)] for i in range(8)}
+    with matplotlib.rc_context({"font.size": 20}):
+        for picture in (plots.drift, plots.updates, plots.agreement, plots.forgetting):
+            figure = picture(records)
+            figure.draw_without_rendering()
+            boxes = [
+                text.get_window_extent()
+                for axes in figure.axes
+                for text in (axes.title, axes.xaxis.label, axes.yaxis.label)
+            ]
+            boxes += [legend.get_window_extent() for legend in figure.legends]
+            assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)], picture
+            assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes), picture
+    run = [{"round": 1, "accuracy": 0.1, "train_loss": 1.0}]
+    with style.context("dark_background"):
+        (axes,) = plots.rounds_to_target({str(i): run for i in range(7)}, 0.5).axes
+        lines = plots.curves({str(i): run for i in range(7)}).axes[0].lines
+    shades = [bar.get_edgecolor() for bar in axes.patches] + [line.get_color() for line in lines]
+    assert all(max(matplotlib.colors.to_rgb(shade)) > 0.5 for shade in shades)
+    assert all(bar.get_facecolor()[3] == 0 and bar.get_hatch() for bar in axes.patches)
+
+
+def test_one_long_name_does_not_make_a_tall_legend():
+    records = {f"run {i}": history(rounds=2) for i in range(11)} | {"a long name of a setting " * 5: history(rounds=2)}
+    figure = plots.curves(records)
+    figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().height < 1.3 * figure.dpi  # inches
 
 
 def test_zeros_are_shown_on_a_logarithmic_axis():
@@ -98,9 +232,8 @@ def test_several_seeds_are_shown_as_a_mean_with_its_confidence_interval(tmp_path
     half = 4.302652730 * 1 / 3**0.5  # Student's t with 2 degrees of freedom; standard deviation 1
     (loss,) = plots.curves({"a": seeds, "alone": seeds[0]}).axes
     assert points(loss.lines[0]) == [[1, 2], [2, 3], [3, 4]] and points(loss.lines[1]) == [[1, 1], [2, 2], [3, 3]]
-    edges = loss.collections[0].get_paths()[0].vertices
-    np.testing.assert_allclose(sorted(set(edges[edges[:, 0] == 2, 1].round(6))), [3 - half, 3 + half], atol=1e-5)
-    assert loss.get_xlabel() == "Round (mean over seeds, 95 % confidence)"
+    np.testing.assert_allclose(edges(loss, 2), [3 - half, 3 + half], atol=1e-5)
+    assert loss.get_xlabel().replace("\n", " ") == f"Round ({INTERVAL}"
 
     with logs.Log(tmp_path) as log:  # a log, and the runs of a sweep, give the same plot
         for seed, history in enumerate(seeds):
@@ -116,9 +249,8 @@ def test_several_seeds_are_shown_as_a_mean_with_its_confidence_interval(tmp_path
     # On a logarithmic axis, the mean and the interval are those of the logarithms.
     drifts = [[{"round": 1, "period_drift": 10.0**s}] for s in (0, 1, 2)]
     (period,) = plots.drift({"a": drifts}).axes
-    edges = np.log10(period.collections[0].get_paths()[0].vertices[:, 1])
     np.testing.assert_allclose(points(period.lines[0]), [[1, 10]])
-    np.testing.assert_allclose([edges.min(), edges.max()], [1 - half, 1 + half], atol=1e-6)
+    np.testing.assert_allclose(np.log10(edges(period, 1)), [1 - half, 1 + half], atol=1e-6)
 
 
 def test_the_plot_of_rounds_to_target_marks_bounds():
@@ -221,15 +353,20 @@ def test_bands_stay_in_the_range_of_the_quantity():
 def test_fairness_shows_quantiles_and_the_worst_tenth():
     accuracy = np.array([0.2, np.nan, 1.0, 0.4, 0.6])
     figure = plots.fairness({"FedAvg": {"accuracy": accuracy, "personal_accuracy": accuracy + 0.1}})
-    before, after = figure.axes[0].lines
+    before, after = (axes.lines[0] for axes in figure.axes)
     np.testing.assert_allclose(before.get_xydata(), [[0, 20], [25, 20], [50, 40], [75, 60], [100, 100]])
     np.testing.assert_allclose(after.get_ydata()[1:], [30, 50, 70, 110])
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["FedAvg: 20 %", "FedAvg, own model: 30 %"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["FedAvg: 20 %, own models 30 %"]
+    both = {str(i): {"accuracy": accuracy, "personal_accuracy": accuracy} for i in range(24)}
+    looks = [(line.get_color(), line.get_linestyle()) for line in plots.fairness(both).axes[0].lines]
+    assert len(set(looks)) == 24
+    some = plots.fairness({"a": {"accuracy": accuracy}, "b": {"accuracy": accuracy * np.nan}})
+    assert some.legends[0].get_texts()[1].get_text() == "b (no finite score)"
     assert [t.get_text() for t in plots.fairness({"accuracy": accuracy}).legends[0].get_texts()] == [
         "all clients: 20 %"
     ]
     figure = plots.fairness({"loss": np.array([0.5, 2.0, np.nan]), "personal_loss": np.array([0.1, 0.2, np.nan])})
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["all clients: 2", "own model: 0.2"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["all clients: 2, own models 0.2"]
     assert figure.axes[0].lines[0].get_ydata().tolist() == [2.0, 2.0, 0.5] and "Loss" in figure.axes[0].get_ylabel()
     with pytest.raises(ValueError, match="scores of at least 1 client"):
         plots.fairness({"FedAvg": {"loss": np.array([np.nan])}})

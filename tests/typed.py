@@ -34,7 +34,7 @@ def what_users_type() -> tuple[float, fd.Algorithm]:
         fd.plots.curves(records)
     fd.plots.curves({"a": history})
     fd.plots.curves({"a": [history, history]})
-    fd.plots.curves({"a": "runs/typed"})
+    fd.plots.curves({"a": "runs/typed"}, style=fd.plots.Style(smooth=None, band="range", figsize=(8, 3)))
     fd.plots.rounds_to_target("runs/typed", 0.5).savefig("target.png")
     fd.plots.drift_story({"a": history}, 0.5, data)
     scores: dict[str, np.ndarray] = sim.evaluate_clients(state, fine_tune=1)

@@ -16,7 +16,8 @@ from scipy import stats
 
 from experiments.leaderboard import entrants, runner
 from experiments.leaderboard.entrants import ENTRANTS, FEDERATIONS
-from experiments.tables.comparison import holm, quantile
+from experiments.tables.comparison import holm
+from fedjax_drift.plots.bands import half_width
 
 LAST = 3  # the final accuracy is the mean of the last evaluations
 BASELINE = "FedAvg"
@@ -172,11 +173,6 @@ def table(federation: str, rows: Sequence[Row]) -> str:
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
-
-
-def half_width(values: np.ndarray) -> float:
-    """Half the width of the 95 % t interval of the mean."""
-    return float(quantile(len(values)) * values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def paired_p(one: Row, base: Row) -> float:

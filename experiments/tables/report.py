@@ -137,7 +137,7 @@ def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
 
 def _caption(table: Table, ours: Results) -> Iterator[str]:
     several = any(len(runs) > 1 for methods in ours.values() for runs in methods.values())
-    band = " The band is from the lowest to the highest seed." if several else ""
+    band = " The band is ± standard deviation over seeds, as in the table." if several else ""
     yield f"Lines are means over seeds. If there are many rounds, they are also means over neighbouring rounds.{band}"
     marks = [_marks(table, name, methods, 1.0) for name, methods in ours.items()]
     points = [at for of in marks for each in of.values() for at, _ in each]
@@ -278,7 +278,8 @@ def draw(table: Table, ours: Results, path: Path) -> bool:
     if not any(math.isfinite(value) for _, values in curves_of_all for value in values):
         return False
     words = " ".join(word.upper() if word in INITIALS else word for word in table.picture.split("_"))
-    fd.plots.compared(settings, words[0].upper() + words[1:] + (" (%)" if scale == 100 else ""), path)
+    ylabel = words[0].upper() + words[1:] + (" (%)" if scale == 100 else "")
+    fd.plots.compared(settings, ylabel, path, style=fd.plots.Style(band="deviation"))  # ± in the table is the same
     return True
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.plots.bands import BANDS, half_width
 from fedjax_drift.records import by_seed
 
 
@@ -63,7 +64,8 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
     """Returns one line per algorithm, and a second line if it also keeps the mean of its clients' models.
 
     The seconds per round are a median, so that the compilation in the first round has no effect. With several seeds,
-    the table has means and a line with the standard deviation.
+    the table has means, and a line with half the width of the 95 % confidence interval of the mean accuracy, which is
+    the band of the plots.
     """
     width = min(NAME_WIDTH, max(map(len, ["algorithm", *records])))
     runs = {name: by_seed(history) for name, history in records.items()}
@@ -81,9 +83,9 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
         if any("client_mean_accuracy" in record for record in every):
             lines.append("  cohort's mean".ljust(width + 8) + "  " + _accuracies(seeds, "client_mean_accuracy"))
         finals = [value for value, _ in _ends(seeds, "accuracy")]
-        if len(seeds) > 1 and finals:
-            spread = f"± {100 * np.std(finals, ddof=1):.1f} %"
-            lines.append(f"  {len(seeds)} seeds".ljust(width + 8) + f"{spread:>10}")
+        if len(finals) > 1:
+            spread = f"± {100 * half_width(np.array(finals)):.1f} %"
+            lines.append(f"  {len(seeds)} seeds".ljust(width + 8) + f"{spread:>10}  ({BANDS['interval'].words})")
     return "\n".join(lines)
 
 

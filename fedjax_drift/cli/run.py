@@ -107,7 +107,7 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
     add(
         group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
         "the initial model, but not the partition. All seeds run side by side in one program. Tables and plots show "
-        "the mean and the spread over seeds", seeds, 1,
+        "the mean over seeds and its 95 % interval", seeds, 1,
     )  # fmt: skip
     add(
         group,

@@ -13,27 +13,32 @@ The argument ``records`` is one of these:
   - the path of a log
   - a list of paths of logs, one per seed
 
-Every function returns a `matplotlib.figure.Figure`. It does not use pyplot, so no window opens and the backend does not
-change. In a notebook, the figure is shown if it is the last expression of a cell. matplotlib is imported when the first
-figure is created.
+Every function returns a `matplotlib.figure.Figure`. A notebook shows it if it is the last expression of a cell, with
+or without ``%matplotlib inline``. The functions do not use pyplot, so no window opens and the backend does not change.
+matplotlib is imported when the first figure is created.
 
+- ``style=`` selects the smoothing, the band and the size of the figure, see `Style`.
 - The colour, line style and marker of a run depend on its position in ``records``. So a run looks the same in all plots
   of the same records.
-- Rounds without the plotted quantity are skipped, and so are values that are not finite.
-- With several seeds, a line is the mean over the seeds, for the rounds that all seeds have. The band is the 95 %
-  confidence interval of the mean (Student's t). On a logarithmic axis, both are computed from the logarithms. The band
-  is clipped to the range of the quantity.
-- With one seed and more than 100 rounds, the rounds are grouped into about 50 windows. The line is the median of each
-  window, and the band shows its quartiles.
-- With several seeds and more than 50 rounds, the rounds are grouped into 50 windows. The mean and the interval are
-  computed for every round, and then averaged within each window.
+- Rounds without the plotted quantity are skipped, and so are values that are not finite. The legend says in which round
+  a run diverged, that is, from which round on its loss is not finite.
+- With several seeds, a line is the mean over the seeds, for the rounds that all seeds have. By default, the band is the
+  95 % confidence interval of the mean. On a logarithmic axis, mean and band are those of the logarithms. The band is
+  clipped to the range of the quantity. A run with one seed has no band.
+- If a run has more than 100 rounds, the values of each seed are first averaged in at most 50 windows, which have the
+  same length.
+- If a few values are so large that the other lines would be flat, they are outside of the axis. Triangles mark where a
+  line leaves the axis, and the title says how far it reaches.
+- The colours follow matplotlib's style, so ``plt.style.use("dark_background")`` works.
 """
 
-# training.py, clients.py, story.py and tables.py have the plot functions. They use canvas.py and lines.py.
+# training.py, clients.py, story.py and tables.py have the plot functions. They use canvas.py, lines.py and
+# style.py.
 
 from fedjax_drift.plots.canvas import COLOURS, MARKERS, STYLES
 from fedjax_drift.plots.clients import fairness, federation, label_mix
 from fedjax_drift.plots.story import drift_story
+from fedjax_drift.plots.style import Style
 from fedjax_drift.plots.tables import Compared, compared
 from fedjax_drift.plots.training import (
     agreement,
@@ -51,6 +56,7 @@ __all__ = [
     "Compared",
     "MARKERS",
     "STYLES",
+    "Style",
     "agreement",
     "compared",
     "curves",

@@ -13,28 +13,40 @@ from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.personal import summary
-from fedjax_drift.plots.canvas import COLOURS, MEASURE, FilePath, add_legend, hide_frame, new_figure, written
+from fedjax_drift.plots.canvas import (
+    COLOURS,
+    MEASURE,
+    FilePath,
+    Panel,
+    figure_of_panels,
+    finished,
+    hide_frame,
+    ink,
+    new_figure,
+)
+from fedjax_drift.plots.lines import Line
+from fedjax_drift.plots.style import DEFAULT, Style, checked
 from fedjax_drift.records import History, by_run, measured, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 SHOWN_CLIENTS = 50
 SHOWN_ROUNDS = 30
 
 
-def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
+def fairness(scores: Mapping[str, Any], path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots the accuracy of every client on its own test examples, sorted, the worst client first.
 
-    If there is no accuracy, it plots the loss. A dashed line shows the values of the clients' own models, if they were
+    If there is no accuracy, it plots the loss. A second panel shows the values of the clients' own models, if they were
     computed: those of the algorithm, or copies of the global model that the clients have fine-tuned. The worst 10 % of
     the clients are shaded. Their mean is in the legend.
 
     Args:
       scores: the result of `Simulation.evaluate_clients`, or a dict from the name of a run to such a result.
       path: as in `curves`.
+      style: only its ``figsize`` has an effect.
 
     Raises:
       ValueError: ``scores`` is anything else, or no client has test examples.
@@ -47,34 +59,31 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None) -> Figure:
             f"{type(scores).__name__}"
         )
     key = "accuracy" if any("accuracy" in result for result in named.values()) else "loss"
-    factor, unit, worst = (100, " %", "lowest_10") if key == "accuracy" else (1, "", "highest_10")
-    lines: dict[str, Line2D] = {}
-    figure = new_figure(6.5, 4.2)
-    axes = figure.subplots()
-    for i, (name, result) in enumerate(named.items()):
-        for entry, linestyle, note in ((key, "-", ""), (f"personal_{key}", "--", "own model")):
-            values = np.sort(numbers(f"scores[{entry!r}]", result.get(entry, [])))
-            values = factor * values[np.isfinite(values)]
-            if values.size:
-                worst_first = values if key == "accuracy" else values[::-1]
-                share = 100 * np.arange(values.size + 1) / values.size
-                style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": linestyle, "linewidth": 1.6}
-                (line,) = axes.plot(share, [worst_first[0], *worst_first], drawstyle="steps-pre", **style)
-                label = ", ".join(part for part in (name, note) if part) or "all clients"
-                lines[f"{label}: {summary(values)[worst]:.3g}{unit}"] = line
-    if not lines:
+    ylabel = "Accuracy on own test data (%)" if key == "accuracy" else "Loss on own test data"
+    titles = {key: f"{key.capitalize()} of the global model", f"personal_{key}": f"{key.capitalize()} of own models"}
+    panels: dict[str, dict[str, Line]] = {entry: {} for entry in titles}
+    for name, result in named.items():
+        values = {entry: _finite(entry, result) for entry in titles}
+        label = ": ".join(filter(None, (name or "all clients", _worst(values, key))))
+        note = "" if any(of.size for of in values.values()) else "no finite score"
+        for entry in titles:
+            panels[entry][label] = _worst_first(values[entry], key)._replace(note=note)
+    if not any(line.x.size for lines in panels.values() for line in lines.values()):
         raise ConfigurationError(
             "fairness needs the scores of at least 1 client, got none: pass evaluate_clients(state)"
         )
-    axes.axvspan(0, 10, color="0.92", zorder=0)
-    ylabel = "Accuracy on own test data (%)" if key == "accuracy" else "Loss on own test data"
-    axes.set(xlabel="Clients, the worst first (%)", ylabel=ylabel, xlim=(0, 100))
-    axes.set_title(f"{key.capitalize()} of each client; below: mean of the worst 10 %", fontsize=11)
-    axes.grid(True, color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    hide_frame(axes)
-    add_legend(figure, lines, 6.5)
-    return written(figure, path)
+    figure = figure_of_panels(
+        "fairness",
+        [Panel(title, ylabel, panels[entry], steps=True) for entry, title in titles.items()],
+        "pass evaluate_clients(state) of a federation with test examples",
+        checked(style),
+        "Clients, the worst first (%)",
+        "Mean of the worst 10 % of the clients",
+    )
+    for axes in figure.axes:
+        axes.axvspan(0, 10, color=ink(axes), alpha=0.08, linewidth=0, zorder=0)
+        axes.set_xlim(0, 100)
+    return finished(figure, path)
 
 
 def label_mix(
@@ -83,6 +92,7 @@ def label_mix(
     *,
     title: str = "Label mix of the cohort",
     largest: float | None = None,
+    style: Style = DEFAULT,
 ) -> Figure:
     """Plots the label distribution of the cohort's examples in each round (FedEve, fig. 3a).
 
@@ -96,6 +106,7 @@ def label_mix(
       title: the title of the figure. Default: "Label mix of the cohort".
       largest: the share, in (0, 1], of the largest bubble. Use the same number in figures that you want to compare.
         Default: the largest share in this history.
+      style: only its ``figsize`` has an effect.
 
     Raises:
       ValueError: no round has a label mix, or an argument is out of range.
@@ -120,29 +131,30 @@ def label_mix(
     diameter = max(16.0, min(0.8 * 72 * width / T, 0.8 * 72 * height / C, 30.0))
     point = diameter**2 / (share.max() if largest is None else 100 * largest)  # area of a share of 1 %
 
-    figure = new_figure(width, height)
+    figure = new_figure(width, height, checked(style))
     axes = figure.subplots()
     t, c = np.nonzero(share > 0)
     rounds = np.array([record["round"] for record in shown])
-    style: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.75}
-    bubbles = axes.scatter(rounds[t], c, s=point * share[t, c], linewidth=0, **style)
+    look: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.75}
+    bubbles = axes.scatter(rounds[t], c, s=point * share[t, c], linewidth=0, **look)
     axes.set(xlabel="Round", ylabel="Label", ylim=(-0.7, C - 0.3), yticks=label_ticks(C))
     axes.set_title(title + (f", one in {every} of the measured rounds" if every > 1 else ""))
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     hide_frame(axes)
-    sizes, names = bubbles.legend_elements("sizes", num=4, func=lambda s: s / point, fmt="{x:.3g} %", **style)
+    sizes, names = bubbles.legend_elements("sizes", num=4, func=lambda s: s / point, fmt="{x:.3g} %", **look)
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "labelspacing": max(0.6, diameter / 12)}
     axes.legend(sizes, names, title="Share of examples", frameon=False, **place)
-    return written(figure, path)
+    return finished(figure, path)
 
 
-def federation(data: FederatedData, path: FilePath = None) -> Figure:
+def federation(data: FederatedData, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots the number of training examples of all clients and, for integer labels, their label distributions.
 
     The label distributions are shown for at most 50 clients, whose ids are evenly spaced. They need one label per
     example.
 
-    path: as in `curves`. Raises ValueError if ``data`` is not a `FederatedData`.
+    path: as in `curves`. style: only its ``figsize`` has an effect. Raises ValueError if ``data`` is not a
+    `FederatedData`.
     """
     if not isinstance(data, FederatedData):
         raise ConfigurationError(
@@ -150,7 +162,7 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
         )
     N = data.num_clients
     labelled = np.issubdtype(data.y.dtype, np.integer) and data.y.ndim == 1
-    figure = new_figure(10.0 if labelled else 5.0, 5.0)
+    figure = new_figure(10.0 if labelled else 5.0, 5.0, checked(style))
     if labelled:
         mix, sizes = figure.subplots(1, 2, width_ratios=(3, 2))
         draw_label_mixes(data, mix, figure)
@@ -160,7 +172,7 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     low, high = int(data.sizes.min()), int(data.sizes.max())
     width = max(1, -(-(high - low + 1) // min(30, math.ceil(2 * N**0.5))))
     bins = np.arange(low, high + width + 1, width) - 0.5
-    sizes.hist(data.sizes, bins=bins.tolist(), color=COLOURS[0], edgecolor="white", linewidth=0.5)
+    sizes.hist(data.sizes, bins=bins.tolist(), color=COLOURS[0], edgecolor=sizes.get_facecolor(), linewidth=0.5)
     median = float(np.median(data.sizes))
     sizes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:,.0f}")
     if high - low < 10:
@@ -173,7 +185,7 @@ def federation(data: FederatedData, path: FilePath = None) -> Figure:
     sizes.legend(frameon=False)
     hide_frame(sizes)
     figure.suptitle(data.name)
-    return written(figure, path)
+    return finished(figure, path)
 
 
 def draw_label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
@@ -183,8 +195,8 @@ def draw_label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:
     shown = np.arange(min(N, SHOWN_CLIENTS)) * N // min(N, SHOWN_CLIENTS)
     share = 100 * counts[shown] / counts[shown].sum(1, keepdims=True)
     image = axes.imshow(share, aspect="auto", cmap="Blues", vmin=0, vmax=share.max(), interpolation="nearest")
-    every = max(1, round(len(shown) / 10))
-    axes.set_yticks(range(0, len(shown), every), [f"{i:,}" for i in shown[::every]])
+    axes.locator_params(axis="y", integer=True, min_n_ticks=1)
+    axes.yaxis.set_major_formatter(lambda row, _: f"{shown[int(row)]:,}" if 0 <= row < len(shown) else "")
     axes.set_xticks(label_ticks(C))
     subset = f"{len(shown)} of {N:,} clients" if len(shown) < N else f"{N:,} clients" if N > 1 else "1 client"
     axes.set(xlabel="Label", ylabel="Client", title=f"Label mix of {subset}")
@@ -195,3 +207,27 @@ def label_ticks(labels: int) -> range:
     """Returns the ticks of an axis with this number of labels, at most 15."""
     step = 1 if labels <= 12 else 5 if labels <= 70 else 10 if labels <= 150 else labels // 10
     return range(0, labels, step)
+
+
+def _finite(entry: str, result: Mapping[str, Any]) -> np.ndarray:
+    values = numbers(f"scores[{entry!r}]", result.get(entry, []))
+    return values[np.isfinite(values)]
+
+
+def _worst_first(values: np.ndarray, key: str) -> Line:
+    """Returns the values of the clients as steps, the worst first. Accuracies are in percent."""
+    if not values.size:
+        return Line(values, values)
+    ordered = 100 * np.sort(values) if key == "accuracy" else np.sort(values)[::-1]
+    return Line(100 * np.arange(values.size + 1) / values.size, np.append(ordered[0], ordered))
+
+
+def _worst(values: Mapping[str, np.ndarray], key: str) -> str:
+    """Returns the means of the worst 10 % in words. values: entry -> the scores of the clients."""
+    factor, unit, worst = (100, " %", "lowest_10") if key == "accuracy" else (1, "", "highest_10")
+    words = [
+        f"{'own models ' if entry != key else ''}{factor * summary(scores)[worst]:.3g}{unit}"
+        for entry, scores in values.items()
+        if scores.size
+    ]
+    return ", ".join(words)

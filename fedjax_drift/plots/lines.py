@@ -1,22 +1,24 @@
-"""The lines of a plot: the values of each run against rounds or local epochs, with a band for seeds or windows."""
+"""The lines of a plot: the values of each run against rounds or local epochs, with a band over the seeds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_drift.records import Runs, measured
+from fedjax_drift.plots.bands import BANDS
+from fedjax_drift.plots.style import Style
+from fedjax_drift.records import History, Runs, measured
 
-SHOWN_POINTS = 100  # a line of one seed with more points is summarised in about SHOWN_POINTS / 2 windows
-QUARTILES = (0.25, 0.5, 0.75)
+SHOWN_POINTS = 100  # lines with more points are smoothed by default, to at most half as many points
 RANGES = {  # the possible values of entries of a record
     "accuracy": (0, 1), "client_mean_accuracy": (0, 1), "cka": (0, 1), "gain": (0, 1), "update_cosine": (-1, 1),
 }  # fmt: skip
-QUARTILES_SHOWN = "median and quartiles"
-SEEDS_SHOWN = "mean over seeds, 95 % confidence"
+LOSSES = ("train_loss", "loss")  # a run has diverged if one of them is not finite
+Seeds = Sequence[tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]]  # (rounds, values) of each seed
 
 
 class Line(NamedTuple):
@@ -26,111 +28,135 @@ class Line(NamedTuple):
     y: np.ndarray  # [n]
     low: np.ndarray | None = None  # [n], lower edge of a band around y
     high: np.ndarray | None = None  # [n], upper edge
-    band: str = ""  # what the line and the band show; added to the label of the x axis
+    shows: tuple[str, ...] = ()  # what the line and the band are; the label of the x axis says it
+    note: str = ""  # what the legend adds to the name, for example that the run diverged
 
 
-def by_round(runs: Runs, key: str, factor: float = 1, log: bool = False) -> dict[str, Line]:
-    """Returns the line of each run over the rounds that have `key`. If a value is a list, its last entry is used."""
-    lines = {}
-    for name, seeds in measured(runs, key).items():
-        values = [(t, factor * values[:, -1]) for t, values in seeds]
-        if len(values) == 1:
-            lines[name] = finite_points(*values[0])
-        else:
-            lines[name] = _within(_mean_of_seeds(values, log), values, key, factor)
-    longest = max((line.x.size for line in lines.values() if not line.band), default=0)
-    if longest <= SHOWN_POINTS:
-        return lines
-    length = math.ceil(longest / (SHOWN_POINTS // 2))
-    return {name: line if line.band else _windows(line, length) for name, line in lines.items()}
+def by_round(runs: Runs, key: str, style: Style, factor: float = 1, log: bool = False) -> dict[str, Line]:
+    """Returns the line of each run over the rounds that have `key`. If a value is a list, its last entry is used.
+
+    log: average the logarithms, if all values are positive.
+    """
+    values = {name: [(t, factor * values[:, -1]) for t, values in seeds] for name, seeds in measured(runs, key).items()}
+    lines = lines_of(values, style, log)
+    return {
+        name: within(line, values[name], key, factor)._replace(
+            note=divergence(runs[name]) if any(len(rounds) for rounds, _ in values[name]) else ""
+        )
+        for name, line in lines.items()
+    }
 
 
-def _windows(line: Line, length: int) -> Line:
-    """Returns the medians and quartiles of windows of about `length` points."""
-    if not line.x.size:
-        return line
-    parts = np.array_split(np.stack([line.x, line.y]), math.ceil(line.x.size / length), axis=1)
-    low, median, high = np.transpose([np.quantile(y, QUARTILES) for _, y in parts])
-    return Line(np.array([x.mean() for x, _ in parts]), median, low, high, QUARTILES_SHOWN)
-
-
-def by_epoch(runs: Runs, key: str) -> dict[str, Line]:
-    """Returns the line of each run over the local epochs: median and quartiles of `key` over the rounds of all
-    seeds."""
-    lines = {}
+def by_epoch(runs: Runs, key: str, style: Style) -> dict[str, Line]:
+    """Returns the line of each run over the local epochs. The value of a seed is the median of `key` over rounds."""
+    medians: dict[str, Seeds] = {}
     for name, seeds in measured(runs, key).items():
         finite = [values[np.isfinite(values).all(axis=1)] for _, values in seeds]
-        finite = [values for values in finite if len(values)]
-        low, median, high = np.quantile(np.concatenate(finite), QUARTILES, axis=0) if finite else np.empty((3, 0))
-        lines[name] = Line(np.arange(1, len(median) + 1), median, low, high, QUARTILES_SHOWN)
-    return lines
+        medians[name] = [(range(1, values.shape[1] + 1), np.median(values, axis=0)) for values in finite if len(values)]
+    lines = lines_of(medians, replace(style, smooth=None))
+    return {
+        name: within(line, medians[name], key, 1)._replace(
+            shows=("median over rounds", *line.shows), note=divergence(runs[name]) if medians[name] else ""
+        )
+        for name, line in lines.items()
+    }
 
 
-def finite_points(x: Sequence[int] | np.ndarray, y: Sequence[float] | np.ndarray) -> Line:
-    """Returns the line through the points with finite y."""
-    x, y = np.asarray(x), np.asarray(y, float)
-    return Line(x[np.isfinite(y)], y[np.isfinite(y)])
+def from_round_one(values: Mapping[str, np.ndarray], style: Style) -> dict[str, Line]:
+    """Returns the line of each run of one seed, whose values are those after rounds 1, 2, ..."""
+    seeds: dict[str, Seeds] = {name: [(range(1, len(y) + 1), y)] if len(y) else [] for name, y in values.items()}
+    lines = lines_of(seeds, style, log=True)
+    return {name: line._replace(note=trailing_note(seeds[name])) for name, line in lines.items()}
 
 
-def from_round_one(y: np.ndarray) -> Line:
-    """Returns the line of values after rounds 1, 2, ..."""
-    return finite_points(range(1, len(y) + 1), y)
+def lines_of(runs: Mapping[str, Seeds], style: Style, log: bool = False) -> dict[str, Line]:
+    """Returns the line of each run, for the rounds in which all its seeds have finite values.
 
-
-def over_seeds(
-    runs: Sequence[tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]],
-    band: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
-) -> Line:
-    """Returns the mean over the seeds, for the rounds that all seeds have.
-
-    band: a function from the values [S, n] of the S seeds to the lower and the upper edge of the band, [n] each.
+    The values of each seed are averaged in windows. The line is the mean over the seeds, with the band of the style.
+    log: average the logarithms, if all values are positive.
     """
-    tables = [dict(zip(map(int, rounds), values, strict=True)) for rounds, values in runs]
+    tables = {name: _common(seeds) for name, seeds in runs.items()}
+    length = _window(style, max((x.size for x, _ in tables.values()), default=0))
+    return {name: _line(*table, length, style, log) for name, table in tables.items()}
+
+
+def _common(seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rounds in which all seeds have finite values, [n], and the values, [S, n]."""
+    tables = [dict(zip(map(int, rounds), values, strict=True)) for rounds, values in seeds]
     rounds = sorted(set.intersection(*map(set, tables))) if tables else []
     values = np.array([[table[t] for t in rounds] for table in tables], float).reshape(len(tables), len(rounds))
     finite = np.isfinite(values).all(0)
-    x, values = np.array(rounds)[finite], values[:, finite]
+    return np.array(rounds, int)[finite], values[:, finite]
+
+
+def _window(style: Style, points: int) -> int:
+    """Returns the number of points in a window."""
+    if style.smooth == "auto":
+        return 1 if points <= SHOWN_POINTS else math.ceil(points / (SHOWN_POINTS // 2))
+    return style.smooth or 1
+
+
+def windows(points: int, length: int) -> np.ndarray:
+    """Returns the indices [windows, length] of windows that cover all points.
+
+    All windows have the same length, so that they smooth noise equally. For this, the last one may overlap the one
+    before. If there are fewer points than ``length``, there is one window with all of them.
+    """
+    length = min(length, points)
+    starts = np.minimum(np.arange(0, points, max(1, length)), points - length)
+    return starts[:, None] + np.arange(length)
+
+
+def _line(x: np.ndarray, values: np.ndarray, length: int, style: Style, log: bool) -> Line:
     if not x.size:
         return Line(np.array([]), np.array([]))
-    if len(tables) == 1:
-        line = Line(x, values[0])
-        return line if x.size <= SHOWN_POINTS else Line(*_means(np.stack([x, values[0]])))
-    return Line(*_means(np.stack([x, values.mean(0), *band(values)])))
+    log = log and len(values) * length > 1 and bool((values > 0).all())  # a single value stays exact
+    at = windows(x.size, length)
+    seeds = (np.log(values) if log else values)[:, at].mean(2)
+    shows = (f"means of {length} measured rounds",) * (length > 1)
+    edges: tuple[np.ndarray, ...] = ()
+    if len(seeds) > 1:
+        shows += ("mean over seeds",)
+        if style.band is not None:
+            shows += (f"band: {BANDS[style.band].words}",)
+            edges = BANDS[style.band].edges(seeds)
+    y, *edges_of_band = (np.exp(row) if log else row for row in (seeds.mean(0), *edges))
+    low, high = edges_of_band or (None, None)
+    return Line(x[at].mean(1), y, low, high, shows)
 
 
-def _mean_of_seeds(values: Sequence[tuple[np.ndarray, np.ndarray]], log: bool) -> Line:
-    """Returns the mean over the seeds with its confidence interval. log: use the logarithms, if all values are
-    positive.
-    """
-    log = log and all((y[np.isfinite(y)] > 0).all() for _, y in values)
-    line = over_seeds([(t, np.log(y) if log else y) for t, y in values], _confidence)._replace(band=SEEDS_SHOWN)
-    if not log or line.low is None or line.high is None:
-        return line
-    return line._replace(y=np.exp(line.y), low=np.exp(line.low), high=np.exp(line.high))
-
-
-def _confidence(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 95 % confidence interval of the mean over the first axis."""
-    from scipy.stats import t
-
-    S = len(values)
-    half = t.ppf(0.975, S - 1) * values.std(0, ddof=1) / S**0.5
-    return values.mean(0) - half, values.mean(0) + half
-
-
-def extremes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return values.min(0), values.max(0)
-
-
-def _means(rows: np.ndarray) -> np.ndarray:
-    """Returns the mean of each row over windows of neighbouring columns, [rows, windows]."""
-    parts = np.array_split(rows, min(rows.shape[1], SHOWN_POINTS // 2), axis=1)
-    return np.transpose([part.mean(1) for part in parts])
-
-
-def _within(line: Line, values: Sequence[tuple[np.ndarray, np.ndarray]], key: str, factor: float) -> Line:
+def within(line: Line, values: Seeds, key: str = "", factor: float = 1) -> Line:
     """Clips the band of the line to the range of the quantity. If no value is negative, the range starts at 0."""
     if line.low is None or line.high is None:
         return line
-    low, high = RANGES.get(key, (0 if all((y[np.isfinite(y)] >= 0).all() for _, y in values) else -np.inf, np.inf))
+    finite = np.concatenate([np.asarray(y)[np.isfinite(y)] for _, y in values])
+    low, high = RANGES.get(key, (0 if (finite >= 0).all() else -np.inf, np.inf))
     return line._replace(low=line.low.clip(min=factor * low), high=line.high.clip(max=factor * high))
+
+
+def divergence(histories: Sequence[History]) -> str:
+    """Returns "diverged in round 12" if the losses of a run are not finite from then on, otherwise "".
+
+    Rounds in which no client has reported are left out, because they have no loss.
+    """
+    reported = [[record for record in history if record.get("clients") != 0] for history in histories]
+    losses = [measured({"": reported}, key)[""] for key in LOSSES]
+    return trailing_note([min(seed, key=_end) for seed in zip(*losses, strict=True)])
+
+
+def trailing_note(seeds: Seeds) -> str:
+    """Returns "diverged in round 12" if the values of a seed are not finite from then on, otherwise ""."""
+    ends = [end for end in map(_end, seeds) if math.isfinite(end)]
+    if not ends:
+        return ""
+    if len(seeds) == 1:
+        return f"diverged in round {ends[0]}"
+    return f"{len(ends)} of {len(seeds)} seeds diverged, the first in round {min(ends)}"
+
+
+def _end(seed: tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]) -> float:
+    """Returns the first round from which on all values are not finite. Infinity if the last value is finite."""
+    rounds, values = seed
+    finite = np.flatnonzero(np.isfinite(values)) if len(rounds) else np.array([], int)
+    first = finite[-1] + 1 if finite.size else 0
+    return int(rounds[first]) if first < len(rounds) else math.inf

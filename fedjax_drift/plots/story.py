@@ -15,12 +15,14 @@ from fedjax_drift.plots.canvas import (
     Panel,
     add_legend,
     draw_panel,
+    finished,
     new_figure,
-    use_log_scale,
-    written,
+    set_scale,
+    with_notes,
 )
 from fedjax_drift.plots.clients import draw_label_mixes
 from fedjax_drift.plots.lines import by_round
+from fedjax_drift.plots.style import DEFAULT, Style, checked
 from fedjax_drift.plots.training import CLIENT_DRIFT, draw_bars
 from fedjax_drift.records import Records, by_run, rounds_to_target
 
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 MARKERS_PER_LINE = 12
 
 
-def drift_story(records: Records, target: float, data: FederatedData, path: FilePath = None) -> Figure:
+def drift_story(
+    records: Records, target: float, data: FederatedData, path: FilePath = None, *, style: Style = DEFAULT
+) -> Figure:
     """Plots client drift, and how much is gained by correcting it, in four panels.
 
     The panels show:
@@ -46,7 +50,7 @@ def drift_story(records: Records, target: float, data: FederatedData, path: File
     F_i is the mean loss over the examples of client i. It is 0 if all local models are equal.
 
     Args:
-      records, path: as in `curves`.
+      records, path, style: as in `curves`.
       target: the test accuracy to reach, in 0..1.
       data: the clients that trained, with one integer label per example.
 
@@ -56,27 +60,32 @@ def drift_story(records: Records, target: float, data: FederatedData, path: File
     """
     checks.instance("data", data, FederatedData, "pass sim.data, for example")
     reached, runs, target = rounds_to_target(records, target), by_run(records), float(target)
-    drift = Panel(CLIENT_DRIFT, "Squared gradient norm", by_round(runs, "client_drift", log=True), log=True)
+    style = checked(style)
+    drift = Panel(CLIENT_DRIFT, "Squared gradient norm", by_round(runs, "client_drift", style, log=True), log=True)
     if not any(line.x.size for line in drift.lines.values()):
         raise ConfigurationError(
             f"drift_story needs at least 1 round that was measured, got none: {MEASURE.format('gradients')}"
         )
-    percent = by_round(runs, "accuracy", 100)
+    percent = by_round(runs, "accuracy", style, 100)
     accuracy = Panel("Test accuracy of the global model", "Test accuracy (%)", percent, guide=100 * target)
-    width, height = 9.6, 6.8
-    figure = new_figure(width, height)
-    mix_axes, drift_axes, accuracy_axes, rounds_axes = figure.subplots(2, 2).flat
+    below = 3.4 + 0.18 * max(0, len(reached) - 10)  # inches of the panels with the bars
+    figure = new_figure(9.6, 3.4 + below, style)
+    mix_axes, drift_axes, accuracy_axes, rounds_axes = figure.subplots(2, 2, height_ratios=(3.4, below)).flat
     draw_label_mixes(data, mix_axes, figure)
     drawn: dict[str, Line2D] = {}
     for panel, axes in ((accuracy, accuracy_axes), (drift, drift_axes)):
         lines = draw_panel(panel, axes)
         for name, line in lines.items():  # markers, so that runs also differ without colours
-            every = math.ceil(panel.lines[name].x.size / MARKERS_PER_LINE)
+            every = max(1, math.ceil(panel.lines[name].x.size / MARKERS_PER_LINE))
             line.set(marker=MARKERS[[*runs].index(name) % len(MARKERS)], markevery=every)
         drawn = lines | drawn
-    use_log_scale(drift_axes)
-    accuracy_axes.annotate("target", (0.01, 100 * target), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
-    draw_bars(reached, [*runs], rounds_axes)
+        set_scale([(panel, axes)])
+    accuracy_axes.annotate(
+        "target", (0.01, 100 * target), xycoords=("axes fraction", "data"), va="bottom", fontsize="small"
+    )
+    draw_bars(reached, runs, rounds_axes)
+    short = [name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}" for name in reached]  # the legend has the names
+    rounds_axes.set_yticks(range(len(short)), short, fontsize="medium" if len(short) <= 10 else "small")
     rounds_axes.set_title(f"Rounds to {100 * target:g} % test accuracy")
-    add_legend(figure, {name: drawn[name] for name in runs if name in drawn}, width, height)
-    return written(figure, path)
+    add_legend(figure, with_notes([accuracy, drift], drawn), style)
+    return finished(figure, path)

@@ -10,8 +10,19 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.plots.canvas import COLOURS, FilePath, Panel, add_grid, draw_lines, new_figure, written
-from fedjax_drift.plots.lines import extremes, over_seeds
+from fedjax_drift.plots.canvas import (
+    FilePath,
+    Panel,
+    add_grid,
+    add_legend,
+    colour,
+    described,
+    draw_lines,
+    finished,
+    new_figure,
+)
+from fedjax_drift.plots.lines import lines_of, trailing_note, within
+from fedjax_drift.plots.style import DEFAULT, Style, checked
 from fedjax_drift.records import numbers
 
 if TYPE_CHECKING:
@@ -30,23 +41,28 @@ class Compared(NamedTuple):
     ] = {}  # method -> our (mean round, target), if the paper prints the round
 
 
-def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -> Figure:
+def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots the training curves behind a paper's table, one panel for each setting that has data.
 
-    A line is the mean over the seeds, and its band goes from the smallest to the largest value. Hollow markers are the
-    published numbers, and filled markers are the numbers of our runs. The y axis starts at the lowest value after the
-    first 10 % of the rounds. If there is only one method, the panels share the y axis, so that the settings can be
-    compared.
+    A line is the mean over the seeds, with the band of the style. Hollow markers are the published numbers, and filled
+    markers are the numbers of our runs. The title of a panel names the methods that diverged. The y axis starts at the
+    lowest value after the first 10 % of the rounds. If there is only one method, the panels share the y axis, so that
+    the settings can be compared.
 
-    ylabel: the label of the y axes. path: as in `curves`. Raises ValueError if there are no data.
+    ylabel: the label of the y axes. path, style: as in `curves`. Raises ValueError if there are no data.
     """
     if not isinstance(settings, Sequence):
         raise ConfigurationError(f"settings must be a list of Compared values, got {checks.shown(settings)}")
-    settings, ylabel = [_of_numbers(setting) for setting in settings], checks.text("ylabel", ylabel)
+    style, settings, ylabel = (
+        checked(style),
+        [_of_numbers(setting) for setting in settings],
+        checks.text("ylabel", ylabel),
+    )
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
     panels = {}
     for setting in settings:
-        lines = {method: over_seeds(setting.runs.get(method, ()), extremes) for method in methods}
+        seeds = {method: setting.runs.get(method, ()) for method in methods}
+        lines = {method: within(line, seeds[method]) for method, line in lines_of(seeds, style).items()}
         if any(line.x.size for line in lines.values()):
             panels[setting.title] = Panel(setting.title, ylabel, lines)
     if not panels:
@@ -55,7 +71,7 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
         )
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = new_figure(4.4 * columns + 0.6, 3.2 * rows + 0.7)
+    figure = new_figure(4.4 * columns + 0.6, 3.2 * rows + 0.3, style)
     drawn: dict[str, Line2D] = {}
     one_scale = len(methods) == 1
     grid = list(figure.subplots(rows, columns, squeeze=False, sharey=one_scale).flat)
@@ -77,32 +93,27 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None) -
         ]
         last = max((line.x[-1] for line in panel.lines.values() if line.x.size), default=1)
         for i, method in enumerate(methods):
-            style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "clip_on": False, "zorder": 4}
+            look: dict[str, Any] = {"color": colour(i, axes), "clip_on": False, "zorder": 4}
             for t, value in setting.printed.get(method, ()):
                 late.append(np.array([value]))
                 marker = "o" if t is not None else "<"
-                axes.plot(last if t is None else t, value, marker=marker, markerfacecolor="none", **style)
+                axes.plot(last if t is None else t, value, marker=marker, markerfacecolor="none", **look)
             for t, value in setting.reached.get(method, ()):
-                axes.plot(t, value, marker="o", markersize=4, **style)
+                axes.plot(t, value, marker="o", markersize=4, **look)
         extents.append((min(map(np.min, late)), max(map(np.max, late))))
-        axes.set_title(panel.title, fontsize=10)
+        notes = {method: trailing_note(setting.runs.get(method, ())) for method in methods}
+        said = [f"{method}: {note}" for method, note in notes.items() if note]
+        axes.set_title("\n".join([panel.title, *said]), fontsize="medium")
         axes.set_ylabel(ylabel if number % columns == 0 else "")
-        axes.set_xlabel("Round" if number + columns >= len(panels) else "")
+        axes.set_xlabel(described(panel, "Round") if number + columns >= len(panels) else "")
         add_grid(axes)
     for axes, extent in zip(grid, extents, strict=False):
         low, high = (np.min(extents), np.max(extents)) if one_scale else extent
         if low < high:
             axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     legend = {method: drawn[method] for method in methods if method in drawn}
-    figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=min(3 * columns, 6, len(legend)),
-        frameon=False,
-        fontsize=9,
-    )
-    return written(figure, path)
+    add_legend(figure, legend, style)
+    return finished(figure, path)
 
 
 def _of_numbers(setting: Any) -> Compared:

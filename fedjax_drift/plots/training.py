@@ -9,9 +9,21 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.plots.canvas import COLOURS, MEASURE, FilePath, Panel, add_grid, figure_of_panels, new_figure, written
-from fedjax_drift.plots.lines import by_epoch, by_round, finite_points, from_round_one
-from fedjax_drift.records import Reached, Records, by_run, measured, numbers
+from fedjax_drift.plots.canvas import (
+    MEASURE,
+    FilePath,
+    Panel,
+    add_grid,
+    colour,
+    figure_of_panels,
+    finished,
+    ink,
+    new_figure,
+    wrapped,
+)
+from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one
+from fedjax_drift.plots.style import DEFAULT, Style, checked
+from fedjax_drift.records import Reached, Records, Runs, by_run, measured, numbers
 from fedjax_drift.records import rounds_to_target as reached_rounds
 
 if TYPE_CHECKING:
@@ -19,10 +31,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+LONGEST_TICK = 30  # characters of a name in one line beside a bar
 CLIENT_DRIFT = "Client drift after the last local epoch"
 
 
-def curves(records: Records, path: FilePath = None) -> Figure:
+def curves(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots test accuracy (in percent) and training loss against rounds, one line per run.
 
     If no run has an accuracy, because the models are not classifiers, it plots the test loss instead.
@@ -30,115 +43,116 @@ def curves(records: Records, path: FilePath = None) -> Figure:
     Args:
       records: the runs to plot. The module `fd.plots` lists the allowed types.
       path: file to which the figure is written. Its suffix selects the format. Default: no file.
+      style: how the rounds are smoothed, which band is drawn, and the size of the figure. Default: `Style()`.
 
     Raises:
-      ValueError: the records have no round.
+      ValueError: the records have no round with finite values, or an argument is not allowed.
     """
-    runs = by_run(records)
-    accuracy, loss = by_round(runs, "accuracy", 100), "Loss (nats per example)"
+    runs, style = by_run(records), checked(style)
+    accuracy, loss = by_round(runs, "accuracy", style, 100), "Loss (nats per example)"
     tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
     if not any(line.x.size for line in accuracy.values()):
         loss = "Loss, mean over examples"
-        tested = Panel("Test loss of the global model", loss, by_round(runs, "loss"))
-    panels = tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss"))
-    return figure_of_panels("curves", panels, "pass {name: history of Simulation.run}", path)
+        tested = Panel("Test loss of the global model", loss, by_round(runs, "loss", style))
+    panels = tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss", style))
+    return finished(figure_of_panels("curves", panels, "pass {name: history of Simulation.run}", style), path)
 
 
-def drift(records: Records, path: FilePath = None) -> Figure:
+def drift(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots period drift, client drift after the last local epoch, and dissimilarity against rounds.
 
     Period drift (FedEve, eq. 3) and client drift (FedEve, eq. 4) are squared norms of differences of gradients, see
     `Simulation.measure`. Their panels share a logarithmic axis. Panels without data are left out.
 
-    records, path: as in `curves`. Raises ValueError if no round has any of these measures.
+    records, path, style: as in `curves`. Raises ValueError if no round has any of these measures.
     """
-    runs = by_run(records)
+    runs, style = by_run(records), checked(style)
     squared = "Squared gradient norm"
     panels = (
-        Panel("Period drift", squared, by_round(runs, "period_drift", log=True), log=True),
-        Panel(CLIENT_DRIFT, squared, by_round(runs, "client_drift", log=True), log=True),
-        Panel("Dissimilarity of gradients", "Dissimilarity", by_round(runs, "dissimilarity", log=True), log=True),
+        Panel("Period drift", squared, by_round(runs, "period_drift", style, log=True), log=True),
+        Panel(CLIENT_DRIFT, squared, by_round(runs, "client_drift", style, log=True), log=True),
+        Panel(
+            "Dissimilarity of gradients", "Dissimilarity", by_round(runs, "dissimilarity", style, log=True), log=True
+        ),
     )
-    return figure_of_panels("drift", panels, MEASURE.format("gradients"), path)
+    return finished(figure_of_panels("drift", panels, MEASURE.format("gradients"), style), path)
 
 
-def updates(records: Records, path: FilePath = None) -> Figure:
+def updates(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots the norm of the clients' updates, and their cosine with the mean update, against rounds.
 
     Both are means over the cohort, after the last local epoch.
 
-    records, path: as in `curves`. Raises ValueError if no round has these measures.
+    records, path, style: as in `curves`. Raises ValueError if no round has these measures.
     """
-    runs = by_run(records)
+    runs, style = by_run(records), checked(style)
     panels = (
-        Panel("Norm of client updates", "Norm, mean of the cohort", by_round(runs, "update_norm")),
-        Panel("Cosine of client updates with their mean", "Cosine", by_round(runs, "update_cosine")),
+        Panel("Norm of client updates", "Norm, mean of the cohort", by_round(runs, "update_norm", style)),
+        Panel("Cosine of client updates with their mean", "Cosine", by_round(runs, "update_cosine", style)),
     )
-    return figure_of_panels("updates", panels, MEASURE.format("updates"), path)
+    return finished(figure_of_panels("updates", panels, MEASURE.format("updates"), style), path)
 
 
-def agreement(records: Records, path: FilePath = None) -> Figure:
+def agreement(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots linear CKA and KL divergence between the predictions of local and global models (LfD, section 3).
 
-    The x axis is the local epoch. A line is the median over the measured rounds, and its band shows the quartiles. If
-    no run has more than one local epoch, the x axis is the round.
+    The x axis is the local epoch. The value of a seed is the median over its measured rounds, and the line is the mean
+    over the seeds. If no run has more than one local epoch, the x axis is the round.
 
-    records, path: as in `curves`. Raises ValueError if no round has these measures.
+    records, path, style: as in `curves`. Raises ValueError if no round has these measures.
     """
-    runs = by_run(records)
+    runs, style = by_run(records), checked(style)
     histories = [seed for key in ("cka", "kl") for seeds in measured(runs, key).values() for seed in seeds]
     epochs = max((values.shape[1] for _, values in histories), default=1)
     lines, xlabel = (by_epoch, "Local epoch") if epochs > 1 else (by_round, "Round")
     panels = (
-        Panel("CKA of local and global predictions", "Linear CKA", lines(runs, "cka")),
-        Panel("KL of local and global predictions", "KL divergence (nats)", lines(runs, "kl")),
+        Panel("CKA of local and global predictions", "Linear CKA", lines(runs, "cka", style)),
+        Panel("KL of local and global predictions", "KL divergence (nats)", lines(runs, "kl", style)),
     )
-    return figure_of_panels("agreement", panels, MEASURE.format("predictions"), path, xlabel)
+    return finished(figure_of_panels("agreement", panels, MEASURE.format("predictions"), style, xlabel), path)
 
 
-def forgetting(records: Records, path: FilePath = None) -> Figure:
+def forgetting(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots LP against rounds. LP is a local model's accuracy on a class divided by the global model's (LfD, eq. 11).
 
     One panel shows the classes that are present in a client's data, and the other panel shows the absent classes. A
     value below the grey line at 1 means that the local model is worse than the global model, so that local training
-    forgets.
+    forgets. The axis ends at 3, because LP can be very large in early rounds, in which the global accuracies are almost
+    0. Triangles mark larger values.
 
-    records, path: as in `curves`. Raises ValueError if no round has this measure.
+    records, path, style: as in `curves`. Raises ValueError if no round has this measure.
     """
-    runs = by_run(records)
+    runs, style = by_run(records), checked(style)
     ratio = "LP (local / global accuracy)"
-    panels = (
-        Panel("Classes present at the client", ratio, by_round(runs, "lp_present"), guide=1),
-        Panel("Classes absent from the client", ratio, by_round(runs, "lp_absent"), guide=1),
-    )
-    figure = figure_of_panels("forgetting", panels, MEASURE.format("forgetting"), None)
-    for axes in figure.axes:  # in early rounds LP can be very large, because the global accuracies are almost 0
-        if axes.get_ylim()[1] > 3:
-            axes.set_ylim(top=3)
-            axes.set_title(f"{axes.get_title()} (up to 3)")
-    return written(figure, path)
+    panels = [
+        Panel(f"Classes {title} the client", ratio, by_round(runs, key, style), guide=1, limits=(0, 3))
+        for title, key in (("present at", "lp_present"), ("absent from", "lp_absent"))
+    ]
+    return finished(figure_of_panels("forgetting", panels, MEASURE.format("forgetting"), style), path)
 
 
-def gain(records: Records, path: FilePath = None) -> Figure:
+def gain(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots FedEve's Kalman gain, period variance and client variance against rounds.
 
     The legend shows the median of the gain. Runs of other algorithms are left out.
 
-    records, path: as in `curves`. Raises ValueError if no round has a gain.
+    records, path, style: as in `curves`. Raises ValueError if no round has a gain.
     """
-    runs, renamed = by_run(records), {}
+    runs, style, renamed = by_run(records), checked(style), {}
     for name, seeds in measured(runs, "gain").items():
-        gains = np.concatenate([finite_points(rounds, values[:, -1]).y for rounds, values in seeds])
+        gains = np.concatenate([values[np.isfinite(values[:, -1]), -1] for _, values in seeds])
         renamed[f"{name} (median gain {np.median(gains):.2f})".strip() if gains.size else name] = runs[name]
     panels = (
-        Panel("Kalman gain", "Gain", by_round(renamed, "gain")),
-        Panel("Period variance", "Variance", by_round(renamed, "period_variance", log=True), log=True),
-        Panel("Client variance", "Variance", by_round(renamed, "client_variance", log=True), log=True),
+        Panel("Kalman gain", "Gain", by_round(renamed, "gain", style)),
+        Panel("Period variance", "Variance", by_round(renamed, "period_variance", style, log=True), log=True),
+        Panel("Client variance", "Variance", by_round(renamed, "client_variance", style, log=True), log=True),
     )
-    return figure_of_panels("gain", panels, "pass the history of a run of fedeve", path)
+    return finished(figure_of_panels("gain", panels, "pass the history of a run of fedeve", style), path)
 
 
-def rounds_to_target(records: Records, target: float, path: FilePath = None, *, key: str = "accuracy") -> Figure:
+def rounds_to_target(
+    records: Records, target: float, path: FilePath = None, *, key: str = "accuracy", style: Style = DEFAULT
+) -> Figure:
     """Plots the number of rounds until each run first reaches a target.
 
     A bar is the mean over the seeds, and a dot is one seed. If a run is evaluated only every few rounds, it may reach
@@ -150,42 +164,52 @@ def rounds_to_target(records: Records, target: float, path: FilePath = None, *, 
       target: a run reaches the target when ``key`` is at least ``target``. If ``key`` ends in "loss", it must be at
         most ``target``.
       key: the entry of the records to compare. Default: "accuracy", in 0..1.
+      style: only its ``figsize`` has an effect.
 
     Raises:
       ValueError: the target is not a finite number, or is an accuracy above 1; or no round has the key.
     """
-    runs, target = reached_rounds(records, target, key), float(target)
-    figure = new_figure(7.5, 1.6 + 0.42 * len(runs))
+    runs, reached = by_run(records), reached_rounds(records, target, key)
+    notes = {name: divergence(runs[name]) for name in reached}
+    labels = [wrapped(f"{name} ({note})" if note else name, LONGEST_TICK) for name, note in notes.items()]
+    figure = new_figure(7.5, 1.6 + sum(max(0.42, 0.2 * label.count("\n") + 0.25) for label in labels), checked(style))
     axes = figure.subplots()
-    draw_bars(runs, [*by_run(records)], axes)
-    goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
+    draw_bars(reached, runs, axes)
+    axes.set_yticks(range(len(labels)), labels)
+    goal = (
+        f"{100 * float(target):g} % test accuracy"
+        if key == "accuracy"
+        else f"{key.replace('_', ' ')} {float(target):g}"
+    )
     axes.set_title(f"Rounds to {goal}")
-    return written(figure, path)
+    return finished(figure, path)
 
 
-def draw_bars(reached: Mapping[str, Sequence[Reached]], places: Sequence[str], axes: Axes) -> None:
-    """Draws the rounds that each run needs. A run has the colour of its position in ``places``, as in other plots."""
+def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes) -> None:
+    """Draws the rounds that each run needs. A run has the colour of its position in ``runs``, as in other plots."""
     for i, (name, seeds) in enumerate(reached.items()):
-        colour = COLOURS[places.index(name) % len(COLOURS)]
+        shade = colour([*runs].index(name), axes)
         needed = np.array([seed.after if seed.round is None else seed.round for seed in seeds], float)
         several = len(needed) > 1
         missed = sum(seed.round is None for seed in seeds)
         style: dict[str, Any] = (
-            {"facecolor": "white", "hatch": "///", "edgecolor": colour} if missed else {"color": colour}
+            {"facecolor": "none", "hatch": "///", "edgecolor": shade} if missed else {"color": shade}
         )
         axes.barh(i, needed.mean(), height=0.62, **style)
         text = f"{'mean ' if several else ''}{'> ' if missed else ''}{needed.mean():,.4g}"
         if missed and several:
             text += f" ({len(needed) - missed} of {len(needed)} seeds)"
-        axes.annotate(text, (needed.max(), i), (6, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(text, (needed.max(), i), (6, 0), textcoords="offset points", va="center", fontsize="small")
         heights = i + np.linspace(-0.2, 0.2, len(needed)) if several else np.array([float(i)])
         for seed, y in zip(seeds, heights, strict=True):
             if seed.round is not None and seed.round - seed.after > 1:
-                axes.plot([seed.after, seed.round], [y, y], color="black", linewidth=1)
+                axes.plot([seed.after, seed.round], [y, y], color=ink(axes), linewidth=1)
         if several:
-            axes.plot(needed, heights, "o", color="black", markersize=3.5, markerfacecolor="white")
+            axes.plot(needed, heights, "o", color=ink(axes), markersize=3.5, markerfacecolor=axes.get_facecolor())
     axes.set_yticks(range(len(reached)), [*reached])
-    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    room = max(0.6, (3 - len(reached)) / 2)  # so that a single bar is not as high as the axes
+    axes.set_ylim(len(reached) - 1 + room, -room)
     axes.margins(x=0.14)
     coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in reached.values() for seed in seeds)
     since = " of the first evaluation at the target\n(line: since the evaluation before)" if coarse else ""
@@ -194,7 +218,13 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], places: Sequence[str], a
     axes.grid(False, axis="y")
 
 
-def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence[str], path: FilePath = None) -> Figure:
+def quadratics(
+    errors: Mapping[str, Sequence[Sequence[float]]],
+    titles: Sequence[str],
+    path: FilePath = None,
+    *,
+    style: Style = DEFAULT,
+) -> Figure:
     """Plots the distance to the optimum against rounds on a logarithmic axis.
 
     There is one panel per setting and one line per algorithm.
@@ -203,7 +233,7 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
       errors: a dict from the name of an algorithm to one list per setting: the distances after rounds 1, 2, ... The
         list is empty if the algorithm was not run in this setting.
       titles: the names of the settings, for example "all clients" and "20 % per round".
-      path: as in `curves`.
+      path, style: as in `curves`.
 
     Raises:
       ValueError: an algorithm does not have one list per title, or there is no distance at all.
@@ -221,8 +251,9 @@ def quadratics(errors: Mapping[str, Sequence[Sequence[float]]], titles: Sequence
             )
     distance = "Distance to the optimum"
     lines = [
-        {name: from_round_one(numbers(f"errors[{name!r}]", settings[i])) for name, settings in errors.items()}
+        from_round_one({name: numbers(f"errors[{name!r}]", of[i]) for name, of in errors.items()}, checked(style))
         for i in range(len(titles))
     ]
     panels = [Panel(title, distance, by_name, log=True) for title, by_name in zip(titles, lines, strict=True)]
-    return figure_of_panels("quadratics", panels, "pass {name: [distances after each round, for each title]}", path)
+    fix = "pass {name: [distances after each round, for each title]}"
+    return finished(figure_of_panels("quadratics", panels, fix, style), path)
