@@ -34,35 +34,40 @@ class LocalTraining:
     The examples are reshuffled in every epoch. The last batch of an epoch may have fewer than B examples. Its gradient
     is the mean over its examples. The optimizer state is initialised in every round. Raises ValueError for values out
     of range.
+
+    Attributes:
+      epochs: E >= 1, passes over the client's examples per round.
+      batch_size: B >= 1, examples per batch.
+      lr: eta_0 > 0, the learning rate of round 0.
+      lr_decay: Factor of the learning rate per round, > 0: eta_t = lr * lr_decay**t in round t.
+      momentum: Heavy-ball momentum within a round, in [0, 1): v = momentum v + u; theta -= eta_t v.
+      weight_decay: Factor of theta, >= 0. The term weight_decay * theta is added after clipping, before momentum or the
+        optimizer. With ``optax.scale_by_adam()`` this is Adam with an L2 penalty, not AdamW. AdamW is
+        ``optimizer=optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.01))``.
+      clip_norm: The corrected gradient is clipped to this global norm, > 0. None: no clipping.
+      optimizer: An optax transformation that is used instead of momentum, for example ``optax.scale_by_adam()``. It may
+        use the parameters, but not the loss. Its random numbers, as in ``optax.add_noise``, also depend on client and
+        round.
+      direction: What `optimizer` maps a gradient to. "ascent": theta -= eta_t u, as for ``optax.scale_by_adam()``.
+        "descent": theta += eta_t u with lr = 1, as for ``optax.adam(lr)``, which has a learning rate of its own. None
+        (default): ascent, and `Simulation` raises ValueError if the optimizer does not move along the gradient in its
+        first steps.
+      augment: ``augment(key, x)`` returns a random variant of one training example ``x`` (scaled, without a batch
+        axis), with the same shape and dtype, such as ``fd.augment.crop_and_flip()``. Every example of every step has a
+        key of its own, which depends on the client's key, the epoch and the step. None: the examples are used as they
+        are.
     """
 
     epochs: int = 1
-    """E >= 1, passes over the client's examples per round."""
     batch_size: int = 20
-    """B >= 1, examples per batch."""
     lr: float = 0.1
-    """eta_0 > 0, the learning rate of round 0."""
     lr_decay: float = 1.0
-    """Factor of the learning rate per round, > 0: eta_t = lr * lr_decay**t in round t."""
     momentum: float = 0.0
-    """Heavy-ball momentum within a round, in [0, 1): v = momentum v + u; theta -= eta_t v."""
     weight_decay: float = 0.0
-    """Factor of theta, >= 0. The term weight_decay * theta is added after clipping, before momentum or the optimizer.
-    With ``optax.scale_by_adam()`` this is Adam with an L2 penalty, not AdamW. AdamW is
-    ``optimizer=optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.01))``."""
     clip_norm: float | None = None
-    """The corrected gradient is clipped to this global norm, > 0. None: no clipping."""
     optimizer: optax.GradientTransformation | None = None
-    """An optax transformation that is used instead of momentum, for example ``optax.scale_by_adam()``. It may use the
-    parameters, but not the loss. Its random numbers, as in ``optax.add_noise``, also depend on client and round."""
     direction: str | None = None
-    """What `optimizer` maps a gradient to. "ascent": theta -= eta_t u, as for ``optax.scale_by_adam()``. "descent":
-    theta += eta_t u with lr = 1, as for ``optax.adam(lr)``, which has a learning rate of its own. None (default):
-    ascent, and `Simulation` raises ValueError if the optimizer does not move along the gradient in its first steps."""
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    """``augment(key, x)`` returns a random variant of one training example ``x`` (scaled, without a batch axis), with
-    the same shape and dtype, such as ``fd.augment.crop_and_flip()``. Every example of every step has a key of its own,
-    which depends on the client's key, the epoch and the step. None: the examples are used as they are."""
 
     def __post_init__(self) -> None:
         checked = {

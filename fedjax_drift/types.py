@@ -60,48 +60,53 @@ class Model(NamedTuple):
     >>> model = fd.Model(init=lambda key: jnp.zeros(3), apply=lambda w, x: x @ w, loss=lambda z, y: (z - y) ** 2)
     >>> model.loss(model.apply(jnp.ones(3), jnp.ones((2, 3))), jnp.zeros(2)).tolist()
     [9.0, 9.0]
+
+    Attributes:
+      init: ``init(key) -> params``.
+      apply: ``apply(params, x [B, ...]) -> logits [B, C]``, deterministic. Used in evaluation, and in training by
+        default.
+      loss: ``loss(logits, y) -> [B]``, the loss of each example. Default: softmax cross-entropy with integer labels.
+      train_apply: ``train_apply(params, x, key) -> logits``, used in training instead of `apply`. Needed for dropout.
+      features: ``features(params, x) -> [B, F]``, the representation before the classifier. Required by MOON.
+      head: ``head(params, features) -> logits``, the classifier alone.
+      extractor: ``extractor(params, x) -> [B, ...]``, the output of the encoder, which is the input of the projection
+        head. Required by `fd.algorithms.constrained` with ``part="extractor"``, with ``part="header",
+        kind="parameter"``, and with ``part="all", kind="feature"``.
+      cosine: True if `apply` returns cosines in [-1, 1]. LfD requires True.
+      scores: ``scores(logits [M, ...], y [M, ...]) -> {name: scalar or [M]}``, metrics in addition to loss and
+        accuracy.
+
+        - A scalar is a metric of the whole test set that is not a mean over examples, for instance a ranking metric
+          (`fd.ranking.scores()`). The function receives the examples in the order of the test set.
+        - An array [M] has one value per example. `Simulation.evaluate` reports its mean over the test set, and
+          `Simulation.evaluate_clients` its mean over the examples of each client. The function must accept any number M
+          of examples.
+
+        Classifiers with two or more logits have a metric "accuracy" by default. A metric of this name in the returned
+        dict replaces it. Example for one logit and labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``.
+        The default accuracy of an example with a label per position is the mean over all positions, padding included,
+        and so is the default loss. To leave out padding, give both: ``docs/models.md`` shows how.
+      statistics: The running statistics of BatchNorm. None: all parameters are trained.
+      merged: ``merged(params)`` -> the parameters of the whole model, if only a part of it is trained
+        (`fd.models.lora`).
+      vocabulary: The number of token ids, if the inputs are ids. They are then checked to be in 0..vocabulary - 1. (JAX
+        reads NaN for a larger id, and the last row of the table for the id -1.) A tuple has one number per position of
+        an example, and its last number holds for all further positions. None: the inputs are not checked.
     """
 
     init: Callable[[jax.Array], Params]
-    """``init(key) -> params``."""
     apply: Callable[[Params, jax.Array], jax.Array]
-    """``apply(params, x [B, ...]) -> logits [B, C]``, deterministic. Used in evaluation, and in training by default."""
     loss: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
-    """``loss(logits, y) -> [B]``, the loss of each example. Default: softmax cross-entropy with integer labels."""
     train_apply: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
-    """``train_apply(params, x, key) -> logits``, used in training instead of `apply`. Needed for dropout."""
     features: Callable[[Params, jax.Array], jax.Array] | None = None
-    """``features(params, x) -> [B, F]``, the representation before the classifier. Required by MOON."""
     head: Callable[[Params, jax.Array], jax.Array] | None = None
-    """``head(params, features) -> logits``, the classifier alone."""
     extractor: Callable[[Params, jax.Array], jax.Array] | None = None
-    """``extractor(params, x) -> [B, ...]``, the output of the encoder, which is the input of the projection head.
-    Required by `fd.algorithms.constrained` with ``part="extractor"``, with ``part="header", kind="parameter"``, and
-    with ``part="all", kind="feature"``."""
     cosine: bool = False
-    """True if `apply` returns cosines in [-1, 1]. LfD requires True."""
     scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None
-    """``scores(logits [M, ...], y [M, ...]) -> {name: scalar or [M]}``, metrics in addition to loss and accuracy.
-
-    - A scalar is a metric of the whole test set that is not a mean over examples, for instance a ranking metric
-      (`fd.ranking.scores()`). The function receives the examples in the order of the test set.
-    - An array [M] has one value per example. `Simulation.evaluate` reports its mean over the test set, and
-      `Simulation.evaluate_clients` its mean over the examples of each client. The function must accept any number M of
-      examples.
-
-    Classifiers with two or more logits have a metric "accuracy" by default. A metric of this name in the returned dict
-    replaces it. Example for one logit and labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``. The
-    default accuracy of an example with a label per position is the mean over all positions, padding included, and so
-    is the default loss. To leave out padding, give both: ``docs/models.md`` shows how."""
     statistics: Statistics | None = None
-    """The running statistics of BatchNorm. None: all parameters are trained."""
 
     merged: Callable[[Params], Params] | None = None
-    """``merged(params)`` -> the parameters of the whole model, if only a part of it is trained (`fd.models.lora`)."""
     vocabulary: int | tuple[int, ...] | None = None
-    """The number of token ids, if the inputs are ids. They are then checked to be in 0..vocabulary - 1. (JAX reads NaN
-    for a larger id, and the last row of the table for the id -1.) A tuple has one number per position of an example,
-    and its last number holds for all further positions. None: the inputs are not checked."""
 
     def __repr__(self) -> str:
         given = [name for name in self._fields if getattr(self, name) not in (None, False)]

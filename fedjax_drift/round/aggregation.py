@@ -31,21 +31,23 @@ class Aggregation(NamedTuple):
 
     `contribute` is applied to the message of each client. The results of the reporting clients are summed, and
     `combine` is applied to the sum. To write your own rule, create an `Aggregation` with your own two functions.
+
+    Attributes:
+      contribute: ``contribute(message, weight) -> (message, weight)`` transforms the message and the weight [] of ONE
+        client before ``weight * message`` is summed.
+      combine: ``combine(total, weight, key, K) -> mean`` computes the mean message. total: the sum of weight * message.
+        weight: the sum of the weights, 0 if no client reported. key: a PRNG key for this round. K: the ``cohort_size``.
+      noise_multiplier: The standard deviation of the Gaussian noise, relative to the largest contribution of one client
+        to the sum. None: the rule is not private.
+
+        The result of a private rule must not reveal which clients took part. Therefore the server is updated even if no
+        client reports, `Round.participation` is always the expected value K / N, and a Bernoulli cohort may be empty.
     """
 
     contribute: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]
-    """``contribute(message, weight) -> (message, weight)`` transforms the message and the weight [] of ONE client
-    before ``weight * message`` is summed."""
     combine: Callable[[PyTree, jax.Array, jax.Array, int], PyTree]
-    """``combine(total, weight, key, K) -> mean`` computes the mean message. total: the sum of weight * message. weight:
-    the sum of the weights, 0 if no client reported. key: a PRNG key for this round. K: the ``cohort_size``."""
     name: str = "aggregation"
     noise_multiplier: float | None = None
-    """The standard deviation of the Gaussian noise, relative to the largest contribution of one client to the sum.
-    None: the rule is not private.
-
-    The result of a private rule must not reveal which clients took part. Therefore the server is updated even if no
-    client reports, `Round.participation` is always the expected value K / N, and a Bernoulli cohort may be empty."""
 
     def __repr__(self) -> str:
         return f"Aggregation({self.name})"

@@ -21,21 +21,23 @@ class Failures:
     once for each client. One unit is the time of a client with the mean number of examples and median speed.
 
     Raises ValueError for values out of range, and for a ``speed_spread`` that has no effect.
+
+    Attributes:
+      dropout: Probability, in 0..1, that a selected client drops out. It keeps its old state.
+      stragglers: Probability, in 0..1, that a client stops early and sends its current model. It does 1 to K_i - 1 of
+        its K_i local steps, and each number is equally likely. This is the systems heterogeneity of FedProx (arXiv
+        1812.06127), in steps instead of epochs.
+      over_selection: >= 1. A round selects ceil(over_selection * K) clients and aggregates the first K that report.
+      deadline: > 0. A client that needs more units of time than this is dropped. None: the round waits for all clients.
+      speed_spread: >= 0, the standard deviation of the logarithm of the clients' speeds. It only has an effect together
+        with ``deadline`` or ``over_selection``.
     """
 
     dropout: float = 0.0
-    """Probability, in 0..1, that a selected client drops out. It keeps its old state."""
     stragglers: float = 0.0
-    """Probability, in 0..1, that a client stops early and sends its current model. It does 1 to K_i - 1 of its K_i
-    local steps, and each number is equally likely. This is the systems heterogeneity of FedProx (arXiv 1812.06127),
-    in steps instead of epochs."""
     over_selection: float = 1.0
-    """>= 1. A round selects ceil(over_selection * K) clients and aggregates the first K that report."""
     deadline: float | None = None
-    """> 0. A client that needs more units of time than this is dropped. None: the round waits for all clients."""
     speed_spread: float = 0.0
-    """>= 0, the standard deviation of the logarithm of the clients' speeds. It only has an effect together with
-    ``deadline`` or ``over_selection``."""
 
     def __post_init__(self) -> None:
         checked = {name: checks.probability(name, getattr(self, name)) for name in ("dropout", "stragglers")}

@@ -36,53 +36,57 @@ class Placement:
     """Options for the placement of examples and client states on devices. Pass it as ``Simulation(placement=)``.
 
     The placement does not change the results, except for rounding errors. Raises ValueError for values out of range.
+
+    Attributes:
+      lanes: L, the number of lanes: L clients train side by side (vmap) on one device. None means 1.
+
+        "auto" is 1 on a CPU, where clients train fastest one after another. On a GPU it is a quarter of the clients
+        that one device trains in a round, but at least 16 and at most 128. On a TPU it is the largest power of two, up
+        to 128, with which the images in the convolutions of a step need at most 16 MiB, so that they fit on the chip.
+        "auto" is smaller if so many lanes would take more than half of a device's memory, or if many would be idle in
+        its last group. L is never larger than the number of clients that one device trains in a round.
+      mesh: The devices: a mesh such as that of `clients_mesh`. None: all devices of all processes.
+      devices_per_client: The number of devices that train a client together. It must divide the number of devices.
+
+        Use this if the frozen parameters of a model (`fd.models.lora`) do not fit in the memory of one device. With 4,
+        each team of 4 devices trains a client. The frozen matrices, the products with them and the client states are
+        sharded over the team. Everything else is replicated in the team. In these docs, "device" then means a team.
+      stream: Whether the training examples are kept on the host, in memory or in a memory-mapped file. The examples of
+        each cohort are then prefetched while the previous round is trained. "auto": True if the examples take more than
+        half of a device's memory and cannot be sharded, or if they take more than half of the memory of all devices
+        together.
+      shard_data: Whether the training examples are sharded over the devices. False: they are replicated.
+
+        If they are sharded, all examples of a client are on one device, and in every round the devices exchange the
+        examples of the cohort. With several processes, each process reads only the examples of the clients on its
+        devices. "auto": True if the examples take more than half of a device's memory, but not more than half of the
+        memory of all devices together.
+      bank: Where client states are kept.
+
+        - "device": replicated on every device.
+        - "sharded": sharded over the devices.
+        - "host": in the host memory of every process.
+        - A path: in files in this folder.
+        - "auto": "device" if all client states together take at most half of a device's memory. With several devices,
+          two copies of the cohort's states are added to these, because every device receives the new states of all
+          others. Otherwise "sharded" if one device's share of all client states takes at most half of its memory.
+          Otherwise "host".
+
+        With "host" or a path, only clients that have taken part need space. Every round overwrites the client states in
+        place, so the `ServerState` of the previous round becomes invalid.
+      donate: Whether `Simulation.round_fn` may overwrite the state that is passed to it. This saves the memory of one
+        state. The old state is then invalid.
+      eval_batch_size: Examples per batch in `Simulation.evaluate`.
     """
 
     lanes: int | str | None = "auto"
-    """L, the number of lanes: L clients train side by side (vmap) on one device. None means 1.
-
-    "auto" is 1 on a CPU, where clients train fastest one after another. On a GPU it is a quarter of the clients that
-    one device trains in a round, but at least 16 and at most 128. On a TPU it is the largest power of two, up to 128,
-    with which the images in the convolutions of a step need at most 16 MiB, so that they fit on the chip. "auto" is
-    smaller if so many lanes would take more than half of a device's memory, or if many would be idle in its last group.
-    L is never larger than the number of clients that one device trains in a round."""
     mesh: Mesh | None = None
-    """The devices: a mesh such as that of `clients_mesh`. None: all devices of all processes."""
     devices_per_client: int = field(default=1, kw_only=True)
-    """The number of devices that train a client together. It must divide the number of devices.
-
-    Use this if the frozen parameters of a model (`fd.models.lora`) do not fit in the memory of one device. With 4, each
-    team of 4 devices trains a client. The frozen matrices, the products with them and the client states are sharded
-    over the team. Everything else is replicated in the team. In these docs, "device" then means a team."""
     stream: bool | str = "auto"
-    """Whether the training examples are kept on the host, in memory or in a memory-mapped file. The examples of each
-    cohort are then prefetched while the previous round is trained. "auto": True if the examples take more than half of
-    a device's memory and cannot be sharded, or if they take more than half of the memory of all devices together."""
     shard_data: bool | str = "auto"
-    """Whether the training examples are sharded over the devices. False: they are replicated.
-
-    If they are sharded, all examples of a client are on one device, and in every round the devices exchange the
-    examples of the cohort. With several processes, each process reads only the examples of the clients on its devices.
-    "auto": True if the examples take more than half of a device's memory, but not more than half of the memory of all
-    devices together."""
     bank: str | os.PathLike = "auto"
-    """Where client states are kept.
-
-    - "device": replicated on every device.
-    - "sharded": sharded over the devices.
-    - "host": in the host memory of every process.
-    - A path: in files in this folder.
-    - "auto": "device" if all client states together take at most half of a device's memory. With several devices, two
-      copies of the cohort's states are added to these, because every device receives the new states of all others.
-      Otherwise "sharded" if one device's share of all client states takes at most half of its memory. Otherwise "host".
-
-    With "host" or a path, only clients that have taken part need space. Every round overwrites the client states in
-    place, so the `ServerState` of the previous round becomes invalid."""
     donate: bool = False
-    """Whether `Simulation.round_fn` may overwrite the state that is passed to it. This saves the memory of one state.
-    The old state is then invalid."""
     eval_batch_size: int = 500
-    """Examples per batch in `Simulation.evaluate`."""
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {

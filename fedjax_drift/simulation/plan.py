@@ -28,40 +28,43 @@ class TooLargeError(ConfigurationError):
 
 
 class Plan(NamedTuple):
-    """What one round needs on each device. All sizes are in bytes."""
+    """What one round needs on each device. All sizes are in bytes.
+
+    Attributes:
+      devices: The devices, for example "16 x TPU v5 lite on 4 hosts".
+      lanes: L, the number of clients that one device trains side by side.
+      clients: The number of clients that one device trains in a round. More lanes have no use.
+      most_lanes: The number of lanes that fit if the temporary memory grows in proportion to L, at most ``clients``.
+      examples: The examples of the clients, and their sizes.
+      frozen: The parameters of the model that are not trained (`fd.models.lora`).
+      arguments: All arguments of the program: the examples, the client states, the frozen parameters and the server's
+        variables, as the compiler stores them (a TPU pads arrays to whole tiles).
+      results: The results of the program that do not overwrite its arguments.
+      temporary: The memory that the program needs while it runs, in addition to its arguments and results.
+      memory: The memory of one device; inf if it is unknown.
+      collectives: How often each kind of collective operation occurs in the program.
+      sent: The bytes that devices exchange in a round, as in `Simulation.communication`.
+      steps: The local steps that the busiest device does one after another in a round. With clients of different sizes,
+        it is the number for a cohort whose sizes are spread evenly over those of all clients.
+      cycles: The cycles of a local step of L clients, as estimated by XLA's compiler for a TPU; 0 for other devices.
+        Operations for which the compiler has no estimate do not count.
+    """
 
     devices: str
-    """The devices, for example "16 x TPU v5 lite on 4 hosts"."""
     lanes: int
-    """L, the number of clients that one device trains side by side."""
     clients: int
-    """The number of clients that one device trains in a round. More lanes have no use."""
     most_lanes: int
-    """The number of lanes that fit if the temporary memory grows in proportion to L, at most ``clients``."""
     examples: int
-    """The examples of the clients, and their sizes."""
     client_states: int
     frozen: int
-    """The parameters of the model that are not trained (`fd.models.lora`)."""
     arguments: int
-    """All arguments of the program: the examples, the client states, the frozen parameters and the server's variables,
-    as the compiler stores them (a TPU pads arrays to whole tiles)."""
     results: int
-    """The results of the program that do not overwrite its arguments."""
     temporary: int
-    """The memory that the program needs while it runs, in addition to its arguments and results."""
     memory: float
-    """The memory of one device; inf if it is unknown."""
     collectives: dict[str, int]
-    """How often each kind of collective operation occurs in the program."""
     sent: dict[str, int]
-    """The bytes that devices exchange in a round, as in `Simulation.communication`."""
     steps: int
-    """The local steps that the busiest device does one after another in a round. With clients of different sizes, it
-    is the number for a cohort whose sizes are spread evenly over those of all clients."""
     cycles: int
-    """The cycles of a local step of L clients, as estimated by XLA's compiler for a TPU; 0 for other devices.
-    Operations for which the compiler has no estimate do not count."""
     compile_seconds: float
 
     @property

@@ -59,25 +59,27 @@ class Checkpoints:
 
     Raises:
       ValueError: an argument is out of range.
+
+    Attributes:
+      folder: Created when the first checkpoint is written.
+      every: Number of rounds between saves, >= 1. After a crash, at most ``every`` of the rounds already reported to
+        ``on_round`` are lost. None (default): use only ``seconds``.
+      seconds: Number of seconds (> 0) between saves. No save starts while the previous one is running. None: use only
+        ``every``.
+      keep: Number of most recent checkpoints to keep, >= 1. The best checkpoint is kept too.
+      best: Name of the metric that selects the best checkpoint, such as "accuracy". It must be an entry of the records
+        of evaluated rounds. The largest value is best, or the smallest if the name ends in "loss". The best state is
+        copied to host memory after its evaluation and written with the next save. None: do not keep a best checkpoint.
+      config: Extra configuration (JSON-serializable) that must match when a run is resumed. If it is None, `restore`
+        skips this check.
     """
 
     folder: str | os.PathLike
-    """Created when the first checkpoint is written."""
     every: int | None = None
-    """Number of rounds between saves, >= 1. After a crash, at most ``every`` of the rounds already reported to
-    ``on_round`` are lost. None (default): use only ``seconds``."""
     seconds: float | None = 60.0
-    """Number of seconds (> 0) between saves. No save starts while the previous one is running. None: use only
-    ``every``."""
     keep: int = 3
-    """Number of most recent checkpoints to keep, >= 1. The best checkpoint is kept too."""
     best: str | None = "accuracy"
-    """Name of the metric that selects the best checkpoint, such as "accuracy". It must be an entry of the records of
-    evaluated rounds. The largest value is best, or the smallest if the name ends in "loss". The best state is copied to
-    host memory after its evaluation and written with the next save. None: do not keep a best checkpoint."""
     config: Mapping[str, Any] | None = None
-    """Extra configuration (JSON-serializable) that must match when a run is resumed. If it is None, `restore` skips
-    this check."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, Mapping | None):
