@@ -13,6 +13,7 @@ import matplotlib
 import numpy as np
 import pytest
 from PIL import Image
+from scipy import stats
 
 import fedjax_drift as fd
 from fedjax_drift import cli, plots
@@ -158,7 +159,7 @@ def test_trained_models_can_be_loaded(tmp_path):
 def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     """Each seed gives the results of a run with this seed alone. Tables, plots and files distinguish the seeds. A run
     that was stopped resumes."""
-    folder, alone = tmp_path / "o", tmp_path / "alone"
+    folder, alone = tmp_path / f"a name  with spaces, {'which is long ' * 5}", tmp_path / "alone"
     command = [*TINY, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=0.5", "--lr", "0.3", "--data-seed", "1"]
     assert cli.main([*command, "--rounds", "4", "--seed", "3", "--output", str(alone)]) == 0
     sweep = fd.Simulation.sweep
@@ -176,10 +177,11 @@ def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fd.Simulation, "sweep", stopped)
         assert cli.main([*several, "--output", str(folder)]) == 130
-    assert 6 <= len(records(folder)) < 120 and "to resume: fedjax-drift run --resume" in capsys.readouterr().out
-    assert cli.main(["run", "--resume", str(folder)]) == 0
+    resume = shlex.split(capsys.readouterr().out.split("\nto resume:\n")[1].replace("\\\n", ""))  # as a shell reads it
+    assert 6 <= len(records(folder)) < 120 and resume == ["fedjax-drift", "run", "--resume", str(folder)]
+    assert cli.main(resume[1:]) == 0
     table = capsys.readouterr().out
-    assert max(map(len, table.replace(str(tmp_path), "").splitlines())) <= 80
+    assert max(map(len, table.replace(str(folder), "").splitlines())) <= 80
     done = records(folder)
     seen = sorted((r["algorithm"], r["seed"], r["round"]) for r in done)
     assert seen == [(a, s, t) for a in ("fedavg", "fedprox:mu=0.5") for s in (2, 3, 4) for t in range(1, 41)]
@@ -190,9 +192,12 @@ def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     mean = np.mean([seed.round for seed in reached["fedavg"]])
     final = [r["accuracy"] for r in done if r["algorithm"] == "fedavg" and r["round"] == 40]
     assert re.search(rf"\nfedavg +40 +{100 * np.mean(final):.1f} % .* {mean:.4g}\n", table)
-    assert re.search(rf"\n  3 seeds +± {100 * np.std(final, ddof=1):.1f} %\n", table)
+    half = stats.t.ppf(0.975, 2) * np.std(final, ddof=1) / 3**0.5
+    assert re.search(rf"\n  3 seeds +± {100 * half:.1f} %  \(95 % interval\)\n", table)
     for name in ("curves.png", "rounds_to_target.png", "fairness.png"):
         assert (folder / name).stat().st_size > 10_000
+    summary = (folder / "summary.csv").read_text()
+    assert summary == fd.table(folder, format="csv", target=0.5) and summary.count("\n") == 1 + 2
     run = fd.load_run(folder, "fedprox:mu=0.5", 4)
     assert [record["seed"] for record in run.history] == [4] * 40
     assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 6  # the scores are means over the seeds
@@ -223,7 +228,7 @@ def test_measures_are_written_and_plotted(tmp_path, capsys):
     assert cli.main([*command, "--measure-every", "2", "--output", str(folder)]) == 0
     pictures = ["curves", "updates", "drift", "agreement", "forgetting", "gain", "label_mix"]
     printed = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(["rounds.jsonl", "rounds.csv", *(f"{name}.png" for name in pictures)]) in printed
+    assert ", ".join(["rounds.jsonl", "rounds.csv", "summary.csv", *(f"{name}.png" for name in pictures)]) in printed
     assert {path.stem for path in folder.glob("*.png")} == set(pictures)
     assert (
         json.loads((folder / "config.json").read_text())["redeal"] == "evenly"

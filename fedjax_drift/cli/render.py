@@ -63,7 +63,7 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
     """Returns one line per algorithm, and a second line if it also keeps the mean of its clients' models.
 
     The seconds per round are a median, so that the compilation in the first round has no effect. With several seeds,
-    the table has means and a line with the standard deviation.
+    the table has means, and a line with half the width of the 95 % confidence interval of the accuracy.
     """
     width = min(NAME_WIDTH, max(map(len, ["algorithm", *records])))
     runs = {name: by_seed(history) for name, history in records.items()}
@@ -81,9 +81,9 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
         if any("client_mean_accuracy" in record for record in every):
             lines.append("  cohort's mean".ljust(width + 8) + "  " + _accuracies(seeds, "client_mean_accuracy"))
         finals = [value for value, _ in _ends(seeds, "accuracy")]
-        if len(seeds) > 1 and finals:
-            spread = f"± {100 * np.std(finals, ddof=1):.1f} %"
-            lines.append(f"  {len(seeds)} seeds".ljust(width + 8) + f"{spread:>10}")
+        if len(finals) > 1:
+            interval = f"± {100 * fd.statistics.mean(finals).half:.1f} %"
+            lines.append(f"  {len(finals)} seeds".ljust(width + 8) + f"{interval:>10}  (95 % interval)")
     return "\n".join(lines)
 
 
@@ -160,8 +160,15 @@ def wrap(text: str, first: str, later: str, width: int = 80) -> list[str]:
     return wrapper.wrap(text)
 
 
-def wrapped_command(words: Sequence[str]) -> str:
-    return " \\\n".join(wrap(shlex.join(words), "  ", "      ", 76))
+def wrapped_command(words: Sequence[str], width: int = 76) -> str:
+    """Returns a command that can be copied into a shell. Lines break only between words, after a backslash."""
+    lines: list[str] = []
+    for word in map(shlex.quote, words):
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{'      ' if lines else '  '}{word}")
+    return " \\\n".join(lines)
 
 
 def rounds_to_do(done: int, rounds: int) -> str:

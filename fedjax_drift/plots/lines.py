@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_drift.records import Runs, measured
+from fedjax_drift.statistics import quantile
 
 SHOWN_POINTS = 100  # a line of one seed with more points is summarised in about SHOWN_POINTS / 2 windows
 QUARTILES = (0.25, 0.5, 0.75)
@@ -111,10 +112,7 @@ def _mean_of_seeds(values: Sequence[tuple[np.ndarray, np.ndarray]], log: bool) -
 
 def _confidence(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the 95 % confidence interval of the mean over the first axis."""
-    from scipy.stats import t
-
-    S = len(values)
-    half = t.ppf(0.975, S - 1) * values.std(0, ddof=1) / S**0.5
+    half = quantile(len(values)) * values.std(0, ddof=1) / len(values) ** 0.5
     return values.mean(0) - half, values.mean(0) + half
 
 
