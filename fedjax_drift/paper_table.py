@@ -104,6 +104,8 @@ def table(
     last = checks.integer("last", last, 1)
     written = checks.choice("format", format, FORMATS)
     key = checks.text("key", key, "an entry of the records")
+    if target is not None:
+        target = checks.number("target", target, "a finite number", math.isfinite, computed=False)
     runs = by_run_and_seed(records)
     methods = _methods(runs, last, key, target)
     first = next(iter(methods))
@@ -249,8 +251,9 @@ def _notes(methods: dict[str, Method], baseline: str, key: str, last: int) -> li
     """What the numbers mean, and what makes the runs hard to compare."""
     counts = sorted({method.evaluations for method in methods.values()})
     of = f"last {counts[-1]} evaluations" if counts[-1] > 1 else "last evaluation"
-    notes = [f"{key.replace('_', ' ')}: mean of the {of}, and then over seeds."]
-    if any(len(method.scores) > 1 for method in methods.values()):
+    several = any(len(method.scores) > 1 for method in methods.values())
+    notes = [f"{key.replace('_', ' ')}: mean of the {of}{', and then over seeds' * several}."]
+    if several:
         notes.append("±: half the width of the 95 % t interval over seeds.")
         if len(methods) > 1:
             notes.append(f"p: paired t test against {baseline}, with Holm's correction.")

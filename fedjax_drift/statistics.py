@@ -64,7 +64,8 @@ def mean(values: Sequence[float] | np.ndarray, rounding: float = 0.0) -> Mean:
         return Mean(average, 0.0, 1.0 if abs(average) <= rounding else math.nan)
     from scipy.stats import t
 
-    error = float(values.std(ddof=1)) / math.sqrt(n)
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = float(values.std(ddof=1)) / math.sqrt(n)
     return Mean(average, quantile(n) * error, float(2 * t.sf(abs(average) / error, n - 1)))
 
 

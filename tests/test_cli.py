@@ -17,7 +17,7 @@ from scipy import stats
 
 import fedjax_drift as fd
 from fedjax_drift import cli, plots
-from fedjax_drift.cli import quickstart
+from fedjax_drift.cli import quickstart, render
 
 TINY = ["run", "--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--rounds", "2", "--no-progress"]
 
@@ -159,7 +159,7 @@ def test_trained_models_can_be_loaded(tmp_path):
 def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     """Each seed gives the results of a run with this seed alone. Tables, plots and files distinguish the seeds. A run
     that was stopped resumes."""
-    folder, alone = tmp_path / f"a name  with spaces, {'which is long ' * 5}", tmp_path / "alone"
+    folder, alone = tmp_path / f"long;{'x' * 80}", tmp_path / "alone"
     command = [*TINY, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=0.5", "--lr", "0.3", "--data-seed", "1"]
     assert cli.main([*command, "--rounds", "4", "--seed", "3", "--output", str(alone)]) == 0
     sweep = fd.Simulation.sweep
@@ -311,6 +311,13 @@ def test_a_bug_is_not_reported_as_bad_input(tmp_path, monkeypatch):
     monkeypatch.setattr(fd.datasets, "load", lambda *_, **__: np.zeros(3).reshape(2, 2))
     with pytest.raises(ValueError, match="cannot reshape"):
         cli.main([*TINY, "--algorithm", "fedavg", "--output", str(tmp_path / "o")])
+
+
+def test_a_printed_command_breaks_only_between_its_words():
+    words = ["fedjax-drift", "run", "--resume", f"two  spaces and {'many words ' * 9}", "--rounds=30", "--patience=4"]
+    printed = render.wrapped_command(words)
+    assert shlex.split(printed.replace("\\\n", "")) == words and printed.count("\n") == 2
+    assert "\n" not in render.wrapped_command(words[:3])
 
 
 def test_ctrl_c_stops_the_run_and_keeps_the_completed_rounds(tmp_path, monkeypatch, capsys):

@@ -77,7 +77,7 @@ def test_diverged_runs_and_missed_targets_are_shown():
     lost = fd.table({"C": [run(math.nan), run(math.nan)], "short": run(0.5, 0.5, 0.5)})
     assert "diverged |" in lost and "Fewer evaluations: C 1." in lost and "C 10, short 30" in lost
     one = fd.table(A[0], 1)
-    assert "±" not in one and "vs" not in one and "| run    |         60.00 |     1 |" in one
+    assert "±" not in one and "vs " not in one and "| run    |        60.00 |     1 |" in one
 
 
 def test_seeds_are_paired_by_their_number_and_lists_by_position(tmp_path):
