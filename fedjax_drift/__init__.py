@@ -11,7 +11,7 @@
 """
 
 from fedjax_drift import _moved as _moved
-from fedjax_drift import algorithms, errors, logs, models, plots, statistics
+from fedjax_drift import algorithms, errors, logs, models, plots, statistics, tuning
 from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
 from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
@@ -81,6 +81,7 @@ __all__ = [
     "stop_on_interrupt",
     "sweep",
     "table",
+    "tuning",
     "until",
     "use_compilation_cache",
     "use_cpu_devices",

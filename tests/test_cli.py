@@ -313,6 +313,34 @@ def test_a_bug_is_not_reported_as_bad_input(tmp_path, monkeypatch):
         cli.main([*TINY, "--algorithm", "fedavg", "--output", str(tmp_path / "o")])
 
 
+def test_tune_tries_as_many_settings_of_every_algorithm(tmp_path, capsys):
+    """The score of a setting is the mean of the last evaluations of two seeds, on held-out examples."""
+    folder = tmp_path / "o"
+    command = ["tune", *TINY[1:], "--rounds", "6", "--algorithm", "fedavg", "--algorithm", "fedprox:mu=1"]
+    assert cli.main([*command, "--range", "fedprox:mu=1e-3:1", "--settings", "3", "--output", str(folder)]) == 0
+    tried = [json.loads(line) for line in (folder / "tuning.jsonl").read_text().splitlines()]
+    assert [each["algorithm"] for each in tried] == ["fedavg"] * 3 + ["fedprox:mu=1"] * 3
+    rates, again = ([each["setting"]["lr"] for each in tried[i : i + 3]] for i in (0, 3))
+    assert rates == again and len(set(rates)) == 3 and all(0.01 <= rate <= 1 for rate in rates)
+    last = tried[-1]
+    words = [*TINY[1:-1], "--rounds", "6", "--algorithm", "fedprox:mu=1", "--validation", "0.1"]
+    sim = fd.parse_run(words, values=last["setting"]).simulations["fedprox:mu=1"]
+    runs = sim.sweep(6, seeds=fd.tuning.SEEDS, eval_every=1, progress=False)
+    late = [[record["accuracy"] for record in run.history][-2:] for run in runs]
+    assert last["score"] == pytest.approx(np.mean(late), abs=1e-4)
+    best = max(tried[3:], key=lambda each: each["score"])["setting"]
+    printed = capsys.readouterr().out
+    assert f"lr {best['lr']:g}, mu {best['mu']:g}\n" in printed
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+    for wrong, said in (
+        (["--range", "lr=1"], "--range must be [NAME:]OPTION=LOW:HIGH[:linear], such as lr=0.01:1"),
+        (["--range", "lr=0:1"], "shared['lr'] must have 0 < low <= high, or low <= high with log=False, got 0 and 1"),
+        (["--range", "fedprox:nu=1:2"], "the option of --range fedprox:nu=1:2 must be one of 'mu'"),
+        (["--seeds", "1"], "must be an integer >= 2, got '1'"),
+    ):
+        assert cli.main([*command, *wrong]) == 2 and said in capsys.readouterr().err
+
+
 def test_a_printed_command_breaks_only_between_its_words():
     words = ["fedjax-drift", "run", "--resume", f"two  spaces and {'many words ' * 9}", "--rounds=30", "--patience=4"]
     printed = render.wrapped_command(words)

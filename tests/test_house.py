@@ -25,7 +25,7 @@ FLOORS = [
     {"round", "algorithms"},
     {"measures", "storage"},
     {"simulation"},
-    {"plots", "logs", "records", "run_folder", "paper_table", "statistics"},
+    {"plots", "logs", "records", "run_folder", "paper_table", "statistics", "tuning"},
     {"cli"},
 ]
 
