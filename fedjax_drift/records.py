@@ -124,7 +124,7 @@ def numbers(name: str, values: Any, lists: bool = False) -> np.ndarray:
     allowed = "numbers, or lists of numbers of the same length" if lists else "a flat list of numbers"
     try:
         array = np.asarray(values, float)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a donated array
         raise ConfigurationError(f"{name} must be {allowed}, got {checks.shown(values)} ({error})") from error
     if array.ndim not in ((1, 2) if lists else (1,)) or 0 in array.shape[1:]:
         raise ConfigurationError(f"{name} must be {allowed}, got {checks.shown(values)}")

@@ -316,18 +316,22 @@ def test_a_bug_is_not_reported_as_bad_input(tmp_path, monkeypatch):
 def test_tune_tries_as_many_settings_of_every_algorithm(tmp_path, capsys):
     """The score of a setting is the mean of the last evaluations of two seeds, on held-out examples."""
     folder = tmp_path / "o"
-    command = ["tune", *TINY[1:], "--rounds", "6", "--algorithm", "fedavg", "--algorithm", "fedprox:mu=1"]
+    more = ["--dataset", "synthetic:num_clients=6,num_rows=80,alpha=1,beta=1", "--rounds", "6"]
+    command = ["tune", *TINY[1:], *more, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=1"]
     assert cli.main([*command, "--range", "fedprox:mu=1e-3:1", "--settings", "3", "--output", str(folder)]) == 0
     tried = [json.loads(line) for line in (folder / "tuning.jsonl").read_text().splitlines()]
     assert [each["algorithm"] for each in tried] == ["fedavg"] * 3 + ["fedprox:mu=1"] * 3
     rates, again = ([each["setting"]["lr"] for each in tried[i : i + 3]] for i in (0, 3))
     assert rates == again and len(set(rates)) == 3 and all(0.01 <= rate <= 1 for rate in rates)
-    last = tried[-1]
-    words = [*TINY[1:-1], "--rounds", "6", "--algorithm", "fedprox:mu=1", "--validation", "0.1"]
-    sim = fd.parse_run(words, values=last["setting"]).simulations["fedprox:mu=1"]
-    runs = sim.sweep(6, seeds=fd.tuning.SEEDS, eval_every=1, progress=False)
-    late = [[record["accuracy"] for record in run.history][-2:] for run in runs]
-    assert last["score"] == pytest.approx(np.mean(late), abs=1e-4)
+    words = [*TINY[1:-1], *more, "--algorithm", "fedprox:mu=1", "--validation", "0.1"]
+    curves = []  # [settings, seeds, evaluations]
+    for each in tried[3:]:
+        sim = fd.parse_run(words, values=each["setting"]).simulations["fedprox:mu=1"]
+        runs = sim.sweep(6, seeds=fd.tuning.SEEDS, eval_every=1, progress=False)
+        curves.append([[record["accuracy"] for record in run.history] for run in runs])
+    scores = [each["score"] for each in tried[3:]]
+    assert scores == pytest.approx(np.mean(np.array(curves)[:, :, -2:], (1, 2)), abs=1e-4)
+    assert scores != pytest.approx(np.mean(np.array(curves)[:, :, -1], 1), abs=1e-3)
     best = max(tried[3:], key=lambda each: each["score"])["setting"]
     printed = capsys.readouterr().out
     assert f"lr {best['lr']:g}, mu {best['mu']:g}\n" in printed
