@@ -11,7 +11,7 @@
 """
 
 from fedjax_drift import _moved as _moved
-from fedjax_drift import algorithms, data, errors, logs, models, plots, testing
+from fedjax_drift import algorithms, data, errors, logs, models, plots, statistics, testing, tuning
 from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
 from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
@@ -23,6 +23,7 @@ from fedjax_drift.devices.mesh import clients_mesh, use_cpu_devices
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.models import ranking
+from fedjax_drift.paper_table import table
 from fedjax_drift.records import rounds_to_target
 from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
@@ -77,9 +78,12 @@ __all__ = [
     "plots",
     "ranking",
     "rounds_to_target",
+    "statistics",
     "stop_on_interrupt",
     "sweep",
+    "table",
     "testing",
+    "tuning",
     "until",
     "use_compilation_cache",
     "use_cpu_devices",

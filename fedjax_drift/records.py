@@ -2,15 +2,15 @@
 
 `Records`, the type of the argument ``records`` here and in `plots`, is one of these:
 
-- the history of a run, as `Simulation.run` returns it
+- the history of a run, as `Simulation.run` returns it, or a list of histories, one per seed
 - the path of a log: the folder or file of a `logs.Log`, or the output folder of ``fedjax-drift run``. A log may have
   several algorithms and seeds.
 - the path of a folder that has no log itself, but whose subfolders have logs. Each of these logs is one run. It must
   have only one algorithm.
 - a list of paths of logs. Each log is one run. It must have only one algorithm.
-- the result of `fd.sweep`, or several such results concatenated to one list
+- the result of `fd.sweep` or `fd.load_run`, or several such results in one list
 - a dict from the name of a run to one of: its history; a list of histories, one per seed; the path of a log; a list of
-  paths of logs, one per seed; the result of a sweep
+  paths of logs, one per seed; the result of a sweep or of `fd.load_run`
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
 
@@ -26,13 +26,16 @@ from fedjax_drift import checks, logs
 from fedjax_drift.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from fedjax_drift.run_folder import LoadedRun
     from fedjax_drift.simulation.sweep import Run
 
 History = Sequence[Mapping[str, Any]]
 FilePath = str | os.PathLike[str]
-OneRun = FilePath | History | Sequence[History] | Sequence[FilePath] | Sequence["Run"]
-Records = FilePath | History | Sequence["Run"] | Sequence[FilePath] | Mapping[str, OneRun] | Mapping[str, FilePath]
+AnyRun = Union["Run", "LoadedRun"]
+OneRun = FilePath | History | AnyRun | Sequence[History] | Sequence[FilePath] | Sequence[AnyRun]
+Records = OneRun | Mapping[str, OneRun] | Mapping[str, FilePath] | Mapping[str, AnyRun]
 Runs = Mapping[str, Sequence[History]]  # name of a run -> one history per seed
+Seeds = dict[int | None, History]  # seed -> history; None: the only history, whose seed is unknown
 
 
 class Reached(NamedTuple):
@@ -133,6 +136,14 @@ def by_run(records: Any) -> dict[str, list[History]]:
 
     records: in any form of `Records`. Raises ConfigurationError for anything else.
     """
+    return {name: list(seeds.values()) for name, seeds in by_run_and_seed(records).items()}
+
+
+def by_run_and_seed(records: Any) -> dict[str, Seeds]:
+    """Like `by_run`, with a dict from the seed to its history in place of each list.
+
+    The histories of a list have the seeds in their records. If they have none, they have the seeds 0, 1, ...
+    """
     if isinstance(records, (str, os.PathLike)):
         records = checks.path("records", records)
         logs_below = sorted(path.parent for path in records.glob("*/rounds.jsonl"))
@@ -146,14 +157,18 @@ def by_run(records: Any) -> dict[str, list[History]]:
             for name, settings in named
             for setting, seeds in settings.items()
         }
+    if _is_run(records):
+        return _by_setting([records])
     items = list(records) if isinstance(records, Sequence) else None
     kind = "" if items is None else _kind(items)
     if kind == "path":
         return {os.path.basename(os.path.normpath(path)): _one_log(path, path) for path in items or ()}
     if kind == "run":
         return _by_setting(items or [])
+    if kind == "history":
+        return {"": _numbered(items or [])}
     if kind == "record" or items == []:
-        return _by_algorithm(items or []) or {"": [[]]}
+        return _by_algorithm(items or []) or {"": {None: []}}
     items_type = f" of {type(items[0]).__name__}" if items else ""
     raise ConfigurationError(
         "records must be a history, a dict of histories, the path of a log or the result of fd.sweep, got a "
@@ -161,12 +176,17 @@ def by_run(records: Any) -> dict[str, list[History]]:
     )
 
 
+def _is_run(item: Any) -> bool:
+    """Whether it is a `Run` or the result of `fd.load_run`."""
+    return all(hasattr(item, name) for name in ("algorithm", "seed", "history"))
+
+
 def _kind(items: Sequence[Any]) -> str:
     """The common kind of all items: "record", "path", "run" or "history". "empty" without items, otherwise ""."""
     for kind, is_one in (
         ("record", lambda item: isinstance(item, Mapping)),
         ("path", lambda item: isinstance(item, (str, os.PathLike))),
-        ("run", lambda item: hasattr(item, "history") and hasattr(item, "setting")),
+        ("run", _is_run),
         ("history", lambda item: isinstance(item, Sequence) and _kind(item) in ("record", "empty")),
     ):
         if items and all(map(is_one, items)):
@@ -174,40 +194,40 @@ def _kind(items: Sequence[Any]) -> str:
     return "" if items else "empty"
 
 
-def _one_run(name: Any, value: Any) -> dict[str, list[History]]:
-    """Converts one value of a dict of runs to a dict from settings to lists, which have one history per seed.
+def _one_run(name: Any, value: Any) -> dict[str, Seeds]:
+    """Converts one value of a dict of runs to a dict from settings to the histories by seed.
 
     A setting is a combination of hyper-parameters. Only a sweep has several settings.
     """
     if isinstance(value, (str, os.PathLike)):
         return {"": _one_log(name, value)}
-    if hasattr(value, "history") and hasattr(value, "setting"):
-        return {"": [value.history]}
+    if _is_run(value):
+        return {"": {value.seed: value.history}}
     items = list(value) if isinstance(value, Sequence) else []
     kind = _kind(items) if isinstance(value, Sequence) else ""
     if kind == "run":
         return _by_setting(items)
     if kind == "path":
-        return {"": [history for path in items for history in _one_log(name, path)]}
+        return {"": _numbered([history for path in items for history in _one_log(name, path).values()])}
     if kind in ("record", "empty"):
-        return {"": by_seed(items) or [[]]}
+        return {"": _seeds(items) or {None: []}}
     if kind == "history":
-        return {"": items}
+        return {"": _numbered(items)}
     raise ConfigurationError(
         f"records[{name!r}] must be a history, a list of histories, the path of a log, a list of paths, or the result "
         f"of fd.sweep, got a {type(value).__name__}: pass the history of state, history = sim.run(...)"
     )
 
 
-def _by_setting(runs: Sequence[Any]) -> dict[str, list[History]]:
-    """A dict from a setting to one history per seed, for the results of sweeps.
+def _by_setting(runs: Sequence[Any]) -> dict[str, Seeds]:
+    """A dict from a setting to its histories by seed, for the results of sweeps and of `fd.load_run`.
 
     With several algorithms, the name of a setting begins with the algorithm.
     """
     several_algorithms = len({run.algorithm for run in runs}) > 1
-    by_name: dict[str, dict[int, History]] = {}
+    by_name: dict[str, Seeds] = {}
     for run in runs:
-        setting = [f"{name} {value}" for name, value in run.setting.items()]
+        setting = [f"{name} {value}" for name, value in getattr(run, "setting", {}).items()]
         name = ", ".join([run.algorithm, *setting] if several_algorithms else setting)
         seeds = by_name.setdefault(name, {})
         if run.seed in seeds:
@@ -216,35 +236,47 @@ def _by_setting(runs: Sequence[Any]) -> dict[str, list[History]]:
                 f"{run.seed}: pass a dict from a name to the result of each sweep"
             )
         seeds[run.seed] = run.history
-    return {name: list(seeds.values()) for name, seeds in by_name.items()}
+    return by_name
 
 
-def _one_log(name: Any, path: FilePath) -> list[History]:
-    """The histories of a log with one algorithm, one per seed."""
+def _numbered(histories: Sequence[History]) -> Seeds:
+    """The histories of a list by seed: the seed of their records, or 0, 1, ... unless all have different seeds."""
+    seeds = [seed for history in histories for seed in _seeds(history)]
+    if len(seeds) == len(set(seeds)) == len(histories) and None not in seeds:
+        return dict(zip(seeds, histories, strict=True))
+    return dict(enumerate(histories))
+
+
+def _one_log(name: Any, path: FilePath) -> Seeds:
+    """The histories of a log with one algorithm."""
     algorithms = _by_algorithm(logs.read(path))
     if len(algorithms) > 1:
         raise ConfigurationError(
             f"records[{name!r}] must be the log of one algorithm, got {checks.listed(algorithms)}: pass the path "
             "itself as records"
         )
-    return next(iter(algorithms.values()), [[]])
+    return next(iter(algorithms.values()), {None: []})
 
 
-def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, list[History]]:
-    """A dict from an algorithm to one history per seed, for the records of a log.
+def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, Seeds]:
+    """A dict from an algorithm to its histories, for the records of a log.
 
     Records without an algorithm belong to the algorithm "".
     """
     algorithms: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         algorithms.setdefault(str(record.get("algorithm", "")), []).append(record)
-    return {name: by_seed(history) for name, history in algorithms.items()}
+    return {name: _seeds(history) for name, history in algorithms.items()}
 
 
 def by_seed(records: Sequence[Mapping[str, Any]]) -> list[History]:
     """One history per seed, sorted by seed. Records without a seed form one history, which comes first."""
+    return list(_seeds(records).values())
+
+
+def _seeds(records: Sequence[Mapping[str, Any]]) -> Seeds:
     seeds: dict[int | None, list[Mapping[str, Any]]] = {}
     for record in records:
         seed = record.get("seed")
         seeds.setdefault(None if seed is None else checks.integer("records' seed", seed, 0), []).append(record)
-    return [seeds[seed] for seed in sorted(seeds, key=lambda seed: (seed is not None, seed))]
+    return {seed: seeds[seed] for seed in sorted(seeds, key=lambda seed: (seed is not None, seed))}

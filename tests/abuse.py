@@ -758,6 +758,33 @@ def plots() -> Iterator[Call]:
     valid = {"records": RECORDS, "target": 0.5}
     yield Call("fd.plots.rounds_to_target", fd.plots.rounds_to_target, valid, of_target | {"path": file})
     yield Call("fd.rounds_to_target", fd.rounds_to_target, valid, of_target)
+    of_table = of_target | {
+        "last": integer(),
+        "format": choice("markdown", "latex", "csv"),
+        "target": optional(target),
+        "baseline": optional(choice("FedAvg", "FedEve")),
+    }
+    yield Call("fd.table", fd.table, {"records": RECORDS}, of_table)
+    no_list = [*NOTHING, *TEXTS, *THINGS, RAGGED, {}, {1}, ["a"], [object()], [[1, 2]], 0.5, KEY]
+    values = Kind(no_list, [[], (1, 2), [0.5, None], np.ones(3), range(3)], [[HUGE, 1e300]], like=[0.5, 1, 0.25])
+    of_mean = {"values": values, "rounding": nonnegative()._replace(nonsense=[*NO_NUMBER, -1, -0.5])}
+    yield Call("fd.statistics.mean", fd.statistics.mean, {"values": [1, 2]}, of_mean)
+    p_values = Kind([*no_list, [2.0], [-0.1], [np.inf]], [[], (0, 1), [0.5, None], np.ones(3)], like=[0.5, 1, 0.25])
+    yield Call("fd.statistics.holm", fd.statistics.holm, {"p_values": [0.5]}, {"p_values": p_values})
+    interval = fd.tuning.Range(0.1, 1.0)
+    no_ranges = [*NOTHING, *TEXTS, *THINGS, [1], {"lr": 1}, {"lr": interval._replace(low=0.0)}]
+    no_ranges += [{"lr": interval._replace(low=low)} for low in (2.0, "a", None, float("nan"))]
+    of_ranges = Kind(no_ranges, [{}, {"lr": interval}, {"lr": fd.tuning.Range(-1, 1, log=False)}])
+    drawn = {"shared": of_ranges, "own": of_ranges, "number": integer(1, 10_000), "name": only(str, np.str_)}
+    drawn["algorithm"] = drawn["name"]
+    valid_draw = {"shared": {"lr": interval}, "own": {}, "number": 2, "name": "a", "algorithm": "b"}
+    yield Call("fd.tuning.settings", fd.tuning.settings, valid_draw, drawn)
+    sim = built()
+    scored = {"sim": sim, "runs": sim.sweep(1, seeds=[0], progress=False)}
+    of_score = {"sim": only(fd.Simulation), "runs": Kind([*ANYTHING, [HISTORY]])}
+    yield Call("fd.tuning.score", fd.tuning.score, scored, of_score)
+    degrees = integer(2, sound=INTEGERS)
+    yield Call("fd.statistics.quantile", fd.statistics.quantile, {"n": 2}, {"n": degrees})
     story = {"records": runs, "target": target, "data": only(fd.FederatedData), "path": file}
     yield Call("fd.plots.drift_story", fd.plots.drift_story, valid | {"data": DATA}, story)
     scores = {"accuracy": np.array([0.5, 0.7, np.nan]), "loss": np.ones(3)}

@@ -13,10 +13,11 @@ import matplotlib
 import numpy as np
 import pytest
 from PIL import Image
+from scipy import stats
 
 import fedjax_drift as fd
 from fedjax_drift import cli, plots
-from fedjax_drift.cli import quickstart
+from fedjax_drift.cli import quickstart, render
 
 TINY = ["run", "--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--rounds", "2", "--no-progress"]
 
@@ -158,7 +159,7 @@ def test_trained_models_can_be_loaded(tmp_path):
 def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     """Each seed gives the results of a run with this seed alone. Tables, plots and files distinguish the seeds. A run
     that was stopped resumes."""
-    folder, alone = tmp_path / "o", tmp_path / "alone"
+    folder, alone = tmp_path / f"long;{'x' * 80}", tmp_path / "alone"
     command = [*TINY, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=0.5", "--lr", "0.3", "--data-seed", "1"]
     assert cli.main([*command, "--rounds", "4", "--seed", "3", "--output", str(alone)]) == 0
     sweep = fd.Simulation.sweep
@@ -176,10 +177,11 @@ def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fd.Simulation, "sweep", stopped)
         assert cli.main([*several, "--output", str(folder)]) == 130
-    assert 6 <= len(records(folder)) < 120 and "to resume: fedjax-drift run --resume" in capsys.readouterr().out
-    assert cli.main(["run", "--resume", str(folder)]) == 0
+    resume = shlex.split(capsys.readouterr().out.split("\nto resume:\n")[1].replace("\\\n", ""))  # as a shell reads it
+    assert 6 <= len(records(folder)) < 120 and resume == ["fedjax-drift", "run", "--resume", str(folder)]
+    assert cli.main(resume[1:]) == 0
     table = capsys.readouterr().out
-    assert max(map(len, table.replace(str(tmp_path), "").splitlines())) <= 80
+    assert max(map(len, table.replace(str(folder), "").splitlines())) <= 80
     done = records(folder)
     seen = sorted((r["algorithm"], r["seed"], r["round"]) for r in done)
     assert seen == [(a, s, t) for a in ("fedavg", "fedprox:mu=0.5") for s in (2, 3, 4) for t in range(1, 41)]
@@ -190,11 +192,12 @@ def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     mean = np.mean([seed.round for seed in reached["fedavg"]])
     final = [r["accuracy"] for r in done if r["algorithm"] == "fedavg" and r["round"] == 40]
     assert re.search(rf"\nfedavg +40 +{100 * np.mean(final):.1f} % .* {mean:.4g}\n", table)
-    assert re.search(
-        rf"\n  3 seeds +± {100 * 4.3027 * np.std(final, ddof=1) / 3**0.5:.1f} %  \(95 % interval of the mean\)\n", table
-    )
+    half = stats.t.ppf(0.975, 2) * np.std(final, ddof=1) / 3**0.5
+    assert re.search(rf"\n  3 seeds +± {100 * half:.1f} %  \(95 % interval of the mean\)\n", table)
     for name in ("curves.png", "rounds_to_target.png", "fairness.png"):
         assert (folder / name).stat().st_size > 10_000
+    summary = (folder / "summary.csv").read_text()
+    assert summary == fd.table(folder, format="csv", target=0.5) and summary.count("\n") == 1 + 2
     run = fd.load_run(folder, "fedprox:mu=0.5", 4)
     assert [record["seed"] for record in run.history] == [4] * 40
     assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 6  # the scores are means over the seeds
@@ -225,7 +228,7 @@ def test_measures_are_written_and_plotted(tmp_path, capsys):
     assert cli.main([*command, "--measure-every", "2", "--output", str(folder)]) == 0
     pictures = ["curves", "updates", "drift", "agreement", "forgetting", "gain", "label_mix"]
     printed = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(["rounds.jsonl", "rounds.csv", *(f"{name}.png" for name in pictures)]) in printed
+    assert ", ".join(["rounds.jsonl", "rounds.csv", "summary.csv", *(f"{name}.png" for name in pictures)]) in printed
     assert {path.stem for path in folder.glob("*.png")} == set(pictures)
     assert (
         json.loads((folder / "config.json").read_text())["redeal"] == "evenly"
@@ -308,6 +311,45 @@ def test_a_bug_is_not_reported_as_bad_input(tmp_path, monkeypatch):
     monkeypatch.setattr(fd.datasets, "load", lambda *_, **__: np.zeros(3).reshape(2, 2))
     with pytest.raises(ValueError, match="cannot reshape"):
         cli.main([*TINY, "--algorithm", "fedavg", "--output", str(tmp_path / "o")])
+
+
+def test_tune_tries_as_many_settings_of_every_algorithm(tmp_path, capsys):
+    """The score of a setting is the mean of the last evaluations of two seeds, on held-out examples."""
+    folder = tmp_path / "o"
+    more = ["--dataset", "synthetic:num_clients=6,num_rows=80,alpha=1,beta=1", "--rounds", "6"]
+    command = ["tune", *TINY[1:], *more, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=1"]
+    assert cli.main([*command, "--range", "fedprox:mu=1e-3:1", "--settings", "3", "--output", str(folder)]) == 0
+    tried = [json.loads(line) for line in (folder / "tuning.jsonl").read_text().splitlines()]
+    assert [each["algorithm"] for each in tried] == ["fedavg"] * 3 + ["fedprox:mu=1"] * 3
+    rates, again = ([each["setting"]["lr"] for each in tried[i : i + 3]] for i in (0, 3))
+    assert rates == again and len(set(rates)) == 3 and all(0.01 <= rate <= 1 for rate in rates)
+    words = [*TINY[1:-1], *more, "--algorithm", "fedprox:mu=1", "--validation", "0.1"]
+    curves = []  # [settings, seeds, evaluations]
+    for each in tried[3:]:
+        sim = fd.parse_run(words, values=each["setting"]).simulations["fedprox:mu=1"]
+        runs = sim.sweep(6, seeds=fd.tuning.SEEDS, eval_every=1, progress=False)
+        curves.append([[record["accuracy"] for record in run.history] for run in runs])
+    scores = [each["score"] for each in tried[3:]]
+    assert scores == pytest.approx(np.mean(np.array(curves)[:, :, -2:], (1, 2)), abs=1e-4)
+    assert scores != pytest.approx(np.mean(np.array(curves)[:, :, -1], 1), abs=1e-3)
+    best = max(tried[3:], key=lambda each: each["score"])["setting"]
+    printed = capsys.readouterr().out
+    assert f"lr {best['lr']:g}, mu {best['mu']:g}\n" in printed
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+    for wrong, said in (
+        (["--range", "lr=1"], "--range must be [NAME:]OPTION=LOW:HIGH[:linear], such as lr=0.01:1"),
+        (["--range", "lr=0:1"], "shared['lr'] must have 0 < low <= high, or low <= high with log=False, got 0 and 1"),
+        (["--range", "fedprox:nu=1:2"], "the option of --range fedprox:nu=1:2 must be one of 'mu'"),
+        (["--seeds", "1"], "must be an integer >= 2, got '1'"),
+    ):
+        assert cli.main([*command, *wrong]) == 2 and said in capsys.readouterr().err
+
+
+def test_a_printed_command_breaks_only_between_its_words():
+    words = ["fedjax-drift", "run", "--resume", f"two  spaces and {'many words ' * 9}", "--rounds=30", "--patience=4"]
+    printed = render.wrapped_command(words)
+    assert shlex.split(printed.replace("\\\n", "")) == words and printed.count("\n") == 2
+    assert "\n" not in render.wrapped_command(words[:3])
 
 
 def test_ctrl_c_stops_the_run_and_keeps_the_completed_rounds(tmp_path, monkeypatch, capsys):

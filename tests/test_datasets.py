@@ -381,6 +381,37 @@ def test_describe_lists_the_available_data_sets(tmp_path: Path) -> None:
     assert "prepare" in {row["name"]: row for row in datasets.describe()}["cifar10"]["instructions"]
 
 
+@pytest.mark.parametrize(
+    ("name", "paths", "options"),
+    [
+        ("movielens", ["ml-1m/ratings.dat", "ml-1m/users.dat"], {}),
+        ("movielens", ["movielens_latest_small.npz"], {"size": "latest-small"}),
+        ("agnews", ["ag_news_csv/train.csv", "ag_news_csv/test.csv"], {}),
+        ("emnist", [f"emnist-digits-{part}-ubyte.gz" for part in (
+            "train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")], {"split": "digits"}),
+        ("cifar10", [f"cifar-10-batches-py/{part}" for part in (
+            *(f"data_batch_{i}" for i in range(1, 6)), "test_batch")], {}),
+        ("cifar100", ["cifar-100-python/train", "cifar-100-python/test"], {}),
+    ],
+)  # fmt: skip
+def test_data_are_located_if_no_file_is_missing(tmp_path: Path, name: str, paths: list[str], options: dict) -> None:
+    """Without one of the files, `load` fails because it is missing, and the data set is not present."""
+    for missing in paths:
+        folder = tmp_path / str(paths.index(missing))
+        for path in paths:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text("nonsense")
+        assert datasets.locate(name, folder, **options) != "no"
+        with pytest.raises(ValueError):  # the files are there, and damaged
+            load(name, data_dir=folder, **options)
+        if options and name == "movielens":
+            assert datasets.locate(name, folder) == "no"  # other files belong to the default size
+            with pytest.raises(FileNotFoundError, match="size='latest-small'"):
+                load(name, data_dir=folder)
+        (folder / missing).unlink()
+        assert datasets.locate(name, folder, **options) == "no"
+
+
 # ---------------------------------------------------------------- the real files
 
 

@@ -29,7 +29,7 @@ FLOORS = [
     {"round", "algorithms"},
     {"measures", "storage"},
     {"simulation"},
-    {"plots", "logs", "records", "run_folder", "testing"},
+    {"plots", "logs", "records", "run_folder", "paper_table", "statistics", "testing", "tuning"},
     {"cli"},
 ]
 

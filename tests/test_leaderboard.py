@@ -64,9 +64,7 @@ def test_it_runs_and_resumes_and_writes_a_page(tiny, monkeypatch) -> None:
 
 
 def test_statistics_by_hand() -> None:
-    assert report.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
     assert report.critical_difference(10, 20) == pytest.approx(3.029, abs=0.001)  # Demsar 2006: q = 3.164
-    assert report.half_width(np.array([1.0, 2.0, 3.0])) == pytest.approx(4.303 / 3**0.5, abs=1e-3)
 
 
 def test_settings_are_drawn_once_and_in_range() -> None:

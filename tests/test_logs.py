@@ -174,3 +174,24 @@ def test_the_progress_bar_is_shown_in_a_terminal_but_not_in_ci(monkeypatch) -> N
     assert last.startswith("fedavg: 100%") and "2/2" in last and "round/s" in last and "loss=1.5, acc=0.75" in last
     monkeypatch.setenv("CI", "true")
     assert not drawn(None) and drawn(True)
+
+
+def test_a_long_run_prints_ten_lines_where_no_bar_is_shown(monkeypatch, capsys) -> None:
+    """The first round takes 50 s, because it is compiled. The lines of short runs are not printed."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setenv("CI", "true")
+
+    def printed(seconds: float, restored: int = 0, shown: bool | None = None) -> list[str]:
+        clock[0] = 0.0
+        with progress.Bar(30, "fedavg", shown) as bar:
+            for t in range(30):
+                clock[0] += 0 if t < restored else 50 if t == restored else seconds
+                bar.update({"train_loss": 1.5}, restored=t < restored)
+        return capsys.readouterr().err.splitlines()
+
+    lines = printed(2)
+    assert lines[0] == "fedavg: 3 of 30 rounds (10 %), 54 s, about 54 s left, loss 1.5" and len(lines) == 10
+    assert lines[-1] == "fedavg: 30 of 30 rounds (100 %), 108 s, about 0 s left, loss 1.5"
+    assert printed(2, restored=10)[0] == "fedavg: 12 of 30 rounds (40 %), 52 s, about 36 s left, loss 1.5"
+    assert not printed(0.3) and not printed(9, shown=False)

@@ -26,7 +26,7 @@ and the same command continues.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code, 130 after Ctrl-C."""
+    """Runs one command and returns its exit code: 1 without the data, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         "python -m experiments.leaderboard", description=__doc__, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 result = runner.read(runner.file_of(args.output, federation, name))
                 if not runner.is_complete(result):
                     runner.run(federation, name, args.output, False if args.no_progress else None, say)
+    except FileNotFoundError as error:
+        print(f"not run: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         return 130

@@ -6,36 +6,18 @@ has the same learning rate for all algorithms that share a range of learning rat
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 import fedjax_drift as fd
+
+Range = fd.tuning.Range
 
 SETTINGS = 8  # settings that are tried per algorithm and federation
 TUNING_ROUNDS, ROUNDS = 25, 60
 CLIENTS, COHORT, EPOCHS, BATCH_SIZE = 100, 10, 2, 50
 EVAL_EVERY = 2
 SEEDS = ((0, 1, 2), (3, 4))  # the seeds of the runs on each of the two partitions
-
-
-class Range(NamedTuple):
-    """An interval of a hyper-parameter. Values are drawn uniformly, or uniformly in the logarithm."""
-
-    low: float
-    high: float
-    log: bool = True
-
-    def at(self, u: float) -> float:
-        """The value at the fraction u of the interval, with three digits."""
-        if self.log:
-            value = math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low)))
-        else:
-            value = self.low + u * (self.high - self.low)
-        return float(f"{value:.3g}")
 
 
 class Entrant(NamedTuple):
@@ -53,13 +35,7 @@ class Entrant(NamedTuple):
 
     def settings(self, federation: str) -> list[dict[str, float]]:
         """The settings to try. They are the same whenever this is called."""
-        shared = np.random.default_rng(zlib.crc32(federation.encode()))
-        # One learning rate from each of the equal parts of the range, in random order.
-        rates = [self.lr.at((part + shared.uniform()) / SETTINGS) for part in shared.permutation(SETTINGS)]
-        own = np.random.default_rng(zlib.crc32(f"{federation} {self.factory.__name__}".encode()))
-        return [
-            {"lr": rate, **{name: values.at(own.uniform()) for name, values in self.ranges.items()}} for rate in rates
-        ]
+        return fd.tuning.settings({"lr": self.lr}, self.ranges, SETTINGS, federation, self.factory.__name__)
 
 
 alg = fd.algorithms

@@ -14,10 +14,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
+import fedjax_drift as fd
 from experiments.leaderboard import entrants, runner
 from experiments.leaderboard.entrants import ENTRANTS, FEDERATIONS
-from experiments.tables.comparison import holm
-from fedjax_drift.plots.bands import half_width
 
 LAST = 3  # the final accuracy is the mean of the last evaluations
 BASELINE = "FedAvg"
@@ -143,8 +142,8 @@ def row(federation: str, name: str, result: Mapping[str, Any]) -> Row:
 def table(federation: str, rows: Sequence[Row]) -> str:
     target = FEDERATIONS[federation].target
     base = next((one for one in rows if one.name == BASELINE), None)
-    p_values = {one.name: paired_p(one, base) for one in rows if base and one.name != BASELINE}
-    significant = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    gaps = {one.name: fd.statistics.mean(one.accuracy - base.accuracy) for one in rows if base and one.name != BASELINE}
+    corrected = dict(zip(gaps, fd.statistics.holm([gap.p for gap in gaps.values()]), strict=True))
     lines = [
         f"## {federation}\n",
         f"| algorithm | accuracy (%) | vs {BASELINE} | rounds to {100 * target:g} % | CPU s | MB | worst 10 % | "
@@ -152,7 +151,7 @@ def table(federation: str, rows: Sequence[Row]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for one in sorted(rows, key=lambda one: (ENTRANTS[one.name].personal, -one.accuracy.mean())):
-        gap = f"{(one.accuracy - base.accuracy).mean():+.2f}" if base and one.name != BASELINE else "-"
+        gap = f"{gaps[one.name].value:+.2f}" if one.name in gaps else "-"
         reached = one.to_target[np.isfinite(one.to_target)]
         some = f" ({len(reached)} of {len(one.to_target)})" if len(reached) < len(one.to_target) else ""
         costs = [f"{reached.mean():.0f}{some}" if len(reached) else "-", "-", "-"]
@@ -161,9 +160,9 @@ def table(federation: str, rows: Sequence[Row]) -> str:
         setting = ", ".join(f"{key}={value:g}" for key, value in one.setting.items())
         cells = [
             one.name,
-            f"{one.accuracy.mean():.2f} ± {half_width(one.accuracy):.2f}"
+            "{:.2f} ± {:.2f}".format(*fd.statistics.mean(one.accuracy)[:2])
             + f" ({one.diverged} of {len(one.accuracy)} diverged)" * (one.diverged > 0),
-            f"**{gap}**" if significant.get(one.name) else gap,
+            f"**{gap}**" if corrected.get(one.name, 1.0) <= fd.statistics.SIGNIFICANT else gap,
             *costs,
             *(f"{values.mean():.1f}" for values in (one.worst, one.own, one.own_worst)),
             setting,
@@ -173,12 +172,6 @@ def table(federation: str, rows: Sequence[Row]) -> str:
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
-
-
-def paired_p(one: Row, base: Row) -> float:
-    """The p-value of the paired t test of the accuracies. 1 if all differences are the same."""
-    differences = one.accuracy - base.accuracy
-    return float(stats.ttest_1samp(differences, 0).pvalue) if differences.std() > 0 else 1.0
 
 
 def blocks(tables: Mapping[str, Sequence[Row]], names: Sequence[str]) -> list[list[float]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import fedjax_drift as fd
 from experiments.leaderboard import entrants
@@ -22,7 +21,6 @@ from experiments.leaderboard.entrants import Entrant, Federation
 from experiments.tables.results import commit, five_digits, hardware, write_lines
 
 VALIDATION = 0.1  # share of each client's training examples that chooses the setting
-TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has
 KEPT = ("round", "accuracy", "loss", "train_loss")
 Say = Callable[[str], None]
 
@@ -65,20 +63,15 @@ def run(federation: str, name: str, output: Path, progress: bool | None, say: Sa
 def tune(setup: Federation, entrant: Entrant, settings: list[dict], progress: bool | None) -> list[dict[str, Any]]:
     """Returns each setting with its score on held-out examples of all clients, on the first partition.
 
-    The score is the accuracy after `TUNING_ROUNDS` rounds: for algorithms with personal models their mean accuracy over
-    the clients, for the others that of the global model, as the mean of the last two evaluations.
+    The score is that of `fd.tuning.score` after `TUNING_ROUNDS` rounds.
     """
     data = setup.data(0).with_validation(VALIDATION)
     build = builder(setup, entrant, data)
-    runs = sweep(build, entrants.TUNING_ROUNDS, [TUNING_SEED], settings, progress)
+    runs = sweep(build, entrants.TUNING_ROUNDS, fd.tuning.SEEDS[:1], settings, progress)
     tried = []
     for run in runs:
-        accuracies = [record["accuracy"] for record in run.history if "accuracy" in record]
-        score = np.mean(accuracies[-2:])
-        sim = build(**run.setting)
-        if sim.algorithm.personal is not None:
-            score = np.nanmean(sim.evaluate_clients(run.state)["personal_accuracy"])
-        tried.append({"setting": run.setting, "score": round(float(score), 5)})
+        score = fd.tuning.score(build(**run.setting), [run])
+        tried.append({"setting": run.setting, "score": round(score, 5)})
     return tried
 
 

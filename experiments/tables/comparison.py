@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+import fedjax_drift as fd
 from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.results import Result
 
-CONFIDENCE = 0.95
 WORDS = ("holds", "does not hold", "open")
 BETTER, WORSE, EQUAL, OPEN = "▲", "▼", "≈", "?"
 
@@ -90,17 +90,10 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
     if not marks or not variance or not score.sign or len(known) < n:
         return text, ""
     theirs = variance if printed.std is None else printed.std**2
-    half = quantile(n) * math.sqrt(variance / n + theirs)
+    half = fd.statistics.quantile(n) * math.sqrt(variance / n + theirs)
     if abs(gap) + half <= margin(score, printed):
         return text, EQUAL
     return text, OPEN if abs(gap) <= half else BETTER if gap * score.sign > 0 else WORSE
-
-
-def quantile(n: int) -> float:
-    """Returns the quantile of Student's t with n - 1 degrees of freedom for a 95 % confidence interval."""
-    from scipy.stats import t
-
-    return float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
 
 
 # --- one method against another ---------------------------------------------------------------------------------------
@@ -138,36 +131,11 @@ def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> C
         return Comparison("open", f"{mean:+.{digits}f}{within}", math.nan)
     if not np.ptp(gaps):
         return Comparison("open", f"{gaps[0]:+.{digits}f} for every seed{within}", math.nan)
-    error = gaps.std(ddof=1) / math.sqrt(len(gaps))
-    half = quantile(len(gaps)) * error
-    low, high = gaps.mean() - half, gaps.mean() + half
-    better, worse = low > 0 and not late[0], high < 0 and not late[1]
+    gap = fd.statistics.mean(gaps)
+    better, worse = gap.low > 0 and not late[0], gap.high < 0 and not late[1]
     bound = " (a bound: not all reached the target)" if any(late) else ""
-    text = f"{gaps.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {len(gaps)} seeds{within}{bound}"
-    return Comparison(
-        "holds" if better else "does not hold" if worse else "open", text, _p_value(gaps.mean() / error, len(gaps))
-    )
-
-
-def _p_value(statistic: float, n: int) -> float:
-    """The p-value of a two-sided t test with n - 1 degrees of freedom."""
-    from scipy.stats import t
-
-    return float(2 * t.sf(abs(statistic), n - 1))
-
-
-def holm(p_values: Sequence[float]) -> list[bool]:
-    """Whether each of several tests is significant if all of them are corrected together (Holm 1979).
-
-    The probability that at least one of the hypotheses is rejected by chance is then at most 5 %. NaN is no test.
-    """
-    tests = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
-    significant = [False] * len(p_values)
-    for rank, (p, i) in enumerate(tests):
-        if p > (1 - CONFIDENCE) / (len(tests) - rank):
-            break
-        significant[i] = True
-    return significant
+    text = f"{gap.value:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}], {len(gaps)} seeds{within}{bound}"
+    return Comparison("holds" if better else "does not hold" if worse else "open", text, gap.p)
 
 
 def _up_to(run: Result, most: int) -> Result:

@@ -21,7 +21,6 @@ from experiments.tables.comparison import (
     Verdict,
     compare,
     difference,
-    holm,
     values_of,
 )
 from experiments.tables.papers import SCALES, Cell, Printed, Score, Setting, Table, last_number, slug
@@ -346,8 +345,11 @@ def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale
 def orderings(table: Table, ours: Results) -> list[Verdict]:
     """Returns one verdict per claim "method a is better than b", setting and score, if both methods were run."""
     verdicts = list(_verdicts(table, ours))
-    significant = holm([verdict.p for verdict in verdicts])
-    return [verdict._replace(survives=survives) for verdict, survives in zip(verdicts, significant, strict=True)]
+    corrected = fd.statistics.holm([verdict.p for verdict in verdicts])
+    return [
+        verdict._replace(survives=p <= fd.statistics.SIGNIFICANT)
+        for verdict, p in zip(verdicts, corrected, strict=True)
+    ]
 
 
 def _verdicts(table: Table, ours: Results) -> Iterator[Verdict]:

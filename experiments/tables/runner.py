@@ -101,7 +101,7 @@ def run_cells(
         raise ValueError(f"{table.name} must have a grid for --tune, got a table without [tune]: leave --tune out")
     commit()  # files may change while the cells run
     federations: dict[tuple, fd.FederatedData] = {}
-    without_data = 0
+    without_data, reasons = 0, set[str]()
     for number, cell in enumerate(cells, 1):
         title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
         with locked(_partial(cell, output)) as is_ours, fd.stop_on_interrupt() as stop:
@@ -128,7 +128,8 @@ def run_cells(
                 else:
                     say(f"{title}: already done")
             except FileNotFoundError as error:
-                say(f"{title}: not run: {error}")
+                say(f"{title}: not run{', for the same reason' if str(error) in reasons else f': {error}'}")
+                reasons.add(str(error))
                 without_data += 1
             if stop.requested:  # while the last rounds of this cell ran
                 raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The commands `fedjax-drift quickstart`, `run`, `data` and `plan`.
+"""The commands `fedjax-drift quickstart`, `run`, `tune`, `data` and `plan`.
 
 Before anything is compiled and before the output folder is created, a command checks its options, reads the data and
 creates every simulation.
@@ -32,6 +32,7 @@ from fedjax_drift.cli.plan import PLAN_EXAMPLES, fill_plan
 from fedjax_drift.cli.quickstart import fill_quickstart
 from fedjax_drift.cli.render import show_error, show_warning
 from fedjax_drift.cli.run import RUN_EXAMPLES, fill_run, resumed
+from fedjax_drift.cli.tune import TUNE_EXAMPLES, fill_tune
 from fedjax_drift.devices.processes import agree
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
@@ -96,6 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, summary, epilog, fill in (
         ("quickstart", "show client drift and its correction, in under a minute", None, fill_quickstart),
         ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
+        ("tune", "tune algorithms with the same effort", TUNE_EXAMPLES, fill_tune),
         ("data", "list the data sets, or plot the clients of a data set", DATA_EXAMPLES, fill_data),
         ("plan", "say what a run needs on TPUs or GPUs that are not here", PLAN_EXAMPLES, fill_plan),
     ):

@@ -94,6 +94,19 @@ def draw_runs(
     return names
 
 
+def write_summary(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, output: Path) -> list[str]:
+    """Writes the table of the algorithms, see `fd.table`. Returns its name, or nothing if nothing was evaluated."""
+    path = output / "summary.csv"
+    try:
+        text = fd.table({name: by_seed(history) for name, history in records.items()}, format="csv", target=target)
+    except ConfigurationError:  # nothing was evaluated; an old table is out of date
+        path.unlink(missing_ok=True)
+        return []
+    with written(path, output) as new:
+        new.write_text(text)
+    return [path.name] if path.exists() else []
+
+
 def write_clients(per_client: Mapping[str, Mapping[str, np.ndarray]], output: Path) -> list[str]:
     """Writes the scores of every client, one line per client, and a plot of them. Returns the file names."""
     if not per_client:

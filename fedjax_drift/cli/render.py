@@ -14,7 +14,7 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift.data.datasets import DATASETS
-from fedjax_drift.plots.bands import BANDS, half_width
+from fedjax_drift.plots.bands import BANDS
 from fedjax_drift.records import by_seed
 
 
@@ -84,8 +84,8 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
             lines.append("  cohort's mean".ljust(width + 8) + "  " + _accuracies(seeds, "client_mean_accuracy"))
         finals = [value for value, _ in _ends(seeds, "accuracy")]
         if len(finals) > 1:
-            spread = f"± {100 * half_width(np.array(finals)):.1f} %"
-            lines.append(f"  {len(seeds)} seeds".ljust(width + 8) + f"{spread:>10}  ({BANDS['interval'].words})")
+            interval = f"± {100 * fd.statistics.mean(finals).half:.1f} %"
+            lines.append(f"  {len(finals)} seeds".ljust(width + 8) + f"{interval:>10}  ({BANDS['interval'].words})")
     return "\n".join(lines)
 
 
@@ -162,8 +162,15 @@ def wrap(text: str, first: str, later: str, width: int = 80) -> list[str]:
     return wrapper.wrap(text)
 
 
-def wrapped_command(words: Sequence[str]) -> str:
-    return " \\\n".join(wrap(shlex.join(words), "  ", "      ", 76))
+def wrapped_command(words: Sequence[str], width: int = 76) -> str:
+    """Returns a command that can be copied into a shell. Lines break only between words, after a backslash."""
+    lines: list[str] = []
+    for word in map(shlex.quote, words):
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{'      ' if lines else '  '}{word}")
+    return " \\\n".join(lines)
 
 
 def rounds_to_do(done: int, rounds: int) -> str:

@@ -21,9 +21,9 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli.flags import Parser, add, add_run, count, count0, seeds
-from fedjax_drift.cli.output import add_output, draw_runs, output_folder, write_clients, written
+from fedjax_drift.cli.output import add_output, draw_runs, output_folder, write_clients, write_summary, written
 from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, use_devices
-from fedjax_drift.cli.render import clients_table, heading, rounds_to_do, show_error, table, wrap
+from fedjax_drift.cli.render import clients_table, heading, rounds_to_do, show_error, table, wrap, wrapped_command
 from fedjax_drift.devices.processes import first_does, spans_processes
 from fedjax_drift.disk import lock_folder, replace_file, unused
 from fedjax_drift.errors import ConfigurationError
@@ -61,6 +61,8 @@ several values of one option with a plus: fedgvr:literal=step+sign.
 The output folder contains
   config.json                 all settings, and the command
   rounds.jsonl, rounds.csv    one line per round, algorithm and seed
+  summary.csv                 accuracy of each algorithm with its interval, and
+                              tests against the first one (see fd.table)
   curves.png                  loss and accuracy against rounds
   updates.png, drift.png, ..  one plot per drift measure, with --measure
   rounds_to_target.png        with --target
@@ -107,7 +109,7 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
     add(
         group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
         "the initial model, but not the partition. All seeds run side by side in one program. Tables and plots show "
-        "the mean over seeds and its 95 % interval", seeds, 1,
+        "the mean over seeds and its 95 %% confidence interval", seeds, 1,
     )  # fmt: skip
     add(
         group,
@@ -240,7 +242,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
     if args.tensorboard:
         fd.logs.needs_tensorboard()
     checkpoints = _checkpoints(args, config, output)
-    progress = not args.no_progress and watched()
+    progress = False if args.no_progress else None
     until = _until(args)
 
     def ended(history: list[dict[str, Any]]) -> bool:
@@ -356,7 +358,7 @@ def simulate(
     start: Callable[[str, list[dict[str, Any]], Callable[[dict[str, Any]], None]], Ended],
     ended: Callable[[list[dict[str, Any]]], bool],
     output: Path,
-    progress: bool,
+    progress: bool | None,
     data: fd.FederatedData,
     final_table: Callable[..., str],
 ) -> int:
@@ -379,7 +381,7 @@ def simulate(
                 "another folder"
             ) from error
     print(heading(config, output), flush=True)
-    resume = f"to resume: {shlex.join(['fedjax-drift', 'run', '--resume', str(output)])}"
+    resume = ["fedjax-drift", "run", "--resume", str(output)]
     records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
     interrupted, stopped, several = False, [], len(config["seeds"]) > 1
     per_client: dict[str, dict[str, np.ndarray]] = {}
@@ -403,7 +405,7 @@ def simulate(
                     why = "by --patience or --stop-at-target: a larger --patience or --target continues it"
                     print(f"{name} was ended after {done} rounds {why}")
                 continue
-            if not progress:
+            if progress is False or not watched():  # no bar names the algorithm
                 print(f"running {name}: {rounds_to_do(done, config['rounds'])}", flush=True)
             try:
                 end = start(name, history, keep)
@@ -417,7 +419,10 @@ def simulate(
                 interrupted = True
             except SystemExit as ending:  # SIGTERM: there is no time for plots
                 done = len(history) // len(files)
-                print(f"\nfedjax-drift: stopped {name} after {done} rounds; {resume}", file=sys.stderr)
+                print(
+                    f"\nfedjax-drift: stopped {name} after {done} rounds; to resume: {shlex.join(resume)}",
+                    file=sys.stderr,
+                )
                 return int(ending.code or 0)
             except (ConfigurationError, FloatingPointError, OSError, MemoryError) as error:
                 stopped.append(f"{name} after {len(history) // len(files)} of {config['rounds']} rounds")
@@ -433,6 +438,7 @@ def simulate(
     records = {name: history for name, history in records.items() if history}
     names_written = ["config.json", "rounds.jsonl", "rounds.csv"]
     if writes:
+        names_written += write_summary(records, config["target"], output)
         names_written += [*draw_runs(records, config["target"], data, output), *write_clients(per_client, output)]
         folders = [file_name(name) for name in names if any((output / file_name(name)).glob(f"**/{MODEL}"))]
         names_written += [f"{folder}/{'seed-*/' if several else ''}{MODEL}" for folder in folders]
@@ -442,8 +448,10 @@ def simulate(
         print("\n" + clients_table(per_client))
     closing = [f"stopped: {', '.join(stopped)}"] if stopped else []
     closing.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(names_written)}")
-    closing += [resume] * (interrupted and config["checkpoints"]["keep"] > 0)
-    print("", *[line for text in closing for line in wrap(text, "", "  ")], sep="\n")
+    lines_below = [line for text in closing for line in wrap(text, "", "  ")]
+    if interrupted and config["checkpoints"]["keep"] > 0:
+        lines_below += ["to resume:", wrapped_command(resume)]
+    print("", *lines_below, sep="\n")
     return 130 if interrupted else 1 if stopped else 0
 
 

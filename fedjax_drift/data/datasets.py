@@ -33,7 +33,19 @@ from fedjax_drift.data.frames import from_pandas as from_pandas
 from fedjax_drift.data.huggingface import from_huggingface as from_huggingface
 from fedjax_drift.data.pairs import from_torch as from_torch
 from fedjax_drift.data.partition import by_writer, iid
-from fedjax_drift.data.sources import EMNIST, FEMNIST, FILES, GET, DataDir, Samples, filenames, flat, prepare, tfds_name
+from fedjax_drift.data.sources import (
+    EMNIST,
+    FEMNIST,
+    FILES,
+    GET,
+    DataDir,
+    Samples,
+    filenames,
+    flat,
+    is_complete,
+    prepare,
+    tfds_name,
+)
 from fedjax_drift.errors import ConfigurationError
 
 __all__ = [
@@ -315,8 +327,8 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
 def locate(name: str, data_dir: DataDir = None, **options: Any) -> str:
     """Returns where `load` would read the data set with these arguments. No file is opened.
 
-    This is a path, "made on the spot" (the data are generated), "tensorflow-datasets", or "no" if there are no data.
-    Raises the ValueErrors of `load`.
+    This is a path, "made on the spot" (the data are generated), "tensorflow-datasets", or "no" if there are no data or
+    if a file of them is missing. Raises the ValueErrors of `load`.
     """
     options, _ = _checked(name, options), files.folders(data_dir)
     if name not in FILES:
@@ -326,13 +338,13 @@ def locate(name: str, data_dir: DataDir = None, **options: Any) -> str:
         path = files.find((f"{flat(published)}_tfds.npz",), [files.cache_dir()])
         if path is None and any((tfds.default_dir() / published).glob("*/dataset_info.json")):
             return "tensorflow-datasets"
-    return "no" if path is None else str(path)
+    return "no" if path is None or not is_complete(path) else str(path)
 
 
 def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
     instructions = f'fd.datasets.load("{name}")'
     if name in FILES:
-        instructions = f"put {' or '.join(FILES[name])} into data_dir"
+        instructions = f"put {' or '.join(filenames(name))} into data_dir"
         instructions += f": {GET[name]}" if name in GET else ""
         instructions += f", or, online: {prepare(name)}" if data_dir is None and name in tfds.HOSTS else ""
     location = locate(name, data_dir)

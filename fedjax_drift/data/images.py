@@ -278,4 +278,4 @@ def _from_tfds(
     except FileNotFoundError as error:
         online = f"on a machine with a network, {prepare(name)}"
         fix = f"{by_hand}, or, {online} (tensorflow-datasets has no data on this machine: {error})"
-        raise absent(name, wanted, data_dir, fix) from error
+        raise absent(name, wanted, data_dir, fix) from None  # the message has the reason

@@ -38,6 +38,25 @@ FILES = {
     "agnews": (text.FILENAME,),
     "bindingdb": (bindingdb.FILENAME,),
 }  # data set -> the files or folders; one of them must exist
+PARTS = {
+    "ratings.dat": ("users.dat",),
+    "train.csv": ("test.csv",),
+    "cifar-10-batches-py": tuple(
+        f"cifar-10-batches-py/{part}_batch{i}" for part, i in (*(("data", f"_{i}") for i in range(1, 6)), ("test", ""))
+    ),
+    "cifar-100-python": ("cifar-100-python/train", "cifar-100-python/test"),
+    "CINIC-10": ("CINIC-10/train", "CINIC-10/test"),
+    "tiny-imagenet-200": tuple(
+        f"tiny-imagenet-200/{part}" for part in ("wnids.txt", "train", "val/images", "val/val_annotations.txt")
+    ),
+    "leaf_femnist": ("leaf_femnist/train",),
+    **{
+        f"emnist-{split}-train-images-idx3-ubyte.gz": tuple(
+            f"emnist-{split}-{part}-ubyte.gz" for part in ("train-labels-idx1", "test-images-idx3", "test-labels-idx1")
+        )
+        for split in EMNIST
+    },
+}  # name of a file or folder -> what must also exist, relative to the folder that has it
 GET = {
     "emnist": "download the EMNIST data set in the binary format, gzip.zip, from its page at NIST, and put the four "
     "files emnist-SPLIT-{train,test}-{images-idx3,labels-idx1}-ubyte.gz there",
@@ -52,7 +71,7 @@ GET = {
     "downloads, or emnist_all.sqlite, which tff.simulation.datasets.emnist.load_data downloads into ~/.tff, or the "
     "packed emnist_all.sqlite.lzma, or fed_emnist_{train,test}.h5, which TFF downloaded before 2021; or write "
     "femnist_writers.npz with numpy.savez: x uint8 [M, 28, 28], 255 = background, y and writer [M]",
-    "movielens": movielens.HOW,
+    "movielens": f"{movielens.HOW}; with size=latest-small, movielens_latest_small.npz is read instead",
     "agnews": text.HOW,
     "bindingdb": bindingdb.HOW,
 }  # data set -> instructions for the download
@@ -88,14 +107,19 @@ def pair(x: np.ndarray, y: np.ndarray) -> Pair:
 
 
 def filenames(
-    name: str, *, split: str = "letters", source: str = "auto", size: str | None = None, **_: Any
+    name: str, *, split: str = "letters", source: str = "auto", size: str = "1m", **_: Any
 ) -> tuple[str, ...]:
     """Returns the files or folders for these options of `datasets.load`. One of them must exist."""
-    if size in movielens.FILENAMES:
+    if name == "movielens":
         return (movielens.FILENAMES[size],)
     if name == "emnist":
         return tuple(file.replace("letters", split) for file in FILES[name])
     return FILES[name] if source == "auto" else FEMNIST[source]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether all parts of a data set of several files exist. path: its first file, or its folder."""
+    return all((path.parent / part).exists() for part in PARTS.get(path.name, ()))
 
 
 def tfds_name(name: str, *, split: str = "letters", **_: Any) -> str:

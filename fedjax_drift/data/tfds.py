@@ -46,17 +46,21 @@ def read(name: str, directory: Path | None = None) -> files.Arrays:
         raise FileNotFoundError(
             f"tensorflow-datasets can't be imported ({error}): pip install tensorflow-datasets importlib_resources"
         ) from error
+    can_prepare = importlib.util.find_spec("tensorflow") is not None
+    unprepared = FileNotFoundError(
+        f"{directory / name} is not prepared, and TensorFlow is needed once to prepare it: "
+        'pip install "fedjax-drift[prepare]"'
+    )
+    if not can_prepare and not any((directory / name).glob("*/dataset_info.json")):
+        raise unprepared  # the builder would also log a warning
     # try_gcs=False: do not query Google Cloud Storage, which waits for the network.
     with files.plain_errors(directory / name):
         for path in (directory / name).rglob("*"):
             files.must_not_wait(path)
         builder = tensorflow_datasets.builder(name, data_dir=directory, try_gcs=False)
     if not builder.is_prepared():
-        if importlib.util.find_spec("tensorflow") is None:
-            raise FileNotFoundError(
-                f"{builder.data_path} is not prepared, and TensorFlow is needed once to prepare it: "
-                'pip install "fedjax-drift[prepare]"'
-            )
+        if not can_prepare:
+            raise unprepared
         _require_connection(name)
         builder.download_and_prepare(file_format="array_record")
     if builder.info.file_format != tensorflow_datasets.core.FileFormat.ARRAY_RECORD:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedjax_drift.statistics import quantile
+
 
 class Band(NamedTuple):
     """A band around the mean over seeds."""
@@ -17,10 +19,7 @@ class Band(NamedTuple):
 
 def half_width(values: np.ndarray) -> np.ndarray:
     """Returns half the width of the 95 % confidence interval of the mean over the first axis, which is at least 2."""
-    from scipy.stats import t
-
-    S = len(values)
-    return t.ppf(0.975, S - 1) * values.std(0, ddof=1) / S**0.5
+    return quantile(len(values)) * values.std(0, ddof=1) / len(values) ** 0.5
 
 
 def _around_mean(half: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:

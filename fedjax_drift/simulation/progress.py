@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,19 +109,28 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
+LONG = 60.0  # seconds; only longer runs print lines
+
+
 class Bar:
     """A progress bar with rounds per second, the remaining time, and the latest loss and accuracy.
 
     tqdm is imported only if the bar is shown. In a notebook the bar is a widget if ipywidgets is installed.
 
-    shown: whether to show the bar. None: in a notebook or a terminal, but not in CI (`watched`).
+    Where no bar would be seen (`watched`), a run that takes longer than `LONG` prints a line on stderr after every
+    tenth of its rounds.
+
+    shown: whether to show the bar. False: neither bar nor lines. None: the bar or the lines.
     """
 
     def __init__(self, rounds: int, name: str, shown: bool | None) -> None:
         self.rounds, self.name, self.shown = rounds, name, watched() if shown is None else shown
+        self.lines = shown is None and not self.shown
+        self.done = self.restored = 0  # rounds, and those of them that an earlier process ran
         self.latest: dict[str, str] = {}
 
     def __enter__(self) -> Bar:
+        self.started = self.first_ended = time.monotonic()
         if self.shown:
             options: dict[str, Any] = {"total": self.rounds, "desc": self.name, "unit": "round"}
             if in_notebook() and importlib.util.find_spec("ipywidgets"):
@@ -137,12 +147,38 @@ class Bar:
                 self.bar = tqdm(**options, file=sys.stdout if in_notebook() else None)
         return self
 
-    def update(self, record: Record) -> None:
+    def update(self, record: Record, restored: bool = False) -> None:
+        """Counts a round. restored: an earlier process ran it."""
+        self.done += 1
+        self.restored += restored
+        if not self.shown and not self.lines:
+            return
+        names = {"train_loss": "loss", "accuracy": "acc"}
+        self.latest |= {short: f"{record[name]:.3g}" for name, short in names.items() if name in record}
         if self.shown:
-            names = {"train_loss": "loss", "accuracy": "acc"}
-            self.latest |= {short: f"{record[name]:.3g}" for name, short in names.items() if name in record}
             self.bar.set_postfix(self.latest, refresh=False)
             self.bar.update(1)
+        elif not restored:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        """Prints the line of a tenth of the rounds, if the whole run takes longer than `LONG`."""
+        now = time.monotonic()
+        ran = self.done - self.restored
+        if ran == 1:
+            self.first_ended = now  # the first round includes the compilation, so it says little about the others
+        if 10 * self.done // self.rounds == 10 * (self.done - 1) // self.rounds:
+            return
+        left = (self.rounds - self.done) * (now - self.first_ended) / max(1, ran - 1)
+        if now - self.started + left > LONG:
+            shown = "".join(f", {name} {value}" for name, value in self.latest.items())
+            percent = f"{100 * self.done // self.rounds} %"
+            print(
+                f"{self.name}: {self.done} of {self.rounds} rounds ({percent}), {now - self.started:.0f} s, about "
+                f"{left:.0f} s left{shown}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __exit__(self, *_: object) -> None:
         if self.shown:

@@ -370,7 +370,8 @@ class Simulation:
           eval_every: number of rounds between evaluations, >= 0. The last round is always evaluated. 0 means never.
             Without a test set nothing is evaluated. Default: 10.
           progress: whether to show a bar with rounds per second, the remaining time, loss and accuracy. Default: in a
-            terminal or a notebook, but not in CI.
+            terminal or a notebook, but not in CI. Elsewhere a run that takes more than a minute prints a line on stderr
+            after every tenth of its rounds.
           on_round: ``on_round(record)`` is called for each record.
           measure_every: number of rounds between measurements, >= 1, for simulations with ``measure=``. Default: 1.
           checkpoints: `fd.Checkpoints`, or a folder. The run is saved during the run and at its end, and

@@ -155,7 +155,8 @@ def sweep(
       together: number of runs that a device trains side by side (vmap), >= 1, or "auto" (default). "auto" is 1 on a CPU
         and the number of all runs of the device on an accelerator. If they do not fit in the device's memory, the
         number is halved, with a warning, until they fit.
-      progress: whether to show a progress bar. Default: in a terminal or a notebook, but not in CI.
+      progress: whether to show a progress bar. Default: in a terminal or a notebook, but not in CI. Elsewhere a run
+        that takes more than a minute prints a line on stderr after every tenth of its rounds.
       on_round: ``on_round(seed, setting, record)`` is called for each round of each run.
       measure_every: as in `Simulation.run`, for simulations with ``measure=``.
       checkpoints: `fd.Checkpoints`, or a folder. Each run is saved to its own subfolder during the sweep: ``seed-0``,
@@ -261,7 +262,7 @@ def sweep(
             given = planned if varied else [plan._replace(values=numbers) for plan in planned]
             with Bar(last * len(planned), f"{setup.engine.algorithm.name}, {len(planned)} runs", progress) as bar:
                 for entry in itertools.chain(*before):
-                    bar.update(entry)
+                    bar.update(entry, restored=True)
                 tracks = [TurnTrack(setup, of_turns, layout, turn) for turn in turns(given, layout)]
                 loop = Loop(
                     tracks, len(planned), setup.mesh, schedule, bar, stop, None, report, complain, until and run_ends

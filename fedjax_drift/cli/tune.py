@@ -1,0 +1,168 @@
+"""`fedjax-drift tune`: tries the same number of settings for every algorithm, and prints the best ones."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+import fedjax_drift as fd
+from fedjax_drift import checks
+from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.cli.flags import HIDDEN, LOCAL, Spec, add, add_run, count, parse_spec
+from fedjax_drift.cli.output import add_output, output_folder, written
+from fedjax_drift.cli.parsed_run import ParsedRun, algorithm_specs, assemble, load_data, use_devices
+from fedjax_drift.cli.render import wrap
+from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.simulation.sweep import check_sweepable
+from fedjax_drift.tuning import Range
+
+LR = Range(0.01, 1.0)  # the learning rates without --range lr=LOW:HIGH
+VALIDATION = 0.1  # share of each client's training examples that gives the score
+FILE = "tuning.jsonl"
+NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+RANGE = re.compile(rf"(?:(\w+):)?(\w+)={NUMBER}:{NUMBER}(:linear)?")
+TUNE_EXAMPLES = """\
+examples:
+  fedjax-drift tune --dataset mnist --partition dirichlet:0.1 --rounds 25 \\
+      --algorithm fedavg --algorithm fedprox:mu=0.1 --range fedprox:mu=1e-4:1
+  fedjax-drift tune --dataset glyphs:num_writers=100 --settings 16 \\
+      --algorithm fedavgm --range lr=0.01:0.3 --range fedavgm:beta=0.3:0.95:linear
+
+Every algorithm tries the same number of settings. A range without an algorithm
+is for all of them, and they get the same values. A value from a range replaces
+that of --algorithm. Learning rates are drawn from 0.01:1 unless --range lr=...
+is given. Draws are uniform in the logarithm, or with :linear in the value.
+
+A setting is scored by the mean of the last fifth of its evaluations, at least
+two, and then over the seeds. For algorithms with personal models, the score is
+the accuracy of these models. The examples that give the score are held out from
+the training examples (10 %, or --validation SHARE), so the test set chooses
+nothing. The output folder contains tuning.jsonl, with the score of each setting.
+"""
+
+
+def fill_tune(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s --dataset NAME --algorithm NAME --range [NAME:]OPTION=LOW:HIGH [options]"
+    parser.description = textwrap.fill(
+        "Tunes hyper-parameters with the same effort for every algorithm. Takes the options of fedjax-drift run.", 78
+    )
+    group = add_run(parser)
+    add_output(group)
+    group.add_argument(
+        "--range", action="append", default=[], dest="ranges", metavar="[NAME:]OPTION=LOW:HIGH[:linear]",
+        help="a range of an option of local training, such as lr=0.01:1, or of a hyper-parameter of the algorithm "
+        "NAME, such as fedprox:mu=1e-4:1. Give it several times for several options",
+    )  # fmt: skip
+    add(group, "--settings", "N", "number of settings of each algorithm", count, 8)
+    add(group, "--seeds", "N", "number of seeds of each setting, at least 2", _seeds, len(fd.tuning.SEEDS))
+    parser.set_defaults(command=tune)
+
+
+def tune(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    specs = algorithm_specs(args)
+    shared, own = ranges(args.ranges, specs)
+    output = output_folder(args, "-".join(["tune", *dict.fromkeys(spec.name for spec in specs)])[:80])
+    if not args.eval_every:
+        raise ConfigurationError("tune needs evaluations, got --eval-every 0: leave --eval-every 0 out")
+    dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
+    if args.validation is None and dataset.name != "movielens":  # its test examples are ranked in groups
+        args.validation = VALIDATION
+    use_devices(args.devices)
+    data = load_data(args)
+    each = {spec.text: copy.copy(args) for spec in specs}
+    for text, alone in each.items():
+        alone.algorithm = [text]
+        check_sweepable(assemble(alone, data).simulations[text].setup)
+    tried = {
+        spec.text: fd.tuning.settings(shared, own[spec.text], args.settings, args.dataset, spec.text) for spec in specs
+    }
+
+    def work() -> int:
+        output.mkdir(parents=True, exist_ok=True)
+        scored: dict[str, list[dict[str, Any]]] = {}
+        for text, alone in each.items():
+            print(f"tuning {text}: {args.settings} settings, {args.seeds} seeds, {args.rounds} rounds", flush=True)
+            results = _scores(alone, data, text, tried[text])
+            if results is None:
+                break
+            scored[text] = results
+            lines = [json.dumps({"algorithm": name, **result}) for name, of in scored.items() for result in of]
+            with written(output / FILE, output) as new:
+                new.write_text("\n".join(lines) + "\n")
+        if scored:
+            print("\n" + table(scored))
+        interrupted = len(scored) < len(each)
+        files = f": {FILE}" if scored else ""
+        print("", *wrap(f"{'interrupted: ' * interrupted}{output}{files}", "", "  "), sep="\n")
+        return 130 if interrupted else 0
+
+    return work
+
+
+def _scores(
+    args: argparse.Namespace, data: fd.FederatedData, name: str, settings: Sequence[Mapping[str, float]]
+) -> list[dict[str, Any]] | None:
+    """Returns each setting with its score, or None after Ctrl-C."""
+
+    def parsed(**values: Any) -> ParsedRun:
+        return assemble(args, data, values)
+
+    first = fd.tuning.SEEDS[0]
+    runs = fd.sweep(
+        lambda **values: parsed(**values).simulations[name], args.rounds, range(first, first + args.seeds), settings,
+        args.eval_every, params=parsed().params, progress=False if args.no_progress else None,
+    )  # fmt: skip
+    if any(int(jax.device_get(run.state.round)) < args.rounds for run in runs):
+        return None
+    results = []
+    for setting in settings:
+        of_setting = [run for run in runs if dict(run.setting) == dict(setting)]
+        score = fd.tuning.score(parsed(**setting).simulations[name], of_setting)
+        results.append({"setting": dict(setting), "score": round(score, 5)})
+    return results
+
+
+def ranges(texts: Sequence[str], specs: Sequence[Spec]) -> tuple[dict[str, Range], dict[str, dict[str, Range]]]:
+    """Returns the ranges of the options of local training, and for each algorithm those of its hyper-parameters."""
+    shared, own = {"lr": LR}, {spec.text: dict[str, Range]() for spec in specs}
+    for text in texts:
+        if not (match := RANGE.fullmatch(text)):
+            raise ConfigurationError(
+                f"--range must be [NAME:]OPTION=LOW:HIGH[:linear], such as lr=0.01:1 or fedprox:mu=1e-4:1, got {text!r}"
+            )
+        algorithm, option = match[1], match[2]
+        interval = Range(float(match[3]), float(match[4]), match[5] is None)
+        if algorithm is None:
+            shared[checks.choice(f"the option of --range {text}", option, LOCAL)] = interval
+            continue
+        checks.choice(f"the algorithm of --range {text}", algorithm, [spec.name for spec in specs])
+        options = inspect.signature(ALGORITHMS[algorithm]).parameters
+        checks.choice(f"the option of --range {text}", option, options)
+        for spec in specs:
+            if spec.name == algorithm:
+                own[spec.text][option] = interval
+    return shared, own
+
+
+def table(scored: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Returns the best setting of each algorithm, one per line."""
+    width = max(map(len, ["algorithm", *scored]))
+    lines = [f"{'algorithm':{width}}   score  best setting"]
+    for name, results in scored.items():
+        best = max(results, key=lambda result: result["score"])
+        setting = ", ".join(f"{option} {value:g}" for option, value in best["setting"].items())
+        lines.append(f"{name:{width}}  {100 * best['score']:4.1f} %  {setting}")
+    return "\n".join(lines)
+
+
+def _seeds(text: str) -> int:
+    return count(text, 2, 10_000)

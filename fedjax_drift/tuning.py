@@ -1,0 +1,135 @@
+"""Tuning with equal effort: every algorithm tries the same number of settings, with the same seeds.
+
+The command ``fedjax-drift tune`` and the leaderboard follow this rule:
+
+- Every algorithm gets the same number of settings. Values are drawn from ranges that are fixed before the first run
+  (`settings`). An algorithm without hyper-parameters tries more learning rates instead.
+- A setting is scored by the mean of its late evaluations, and then over the seeds (`score`). The last evaluation of one
+  seed chooses nothing, because its noise is often larger than the differences between settings.
+- The examples that give the score are held out from the training examples, for example by
+  `FederatedData.with_validation`.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.records import measured
+from fedjax_drift.simulation.simulation import Simulation
+from fedjax_drift.simulation.sweep import Run
+
+__all__ = ["SEEDS", "Range", "score", "settings"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+SEEDS = (1_000_000, 1_000_001)  # of the tuning runs; no reported run has them
+
+
+class Range(NamedTuple):
+    """An interval of a hyper-parameter. Values are drawn uniformly, or uniformly in the logarithm."""
+
+    low: float
+    high: float
+    log: bool = True  # whether the logarithm is uniform; low must then be > 0
+
+    def at(self, u: float) -> float:
+        """The value at the fraction u of the interval, with three digits."""
+        if self.log:
+            value = math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low)))
+        else:
+            value = self.low + u * (self.high - self.low)
+        return float(f"{value:.3g}")
+
+
+def settings(
+    shared: Mapping[str, Range], own: Mapping[str, Range], number: int, name: str, algorithm: str
+) -> list[dict[str, float]]:
+    """Draws the settings that an algorithm tries. They are the same whenever this is called.
+
+    Args:
+      shared: the ranges of the options of local training, such as ``{"lr": Range(0.01, 1.0)}``. Each range is divided
+        into ``number`` equal parts, and each part gives one value. All algorithms get the same values.
+      own: the ranges of the algorithm's hyper-parameters. Each setting has a random value.
+      number: the number of settings, >= 1.
+      name: of the comparison, for example of the data set. Another name gives other values.
+      algorithm: the name of the algorithm. It changes the values of ``own``, not those of ``shared``.
+
+    Returns:
+      ``number`` dicts from the name of an option to its value. `fd.sweep` accepts them as ``settings``.
+
+    Raises:
+      ValueError: a range is empty or not finite, its logarithm is not defined, or ``number`` is not an integer >= 1.
+
+    >>> settings({"lr": Range(0.01, 1.0)}, {"mu": Range(0.0, 1.0, log=False)}, 2, "mnist", "fedprox")
+    [{'lr': 0.0638, 'mu': 0.811}, {'lr': 0.371, 'mu': 0.44}]
+    """
+    number = checks.integer("number", number, 1, 10_000)
+    name, algorithm = checks.text("name", name), checks.text("algorithm", algorithm)
+    shared, own = _checked("shared", shared), _checked("own", own)
+    of_all = np.random.default_rng(zlib.crc32(name.encode()))
+    values = {
+        key: [interval.at((part + of_all.uniform()) / number) for part in of_all.permutation(number)]
+        for key, interval in shared.items()
+    }
+    of_one = np.random.default_rng(zlib.crc32(f"{name} {algorithm}".encode()))
+    return [
+        {key: drawn[j] for key, drawn in values.items()}
+        | {key: interval.at(of_one.uniform()) for key, interval in own.items()}
+        for j in range(number)
+    ]
+
+
+def _checked(name: str, ranges: Mapping[str, Range]) -> dict[str, Range]:
+    checks.instance(name, ranges, Mapping, 'pass {"lr": Range(0.01, 1.0)}, for example')  # type: ignore[type-abstract]
+    for key, interval in ranges.items():
+        checks.instance(f"{name}[{key!r}]", interval, Range)
+        low, high = (
+            checks.number(f"{name}[{key!r}].{end}", value, "a finite number", math.isfinite, computed=False)
+            for end, value in zip(("low", "high"), interval[:2], strict=True)
+        )
+        if low > high or interval.log and low <= 0:
+            allowed = "0 < low <= high, or low <= high with log=False"
+            raise ConfigurationError(f"{name}[{key!r}] must have {allowed}, got {low:g} and {high:g}")
+    return dict(ranges)
+
+
+def score(sim: Simulation, runs: Sequence[Run]) -> float:
+    """The score of one setting, which chooses the best one: an accuracy in 0..1, the mean over its runs.
+
+    It is the mean of the last fifth of the evaluations, at least two. For algorithms with personal models it is the
+    mean accuracy of these models over the clients, after the last round. A run that has diverged counts as 0.
+
+    Args:
+      sim: the simulation with this setting.
+      runs: its runs, one per seed, as `fd.sweep` returns them.
+
+    Raises:
+      ValueError: there is no run, or a run has no accuracy.
+    """
+    checks.instance("sim", sim, Simulation)
+    if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Run) for run in runs):
+        raise ConfigurationError(f"runs must be a list of runs of fd.sweep, got {checks.shown(runs)}")
+    if sim.algorithm.personal is not None:
+        own = [np.nanmean(sim.evaluate_clients(run.state)["personal_accuracy"]) for run in runs]
+        return float(np.mean(np.nan_to_num(own, nan=0.0)))
+    late = []
+    for (_, accuracies), (_, losses) in zip(*(_series(runs, key) for key in ("accuracy", "loss")), strict=True):
+        if not len(accuracies):
+            raise ConfigurationError("runs must have accuracies, got none: evaluate during the run (eval_every=)")
+        diverged = len(losses) and not np.isfinite(losses[-1]).all()
+        late.append(0.0 if diverged else float(np.mean(accuracies[-max(2, len(accuracies) // 5) :])))
+    return float(np.mean(np.nan_to_num(late, nan=0.0)))
+
+
+def _series(runs: Sequence[Run], key: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    return measured({"": [run.history for run in runs]}, key)[""]
