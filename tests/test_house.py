@@ -155,6 +155,8 @@ def test_values_are_shown_without_arrays_and_addresses() -> None:
         "clients=Client(h=24 numbers))"
     )
     assert "alpha=0.2" in repr(sim) and "lr=0.3" in repr(sim) and "scale_by_adam(...)" in repr(sim)
+    settings = {"algorithm": "feddyn", "alpha": 0.2, "lr": 0.3, "optimizer": "scale_by_adam(...)", "cohort_size": 2}
+    assert settings.items() <= sim.settings.items()
     runs = sim.sweep(1, seeds=[0, 1], progress=False)
     private = fd.aggregation.private(1.0, 0.5)
     values = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, reprs, tree
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import num_teams, put, team_size
@@ -143,6 +144,24 @@ class Simulation:
     def local(self) -> LocalTraining:
         """How a client trains."""
         return self.setup.engine.local
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What identifies a run in a log: names, numbers and strings, such as {"algorithm": "feddyn", "alpha": 0.1}.
+
+        The hyper-parameters of the algorithm and of the local training have their own names, "local_lr" for example if
+        both have one of this name. Functions are left out, except for the name of the local optimizer.
+        """
+        engine, local = self.setup.engine, dataclasses.asdict(self.local)
+        of_algorithm = reprs.captured(self.algorithm[:4])
+        if self.local.optimizer is not None:
+            local["optimizer"] = reprs.function_name(self.local.optimizer.update)
+        of_local = {f"local_{name}" if name in of_algorithm else name: value for name, value in local.items()}
+        data = {"data": self.data.name, "clients": self.data.num_clients, "cohort_size": engine.cohort_size}
+        sampling = {"sampling": "bernoulli" if engine.bernoulli else "uniform", "aggregation": self.aggregation.name}
+        failures = dataclasses.asdict(engine.failures) if engine.failures else {}
+        settings = {"algorithm": self.algorithm.name, **of_algorithm, **of_local, **data, **sampling, **failures}
+        return {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
 
     @property
     def aggregation(self) -> Aggregation:
