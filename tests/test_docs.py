@@ -28,16 +28,22 @@ BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n+)?```python\n(.*?)```", re.DOTAL
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Returns (the package that it needs or "", its source) for every Python block, with fewer writers of glyphs."""
-    return BLOCK.findall(page.read_text().replace("num_writers=50", "num_writers=16"))
+    """Returns (the package that it needs or "", its source) for every Python block."""
+    return BLOCK.findall(page.read_text())
 
 
 ELSEWHERE = [(page, *block) for page in PAGES for block in blocks(page) if block[0]]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path))
+def own_cache(monkeypatch, cache) -> None:
+    """The pages share the data that they generate."""
+    monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(cache))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
