@@ -30,7 +30,7 @@ from fedjax_drift.devices.distributed import is_first
 from fedjax_drift.disk import replace_file
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
-__all__ = ["Log", "read"]
+__all__ = ["Log", "read", "scalars"]
 
 
 def __dir__() -> list[str]:
@@ -215,12 +215,24 @@ def _event(record: Record) -> bytes:
     from tensorboardX.proto.summary_pb2 import Summary
     from tensorboardX.record_writer import masked_crc32c
 
-    last = {name: value[-1] if isinstance(value, list) and value else value for name, value in record.items()}
-    numbers = {name: value for name, value in last.items() if name != "round" and isinstance(value, int | float)}
+    numbers = {name: value for name, value in scalars(record).items() if name != "round"}
     values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
     event = Event(wall_time=time.time(), step=record["round"], summary=Summary(value=values)).SerializeToString()
     length = struct.pack("<Q", len(event))
     return length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """Returns the numbers of a record, for loggers that accept nothing else, such as MLflow.
+
+    Drift measures have one value per local epoch. They get the value after the last epoch, which is that of the round.
+    Names, such as that of the algorithm, are left out, and so is ``label_mix``, which is a distribution.
+
+    >>> scalars({"round": 2, "algorithm": "fedavg", "client_drift": [0.5, 0.75]})
+    {'round': 2, 'client_drift': 0.75}
+    """
+    last = {name: value[-1] if isinstance(value, list) and value else value for name, value in record.items()}
+    return {name: value for name, value in last.items() if name != "label_mix" and isinstance(value, int | float)}
 
 
 def needs_tensorboard() -> None:

@@ -260,6 +260,10 @@ def _notes(methods: dict[str, Method], baseline: str, key: str, last: int) -> li
     if counts[0] < min(last, counts[-1]):
         few = ", ".join(f"{name} {each.evaluations}" for name, each in methods.items() if each.evaluations < counts[-1])
         notes.append(f"Fewer evaluations: {few}.")
+    reached = [seed for method in methods.values() for seed in method.reached or () if seed.round is not None]
+    widest = max((seed.round - seed.after for seed in reached if seed.round is not None), default=0)
+    if widest > 1:
+        notes.append(f"Rounds to the target: the first evaluated round, with evaluations up to {widest} rounds apart.")
     if len({end for method in methods.values() for end in method.rounds}) > 1:
         ends = (f"{name} {low}" + f" to {high}" * (low < high) for name, (_, _, (low, high), _) in methods.items())
         notes.append(f"The runs have different numbers of rounds: {', '.join(ends)}.")

@@ -103,7 +103,7 @@ def check_rounds(simulation: Simulation) -> None:
             _require(_equal(old.server, state.server), "if no client reports, the server must stay the same")
         losses.append(_loss(simulation, state))
     _require({0, 3} < set(reported), f"rounds with no, some and all clients are needed, got {reported}")
-    _require(min(losses[1:]) < losses[0], f"the loss must decrease, got {losses}")
+    _require(min(losses[1:]) < losses[0], f"the loss must decrease, got {losses}: a message is an update, not a model")
     _require(_equal(before, (start.params, start.clients)), "a round must not change its argument")
     again, _ = simulation.round_fn(old)
     _require(_equal(again.server, state.server), "the same state must give the same bits")

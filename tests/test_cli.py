@@ -335,6 +335,10 @@ def test_tune_tries_as_many_settings_of_every_algorithm(tmp_path, capsys):
     best = max(tried[3:], key=lambda each: each["score"])["setting"]
     printed = capsys.readouterr().out
     assert f"lr {best['lr']:g}, mu {best['mu']:g}\n" in printed
+    to_run = printed.split("to run the best settings")[1].split("\n\n")[0].replace("\\\n", "")
+    (options,) = [shlex.split(line)[2:] for line in to_run.splitlines() if "fedprox" in line]
+    (sim,) = fd.parse_run([word for word in options if word != "--no-progress"]).simulations.values()
+    assert (sim.settings["lr"], sim.settings["mu"]) == pytest.approx((best["lr"], best["mu"]), rel=1e-3)
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
     for wrong, said in (
         (["--range", "lr=1"], "--range must be [NAME:]OPTION=LOW:HIGH[:linear], such as lr=0.01:1"),

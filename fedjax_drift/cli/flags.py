@@ -173,7 +173,8 @@ def parse_spec(kind: str, text: str, factories: Mapping[str, Callable[..., Any]]
             key, value = next((k for k in known if k not in options), ""), key
         if key not in known:
             wrong = f"option {key!r}" if key else f"value {value!r}"
-            raise ConfigurationError(f"{kind} {name}: unknown {wrong}: {listed}{nearest(key, known)}")
+            local = f". {key} is an option of local training: --{key.replace('_', '-')}" if key in LOCAL else ""
+            raise ConfigurationError(f"{kind} {name}: unknown {wrong}: {listed}{local or nearest(key, known)}")
         if key in options:
             raise ConfigurationError(f"{kind} {name}: option {key!r} must be given only once, got it twice in {text!r}")
         options[key] = _option(value, known[key].default)

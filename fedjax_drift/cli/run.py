@@ -175,6 +175,11 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
         config = json.loads((args.resume / CONFIG).read_text())
         alone = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
         command, rounds = shlex.split(alone)[1:], int(config["rounds"])
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"--resume must be the output folder of a run, got {args.resume}, which has no config.json: give the "
+            f"folder that the run printed. Paths are relative to {os.getcwd()}"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigurationError(
             f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "

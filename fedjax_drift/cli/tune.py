@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.flags import HIDDEN, LOCAL, Spec, add, add_run, count, parse_spec
 from fedjax_drift.cli.output import add_output, output_folder, written
 from fedjax_drift.cli.parsed_run import ParsedRun, algorithm_specs, assemble, load_data, use_devices
-from fedjax_drift.cli.render import wrap
+from fedjax_drift.cli.render import wrap, wrapped_command
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.simulation.sweep import check_sweepable
@@ -100,6 +100,8 @@ def tune(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
                 new.write_text("\n".join(lines) + "\n")
         if scored:
             print("\n" + table(scored))
+            print("\nto run the best settings on all training examples:")
+            print("\n".join(wrapped_command(words) for words in commands(argv, specs, scored)))
         interrupted = len(scored) < len(each)
         files = f": {FILE}" if scored else ""
         print("", *wrap(f"{'interrupted: ' * interrupted}{output}{files}", "", "  "), sep="\n")
@@ -162,6 +164,30 @@ def table(scored: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         setting = ", ".join(f"{option} {value:g}" for option, value in best["setting"].items())
         lines.append(f"{name:{width}}  {100 * best['score']:4.1f} %  {setting}")
     return "\n".join(lines)
+
+
+def commands(
+    argv: Sequence[str], specs: Sequence[Spec], scored: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Iterator[list[str]]:
+    """Yields the command `run` with the best setting of each algorithm. argv: the words of the command `tune`."""
+    tuned = {name for results in scored.values() for result in results for name in result["setting"] if name in LOCAL}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--algorithm", "--range", "--settings", "--seeds", "--validation", "--output", *_flags(tuned)):
+        parser.add_argument(flag, action="append")
+    _, common = parser.parse_known_args([*argv])
+    common = [word for word in common if word != "tune"]
+    for spec in specs:
+        if spec.text in scored:
+            best = max(scored[spec.text], key=lambda result: result["score"])["setting"]
+            own = {name: f"{value:.4g}" for name, value in best.items() if name not in LOCAL}
+            options = ",".join(f"{name}={str(value).lower()}" for name, value in {**spec.options, **own}.items())
+            local = [word for name in LOCAL if name in best for word in (*_flags([name]), f"{best[name]:.4g}")]
+            algorithm = spec.name + f":{options}" * bool(options)
+            yield ["fedjax-drift", "run", *common, "--algorithm", algorithm, *local]
+
+
+def _flags(names: Iterable[str]) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name in names]
 
 
 def _seeds(text: str) -> int:

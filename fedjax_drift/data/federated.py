@@ -239,7 +239,10 @@ class FederatedData:
     ) -> FederatedData:
         """Creates a federation from a data set ``x [M, ...], y [M, ...]`` and a list of N integer arrays, ``parts``.
 
-        ``parts[i]`` has the indices of the examples of client i. ``test_parts`` splits the test set in the same way.
+        ``parts[i]`` has the indices of the examples of client i. If ``owner[m]`` is the client of example m, these are
+        ``[np.flatnonzero(owner == i) for i in range(N)]``. Examples may be left out, or belong to several clients.
+        ``test_parts`` splits the test set in the same way.
+
         Raises ValueError for a client without training examples and for indices outside of 0..M-1.
         """
         x, y = joining.checked_pair(x, y, "training data")

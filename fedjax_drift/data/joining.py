@@ -150,6 +150,11 @@ def join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.nd
     no_list = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
     if no_list or not isinstance(parts, Iterable):
         raise ConfigurationError(f"{what} must be one array of example indices per client, got {checks.shown(parts)}")
+    if isinstance(parts, np.ndarray) and parts.ndim == 1 and parts.dtype.kind in "iu":
+        raise ConfigurationError(
+            f"{what} must be one array of example indices per client, got one number per example: if these are the "
+            f"clients, pass {what}=[np.flatnonzero(owner == i) for i in np.unique(owner)]"
+        )
     arrays = [checks.array(f"{what}[{i}]", part) for i, part in enumerate(parts)]
     if not arrays:
         raise ConfigurationError(f"{what} must have at least 1 client, got none")
