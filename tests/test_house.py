@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +177,7 @@ def test_values_are_shown_without_arrays_and_addresses() -> None:
     traced = []
     jax.eval_shape(lambda state: traced.append(repr(state)) or sim.round_fn(state), state)
     assert traced[0].startswith("ServerState(round=1 numbers")
+    assert jax.tree.leaves(history) == jax.tree.leaves(list(history)) and json.loads(json.dumps(history)) == history
     for value in (data, history, runs):
         assert value._repr_html_().count("<tr>") >= 2
     assert "<td" in history._repr_html_() and "feddyn" in runs._repr_html_()

@@ -100,7 +100,9 @@ def test_settings_and_seeds_match_separate_runs(data) -> None:
     assert [(run.setting["mu"], run.seed) for run in runs] == [(0.5, 0), (0.5, 7), (0, 0), (0, 7)]
     assert ["loss" in record for record in runs[0].history] == [False, True, False, True, True]
     assert len({float(run.state.params["a"].sum()) for run in runs}) == 4
-    assert re.fullmatch(r"Run\(fedprox, seed 0, \{'lr': .*\}: round 5, loss [\d.]+, accuracy [\d.]+\)", repr(runs[0]))
+    assert re.fullmatch(
+        r"Run\(fedprox, seed 0, \{'lr': .*\}: round 5, train_loss [\d.]+, loss [\d.]+, accuracy [\d.]+\)", repr(runs[0])
+    )
     side_by_side = quietly(partial(build, devices=1), 5, seeds=[0, 7], settings=settings, eval_every=2, together=2)
     assert_as_alone(build, runs + side_by_side, 5, 1e-5, eval_every=2)
 

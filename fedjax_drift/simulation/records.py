@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedjax_drift import reprs
@@ -18,7 +19,10 @@ SHOWN = ("round", "clients", "train_loss", "loss", "accuracy")  # entries of rec
 
 
 class History(list[Record]):
-    """The records of a run, one per round: a list, which is shown by its length and its last record."""
+    """The records of a run, one per round: a list, which is shown by its length and its last record.
+
+    As a pytree it is a list, too.
+    """
 
     def __repr__(self) -> str:
         return f"History({len(self)} records: {reprs.scores(self[-1])})" if self else "History()"
@@ -30,6 +34,9 @@ class History(list[Record]):
         rows = [[entry.get(name, "") for name in names] for entry in scored[-10:]]
         what = f"{len(self)} records" + (f", the last {len(rows)} evaluations" if len(rows) < len(self) else "")
         return reprs.html_table(names, rows, what)
+
+
+jax.tree_util.register_pytree_node(History, lambda history: (list(history), None), lambda _, items: History(items))
 
 
 def record(done: int, info: dict[str, np.ndarray]) -> Record:

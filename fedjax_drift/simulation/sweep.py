@@ -81,6 +81,9 @@ class Runs(list[Run]):
         return reprs.html_table(header, rows, f"{len(self)} runs, the last round of each")
 
 
+jax.tree_util.register_pytree_node(Runs, lambda runs: (list(runs), None), lambda _, items: Runs(items))
+
+
 def grid(**values: Iterable[Any]) -> list[Setting]:
     """Returns all combinations of the values as a list of settings. The last name varies fastest.
 
