@@ -238,9 +238,7 @@ def scalars(record: Record) -> dict[str, float]:
 def needs_tensorboard() -> None:
     """Raises ImportError if tensorboardX is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
-        raise MissingPackageError(
-            'writing for TensorBoard needs the package tensorboardX: pip install "fedjax-drift[tensorboard]"'
-        )
+        raise MissingPackageError("writing for TensorBoard needs the package tensorboardX: pip install tensorboardX")
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

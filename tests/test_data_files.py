@@ -44,8 +44,8 @@ def by_label(data: fd.FederatedData) -> np.ndarray:
     "name, options, said",
     [
         ("emnist", {}, r"NIST.*numpy\.savez\(\"emnist_letters\.npz"),
-        ("cifar10", {}, "Python version of CIFAR-10 .*fedjax-drift\\[prepare"),
-        ("cifar100", {}, "Python version of CIFAR-100 .*fedjax-drift\\[prepare"),
+        ("cifar10", {}, "Python version of CIFAR-10 .*pip install tensorflow-datasets tensorflow"),
+        ("cifar100", {}, "Python version of CIFAR-100 .*pip install tensorflow-datasets tensorflow"),
         ("cinic10", {"valid": True}, r"CINIC-10\.tar\.gz from Edinburgh DataShare"),
         ("tiny_imagenet", {}, r"tiny-imagenet-200\.zip from .*Stanford"),
         ("femnist", {}, r"preprocess\.sh.*fedjax\.datasets.*tff\.simulation.*glyphs"),
@@ -737,7 +737,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for package, name in (("msgpack", "federated_emnist_train.sqlite"), ("h5py", "fed_emnist_train.h5")):
         monkeypatch.setitem(sys.modules, package, None)
         (tmp_path / name).write_bytes(b"")
-        with pytest.raises(ImportError, match=rf"needs {package}: pip install \"fedjax-drift\[formats\]\""):
+        with pytest.raises(ImportError, match=f"needs {package}: pip install msgpack h5py"):
             load("femnist")
         assert cli.main(["data", "femnist", "--output", str(tmp_path / "out")]) == 2
         assert f"needs {package}" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_a_missing_file_is_reported_with_a_command_that_creates_it(tmp_path: Pat
     with pytest.raises(FileNotFoundError, match=r"mnist\.npz in \S*elsewhere, .*numpy\.savez"):
         load("mnist", data_dir=tmp_path / "elsewhere")
     with pytest.raises(
-        FileNotFoundError, match=r"cifar10\.npz or .*cifar10_jpeg\.npz.*fedjax-drift\[prepare\]"
+        FileNotFoundError, match=r"cifar10\.npz or .*cifar10_jpeg\.npz.*pip install tensorflow-datasets tensorflow"
     ) as error:
         load("cifar10")
     assert "fd.datasets.load('cifar10')" in str(error.value)
@@ -294,7 +294,7 @@ def test_tfds_data_that_cannot_be_prepared_raise_errors(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(tensorflow_datasets.core.DatasetBuilder, "download_and_prepare", None)
     with pytest.raises(
-        FileNotFoundError, match=r"TensorFlow is needed once to prepare it: pip install \"fedjax-drift\[prepare\]\""
+        FileNotFoundError, match="TensorFlow is needed once to prepare it: pip install tensorflow-datasets tensorflow"
     ):
         tfds.read("fashion_mnist")
     monkeypatch.setattr(tfds.importlib.util, "find_spec", lambda name: name)
@@ -378,7 +378,7 @@ def test_describe_lists_the_available_data_sets(tmp_path: Path) -> None:
     assert rows["mnist"]["location"] == str(tmp_path / "mnist.npz") and rows["mnist"]["available"]
     assert rows["cifar10"]["location"] == "no" and not rows["cifar10"]["available"]
     assert rows["glyphs"]["available"] and rows["glyphs"]["classes"] == 62
-    assert "prepare" in {row["name"]: row for row in datasets.describe()}["cifar10"]["instructions"]
+    assert "tensorflow" in {row["name"]: row for row in datasets.describe()}["cifar10"]["instructions"]
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_a_missing_safetensors_package_is_reported_with_its_pip_command(tmp_path
         lambda: load_params(model, tmp_path / "a.safetensors"),
         lambda: save_params(model.init(KEY), tmp_path / "a.safetensors"),
     ):
-        with pytest.raises(ImportError, match=r'pip install "fedjax-drift\[safetensors\]"'):
+        with pytest.raises(ImportError, match="pip install safetensors"):
             call()
 
 

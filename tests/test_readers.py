@@ -472,11 +472,11 @@ def test_torch_tensors_are_converted_to_channels_last(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reader", "package", "extra"),
-    [("from_huggingface", "datasets", "huggingface"), ("from_flwr", "flwr_datasets", "flwr"),
+    ("reader", "package", "name"),
+    [("from_huggingface", "datasets", "datasets"), ("from_flwr", "flwr_datasets", "flwr-datasets"),
      ("from_pandas", "pandas", "pandas")],
 )  # fmt: skip
-def test_a_missing_package_is_named(reader, package, extra, monkeypatch) -> None:
+def test_a_missing_package_is_named(reader, package, name, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(ImportError, match=rf'pip install "fedjax-drift\[{extra}\]"'):
+    with pytest.raises(ImportError, match=f"pip install {name}"):
         getattr(fd.data, reader)(None, x="x", y="y")

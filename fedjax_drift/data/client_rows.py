@@ -12,7 +12,7 @@ from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.errors import MissingPackageError
 
-INSTALL = 'pip install "fedjax-drift[formats]"'
+INSTALL = "pip install msgpack h5py"
 
 
 class Rows(NamedTuple):

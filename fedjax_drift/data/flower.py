@@ -46,7 +46,7 @@ def from_flwr(
       ValueError: as in `from_huggingface`; or a partition is empty.
       ImportError: flwr-datasets is not installed.
     """
-    tables.require("flwr_datasets", "flwr", "from_flwr")
+    tables.require("flwr_datasets", "from_flwr")
     options = arrow.reading(length, padding, truncate, dtype)
     partitioner, tests = _partitioners(source, split, test)
     inputs, labels, sizes = _read(partitioner, x, y, options)

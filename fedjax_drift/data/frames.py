@@ -48,7 +48,7 @@ def from_pandas(
         message names the column. Or an argument has a wrong value.
       ImportError: pandas is not installed.
     """
-    tables.require("pandas", "pandas", "from_pandas")
+    tables.require("pandas", "from_pandas")
     tables.check_clients(client, partition)
     train = _table(frame, x, y, client, dtype)
     tests = None

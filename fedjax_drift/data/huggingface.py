@@ -60,7 +60,7 @@ def from_huggingface(
         numbers that the dtype can't hold. The message names the column. Or an argument has a wrong value.
       ImportError: datasets is not installed.
     """
-    tables.require("datasets", "huggingface", "from_huggingface")
+    tables.require("datasets", "from_huggingface")
     tables.check_clients(client, partition)
     train, tests = _splits(dataset, split, test)
     options = arrow.reading(length, padding, truncate, dtype)

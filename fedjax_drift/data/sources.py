@@ -137,7 +137,7 @@ def prepare(name: str) -> str:
     name, _, split = name.partition("/")
     option = f", split='{split}'" if split else ""
     load = f"import fedjax_drift as fd; fd.datasets.load('{name}'{option})"
-    return f'pip install "fedjax-drift[prepare]" && python -c "{load}"'
+    return f'pip install tensorflow-datasets tensorflow && python -c "{load}"'
 
 
 def folder(name: str, data_dir: DataDir) -> Path:

@@ -258,14 +258,13 @@ def checked_dtype(dtype: Any) -> np.dtype | None:
     return result
 
 
-def require(package: str, extra: str, reader: str) -> None:
+def require(package: str, reader: str) -> None:
     """Raises ImportError, with the pip command, unless the package is installed."""
     try:
         __import__(package)
     except ImportError as error:
-        raise MissingPackageError(
-            f'{reader} needs {package.replace("_", "-")}: pip install "fedjax-drift[{extra}]"'
-        ) from error
+        name = package.replace("_", "-")
+        raise MissingPackageError(f"{reader} needs {name}: pip install {name}") from error
 
 
 @contextlib.contextmanager

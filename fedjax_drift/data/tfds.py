@@ -49,7 +49,7 @@ def read(name: str, directory: Path | None = None) -> files.Arrays:
     can_prepare = importlib.util.find_spec("tensorflow") is not None
     unprepared = FileNotFoundError(
         f"{directory / name} is not prepared, and TensorFlow is needed once to prepare it: "
-        'pip install "fedjax-drift[prepare]"'
+        "pip install tensorflow-datasets tensorflow"
     )
     if not can_prepare and not any((directory / name).glob("*/dataset_info.json")):
         raise unprepared  # the builder would also log a warning

@@ -200,9 +200,7 @@ def _safetensors(path: Path) -> Any:
     try:
         from safetensors import numpy
     except ImportError as error:
-        raise MissingPackageError(
-            f'{path.name} needs the package safetensors: pip install "fedjax-drift[safetensors]"'
-        ) from error
+        raise MissingPackageError(f"{path.name} needs the package safetensors: pip install safetensors") from error
     return numpy
 
 

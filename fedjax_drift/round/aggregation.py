@@ -136,7 +136,7 @@ def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
     """Computes the epsilon of client-level (epsilon, delta)-differential privacy after ``rounds`` rounds.
 
     The package dp-accounting composes Poisson-sampled Gaussian mechanisms, with privacy loss distributions. Install it
-    with ``pip install "fedjax-drift[privacy]"``.
+    with ``pip install dp-accounting``.
 
     Two federations are neighbours if one of them has one client more. The guarantee covers the server variables. It
     does not cover choices that are made with the clients' data, such as hyper-parameters.
@@ -169,8 +169,6 @@ def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
         import dp_accounting
         from dp_accounting.pld import PLDAccountant
     except ImportError as error:
-        raise MissingPackageError(
-            'epsilon needs the package dp-accounting: pip install "fedjax-drift[privacy]"'
-        ) from error
+        raise MissingPackageError("epsilon needs the package dp-accounting: pip install dp-accounting") from error
     one_round = dp_accounting.PoissonSampledDpEvent(sim.sampling_rate, dp_accounting.GaussianDpEvent(noise_multiplier))
     return float(PLDAccountant().compose(dp_accounting.SelfComposedDpEvent(one_round, rounds)).get_epsilon(delta))
