@@ -6,16 +6,14 @@ the 1000 rounds of a run, it stops after ours, before their learning rate decays
 
 from __future__ import annotations
 
-import contextlib
-import runpy
 import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from federation import Federation, Network, Row, compared, difference, main, vector, without, written
+from lg_fedavg import run_script
 
 import fedjax_drift as fd
 
@@ -30,18 +28,8 @@ class Named(Network):
 def theirs(federation: Federation, script: str, *options: str) -> tuple[list[np.ndarray], np.ndarray]:
     """The model of client 0 after every round, and those of all clients after the last round."""
     without("torchvision", "models.test")
-    import models.Update
-    import utils.train_utils
-
     N, E = len(federation.sizes), federation.epochs - (script == "main_fedrep.py")  # theirs adds an epoch for the body
-    cohorts = iter(federation.cohorts)
-    loaders: list[Any] = []
     results: list[np.ndarray] = []
-
-    def choice(*_: Any, **__: Any) -> tuple[int, ...]:
-        cohort = next(cohorts)
-        loaders[:] = [federation.loader(len(results), i) for i in cohort]
-        return cohort
 
     def model(_: Any) -> Named:
         made = federation.network()
@@ -54,25 +42,12 @@ def theirs(federation: Federation, script: str, *options: str) -> tuple[list[np.
         results.append(np.array([vector(net) for net in nets]))
         return 0.0, 0.0
 
-    indices = {i: np.arange(n) for i, n in enumerate(federation.sizes)}
     sys.modules["models.test"].test_img_local_all = evaluate
     own = {"num_users": N, "epochs": 1000, "lr": federation.lr, "local_ep": E, "local_bs": federation.batch_size}
     own |= {"momentum": federation.momentum, "wd": federation.weight_decay, "gpu": -1}
     own |= {"frac": len(federation.cohorts[0]) / N, "results_save": "ours"}
-    patches = (
-        # main_fedrep.py trains all clients once more to evaluate them, and then forgets it: without batches here
-        patch.object(models.Update, "DataLoader", lambda *_, **__: loaders.pop(0) if loaders else []),
-        patch.object(utils.train_utils, "get_model", model),
-        patch.object(utils.train_utils, "get_data", lambda _: (None, None, indices, indices)),
-        patch.object(np.random, "choice", choice),
-        patch.object(sys, "argv", [script, *(f"--{name}={value}" for name, value in own.items()), *options]),
-    )
-    federation.orders  # noqa: B018 - before the patches
-    with contextlib.ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
-        stack.enter_context(contextlib.suppress(StopIteration))  # after our cohorts
-        runpy.run_path(f"{sys.path[0]}/{script}", run_name="__main__")
+    words = [script, *(f"--{name}={value}" for name, value in own.items()), *options]
+    run_script(federation, words, model)
     return [models[0] for models in results], results[-1]
 
 

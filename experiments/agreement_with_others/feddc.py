@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from feddyn import SAME_STEPS, load, theirs
+from feddyn import RAGGED, load, scaffold_rows, theirs
 from federation import Federation, Row, compared, main, without
 
 
 def rows() -> Iterator[Row]:
     without("tensorboardX", "torch.utils.tensorboard")
     load("utils_general", "utils_methods", "utils_methods_FedDC")
-    ragged = Federation(lr_decay=0.9, weight_decay=1e-3, clip_norm=10.0)
-    same = Federation(lr_decay=0.9, weight_decay=1e-3, clip_norm=10.0, sizes=SAME_STEPS)
-    equal = Federation(lr_decay=0.9, weight_decay=1e-3, clip_norm=10.0, sizes=(16,) * 6)
 
     def row(federation: Federation, function: str, arguments: dict, lines: tuple, index: int = 0, **more: Any) -> Row:
         changes = {"sch_step": 1, "sch_gamma": 1} | more.pop("changes", {})
@@ -35,29 +32,22 @@ def rows() -> Iterator[Row]:
         "utils_general.py#loss_cp =",
     )
     options = {"scale_by_size": True, "variate_lr": "initial", "variate_steps": "mean"}
-    mean = ragged.epochs * -(-sum(ragged.sizes) // len(ragged.sizes) // ragged.batch_size)
+    mean = RAGGED.epochs * -(-sum(RAGGED.sizes) // len(RAGGED.sizes) // RAGGED.batch_size)
     changes = {"alpha_coef": 0.1, "n_minibatch": mean}
-    yield row(ragged, "FedDC", alpha | options, lines, 1, default=alpha, changes=changes)
+    yield row(RAGGED, "FedDC", alpha | options, lines, 1, default=alpha, changes=changes)
     lines = (
         "utils_methods.py#alpha_coef_adpt = ",
         "utils_methods.py#hist_params_diffs[clnt] +=",
         "utils_general.py#loss_algo = alpha_coef",
     )
     scaled = alpha | {"scale_by_size": True}
-    yield row(ragged, "FedDyn", scaled, lines, 1, default=alpha, changes={"alpha_coef": 0.1})
-    yield row(ragged, "FedAvg", {}, ("utils_methods.py#avg_model = set_client_from_params(model_func(), np.sum",))
+    yield row(RAGGED, "FedDyn", scaled, lines, 1, default=alpha, changes={"alpha_coef": 0.1})
+    yield row(RAGGED, "FedAvg", {}, ("utils_methods.py#avg_model = set_client_from_params(model_func(), np.sum",))
     cause = "Their penalty is 1e-4 ||theta - w||^2, whatever mu is."
     yield row(
-        ragged, "FedProx", {"mu": 2e-4}, ("utils_general.py#loss_algo = 0.0001",), changes={"mu": 1e-4}, cause=cause
+        RAGGED, "FedProx", {"mu": 2e-4}, ("utils_general.py#loss_algo = 0.0001",), changes={"mu": 1e-4}, cause=cause
     )
-    lines = "utils_methods.py#state_params_diff_curr =", "utils_methods.py#new_c ="
-    scaled, options = {"scale_by_size": True, "variate_lr": "initial"}, {"changes": {"n_minibatch": 8}}
-    number = "as many batches for all clients, because their code takes the same number of steps for all"
-    yield row(
-        equal, "SCAFFOLD", {"variate_lr": "initial"}, lines, setting="clients of equal size", default={}, **options
-    )
-    cause = "Their c_i+ subtracts c, and ours c / q_i, as in the step. With c the two agree to 3e-16."
-    yield row(same, "SCAFFOLD", scaled, lines, setting=number, cause=cause, **options)
+    yield from scaffold_rows(row)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import copy
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ import numpy as np
 import torch
 from federation import Federation, Row, compared, main, vector
 
-SAME_STEPS = (13, 16, 14, 15, 13, 16)  # four batches of an epoch
+RAGGED = Federation(lr_decay=0.9, weight_decay=1e-3, clip_norm=10.0)
+SAME = replace(RAGGED, sizes=(13, 16, 14, 15, 13, 16))  # four batches in an epoch of every client
+EQUAL = replace(RAGGED, sizes=(16,) * 6)
 
 
 def load(*names: str) -> None:
@@ -74,9 +77,6 @@ def theirs(federation: Federation, module: str, function: str, index: int, **cha
 
 def rows() -> Iterator[Row]:
     load("utils_general", "utils_methods")
-    ragged = Federation(lr_decay=0.9, weight_decay=1e-3, clip_norm=10.0)
-    same = Federation(lr_decay=0.9, weight_decay=1e-3, clip_norm=10.0, sizes=SAME_STEPS)
-    equal = Federation(lr_decay=0.9, weight_decay=1e-3, clip_norm=10.0, sizes=(16,) * 6)
 
     def row(federation: Federation, function: str, arguments: dict, lines: tuple, index: int = 0, **more: Any) -> Row:
         changes = more.pop("changes", {})
@@ -90,18 +90,23 @@ def rows() -> Iterator[Row]:
         "utils_general.py#loss_algo = alpha_coef",
     )
     options = {"default": alpha, "changes": {"alpha_coef": 0.1}}
-    yield row(ragged, "FedDyn", alpha | {"scale_by_size": True}, lines, -1, **options)
-    yield row(ragged, "FedAvg", {}, ("utils_methods.py#avg_model = set_client_from_params(model_func(), np.sum",))
+    yield row(RAGGED, "FedDyn", alpha | {"scale_by_size": True}, lines, -1, **options)
+    yield row(RAGGED, "FedAvg", {}, ("utils_methods.py#avg_model = set_client_from_params(model_func(), np.sum",))
     lines = ("utils_general.py#loss_algo += -mu",)
-    yield row(ragged, "FedProx", {"mu": 0.1}, lines, changes={"mu": 0.1})
+    yield row(RAGGED, "FedProx", {"mu": 0.1}, lines, changes={"mu": 0.1})
+    yield from scaffold_rows(row)
+
+
+def scaffold_rows(row: Callable[..., Row]) -> Iterator[Row]:
+    """The rows of their SCAFFOLD, which FedDC's repository has copied."""
     lines = "utils_methods.py#state_params_diff_curr =", "utils_methods.py#new_c ="
     scaled, options = {"scale_by_size": True, "variate_lr": "initial"}, {"changes": {"n_minibatch": 8}}
     number = "as many batches for all clients, because their code takes the same number of steps for all"
     yield row(
-        equal, "SCAFFOLD", {"variate_lr": "initial"}, lines, setting="clients of equal size", default={}, **options
+        EQUAL, "SCAFFOLD", {"variate_lr": "initial"}, lines, setting="clients of equal size", default={}, **options
     )
     cause = "Their c_i+ subtracts c, and ours c / q_i, as in the step. With c the two agree to 3e-16."
-    yield row(same, "SCAFFOLD", scaled, lines, setting=number, cause=cause, **options)
+    yield row(SAME, "SCAFFOLD", scaled, lines, setting=number, cause=cause, **options)
 
 
 if __name__ == "__main__":

@@ -1,56 +1,26 @@
 """FedLESAM (github.com/MediaBrain-SJTU/FedLESAM), by the authors of the algorithm.
 
-Their servers and clients run unchanged. Their cohorts and the order of their examples are ours. The other methods of
-their code are those of FL-Simulator, on which it builds.
+Their servers and clients run unchanged. Their cohorts and the order of their examples are ours. The code builds on
+FL-Simulator, and its other methods are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from federation import EQUAL, Federation, Row, compared, main, vector, without
+from federation import EQUAL, Federation, Row, compared, main, without
+from fl_simulator import trained
 
 
 def theirs(federation: Federation, method: str, **changes: Any) -> list[np.ndarray]:
     """The global model after every round of one of their methods."""
     without("torchvision", "torchvision.transforms", "torchvision.models", "torchvision.datasets")
     without("server.FedSpeed", "server.FedGAMMA")  # which the repository does not have
-    import server
-    import server.server as base
+    import server.server
 
-    N, rounds = len(federation.sizes), len(federation.cohorts)
-    arguments = {
-        **{"total_client": N, "comm_rounds": rounds, "local_epochs": federation.epochs, "mode": "normal", "seed": 0},
-        **{"batchsize": federation.batch_size, "local_learning_rate": federation.lr, "lr_decay": federation.lr_decay},
-        **{"weight_decay": federation.weight_decay, "dataset": "CIFAR10", "use_RI": False, "method": method},
-        **{"global_learning_rate": 1.0, "lamb": 0.1, "rho": 0.1, "beta": 0.1},
-    } | changes
-    order = ((t, i) for t, cohort in enumerate(federation.cohorts) for i in sorted(cohort))
-    base.data = SimpleNamespace(DataLoader=lambda *_, **__: federation.loader(*next(order)))
-    base.Dataset = lambda *_, **__: None
-    models: list[np.ndarray] = []
-
-    class Server(getattr(server, method)):
-        def _activate_clients_(self, t: int) -> np.ndarray:
-            return np.sort(np.array(federation.cohorts[t]))
-
-        def _test_(self, t: int, selected_clients: Any) -> None:
-            models.append(self.server_model_params_list.numpy().copy())
-
-        def _save_results_(self) -> None: ...
-
-        def _summary_(self) -> None: ...
-
-    data = SimpleNamespace(client_x=[x for x, _ in federation.clients], client_y=[y for _, y in federation.clients])
-    start = federation.network()
-    options = {"model_func": federation.network, "init_model": start, "init_par_list": torch.tensor(vector(start))}
-    made = Server(torch.device("cpu"), **options, datasets=data, method=method, args=SimpleNamespace(**arguments))
-    made.train()
-    return models
+    return trained(federation, method, server.server, mode="normal", **changes)
 
 
 def rows() -> Iterator[Row]:

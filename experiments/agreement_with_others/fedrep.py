@@ -7,8 +7,6 @@ APFL and SCAFFOLD stop with a NameError or a TypeError: their training reads nam
 
 from __future__ import annotations
 
-import contextlib
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ import jax
 import numpy as np
 import optax
 from federation import Federation, Network, Row, difference, main, vector, without, written
+from lg_fedavg import run_script
 
 import fedjax_drift as fd
 
@@ -41,16 +40,12 @@ def theirs(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The global model after every round, and the models of the clients that they evaluate after the last round."""
     without("torchvision", "models.test")
-    import models.Update
     import utils.train_utils
 
     N, rounds = len(federation.sizes), len(federation.cohorts)
-    order = ((t, i) for t, cohort in enumerate(federation.cohorts) for i in cohort)
-    cohorts = iter(federation.cohorts)
     results: list[np.ndarray] = []
     personal: list[Sequence[np.ndarray]] = []
     data = {str(i): {"x": list(x), "y": list(y)} for i, (x, y) in enumerate(federation.clients)}
-    indices = {i: np.arange(n) for i, n in enumerate(federation.sizes)}
 
     def model(args: Any) -> Network:
         made = federation.network()
@@ -69,21 +64,9 @@ def theirs(
     sys.modules["models.test"].test_img_local_all = evaluate
     options = {"alg": method, "dataset": dataset, "num_users": N, "epochs": rounds, "lr": federation.lr, "mu": 0.1}
     options |= {"local_ep": federation.epochs, "local_rep_ep": 1, "local_bs": federation.batch_size, "gpu": -1}
-    argv = ["main_fedrep.py", *(f"--{name}={value}" for name, value in options.items())]
-    patches = (
-        patch.object(models.Update, "DataLoader", lambda *_, **__: federation.loader(*next(order))),
-        patch.object(utils.train_utils, "get_model", model),
-        patch.object(utils.train_utils, "read_data", lambda *_: (list(data), [], data, data)),
-        patch.object(utils.train_utils, "get_data", lambda _: (None, None, indices, indices)),
-        patch.object(np.random, "choice", lambda *_, **__: next(cohorts)),
-        patch.object(sys, "argv", argv),
-    )
-    federation.orders  # noqa: B018 - before the patches
-    with contextlib.ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
-        stack.enter_context(contextlib.suppress(StopIteration))  # their last round fine-tunes the classifiers
-        runpy.run_path(f"{sys.path[0]}/main_fedrep.py", run_name="__main__")
+    words = ["main_fedrep.py", *(f"--{name}={value}" for name, value in options.items())]
+    examples = patch.object(utils.train_utils, "read_data", lambda *_: (list(data), [], data, data))
+    run_script(federation, words, model, examples)
     return results, np.array(personal[-1])
 
 

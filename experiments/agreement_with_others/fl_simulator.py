@@ -18,6 +18,12 @@ def theirs(federation: Federation, method: str, **changes: Any) -> list[np.ndarr
     """The global model after every round of one of their methods."""
     without("torchvision", "torchvision.transforms", "torchvision.models")
     import client.client
+
+    return trained(federation, method, client.client, **changes)
+
+
+def trained(federation: Federation, method: str, loading: Any, **changes: Any) -> list[np.ndarray]:
+    """The global model after every round of a server of the checkout. ``loading`` is the module that loads examples."""
     import server
 
     N, rounds = len(federation.sizes), len(federation.cohorts)
@@ -29,8 +35,8 @@ def theirs(federation: Federation, method: str, **changes: Any) -> list[np.ndarr
         **{"epsilon": 0.01, "beta": 0.1},
     } | changes
     order = ((t, i) for t, cohort in enumerate(federation.cohorts) for i in sorted(cohort))
-    client.client.data = SimpleNamespace(DataLoader=lambda *_, **__: federation.loader(*next(order)))
-    client.client.Dataset = lambda *_, **__: None
+    loading.data = SimpleNamespace(DataLoader=lambda *_, **__: federation.loader(*next(order)))
+    loading.Dataset = lambda *_, **__: None
     models: list[np.ndarray] = []
 
     class Server(getattr(server, method)):

@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,21 +22,50 @@ from federation import Federation, Network, Row, compared, difference, main, vec
 import fedjax_drift as fd
 
 
-def theirs(federation: Federation, script: str) -> np.ndarray:
-    """After every round, the global model of main_fed.py [rounds, P], or all models of main_lg.py [rounds, N, P]."""
-    without("torchvision", "models.test")
+def run_script(federation: Federation, words: Sequence[str], model: Callable[[Any], Network], *patches: Any) -> None:
+    """Runs a script of the checkout until there are no more cohorts.
+
+    The code of FedRep and of FedBABU has grown from that of LG-FedAvg, and runs in the same way.
+
+    words: the name of the script, and its options. model: takes the place of their ``get_model``.
+    """
     import models.Update
     import utils.train_utils
 
-    N, cohorts = len(federation.sizes), iter(federation.cohorts)
+    cohorts = enumerate(federation.cohorts)
     loaders: list[Any] = []
-    results: list[np.ndarray] = []
-    nets: list[Any] = []  # those that train, and not those of their best rounds
 
     def choice(*_: Any, **__: Any) -> tuple[int, ...]:
-        cohort = next(cohorts)
-        loaders[:] = [federation.loader(len(results), i) for i in cohort]
+        t, cohort = next(cohorts)
+        loaders[:] = [federation.loader(t, i) for i in cohort]
         return cohort
+
+    def loader(*_: Any, **__: Any) -> Any:  # FedBABU trains all clients once more to evaluate them: without batches
+        return loaders.pop(0) if loaders else []
+
+    indices = {i: np.arange(n) for i, n in enumerate(federation.sizes)}
+    patches = (
+        patch.object(models.Update, "DataLoader", loader),
+        patch.object(utils.train_utils, "get_model", model),
+        patch.object(utils.train_utils, "get_data", lambda _: (None, None, indices, indices)),
+        patch.object(np.random, "choice", choice),
+        patch.object(sys, "argv", [*words]),
+        *patches,
+    )
+    federation.orders  # noqa: B018 - before the patches
+    with contextlib.ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        stack.enter_context(contextlib.suppress(StopIteration))
+        runpy.run_path(f"{sys.path[0]}/{words[0]}", run_name="__main__")
+
+
+def theirs(federation: Federation, script: str) -> np.ndarray:
+    """After every round, the global model of main_fed.py [rounds, P], or all models of main_lg.py [rounds, N, P]."""
+    without("torchvision", "models.test")
+    N = len(federation.sizes)
+    results: list[np.ndarray] = []
+    nets: list[Any] = []  # those that train, and not those of their best rounds
 
     def model(_: Any) -> Network:
         made = federation.network()
@@ -64,19 +93,8 @@ def theirs(federation: Federation, script: str) -> np.ndarray:
     tests = sys.modules["models.test"]
     tests.test_img_local_all, tests.test_img = test_all, test_one
     tests.test_img_avg_all = lambda net, *_, **options: (0.0, 0.0, *[net] * ("return_net" in options))
-    patches = (
-        patch.object(models.Update, "DataLoader", lambda *_, **__: loaders.pop(0)),
-        patch.object(utils.train_utils, "get_model", model),
-        patch.object(utils.train_utils, "get_data", lambda _: (None, None, indices, indices)),
-        patch.object(np.random, "choice", choice),
-        patch.object(sys, "argv", [script, *(f"--{name}={value}" for name, value in options.items())]),
-    )
-    federation.orders  # noqa: B018 - before the patches
-    with contextlib.ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
-        stack.enter_context(contextlib.suppress(StopIteration))  # after our cohorts
-        runpy.run_path(f"{sys.path[0]}/{script}", run_name="__main__")
+    words = [script, *(f"--{name}={value}" for name, value in options.items())]
+    run_script(federation, words, model)
     return np.array(results)
 
 
