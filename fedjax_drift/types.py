@@ -506,8 +506,9 @@ class Algorithm(NamedTuple):
     """Requirements, checked when a `Simulation` is created. "features", "head", "extractor", "cosine": the model has
     this field. "classifier": the model has the default loss. "sgd": local training without momentum and without another
     optimizer. "sgd or momentum": local training without another optimizer. "accuracy": the evaluation reports an
-    accuracy. "one model": the model has no running statistics that clients update, because a client trains two models
-    with one call of `local.train`. "2 epochs": at least two local epochs; other numbers likewise."""
+    accuracy. "weights": the aggregation keeps the weights of the clients. "one model": the model has no running
+    statistics that clients update, because a client trains two models with one call of `local.train`. "2 epochs": at
+    least two local epochs; other numbers likewise."""
 
     def __repr__(self) -> str:
         values = reprs.captured((self.client_update, self.server_update, self.init_server, self.init_client))

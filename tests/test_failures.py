@@ -257,6 +257,13 @@ BAD = [
         {"aggregation": fd.aggregation.private(1, 1), "sampling": "bernoulli", "over_selection": 1.5},
         "clients that do not influence each other, got over_selection",
     ),
+    *(
+        (
+            {"aggregation": fd.aggregation.private(1, 1), "sampling": "bernoulli", "algorithm": algorithm},
+            'keeps the weights of the clients, got private.*: pass weighting="uniform"',
+        )
+        for algorithm in (fd.algorithms.scaffold(weighting="examples"), fd.algorithms.feddyn(0.1, weighting="examples"))
+    ),
 ]
 
 

@@ -55,7 +55,7 @@ def feddyn(alpha: float, scale_by_size: bool = False, weighting: str = "uniform"
         are needed to reach it. A large alpha slows down the local training.
       scale_by_size: if True, client i uses alpha / q_i.
       weighting: the weight of a client in the mean of (4): "uniform" (1, default) or "examples" (n_i, which doubles the
-        upload). In (3), every client counts the same. (`fd.aggregation.private` needs "uniform".)
+        upload). In (3), every client counts the same. `fd.aggregation.private` needs "uniform".
 
     Raises:
       ValueError: alpha is not positive, or the weighting is unknown.
@@ -88,7 +88,8 @@ def feddyn(alpha: float, scale_by_size: bool = False, weighting: str = "uniform"
         D, of_h = (mean, mean) if weighting == "uniform" else (mean[0], mean_of_equals(mean[1]))
         return Server(*aggregate(server.params, server.h, D, context, of_h))
 
-    return Algorithm(init_server, init_client, client_update, server_update, name="feddyn")
+    requires = ("weights",) if weighting == "examples" else ()
+    return Algorithm(init_server, init_client, client_update, server_update, name="feddyn", requires=requires)
 
 
 def aggregate(

@@ -68,7 +68,7 @@ def scaffold(
       variate_lr: the learning rate in (3): "current" (eta_t, default) or "initial" (eta_0). No effect with option I.
       variate_steps: the number of steps in (3): "own" (K_i, default) or "mean" (Kbar). No effect with option I.
       weighting: the weight of a client in (4): "uniform" (1, default) or "examples" (n_i). In (5), every client counts
-        the same, so c stays the mean of c_i. (`fd.aggregation.private` needs "uniform", because it weights by 1.)
+        the same, so c stays the mean of c_i. `fd.aggregation.private` needs "uniform".
 
     Raises:
       ValueError: server_lr is not positive, or an option is unknown.
@@ -106,7 +106,8 @@ def scaffold(
         c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (5)
         return Server(w, c)
 
-    return Algorithm(init_server, init_client, client_update, server_update, name="scaffold")
+    requires = ("weights",) if weighting == "examples" else ()
+    return Algorithm(init_server, init_client, client_update, server_update, name="scaffold", requires=requires)
 
 
 def refresh(c_i: Params, c: Params, D: Params, work: Work, variate_lr: str, variate_steps: str) -> Params:

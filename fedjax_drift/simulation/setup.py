@@ -175,7 +175,7 @@ def assemble(
         )
     aggregation = mean() if aggregation is None else aggregation
     over_selected = clients_selected > cohort_size
-    validate.check_aggregation(aggregation, sampling, over_selected, data)
+    validate.check_aggregation(aggregation, algorithm, sampling, over_selected, data)
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
     given = algorithm
     if model.statistics is not None:

@@ -83,7 +83,9 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
                 )
             continue
         checks.choice(
-            "Algorithm.requires", name, (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy", "one model")
+            "Algorithm.requires",
+            name,
+            (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy", "weights", "one model"),
         )
         if name in MISSING and not getattr(model, name):
             needed = "whose logits are cosines" if name == "cosine" else f"with {name}"
@@ -147,13 +149,20 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
             )
 
 
-def check_aggregation(aggregation: Any, sampling: str, over_selected: bool, data: FederatedData) -> None:
+def check_aggregation(
+    aggregation: Any, algorithm: Algorithm, sampling: str, over_selected: bool, data: FederatedData
+) -> None:
     """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the sampling and the
     data."""
     if not isinstance(aggregation, Aggregation):
         raise ConfigurationError(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
             "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
+        )
+    if aggregation.noise_multiplier is not None and "weights" in algorithm.requires:
+        raise ConfigurationError(
+            f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
+            'which weights all by 1: pass weighting="uniform"'
         )
     if aggregation.noise_multiplier is not None and sampling != "bernoulli":
         raise ConfigurationError(
