@@ -141,6 +141,7 @@ DATA = [
     (lambda: fd.models.lenet5(input_shape=(5,)), r"CNN does not accept examples of shape \(5,\)"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0, 1], []]), "client 1 is empty"),
     (lambda: fd.FederatedData.from_partition(X, Y, np.array([0, 0, 1, 1])), "pass parts=.np.flatnonzero"),
+    (lambda: fd.FederatedData.from_partition(X, Y, [0, 0, 1, 1]), "pass parts=.np.flatnonzero"),
     (lambda: clients_of({"a": (X, Y), "b": (X[:0], Y[:0])}), "client b is empty|client 1 is empty"),
     (lambda: clients_of({"a": (X, Y)}, test_clients=[(X, Y)]), "test_clients must be a dict with client names"),
     (lambda: clients_of({"anna": (X, Y)}, test_clients={"ana": (X, Y)}), "got 'ana': did you mean 'anna'"),

@@ -129,7 +129,7 @@ def _scores(
     for setting in settings:
         of_setting = [run for run in runs if dict(run.setting) == dict(setting)]
         score = fd.tuning.score(parsed(**setting).simulations[name], of_setting)
-        results.append({"setting": dict(setting), "score": round(score, 5)})
+        results.append({"setting": dict(setting), "score": score})
     return results
 
 
@@ -174,8 +174,7 @@ def commands(
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--algorithm", "--range", "--settings", "--seeds", "--validation", "--output", *_flags(tuned)):
         parser.add_argument(flag, action="append")
-    _, common = parser.parse_known_args([*argv])
-    common = [word for word in common if word != "tune"]
+    _, common = parser.parse_known_args([*argv[1:]])
     for spec in specs:
         if spec.text in scored:
             best = max(scored[spec.text], key=lambda result: result["score"])["setting"]

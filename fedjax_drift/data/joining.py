@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,8 @@ def join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.nd
     no_list = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
     if no_list or not isinstance(parts, Iterable):
         raise ConfigurationError(f"{what} must be one array of example indices per client, got {checks.shown(parts)}")
-    if isinstance(parts, np.ndarray) and parts.ndim == 1 and parts.dtype.kind in "iu":
+    parts = list(parts)
+    if any(isinstance(part, Integral) for part in parts):
         raise ConfigurationError(
             f"{what} must be one array of example indices per client, got one number per example: if these are the "
             f"clients, pass {what}=[np.flatnonzero(owner == i) for i in np.unique(owner)]"
