@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -34,8 +35,9 @@ def captured(functions: Iterable[Callable | None]) -> dict[str, Any]:
         cells = getattr(function, "__closure__", None) or ()
         names = function.__code__.co_freevars if cells else ()  # type: ignore[union-attr]
         for name, cell in zip(names, cells, strict=True):
-            if isinstance(cell.cell_contents, bool | int | float | str):
-                values.setdefault(name, cell.cell_contents)
+            with contextlib.suppress(ValueError):  # the cell of a name that has no value
+                if isinstance(cell.cell_contents, bool | int | float | str):
+                    values.setdefault(name, cell.cell_contents)
     return values
 
 

@@ -107,7 +107,6 @@ def partly_shared(
             raise ConfigurationError(
                 f"base must keep the global model in a field params of a NamedTuple, got {base.name}: use another base"
             )
-        w_personal = leaves_of(server.params)
         start = with_leaves(server.params, own_leaves(server.params, client))  # (1)
         mask = leaves.select("personal", personal, start)
         shared, everything = jax.tree.map(lambda is_own: not is_own, mask), jax.tree.map(lambda is_own: True, mask)
@@ -130,7 +129,7 @@ def partly_shared(
         message = without_personal(result.message, start, mask)
         if not averages:
             return result._replace(message=message, state=Client(result.state, kept[0]))
-        moved = [p - w for p, w in zip(kept[0], w_personal, strict=True)]
+        moved = [p - w for p, w in zip(kept[0], leaves_of(server.params), strict=True)]
         return result._replace(message=(message, moved), state=Client(result.state, kept[0], jnp.array(True)))
 
     def server_update(server: Any, mean: PyTree, context: Round) -> Any:

@@ -22,20 +22,22 @@ class Style:
 
     Raises ValueError if a value is not allowed.
 
+    Attributes:
+      smooth: The number of measured rounds in a window, >= 1. A point of a line is the mean of one window. All windows
+        of a panel have the same number of rounds, so the last two windows of a line may overlap. None and 1 plot every
+        round. "auto" plots every round if no run of a panel has more than 100 rounds, and at most 50 windows otherwise.
+      band: The band around the mean over seeds. "interval" is the 95 % confidence interval of the mean (Student's t).
+        "deviation" is the mean plus and minus one standard deviation of the seeds (with S - 1). "range" goes from the
+        smallest to the largest seed. None draws no band. A run with one seed never has a band.
+      figsize: Width and height of the figure in inches, > 0. None: the size depends on the number of panels, on the
+        legend and on matplotlib's font size.
+
     >>> fd.plots.curves(history, style=fd.plots.Style(smooth=None, figsize=(8, 3)))  # doctest: +SKIP
     """
 
     smooth: int | Literal["auto"] | None = "auto"
-    """The number of measured rounds in a window, >= 1. A point of a line is the mean of one window. All windows of a
-    panel have the same number of rounds, so the last two windows of a line may overlap. None and 1 plot every round.
-    "auto" plots every round if no run of a panel has more than 100 rounds, and at most 50 windows otherwise."""
     band: Band | None = "interval"
-    """The band around the mean over seeds. "interval" is the 95 % confidence interval of the mean (Student's t).
-    "deviation" is the mean plus and minus one standard deviation of the seeds (with S - 1). "range" goes from the
-    smallest to the largest seed. None draws no band. A run with one seed never has a band."""
     figsize: tuple[float, float] | None = None
-    """Width and height of the figure in inches, > 0. None: the size depends on the number of panels, on the legend and
-    on matplotlib's font size."""
 
     def __post_init__(self) -> None:
         if self.smooth is not None and not checks.is_auto(self.smooth):

@@ -149,8 +149,8 @@ class Simulation:
     def settings(self) -> dict[str, Any]:
         """What identifies a run in a log: names, numbers and strings, such as {"algorithm": "feddyn", "alpha": 0.1}.
 
-        The hyper-parameters of the algorithm and of the local training have their own names, "local_lr" for example if
-        both have one of this name. Functions are left out, except for the name of the local optimizer.
+        An option of local training has the prefix "local_" if the algorithm has an option of the same name. Functions
+        are left out, except for the name of the local optimizer.
         """
         engine, local = self.setup.engine, dataclasses.asdict(self.local)
         of_algorithm = reprs.captured(self.algorithm[:4])
