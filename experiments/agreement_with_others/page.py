@@ -17,8 +17,9 @@ INTRODUCTION = """\
 Other people have written many of our algorithms, too. We ran their code beside ours, in float64, on
 the same small federation: six clients with 5 to 25 examples, two dense layers, the same initial
 model, the same cohorts of three clients, the same batches. Their classes and functions run as they
-are; only their data loaders, their choice of clients and their files are replaced. So what is left
-is rounding, or a difference between two algorithms.
+are. We replace four things: their data loaders, their choice of clients, their files, and calls that
+PyTorch no longer has. Where they fix float32, we use float64. So what is left is rounding, or a
+difference between two algorithms.
 
 {summary}
 
