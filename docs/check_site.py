@@ -1,6 +1,6 @@
 """Checks the links of the built site, with their anchors: python docs/check_site.py SITE
 
-Links to other sites are not followed. The exit status is 1 if a link is broken.
+Links to other sites are not followed. The exit status is 1 if a link is broken, or if SITE has no page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Page(HTMLParser):
 def broken_links(site: Path) -> list[str]:
     """The links that lead nowhere, as "page: link"."""
     pages = {file.resolve(): Page(file) for file in site.rglob("*.html")}
-    broken = []
+    broken = [] if pages else [f"{site} has no page"]
     for file, page in pages.items():
         if file.name == "404.html":
             continue  # its links are absolute
