@@ -245,15 +245,15 @@ def make_npz(name: str, packed: bool = False, **arrays: Any) -> Callable[[Path],
     return make
 
 
-def jpegs() -> dict[str, Any]:
-    encoded = []
+def encoded(kind: str) -> dict[str, Any]:
+    parts = []
     for x in images(32)["x_train"]:
         buffer = io.BytesIO()
-        Image.fromarray(x).save(buffer, "JPEG")
-        encoded.append(buffer.getvalue())
-    offsets = np.cumsum([0, *map(len, encoded)])
-    data = np.frombuffer(b"".join(encoded), np.uint8)
-    return {"jpeg": data, "offsets": offsets, "labels": np.arange(6), "n_train": 4}
+        Image.fromarray(x).save(buffer, kind, lossless=True)
+        parts.append(buffer.getvalue())
+    offsets = np.cumsum([0, *map(len, parts)])
+    data = np.frombuffer(b"".join(parts), np.uint8)
+    return {kind: data, "offsets": offsets, "labels": np.arange(6), "n_train": 4}
 
 
 def make_idx(folder: Path) -> Path:
@@ -731,11 +731,13 @@ FORMATS = {
         make_npz("femnist_writers.npz", x=images()["x_train"], y=np.arange(6), writer=np.arange(6) // 2),
         dataset("femnist"), True,
     ),
-    "jpegs npz": Format(make_npz("cifar10_jpeg.npz", **jpegs()), dataset("cifar10"), True, {
-        "offsets that wrap": npz(**jpegs() | {"offsets": jpegs()["offsets"][[0, 2, 1, 3, 4, 5, 6]].astype(np.uint64)}),
-        "no image": npz(**jpegs() | {"jpeg": np.zeros_like(jpegs()["jpeg"])}),
-        "n_train": npz(**jpegs() | {"n_train": np.uint64(2**64 - 1)}),
-    }),
+    **{f"{kind} npz": Format(make_npz(f"cifar10_{kind}.npz", **encoded(kind)), dataset("cifar10"), True, {
+        "offsets that wrap": npz(
+            **encoded(kind) | {"offsets": encoded(kind)["offsets"][[0, 2, 1, 3, 4, 5, 6]].astype(np.uint64)}
+        ),
+        "no image": npz(**encoded(kind) | {kind: np.zeros_like(encoded(kind)[kind])}),
+        "n_train": npz(**encoded(kind) | {"n_train": np.uint64(2**64 - 1)}),
+    }) for kind in ("jpeg", "webp")},
     "movielens npz": Format(
         make_npz("movielens_latest_small.npz", **RATED), dataset("movielens", size="latest-small", **SMALL), True, {
             "a negative user": npz(**RATED | {"user_id": -RATED["user_id"]}),

@@ -56,7 +56,7 @@ def test_a_hundred_damaged_files_have_no_bad_outcome() -> None:
         ),
         ("images npz", "objects", "must be numbers, got Python objects, which are not read: save it as numbers"),
         ("images npz", "a pipe", "mnist.npz must be a file, got a pipe or a device: put the file there"),
-        ("jpegs npz", "offsets that wrap", "offsets must increase from 0"),
+        ("jpeg npz", "offsets that wrap", "offsets must increase from 0"),
         ("idx gz", "three bytes", "its header must have the lengths of 3 axes, got others: copy it again"),
         ("idx gz", "bomb", "its array must unpack to at most 1073741824 bytes, got 2147483648"),
         ("idx gz", "long bomb", "must have 40768 values, as its header says, got more: copy it again"),

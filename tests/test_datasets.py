@@ -174,33 +174,34 @@ def test_femnist_is_inverted_and_split_for_each_writer(tmp_path: Path) -> None:
     assert load("femnist", iid(3), tmp_path).test_sizes is None
 
 
-def test_cifar10_jpegs_are_decoded_again_only_if_their_content_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "error"), [("png", 0), ("webp", 0), ("jpeg", 2)])
+def test_encoded_images_of_cifar10_are_decoded_again_only_if_their_content_changes(
+    kind: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = pytest.importorskip("PIL.Image")
+    image, file = pytest.importorskip("PIL.Image"), tmp_path / f"cifar10_{kind}.npz"
 
     def write(colours: list[int]) -> None:
         encoded = []
         for colour in colours:
             buffer = io.BytesIO()
-            image.new("RGB", (32, 32), (colour, 0, 0)).save(buffer, "JPEG", quality=95)
+            image.new("RGB", (32, 32), (colour, 0, 0)).save(buffer, kind, lossless=True, quality=95)
             encoded.append(np.frombuffer(buffer.getvalue(), np.uint8))
         offsets = np.cumsum([0, *map(len, encoded)])
         labels = np.arange(len(colours), dtype=np.uint8)
-        np.savez(tmp_path / "cifar10_jpeg.npz", jpeg=np.concatenate(encoded), offsets=offsets, labels=labels, n_train=3)
+        np.savez(file, **{kind: np.concatenate(encoded)}, offsets=offsets, labels=labels, n_train=3)
 
     write([50, 100, 150, 200])
     first = load("cifar10", iid(1), tmp_path)
     assert first.x.shape == (3, 32, 32, 3) and first.x_test is not None and len(first.x_test) == 1
-    np.testing.assert_allclose(first.x[first.y.argsort()].mean((1, 2))[:, 0], [50, 100, 150], atol=2)
+    np.testing.assert_allclose(first.x[first.y.argsort()].mean((1, 2))[:, 0], [50, 100, 150], atol=error)
     with monkeypatch.context() as patch:
-        patch.setattr(image_files, "decode_jpegs", None)  # must not be called again
+        patch.setattr(image_files, "decode_npz", None)  # must not be called again
         np.testing.assert_array_equal(load("cifar10", iid(1), tmp_path).x, first.x)
     write([10, 20, 30, 40])
     assert load("cifar10", iid(1), tmp_path).x.max() < 40
-    with np.load(tmp_path / "cifar10_jpeg.npz") as z:
-        broken = dict(z) | {"jpeg": z["jpeg"][::-1]}
-    np.savez(tmp_path / "cifar10_jpeg.npz", **broken)
+    with np.load(file) as z:
+        broken = dict(z) | {kind: z[kind][::-1]}
+    np.savez(file, **broken)
     with pytest.raises(ValueError, match="image 0 is not a readable image"):
         load("cifar10", iid(1), tmp_path)
     np.savez(tmp_path / "cifar10.npz", **images(20, 5, (32, 32, 3)))

@@ -1,4 +1,4 @@
-"""Image files in the published formats: idx files, Python pickles, PNG and JPEG files."""
+"""Image files in the published formats: idx files, Python pickles, and files that Pillow decodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedjax_drift.data import files, lines
 from fedjax_drift.data.files import Arrays, Column
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
-FORMATS = ("PNG", "JPEG")
+FORMATS = ("PNG", "WEBP", "JPEG")  # Pillow decodes no other: fewer decoders for damaged files to reach
 Listing = tuple[list[str], np.ndarray]
 """The paths of M image files, and their labels [M]."""
 
@@ -113,31 +113,32 @@ def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), y
 
 
-def decode_jpegs(path: Path, classes: int, side: int) -> Arrays:
-    """Decodes x_train uint8 [M, side, side, 3], y_train [M], x_test and y_test from an npz of JPEG images.
+def decode_npz(path: Path, key: str, classes: int, side: int) -> Arrays:
+    """Decodes x_train uint8 [M, side, side, 3], y_train [M], x_test and y_test from an npz of encoded images.
 
-    The npz has `jpeg` uint8 [bytes], the concatenated images; `offsets` [M + M_test + 1]; `labels` [M + M_test]; and
-    `n_train` = M. Image i is jpeg[offsets[i] : offsets[i + 1]]. The training images are first. Raises ValueError for a
-    damaged file, and ImportError without Pillow.
+    The npz has an array with the name ``key``, uint8 [bytes], which is the concatenation of PNG, WebP or JPEG files;
+    `offsets` [M + M_test + 1]; `labels` [M + M_test]; and `n_train` = M. Image i is
+    bytes[offsets[i] : offsets[i + 1]]. The training images are first. Raises ValueError for a damaged file, and
+    ImportError without Pillow.
     """
     spec = {
-        "jpeg": Column("uint8", table="bytes"),
+        key: Column("uint8", table="bytes"),
         "offsets": Column(table="bounds"),
         "labels": Column(classes=classes),
         "n_train": Column(table=None),
     }
-    jpeg, offsets, labels, n_train = files.read_npz(path, spec).values()
+    encoded, offsets, labels, n_train = files.read_npz(path, spec).values()
     m, n = len(labels), int(n_train)
     offsets = offsets.astype(np.int64)  # signed, so that np.diff can be negative
-    if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(jpeg) or (np.diff(offsets) <= 0).any():
+    if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(encoded) or (np.diff(offsets) <= 0).any():
         raise ConfigurationError(
-            f"{path}: offsets must increase from 0 to {len(jpeg)} in {m} steps: copy or write the file again"
+            f"{path}: offsets must increase from 0 to {len(encoded)} in {m} steps: copy or write the file again"
         )
     if not 0 < n < m:
         raise ConfigurationError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave examples for the test set")
     x = np.empty((m, side, side, 3), np.uint8)
     for i in range(m):
-        x[i] = _decode(jpeg[offsets[i] : offsets[i + 1]].tobytes(), side, f"{path}: image {i}")
+        x[i] = _decode(encoded[offsets[i] : offsets[i + 1]].tobytes(), side, f"{path}: image {i}")
     return {"x_train": x[:n], "y_train": labels[:n], "x_test": x[n:], "y_test": labels[n:]}
 
 

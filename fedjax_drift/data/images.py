@@ -129,22 +129,22 @@ def cifar10(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     """Small photographs: 10 classes, 50,000 + 10,000 uint8 [32, 32, 3]; mean and std as in the code of FedDC's authors.
 
     Read from `cifar10.npz` (x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test), from the authors' folder
-    `cifar-10-batches-py`, or from `cifar10_jpeg.npz`, which has the same images as JPEG files (see
-    `fedjax_drift.data.image_files.decode_jpegs`). JPEG files are decoded on the first use and kept in the cache. JPEG
-    is lossy: accuracies are close to published ones, but not comparable to the last percent. (Krizhevsky, "Learning
-    Multiple Layers of Features from Tiny Images", 2009.)
+    `cifar-10-batches-py`, or from `cifar10_png.npz`, `cifar10_webp.npz` or `cifar10_jpeg.npz`, which have the images as
+    files of this format (see `fedjax_drift.data.image_files.decode_npz`). They are decoded on the first use and kept in
+    the cache. JPEG is lossy: accuracies are close to published ones, but not comparable to the last percent.
+    (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.)
     """
 
     def decoded(path: Path) -> files.Arrays:
         # The name is not cifar10.npz, so that lossy pixels are never used in place of the original ones.
         filename = f"{path.stem}_{files.fingerprint(path)}.npz"
         spec = _spec(10, (32, 32, 3))
-        return files.cached(filename, spec, lambda: image_files.decode_jpegs(path, 10, 32))
+        return files.cached(filename, spec, lambda: image_files.decode_npz(path, path.stem.rpartition("_")[2], 10, 32))
 
     batches = [f"data_batch_{i}" for i in range(1, 6)]
     readers = {
         "cifar-10-batches-py": lambda path: image_files.read_cifar(path, batches, "test_batch", "labels"),
-        "cifar10_jpeg.npz": decoded,
+        **{f"cifar10_{kind}.npz": decoded for kind in ("png", "webp", "jpeg")},
     }
     return _samples("cifar10", 10, (32, 32, 3), data_dir, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262), readers)
 

@@ -29,7 +29,7 @@ FILES = {
     "mnist": ("mnist.npz",),
     "fashion_mnist": ("fashion_mnist.npz",),
     "emnist": ("emnist_letters.npz", "emnist-letters-train-images-idx3-ubyte.gz"),
-    "cifar10": ("cifar10.npz", "cifar-10-batches-py", "cifar10_jpeg.npz"),
+    "cifar10": ("cifar10.npz", "cifar-10-batches-py", "cifar10_png.npz", "cifar10_webp.npz", "cifar10_jpeg.npz"),
     "cifar100": ("cifar100.npz", "cifar-100-python"),
     "cinic10": ("CINIC-10",),
     "tiny_imagenet": ("tiny-imagenet-200",),
