@@ -359,6 +359,19 @@ def test_bad_input(data, message) -> None:
         quietly(build, **({"rounds": 1} | BAD[message]))
 
 
+def test_functions_that_build_creates_in_every_call_are_equal_if_they_do_the_same(data) -> None:
+    """Their numbers must be equal, too: the program of a sweep has one augmentation and one set of measures."""
+
+    def build(lr: float, scale: float = 2.0) -> fd.Simulation:
+        training = local(lr=lr, augment=lambda key, x: scale * x)
+        return simulate(data, local=training, measure=["updates", "predictions"])
+
+    runs = quietly(build, 2, settings=grid(lr=[0.1, 0.2]), measure_every=1)
+    assert [len(run.history) for run in runs] == [2, 2]
+    with pytest.raises(ValueError, match="got augment .* use one sweep for each value"):
+        quietly(build, 1, settings=grid(lr=[0.1], scale=[2.0, 3.0]))
+
+
 def test_bad_build(sim) -> None:
     with pytest.raises(ValueError, match="build must be a function that returns a Simulation, got Simulation"):
         quietly(sim, 1)

@@ -472,7 +472,7 @@ def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
 
 
 def _differs(name: str, one: Any, other: Any) -> Iterable[tuple[str, Any, Any]]:
-    if one != other:
+    if one != other and hyper.split(one) != hyper.split(other):  # build creates equal functions in every call
         yield name, one, other
 
 
