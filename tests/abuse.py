@@ -444,8 +444,11 @@ def methods() -> Iterator[Call]:
         **of_runs(),
     }
     valid = {"state": state, "key": jax.random.key(0), "rounds": 1, "progress": False}
+    rows = [[value] for value in [*cohort.nonsense, None]]  # `run` takes a table of cohorts
+    cohorts = Kind([*cohort.nonsense, *rows], [None, [[0, 1]], np.array([[0, 2], [1, 2]]), ([2],), lambda t: [t]])
     for method in (sim.init, sim.round_fn, sim.evaluate, sim.evaluate_clients, sim.measure, sim.run):
         takes = inspect.signature(method).parameters
+        kinds |= {"cohort": cohorts} if method == sim.run else {}
         given, asked = ({name: of[name] for name in takes if name in of} for of in (valid, kinds))
         yield Call(f"sim.{method.__name__}", method, given, asked)
 
@@ -851,6 +854,7 @@ def models() -> Iterator[Call]:
     params = jax.device_get(MODEL.init(jax.random.key(0)))
     fd.models.save_params(params, "params.npz")
     of_params = {"params": Kind([*TEXTS, *THINGS, *ARRAYS[:2], None], [params], like=params), "path": path()}
+    of_params["data"] = only(fd.FederatedData, type(None))
     yield Call("fd.models.save_params", fd.models.save_params, {"params": params, "path": "some.npz"}, of_params)
     paths = {"classifier/dense/kernel": "kernel", "classifier/dense/bias": ("bias", np.asarray)}
     names = Kind(

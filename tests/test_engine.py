@@ -393,6 +393,47 @@ def test_bernoulli_cohorts(data) -> None:
     assert_close(given.params, state.params)
 
 
+@pytest.mark.parametrize("options", [{}, {"bank": "host", "stream": True}, {"devices": 2, "measure": "updates"}])
+def test_a_run_with_given_cohorts_is_a_loop_of_round_fn(data, options, tmp_path) -> None:
+    sim = simulate(data, fd.algorithms.scaffold(), **options)
+    cohorts = np.array([[3, 1, 4], [1, 5, 9], [2, 6, 8], [9, 7, 0], [3, 2, 1]])
+
+    def looped() -> fd.ServerState:
+        state = sim.init(jax.random.key(0))
+        for ids in cohorts:
+            state, _ = sim.round_fn(state, ids)
+        return state
+
+    expected = jax.device_get(looped().params)
+    begun, first = sim.run(sim.init(jax.random.key(0)), 2, cohort=cohorts, progress=False, checkpoints=tmp_path / "a")
+    assert [record["clients"] for record in first] == [3, 3]
+    for given in (cohorts.tolist(), lambda t: cohorts[t]):  # round t has row t, in a run that goes on, too
+        ended, history = sim.run(sim.init(jax.random.key(0)), 5, cohort=given, progress=False)
+        assert_equal(jax.device_get(ended.params), expected)
+        assert len(history) == 5 and all("update_norm" in record for record in history) == ("measure" in options)
+    begun = fd.Checkpoints(tmp_path / "a").restore(sim)[0]
+    ended, _ = sim.run(begun, 3, cohort=cohorts, progress=False)
+    assert_equal(jax.device_get(ended.params), expected)
+
+
+def test_given_cohorts_are_checked_before_anything_is_compiled(data) -> None:
+    sim = simulate(data)
+    state = sim.init(jax.random.key(0))
+    for given, message in {
+        "uniform": "cohort must be an array .* or a function of the round, got 'uniform'",
+        3: "cohort must be an array .* or a function of the round, got 3",
+        ((0, 1),): "cohort must have a row for each of the rounds 0 to 1, got 1 rows: add rows, or pass rounds=1",
+        ((0, 1), (2, 30)): r"cohort, in round 1, must contain client ids in 0..29, got 30",
+        ((0, 1), 2): "cohort, in round 1, must be a one-dimensional list",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            sim.run(state, 2, cohort=given, progress=False)
+    for wrong in (None, [1, 1]):
+        with pytest.raises(ValueError, match="cohort, in round 0, must"):
+            sim.run(state, 2, cohort=lambda t, wrong=wrong: wrong, progress=False)
+    assert sim.model.apply.traces == 1  # that of Simulation()
+
+
 def test_few_steps_are_wasted_with_the_sizes_of_femnist() -> None:
     """Executed steps exceed the needed steps by at most 12 %.
 

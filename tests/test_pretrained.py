@@ -35,6 +35,27 @@ def test_saved_parameters_are_loaded_unchanged(tmp_path):
         assert same(load_params(model, tmp_path / name), params)
 
 
+@pytest.mark.parametrize("ending", ["npz", "safetensors"])
+@pytest.mark.parametrize(
+    "how", [{}, {"mean": 0.3, "std": 0.2}, {"mean": [0.1, 0.2, 0.3], "std": [0.5, 1, 2]}, {"dtype": np.float32}]
+)
+def test_a_file_says_which_inputs_its_model_expects(ending, how, tmp_path):
+    if ending == "safetensors":
+        pytest.importorskip("safetensors")
+    x = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 3)).astype(how.pop("dtype", np.uint8))
+    data = fd.FederatedData(x, np.zeros(6, int), [6], **how)
+    model = fd.models.linear((4, 4, 3), num_classes=2)
+    save_params(model.init(KEY), file := tmp_path / f"model.{ending}", data)
+    if ending == "npz":
+        saved = np.load(file)
+    else:
+        saved = __import__("safetensors.numpy").numpy.load_file(file)
+    inputs = (x / saved["inputs/divided_by"] - saved["inputs/mean"]) / saved["inputs/std"]
+    np.testing.assert_allclose(inputs, data.decode(x), rtol=1e-5, atol=1e-6)
+    assert same(load_params(model, file), model.init(KEY))
+    assert same(fd.models.load(file), model.init(KEY))
+
+
 def test_a_file_that_does_not_fit_is_refused(tmp_path):
     small, large = fd.models.linear((4,), num_classes=2), fd.models.linear((5,), num_classes=2)
     save_params(small.init(KEY), tmp_path / "small.npz")

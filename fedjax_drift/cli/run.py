@@ -418,7 +418,7 @@ def simulate(
                 if writes:
                     for file, seed in zip(files, config["seeds"], strict=True):
                         with written(file, output) as new:
-                            fd.models.save_params(end.states[seed].params, new)
+                            fd.models.save_params(end.states[seed].params, new, data)
                 interrupted = not ended(history)  # Simulation.run returns normally after Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True

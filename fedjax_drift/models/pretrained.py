@@ -14,11 +14,13 @@ import numpy as np
 
 from fedjax_drift import checks, leaves
 from fedjax_drift.data import files
+from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.leaves import path_of
 from fedjax_drift.types import Model, Params
 
 STEM = "conv/kernel"
+INPUTS = ("inputs/divided_by", "inputs/mean", "inputs/std")  # arrays of a file that are not parameters
 TORCH_RESNET = re.compile(r"(?:layer(\d)\.(\d)\.)?(conv|bn|downsample\.)(\d)\.(weight|bias)")
 LAYER = "{layer}"
 
@@ -33,12 +35,16 @@ class Source(NamedTuple):
     convert: Callable[..., np.ndarray]  # from their arrays to the parameter
 
 
-def save_params(params: Params, path: str | os.PathLike[str]) -> None:
+def save_params(params: Params, path: str | os.PathLike[str], data: FederatedData | None = None) -> None:
     """Saves parameters to a file for `load_params`, or for other programs.
 
     The file has one array per leaf. The name of the array is the path of the leaf, such as "classifier/dense/bias". If
     the name of the file ends with ".safetensors", it is a safetensors file, otherwise an npz file. Parameters in
     bfloat16 need a safetensors file.
+
+    data: the training data. If given, the file also says which inputs the model expects, in three more float32 arrays:
+    (x / divided_by - mean) / std, with x as stored in the data. They are "inputs/divided_by" [] (255 for uint8 images,
+    otherwise 1), "inputs/mean" and "inputs/std" (0 and 1 without standardisation; [] or one value per channel).
 
     Raises ValueError for parameters that are empty or not numeric, ImportError if the package safetensors is needed and
     not installed, and OSError if the file can't be written.
@@ -54,9 +60,14 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
                 f"params of the dtype {leaf.dtype} must be saved as safetensors, got {target.name}: name it "
                 f"{target.stem}.safetensors"
             )
+    if data is not None:
+        checks.instance("data", data, FederatedData, "the data on which the model was trained, or None")
+        standard = (0, 1) if data.mean is None else (data.mean, data.std)
+        values = (255 if data.has_images else 1, *standard)
+        named |= {name: np.asarray(value, np.float32) for name, value in zip(INPUTS, values, strict=True)}
     if _is_safetensors(target.name):  # which stores the bytes in the order of the memory
-        data = _safetensors(target).save({name: np.asarray(leaf, order="C") for name, leaf in named.items()})
-        target.write_bytes(data)
+        content = _safetensors(target).save({name: np.asarray(leaf, order="C") for name, leaf in named.items()})
+        target.write_bytes(content)
     else:
         if reserved := named.keys() & inspect.signature(np.savez).parameters:
             raise ConfigurationError(
@@ -66,9 +77,9 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
             np.savez(file, **named)  # type: ignore[arg-type]
 
 
-def save(path: str | os.PathLike[str], params: Params) -> None:
-    """Saves parameters to an npz or safetensors file. The same as ``save_params(params, path)``."""
-    save_params(params, path)
+def save(path: str | os.PathLike[str], params: Params, data: FederatedData | None = None) -> None:
+    """Saves parameters to an npz or safetensors file. The same as ``save_params(params, path, data)``."""
+    save_params(params, path, data)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -169,7 +180,7 @@ def load_params(
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    """Reads all arrays of a file. Those in bfloat16 become float32."""
+    """Reads all arrays of a file but those that describe the inputs. Those in bfloat16 become float32."""
     if _is_safetensors(path.name):
         with files.opened(path):
             arrays = _safetensors(path).load_file(path)
@@ -181,6 +192,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
                 f"cannot read parameters from {path}: it is no npz ({files.one_line(error.__cause__)}): write it with "
                 "save_params, or if it is a safetensors file, let its name end with .safetensors"
             ) from error
+    if arrays.keys() >= set(INPUTS):
+        arrays = {name: array for name, array in arrays.items() if name not in INPUTS}
     for name, array in arrays.items():
         if array.dtype.name == "bfloat16":
             arrays[name] = array.astype(np.float32)

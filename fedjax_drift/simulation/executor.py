@@ -123,7 +123,7 @@ class Executor:
             if setup.can_be_refused:
                 return self.one_round(state, fetched, measures, donate=False)
             start = state if may_overwrite else copied(state, leaf_shardings(setup.shardings, state))
-            if setup.needs_host:
+            if setup.needs_host or fetched.cohort is not None:
                 return self.one_round(start, fetched, measures, donate=True)
             measured = self.launch("measure", measures, start, setup.arrays, None) if measures else {}
             new, infos = self.launch("rounds", start, setup.arrays, np.int32(n))
@@ -181,11 +181,14 @@ def with_measured(setup: Setup, info: dict, measured: dict) -> dict:
 
 
 class RunTrack:
-    """The run of `Simulation.run` as a `Track` of the loop. ``fetch(t)`` returns what round t needs from the host."""
+    """The run of `Simulation.run` as a `Track` of the loop.
 
-    def __init__(self, executor: Executor, state: ServerState, fetch: Callable[[int], Fetched]) -> None:
+    fetch: ``fetch(t)`` returns what round t needs from the host. stacked: whether a program may run several rounds.
+    """
+
+    def __init__(self, executor: Executor, state: ServerState, fetch: Callable[[int], Fetched], stacked: bool) -> None:
         self.executor, self.state = executor, state
-        self._fetch = fetch
+        self._fetch, self._stacked = fetch, stacked
         self._may_overwrite = executor.setup.donate  # applies only to the first state
 
     def prepare(self, t: int) -> None:
@@ -201,7 +204,7 @@ class RunTrack:
         return self.executor.scores(self.state.server)
 
     def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
-        for j, info, last in rounds_of_one(n, infos, scores, not self.executor.setup.one_round_a_program):
+        for j, info, last in rounds_of_one(n, infos, scores, self._stacked):
             yield 0, j, info, last
 
     def states(self) -> Iterable[tuple[int, ServerState]]:

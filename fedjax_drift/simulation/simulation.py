@@ -45,6 +45,9 @@ from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import ON_DEVICES, Specification
 from fedjax_drift.types import Algorithm, Model, Params, PyTree, Record, ServerState
 
+Cohorts = Sequence[Sequence[int | str]] | np.ndarray | jax.Array | Callable[[int], Any]
+"""The cohorts of many rounds. See `Simulation.run`."""
+
 
 class FlatOptions(TypedDict, total=False):
     """The fields of `Failures` and of `Placement`, which are also keyword arguments of `Simulation`."""
@@ -345,18 +348,41 @@ class Simulation:
         one_round = self.executor.one_round
         return self.executor.fitting(lambda: one_round(state, fetched, setup.measures, donate), state)
 
-    def _checked_cohort(self, cohort: Any) -> jax.Array | None:
+    def _checked_cohort(self, cohort: Any, what: str = "cohort") -> jax.Array | None:
         if cohort is None or traced(cohort):
             return cohort
         if isinstance(cohort, Sequence) and any(isinstance(client, str) for client in cohort):
             cohort = [self.data.id_of(client) if isinstance(client, str) else client for client in cohort]
-        ids, engine = validate.check_cohort(cohort, self.data.num_clients), self.setup.engine
+        ids, engine = validate.check_cohort(cohort, self.data.num_clients, what), self.setup.engine
         if engine.redeal is not None and engine.redeal.alpha is not None and len(ids) > engine.capacity:
             raise ConfigurationError(
-                f"cohort must have at most {engine.capacity} clients with data.redealt(alpha), got {len(ids)}: "
+                f"{what} must have at most {engine.capacity} clients with data.redealt(alpha), got {len(ids)}: "
                 "pass a larger cohort_size to Simulation"
             )
         return put(ids, self.setup.everywhere) if spans_processes(self.mesh) else ids
+
+    def _cohorts(self, cohort: Cohorts | None, first: int, last: int) -> Callable[[int], Any]:
+        """Returns the function from a round in first..last-1 to its checked cohort, or to None if it is to be drawn."""
+        if cohort is None:
+            return lambda t: None
+
+        def checked(t: int, ids: Any) -> Any:
+            return self._checked_cohort(() if ids is None else ids, f"cohort, in round {t},")
+
+        if callable(cohort):
+            return lambda t: checked(t, cohort(t))
+        if not isinstance(cohort, Sequence | np.ndarray | jax.Array) or isinstance(cohort, str):
+            raise ConfigurationError(
+                f"cohort must be an array [rounds, clients] or a function of the round, got {checks.shown(cohort)}: "
+                "pass lambda t: ids, for example"
+            )
+        if len(cohort) < last:
+            raise ConfigurationError(
+                f"cohort must have a row for each of the rounds 0 to {last - 1}, got {len(cohort)} rows: add rows, or "
+                f"pass rounds={max(0, len(cohort) - first)}"
+            )
+        rows = {t: checked(t, cohort[t]) for t in range(first, last)}  # before anything is compiled
+        return rows.__getitem__
 
     # --- many rounds --------------------------------------------------------------------------------------------------
 
@@ -371,6 +397,7 @@ class Simulation:
         measure_every: int = 1,
         checkpoints: Checkpoints | str | os.PathLike | None = None,
         until: Until | None = None,
+        cohort: Cohorts | None = None,
     ) -> tuple[ServerState, list[Record]]:
         """Runs ``rounds`` rounds from ``state``, or fewer with ``until``.
 
@@ -402,6 +429,10 @@ class Simulation:
             the records of this call of `run`, and before them those that ``checkpoints`` has. The run ends with this
             round if it returns True. If it has returned True for the records of ``checkpoints``, no round is run. The
             best state is kept by ``checkpoints``, and ``checkpoints.restore(sim, "best")`` returns it.
+          cohort: the clients of every round, if they are not to be drawn from the state's key. Either an array [T, K],
+            or a list of T lists, of which row t is the cohort of round t; or a function ``cohort(t)`` that returns it.
+            Round t is the one that starts with ``state.round == t``, so a resumed run passes the same cohorts. Ids and
+            names are as in `round_fn`. A round with another number of clients compiles another program.
 
         Returns:
           The last state, and the history: a list with one record per round. A record is a dict with
@@ -438,17 +469,18 @@ class Simulation:
         setup = self.setup
         state = setup.admit(state)
         t, last = int(state.round), int(state.round) + rounds
+        cohort_of = self._cohorts(cohort, t, last)
         schedule = Schedule(
             last,
             eval_every if self.data.x_test is not None else 0,
             measure_every if setup.measures else 0,
             (checkpoints.every or 0) if checkpoints is not None else 0,
-            setup.one_round_a_program,
+            setup.one_round_a_program or cohort is not None,
         )
-        fetching: Any = nullcontext(lambda t: Fetched(setup.arrays))
+        fetching: Any = nullcontext(lambda t: Fetched(setup.arrays, cohort_of(t)))
         if setup.needs_host:
             key = on_host(state.key)  # a copy, because the key in the state is donated
-            fetching = prefetching(lambda t: self.executor.fetch(key, t), last)
+            fetching = prefetching(lambda t: self.executor.fetch(key, t, cohort_of(t)), last)
         with (
             stop_on_interrupt(terminate=checkpoints is not None) as stop,
             nullcontext()
@@ -460,7 +492,7 @@ class Simulation:
             before = [] if savers is None else savers.before[0]
             if until is not None and has_ended(until, before):
                 return state, History()
-            track = RunTrack(self.executor, state, fetch)
+            track = RunTrack(self.executor, state, fetch, stacked=not schedule.one_round_a_program)
             loop = Loop(
                 [track], 1, self.mesh, schedule, bar, stop, savers,
                 None if on_round is None else lambda run, entry: on_round(entry),

@@ -246,25 +246,25 @@ def check_x64(before: bool) -> None:
         )
 
 
-def check_cohort(cohort: Any, N: int) -> jax.Array:
+def check_cohort(cohort: Any, N: int, what: str = "cohort") -> jax.Array:
     """Checks that the ids of a cohort are different and in 0..N-1, and returns them as int32 [K]."""
     try:
         ids = np.asarray(cohort)
     except Exception as error:  # ragged lists, or an object of an unknown type
         raise ConfigurationError(
-            f"cohort must be a one-dimensional list of client ids, got {checks.shown(cohort)}"
+            f"{what} must be a one-dimensional list of client ids, got {checks.shown(cohort)}"
         ) from error
     if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ConfigurationError(
-            f"cohort must be a one-dimensional list of at least 1 integer client id, got {ids.dtype}{list(ids.shape)}"
+            f"{what} must be a one-dimensional list of at least 1 integer client id, got {ids.dtype}{list(ids.shape)}"
         )
     if ids.min() < 0 or ids.max() >= N:
         bad = ids[(ids < 0) | (ids >= N)][0]
-        raise ConfigurationError(f"cohort must contain client ids in 0..{N - 1}, got {bad}")
+        raise ConfigurationError(f"{what} must contain client ids in 0..{N - 1}, got {bad}")
     values, counts = np.unique(ids, return_counts=True)
     if counts.max() > 1:
         raise ConfigurationError(
-            f"cohort must contain each client at most once, got client {values[counts.argmax()]} {counts.max()} times"
+            f"{what} must contain each client at most once, got client {values[counts.argmax()]} {counts.max()} times"
         )
     return jnp.asarray(ids, jnp.int32)
 
