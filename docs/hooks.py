@@ -1,4 +1,5 @@
-"""What MkDocs does beyond its plugins: equations become MathML, and every notebook has its place in the nav."""
+"""What MkDocs does beyond its plugins: equations become MathML, and notebooks have their place in the nav and a link to
+Colab."""
 
 import html
 import re
@@ -16,11 +17,19 @@ def on_config(config):
     return config
 
 
-def on_page_content(content, page, **_):
-    """Equations that need neither a script nor the network, and links between notebooks that work on the site."""
+def on_page_content(content, page, config, **_):
+    """Equations that need neither a script nor the network, and links between notebooks that work on the site.
+
+    If the address of the repository is known (REPOSITORY_URL, which the release sets), notebooks also open in Colab.
+    """
     if page.file.src_path.endswith(".ipynb"):  # served as a folder
         content = re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', r'href="../\1/\2"', content)
         content = re.sub(r'href="\.\./docs/([\w/]+)\.md(#[^"]*)?"', r'href="../../\1/\2"', content)
+        if config.repo_url:
+            repository = config.repo_url.rstrip("/").removeprefix("https://github.com/")
+            address = f"https://colab.research.google.com/github/{repository}/blob/main/{page.file.src_uri}"
+            how = "run <code>%pip install fedjax-drift</code> in its first cell"
+            content = f'<p><a href="{address}">Open in Colab</a> and {how}.</p>{content}'
 
     def mathml(found):
         display = "block" if found[1] == "div" else "inline"
