@@ -915,7 +915,7 @@ def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
             return write(self, lines)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fd.models, "save_params", lambda params, path: full(path))
+        patch.setattr(fd.models, "save_params", lambda params, path, data: full(path))
         patch.setattr(fd.plots, "curves", curves)
         patch.setattr(fd.logs, "FileIO", Full)
         assert cli.main([*command, "--output", str(folder)]) == 0
