@@ -224,6 +224,15 @@ def test_the_committed_pages_match_the_committed_results(tmp_path):
         assert path.read_text() == (results / path.name).read_text()
 
 
+def test_other_code_computes_the_same_claims():
+    """experiments/recompute_claims.py shares no code with experiments/tables."""
+    other = runpy.run_path(str(papers.EXPERIMENTS / "recompute_claims.py"))
+    page = other["PAGE"].read_text()
+    assert len(other["rows"]()) > 50 and other["differences"](page) == []
+    verdict, number = page.replace(" | supported |", " | open |", 1), page.replace("+0.38 [", "+0.39 [", 1)
+    assert len(other["differences"](verdict)) == len(other["differences"](number)) == 2  # one row of each
+
+
 @pytest.mark.parametrize("file", sorted((papers.EXPERIMENTS / "tables").glob("*.py")), ids=lambda file: file.stem)
 def test_the_code_of_the_tables_uses_only_public_names(file):
     text = file.read_text()

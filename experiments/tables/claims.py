@@ -41,13 +41,14 @@ The number of seeds follows a rule. It was written on 26 November 2026, and all 
 compared by the differences between runs with the same seed, after {LOOKS[0]} seeds. If the question is then open, 3 \
 more seeds are run, at most {LOOKS[-1]} in all. A question is no longer open if the difference is significant, or if \
 the interval includes 0 and is within a margin: half a percentage point, or a fifth of the rounds or the loss. Then \
-the methods count as equal. The rule allows {len(LOOKS)} looks at a question, so each look has a quarter of the 5 %. \
-The intervals are {100 * CONFIDENCE:g} % t intervals, and the p-values are multiplied by {len(LOOKS)} before Holm's \
-correction. If there are seeds between two looks, the last look counts. The rule is the same for all comparisons of \
-a table. A few comparisons had more than {LOOKS[0]} seeds before the rule was written, some of them because of a \
-look at the first ones: FedEve and FedAvg at alpha 0.1 (12), FedEve and SCAFFOLD at alpha 0.01 (6), FedADC and \
-SlowMo with s = 2 (6), FedGVRGM and FedAvg (5), and FedDC, FedDyn and SCAFFOLD with full participation on MNIST (5). \
-There were 5 seeds of FedDC's synthetic data from the start, as the table says."""
+the methods count as equal. (A published difference may be smaller.) The rule allows {len(LOOKS)} looks at a \
+question, so each look has a quarter of the 5 %. The intervals are {100 * CONFIDENCE:g} % t intervals, and the \
+p-values are multiplied by {len(LOOKS)} before Holm's correction. If there are seeds between two looks, the last \
+look counts. The rule is the same for all comparisons of a table. A few comparisons had more than {LOOKS[0]} seeds \
+before the rule was written, some of them because of a look at the first ones: FedEve and FedAvg at alpha 0.1 (12), \
+FedEve and SCAFFOLD at alpha 0.01 (6), FedADC and SlowMo with s = 2 (6), FedGVRGM and FedAvg (5), and FedDC, FedDyn \
+and SCAFFOLD with full participation on MNIST (5). There were 5 seeds of FedDC's synthetic data from the start, as \
+the table says."""
 
 
 class Claim(NamedTuple):
