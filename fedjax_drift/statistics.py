@@ -27,7 +27,7 @@ class Mean(NamedTuple):
     """The mean of several values, with its confidence interval and test."""
 
     value: float  # the mean, NaN without values
-    half: float  # half the width of the 95 % t interval, NaN with fewer than two values
+    half: float  # half the width of the t interval, NaN with fewer than two values
     p: float  # p-value of the two-sided t test that the true mean is 0, NaN if the test is not defined
 
     @property
@@ -41,8 +41,8 @@ class Mean(NamedTuple):
         return self.value + self.half
 
 
-def mean(values: Sequence[float] | np.ndarray, rounding: float = 0.0) -> Mean:
-    """The mean of some values, with its 95 % confidence interval (Student's t) and a t test.
+def mean(values: Sequence[float] | np.ndarray, rounding: float = 0.0, confidence: float = CONFIDENCE) -> Mean:
+    """The mean of some values, with its confidence interval (Student's t) and a t test.
 
     The values may be the scores of one method, one per seed. If they are the differences of two methods, one per seed,
     the test is the paired t test.
@@ -51,17 +51,21 @@ def mean(values: Sequence[float] | np.ndarray, rounding: float = 0.0) -> Mean:
       values: [n] numbers, n >= 0. If one is not finite, the results are NaN.
       rounding: values that differ by at most this much are the same, >= 0. The half width is then 0. The p-value is 1
         if they are also 0. Otherwise it is NaN, because the test is not defined. Default: 0.
+      confidence: the confidence level of the interval, in 0..1. Default: 0.95.
 
     Returns:
       A `Mean` (value, half, p).
 
     Raises:
-      ValueError: ``values`` is not a flat list of numbers, or ``rounding`` is negative.
+      ValueError: ``values`` is not a flat list of numbers, ``rounding`` is negative, or ``confidence`` is not in 0..1.
 
     >>> print("{:.2f} ± {:.2f}, p = {:.2f}".format(*mean([0.3, 0.1, 0.2])))
     0.20 ± 0.25, p = 0.07
+    >>> "{:.2f} ± {:.2f}, p = {:.2f}".format(*mean([0.3, 0.1, 0.2], confidence=0.99))
+    '0.20 ± 0.57, p = 0.07'
     """
     values, rounding = numbers("values", values), checks.nonnegative("rounding", rounding, computed=False)
+    confidence = checks.probability("confidence", confidence)
     if not np.isfinite(values).all():
         return Mean(math.nan, math.nan, math.nan)
     n, average = len(values), float(np.mean(values)) if len(values) else math.nan
@@ -73,19 +77,19 @@ def mean(values: Sequence[float] | np.ndarray, rounding: float = 0.0) -> Mean:
 
     with np.errstate(over="ignore", invalid="ignore"):
         error = float(values.std(ddof=1)) / math.sqrt(n)
-    return Mean(average, quantile(n) * error, float(2 * t.sf(abs(average) / error, n - 1)))
+    return Mean(average, quantile(n, confidence) * error, float(2 * t.sf(abs(average) / error, n - 1)))
 
 
-def quantile(n: int) -> float:
-    """The quantile of Student's t with n - 1 >= 1 degrees of freedom for a 95 % confidence interval.
+def quantile(n: int, confidence: float = CONFIDENCE) -> float:
+    """The quantile of Student's t with n - 1 >= 1 degrees of freedom for a confidence interval, by default of 95 %.
 
     >>> round(quantile(3), 3)
     4.303
     """
-    n = checks.integer("n", n, 2)
+    n, confidence = checks.integer("n", n, 2), checks.probability("confidence", confidence)
     from scipy.stats import t
 
-    return float(t.ppf((1 + CONFIDENCE) / 2, n - 1))
+    return float(t.ppf((1 + confidence) / 2, n - 1))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -770,7 +770,12 @@ def plots() -> Iterator[Call]:
     yield Call("fd.table", fd.table, {"records": RECORDS}, of_table)
     no_list = [*NOTHING, *TEXTS, *THINGS, RAGGED, {}, {1}, ["a"], [object()], [[1, 2]], 0.5, KEY]
     values = Kind(no_list, [[], (1, 2), [0.5, None], np.ones(3), range(3)], [[HUGE, 1e300]], like=[0.5, 1, 0.25])
-    of_mean = {"values": values, "rounding": nonnegative()._replace(nonsense=[*NO_NUMBER, -1, -0.5])}
+    share = probability()
+    of_mean = {
+        "values": values,
+        "rounding": nonnegative()._replace(nonsense=[*NO_NUMBER, -1, -0.5]),
+        "confidence": share,
+    }
     yield Call("fd.statistics.mean", fd.statistics.mean, {"values": [1, 2]}, of_mean)
     p_values = Kind([*no_list, [2.0], [-0.1], [np.inf]], [[], (0, 1), [0.5, None], np.ones(3)], like=[0.5, 1, 0.25])
     yield Call("fd.statistics.holm", fd.statistics.holm, {"p_values": [0.5]}, {"p_values": p_values})
@@ -787,7 +792,7 @@ def plots() -> Iterator[Call]:
     of_score = {"sim": only(fd.Simulation), "runs": Kind([*ANYTHING, [HISTORY]])}
     yield Call("fd.tuning.score", fd.tuning.score, scored, of_score)
     degrees = integer(2, sound=INTEGERS)
-    yield Call("fd.statistics.quantile", fd.statistics.quantile, {"n": 2}, {"n": degrees})
+    yield Call("fd.statistics.quantile", fd.statistics.quantile, {"n": 2}, {"n": degrees, "confidence": share})
     story = {"records": runs, "target": target, "data": only(fd.FederatedData), "path": file}
     yield Call("fd.plots.drift_story", fd.plots.drift_story, valid | {"data": DATA}, story)
     scores = {"accuracy": np.array([0.5, 0.7, np.nan]), "loss": np.ones(3)}

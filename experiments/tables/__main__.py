@@ -14,6 +14,7 @@ import jax
 
 import fedjax_drift as fd
 from experiments.tables import claims, papers, queue, report, runner
+from experiments.tables.claims import Claim
 from experiments.tables.papers import Cell, Table
 
 OUTPUT = Path("runs/experiments")
@@ -54,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report.listing(tables, [args.output, args.tables / "results"]))
         return 0
     if args.command == "missing":
-        jobs = queue.missing(tables, args.output, lambda text: print(text, file=sys.stderr))
+        claimed = _claims(args)
+        jobs = queue.missing(tables, args.output, claimed, lambda text: print(text, file=sys.stderr))
         print(f"without a result in {args.output}:")
-        print(queue.listing(jobs))
+        print(queue.listing(jobs, claimed))
         return 0
     if args.command == "run":
         if args.missing:
@@ -92,7 +94,7 @@ def _run(args: argparse.Namespace, tables: Sequence[tuple[Table, list[Cell]]]) -
 def _run_missing(args: argparse.Namespace, tables: Sequence[Table]) -> int:
     progress, say = False if args.no_progress else None, functools.partial(print, flush=True)
     try:
-        ended = queue.run_missing(tables, args.output, args.budget, say, progress)
+        ended = queue.run_missing(tables, args.output, _claims(args), args.budget, say, progress)
     except runner.BusyError as error:
         print(error, file=sys.stderr)
         return 1
@@ -101,6 +103,11 @@ def _run_missing(args: argparse.Namespace, tables: Sequence[Table]) -> int:
         return 130
     print("the budget is used up: the same command resumes from here" if ended else "nothing is left to run here")
     return 0
+
+
+def _claims(args: argparse.Namespace) -> list[Claim]:
+    """The claims about all tables of the folder."""
+    return claims.read(args.tables, papers.read_tables(args.tables, papers.table_names(args.tables)))
 
 
 def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
@@ -114,8 +121,7 @@ def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
             print(f"{table.name} has no results in {folder}: {report.COMMAND} run {table.name}", file=sys.stderr)
             return 1
     if args.all:
-        claimed = claims.read(args.tables, tables)
-        print(", ".join(map(str, report.write_index(tables, args.results or committed, claimed))))
+        print(", ".join(map(str, report.write_index(tables, args.results or committed, _claims(args)))))
     return 0
 
 
@@ -136,7 +142,11 @@ def _parser() -> argparse.ArgumentParser:
         "list", parents=[shared], help="list the tables, with the number of cells that have been run"
     )
     run = commands.add_parser("run", parents=[shared], help="run tables, or parts of them")
-    absent = commands.add_parser("missing", parents=[shared], help="list what has not been run, with estimated times")
+    absent = commands.add_parser(
+        "missing",
+        parents=[shared],
+        help="list what has not been run, with estimated times, and the claims that wait for it",
+    )
     pages = commands.add_parser("report", parents=[shared], help="write the pages about tables from their results")
     for command in (listing, run, absent):
         command.add_argument(
@@ -146,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>, as shown by list")
     run.add_argument(
         "--missing", action="store_true", help="run what is missing of these tables (default: of all), the most "
-        "valuable cells first, at low priority; `missing` shows the list",
+        "valuable cells first (those that open claims wait for), at low priority; `missing` shows the list",
     )  # fmt: skip
     run.add_argument(
         "--budget", metavar="TIME", type=_seconds, help="with --missing: stop after this time, such as 150m or 2h",

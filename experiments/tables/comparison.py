@@ -1,4 +1,9 @@
-"""Statistics of the tables: our numbers against the published ones, and one method against another."""
+"""Statistics of the tables: our numbers against the published ones, and one method against another.
+
+Methods are compared by a rule for the number of seeds. They are compared after 3 seeds. If the question is still open,
+3 more seeds are run, at most 12 in all. So there are up to four looks at the same question. Each look has a share of a
+quarter of the 5 % (Bonferroni): its interval is a 98.75 % interval, and its p-value is multiplied by 4.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,9 @@ import fedjax_drift as fd
 from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.results import Result
 
-WORDS = ("holds", "does not hold", "open")
+WORDS = ("holds", "does not hold", "equal", "open")
+LOOKS = (3, 6, 9, 12)  # the numbers of seeds after which two methods are compared
+CONFIDENCE = 1 - fd.statistics.SIGNIFICANT / len(LOOKS)  # of the interval of each look
 BETTER, WORSE, EQUAL, OPEN = "▲", "▼", "≈", "?"
 
 
@@ -21,7 +28,8 @@ class Comparison(NamedTuple):
 
     word: str  # one of `WORDS`
     text: str  # by how much the first method is better, with the confidence interval
-    p: float  # of the two-sided t test, NaN without an interval
+    p: float  # of the two-sided paired t test, multiplied by the number of looks; NaN without an interval
+    seeds: int = 0  # the number of seeds that were compared, one of `LOOKS`; 0 before the first look
 
 
 class Verdict(NamedTuple):
@@ -34,12 +42,24 @@ class Verdict(NamedTuple):
     printed: str  # whether the numbers of the paper have this order: "yes", "no", "equal", or "-" if there are none
     word: str  # one of `WORDS`
     text: str  # the difference and its confidence interval
-    p: float  # the p-value, NaN if there is no confidence interval
+    p: float  # the p-value, corrected for the looks; NaN if there is no confidence interval
+    seeds: int = 0  # the number of seeds that were compared, 0 before the first look
     survives: bool = False  # whether the difference is significant if all claims of the table are corrected together
 
     @property
     def interval(self) -> bool:
         return not math.isnan(self.p)
+
+    @property
+    def decided(self) -> bool:
+        """Whether the rule asks for no more seeds: the difference is significant, or the methods are equal."""
+        return self.survives or self.word == "equal"
+
+    @property
+    def wanted_seeds(self) -> int:
+        """The number of seeds that the rule asks for: those of the next look if the question is open."""
+        later = [look for look in LOOKS if look > self.seeds]
+        return later[0] if later and not self.decided else self.seeds
 
 
 def values_of(score: Score, runs: Mapping[int, Result]) -> list[float]:
@@ -50,13 +70,14 @@ def values_of(score: Score, runs: Mapping[int, Result]) -> list[float]:
 # --- against the paper ------------------------------------------------------------------------------------------------
 
 
-def margin(score: Score, printed: Printed) -> float:
-    """The difference from a published number that counts as equal: half a percentage point, or a fifth of the number.
+def margin(score: Score, value: float) -> float:
+    """The difference from a number that counts as equal: half a percentage point, or a fifth of the number.
 
-    Percentages and accuracies have the absolute margin, all other scores the relative one.
+    Scores of which more is better (accuracies, AUC, ratios) have the absolute margin, all other scores the relative
+    one.
     """
     percent = 1.0 if score.scale > 1 else 0.01
-    return 0.5 * percent if score.of.endswith("accuracy") else abs(printed.value) / 5
+    return 0.5 * percent if score.sign > 0 else abs(value) / 5
 
 
 def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
@@ -91,7 +112,7 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
         return text, ""
     theirs = variance if printed.std is None else printed.std**2
     half = fd.statistics.quantile(n) * math.sqrt(variance / n + theirs)
-    if abs(gap) + half <= margin(score, printed):
+    if abs(gap) + half <= margin(score, printed.value):
         return text, EQUAL
     return text, OPEN if abs(gap) <= half else BETTER if gap * score.sign > 0 else WORSE
 
@@ -100,42 +121,77 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
 
 
 def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> Comparison:
-    """Compares method a with method b: "holds" (a is better), "does not hold" (b is better) or "open".
+    """Compares method a with method b by the differences between runs with the same seed.
 
-    The interval is a t interval of the differences between runs with the same seed. The verdict is "open" if fewer than
-    two seeds have both methods, or if the difference is the same for all seeds. Runs without the score are left out.
-    The scores "best" and "last" only use the rounds that all runs have.
+    The answer is that of the last look: of the 3, 6, 9 or 12 lowest seeds that both methods have. It depends on the
+    t interval of the mean difference:
+
+    - "holds" if a is better in the whole interval, "does not hold" if b is better
+    - "equal" if the whole interval is within the `margin` and includes 0
+    - "open" otherwise, for example before the first look
+
+    Runs without the score are left out. The scores "best" and "last" only use the rounds that all runs have.
 
     A run that did not reach the target counts as if it reached the target one round after its last round, which is too
-    early. So a method with such a run is never found to be better. The verdict is then "open".
+    early. So a method with such a run is never found to be better or equal. The answer is then "open".
     """
-    rounds = [run.rounds for run in (*a.values(), *b.values())]
+    runs = [(a[seed], b[seed]) for seed in sorted(set(a) & set(b))]
+    if not runs:
+        return Comparison("open", "no seed in common", math.nan)
+    rounds = [run.rounds for pair in runs for run in pair]
     most = min(rounds) if score.take in ("best", "last") and min(rounds) < max(map(score.within, rounds)) else 0
-    x, y = (
-        {seed: value for seed, run in runs.items() if not math.isnan(value := score(_up_to(run, most).series))}
-        for runs in (a, b)
-    )
-    if not x or not y:
+    scored = [(pair, [score(_up_to(run, most).series) for run in pair]) for pair in runs]
+    scored = [(pair, values) for pair, values in scored if not np.isnan(values).any()]
+    seeds = max((look for look in LOOKS if look <= len(scored)), default=0)
+    scored = scored[: seeds or None]
+    if not scored:
         return Comparison("open", "not scored", math.nan)
-    late = [any(map(math.isinf, values.values())) for values in (x, y)]
-    if all(map(math.isinf, (*x.values(), *y.values()))):
-        return Comparison("open", "neither reached the target", math.nan)
-    one, other = (
-        {seed: score.within(runs[seed].rounds) + 1.0 if math.isinf(value) else value for seed, value in values.items()}
-        for runs, values in ((a, x), (b, y))
-    )
+    values = np.array([values for _, values in scored])  # [seeds, 2]
+    late = np.isinf(values).any(0)
+    if np.isinf(values).all():
+        return Comparison("open", "neither reached the target", math.nan, seeds)
+    after_last = np.array([[score.within(run.rounds) + 1.0 for run in pair] for pair, _ in scored])
+    values = np.where(np.isinf(values), after_last, values)
+    gaps = score.sign * (values[:, 0] - values[:, 1]) + 0.0  # not -0.0
     digits, within = max(score.digits, 1), f", of the first {most} rounds" if most else ""
-    gaps = np.array([score.sign * (one[seed] - other[seed]) for seed in sorted(set(one) & set(other))])
-    if len(gaps) < 2:
-        mean = score.sign * (np.mean(list(one.values())) - np.mean(list(other.values())))
-        return Comparison("open", f"{mean:+.{digits}f}{within}", math.nan)
-    if not np.ptp(gaps):
-        return Comparison("open", f"{gaps[0]:+.{digits}f} for every seed{within}", math.nan)
-    gap = fd.statistics.mean(gaps)
-    better, worse = gap.low > 0 and not late[0], gap.high < 0 and not late[1]
-    bound = " (a bound: not all reached the target)" if any(late) else ""
-    text = f"{gap.value:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}], {len(gaps)} seeds{within}{bound}"
-    return Comparison("holds" if better else "does not hold" if worse else "open", text, gap.p)
+    within += " (a bound: not all reached the target)" if late.any() else ""
+    if not seeds:
+        number = f"{len(gaps)} seed{'s' * (len(gaps) > 1)}{within}"
+        return Comparison("open", f"{gaps.mean():+.{digits}f}, {number}", math.nan)
+    gap = fd.statistics.mean(gaps, confidence=CONFIDENCE)
+    word = _word(gap, margin(score, float(values[:, 1].mean())), late)
+    if not np.ptp(gaps):  # there is no t test
+        text = f"{gap.value:+.{digits}f} for each of {seeds} seeds{within}"
+        return Comparison(word if word == "equal" else "open", text, math.nan, seeds)
+    text = f"{gap.value:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}], {seeds} seeds{within}"
+    return Comparison(word, text, min(1.0, len(LOOKS) * gap.p), seeds)
+
+
+def _word(gap: fd.statistics.Mean, equal: float, late: np.ndarray) -> str:
+    """The answer for the mean difference of two methods.
+
+    Args:
+      equal: the margin within which the methods are equal.
+      late: bool [2], whether a run of the method did not reach the target.
+    """
+    if gap.low > 0 and not late[0]:
+        return "holds"
+    if gap.high < 0 and not late[1]:
+        return "does not hold"
+    within = gap.low <= 0 <= gap.high and max(-gap.low, gap.high) <= equal
+    return "equal" if within and not late.any() else "open"
+
+
+def reaches(runs: Mapping[int, Result], score: Score, target: float) -> Comparison:
+    """Whether the score of a method is at least the target: "holds" if it is in all of three or more runs, "does not
+    hold" if it is in none of them, otherwise "open"."""
+    values = [value for value in values_of(score, runs) if not math.isnan(value)]
+    if not values:
+        return Comparison("open", "not scored", math.nan)
+    met = sum(value >= target for value in values)
+    text = f"{min(values):.{score.digits}f} to {max(values):.{score.digits}f}, {len(values)} seeds"
+    word = "open" if len(values) < LOOKS[0] or 0 < met < len(values) else "holds" if met else "does not hold"
+    return Comparison(word, text, math.nan, len(values))
 
 
 def _up_to(run: Result, most: int) -> Result:

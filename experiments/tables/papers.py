@@ -94,13 +94,14 @@ class Score(NamedTuple):
     - at: the value in round `round`.
     - rounds_to: the first round in which the value is `target` or better.
     - when: the value of a drift measure in the first measured round that starts with a model whose test accuracy is
-      `target` or better.
+      `target` or better. If `relative`, the value is divided by this test accuracy.
     - median: the median over all rounds except the first tenth."""
     target: float = math.nan
     round: int = 0  # "at": the round of the value; "best", "rounds_to": the last round that counts (0: all)
     window: int = 1
     smooth: int = 1  # with "rounds_to": the number of last evaluations whose mean must reach the target
     scale: float = 1.0  # 100 for percent
+    relative: bool = False  # with "when": divide the value by the accuracy of the model that the round starts with
 
     @property
     def sign(self) -> int:
@@ -134,11 +135,7 @@ class Score(NamedTuple):
         if self.take == "last":
             return self.scale * float(values[-self.window :].mean())
         if self.take == "when":
-            accuracies = series["accuracy"] if "accuracy" in series else Series([], [])
-            pairs = zip(accuracies.rounds, accuracies.values, strict=True)
-            good = [t for t, value in pairs if last_number(value) >= self.target]
-            measured = values[np.isin(rounds - 1, good)]  # round t starts with the model of round t - 1
-            return self.scale * float(measured[0]) if measured.size else math.nan
+            return self.scale * _when(self, series)
         if self.take == "median":
             known = values[(rounds > rounds[-1] / 10) & np.isfinite(values)]
             return self.scale * float(np.median(known)) if known.size else math.nan
@@ -151,6 +148,18 @@ class Score(NamedTuple):
             counts = counts & np.isfinite(values) & (np.arange(len(values)) >= self.smooth - 1)
         reached = counts & (better * values >= better * self.target)
         return float(rounds[reached][0]) if reached.any() else math.inf
+
+
+def _when(score: Score, series: Mapping[str, Series]) -> float:
+    """The value in the first round that starts with a model that has the target, NaN if there is none."""
+    starts = {
+        t + 1: last_number(value)  # round t + 1 starts with the model of round t
+        for t, value in zip(*series.get("accuracy", Series([], [])), strict=True)
+    }
+    for t, value in zip(*series[score.of], strict=True):
+        if starts.get(t, -math.inf) >= score.target:
+            return last_number(value) / (starts[t] if score.relative else 1)
+    return math.nan
 
 
 def last_number(value: Any) -> float:

@@ -1,14 +1,16 @@
 """What has not been run yet, how long it would take here, and the runs themselves, the most valuable first.
 
-A job is one cell with seeds that have not been run. Jobs are ordered by
+A job is one cell with seeds that have not been run. The order of the jobs is
 
-  1. whether their setting is a headline of its table
-  2. the ``priority`` of the table, 1 before 2
-  3. their seeds: the first seed of all cells, then the others up to `SEEDS`
-  4. their estimated minutes
+  1. those that an open claim of claims.toml waits for, first the comparisons that take the least time
+  2. those of the settings that are a headline of their table, by the ``priority`` of the table, 1 before 2
+  3. all others, by the ``priority`` of the table
+
+Within 2 and 3, the first seed of all cells comes before the others. A cell needs 3 seeds, and more if the rule of
+`comparison` asks for them.
 
 The estimate is the FLOPs of the local training divided by a rate. The rate is that of earlier results with this
-model and algorithm on the same hardware, or else with this model. A job of more than `MOST_HOURS` is left for a faster
+model and algorithm on the same hardware, or else with this model. A run of more than `MOST_HOURS` is left for a faster
 machine.
 """
 
@@ -20,7 +22,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,19 +31,23 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from experiments.tables import runner
+from experiments.tables import claims, report, runner
+from experiments.tables.claims import Claim
+from experiments.tables.comparison import LOOKS, Verdict
 from experiments.tables.papers import Cell, Table
 from experiments.tables.results import Result, hardware, read_results
 from experiments.tables.tuning import read_tuned, tuning_grid, with_tuned
 
-SEEDS = 3  # the number of seeds that every cell should have
-MOST_HOURS = 8.0
+MOST_HOURS = 8.0  # of one run
 DEFAULT_RATES = {
     "cpu": 5e10,
     "gpu": 5e12,
     "tpu": 5e12,
 }  # FLOP/s, including compilation, if there are no results of this hardware
-STAGES = ("headline settings", "headline settings, more seeds", "other settings", "other settings, more seeds")
+STAGES = (
+    "for open claims", "headline settings", "headline settings, more seeds", "other settings",
+    "other settings, more seeds",
+)  # fmt: skip
 
 
 class Job(NamedTuple):
@@ -53,6 +59,23 @@ class Job(NamedTuple):
     stage: int  # an index of `STAGES`
     minutes: float  # the estimate for this machine, all seeds together; NaN if the data are not on it
     obstacle: str = ""  # why it cannot run here; empty: it can
+    questions: tuple[Question, ...] = ()  # those that wait for it
+    together: float = math.inf  # the minutes of the cheapest of these questions, with all of its jobs
+
+
+class Question(NamedTuple):
+    """An open claim in one setting."""
+
+    claim: Claim
+    setting: str
+
+
+class Needs(NamedTuple):
+    """The numbers of seeds that cells need, and why."""
+
+    seeds: dict[Path, int]  # by the rule, of every cell
+    for_claims: dict[Path, int]  # of the cells that an open claim waits for
+    questions: dict[Path, list[Question]]
 
 
 class Cost(NamedTuple):
@@ -66,7 +89,9 @@ class Cost(NamedTuple):
 # --- what is missing --------------------------------------------------------------------------------------------------
 
 
-def missing(tables: Sequence[Table], output: Path, say: Callable[[str], None] = print) -> list[Job]:
+def missing(
+    tables: Sequence[Table], output: Path, claimed: Sequence[Claim] = (), say: Callable[[str], None] = print
+) -> list[Job]:
     """Returns the jobs of the tables, in the order in which they should run; those that cannot run here come last.
 
     Loads every data set once, to count its examples and the FLOPs of the models. say: is told what is being read.
@@ -80,40 +105,115 @@ def missing(tables: Sequence[Table], output: Path, say: Callable[[str], None] = 
             say(f"reading {key[0]}")
             costs[key] = _cost(cell)
     rates = _rates([(cells[file][1], runs) for file, runs in results.items()], costs)
-    jobs = []
+    needs, jobs = _needs(tables, output, claimed), []
     for file, (table, cell) in cells.items():
-        cost, obstacle, wanted = costs.get(_cost_key(cell), ""), _not_available(table, cell), list(range(SEEDS))
+        cost, obstacle = costs.get(_cost_key(cell), ""), _not_available(table, cell)
+        wanted = list(range(needs.seeds.get(file, LOOKS[0])))
         try:
             wanted = runner.unfinished(with_tuned(cell, table, output), output, wanted)
         except ValueError:
             obstacle = f"{output / file} has results of other options"
-        for stage, seeds in _stages(table, cell, wanted):
+        tuning = _tuning_rounds(table, cell, output)
+        for stage, seeds in _stages(table, cell, wanted, needs.for_claims.get(file, 0)):
+            questions = tuple(needs.questions.get(file, ())) if stage == 0 else ()
             if obstacle or isinstance(cost, str):
-                jobs.append(Job(table, cell, seeds, stage, math.nan, obstacle or str(cost)))
+                jobs.append(Job(table, cell, seeds, stage, math.nan, obstacle or str(cost), questions))
                 continue
-            rounds = _expected_rounds(table, cell, results[file].values())
-            tuning = _tuning_rounds(table, cell, output)
-            flops = _round_flops(cell, cost) * (rounds * len(seeds) + tuning)
-            minutes = flops / _rate(cell, rates) / 60
-            slow = f"more than {MOST_HOURS:g} hours here" if minutes > 60 * MOST_HOURS else ""
-            jobs.append(Job(table, cell, seeds, stage, minutes, slow))
-    return sorted(jobs, key=lambda job: (bool(job.obstacle), job.stage > 1, job.table.priority, job.stage, job.minutes))
+            rounds = _expected_rounds(table, cell, results[file].values()) * len(seeds) + tuning
+            tuning = 0  # it belongs to the first job of the cell
+            minutes = _round_flops(cell, cost) * rounds / _rate(cell, rates) / 60
+            slow = f"more than {MOST_HOURS:g} hours here" if minutes > 60 * MOST_HOURS * len(seeds) else ""
+            jobs.append(Job(table, cell, seeds, stage, minutes, slow, questions))
+    return sorted(_with_costs(jobs), key=_order)
 
 
-def listing(jobs: Sequence[Job]) -> str:
-    """One line per job: its minutes, and what it is; at the end the sums."""
+def _needs(tables: Sequence[Table], output: Path, claimed: Sequence[Claim]) -> Needs:
+    """The seeds that the comparisons of the tables need by the rule, and those that the open claims wait for."""
+    needs = Needs({}, {}, {})
+
+    def want(where: dict[Path, int], cell: Cell, seeds: int) -> None:
+        where[cell.file] = max(where.get(cell.file, LOOKS[0]), seeds)
+
+    for table in tables:
+        ours = report.results_of(table, output)
+        verdicts = [*report.orderings(table, ours), *claims.targets_met(claimed, table, ours)]
+        for verdict in verdicts:
+            for method in filter(None, (verdict.a, verdict.b)):
+                want(needs.seeds, table.settings[verdict.setting].cells[method], verdict.wanted_seeds)
+        for claim in claimed:
+            if claim.table == table.name:
+                for question, seeds in _questions(claim, claims.evidence(claim, verdicts)):
+                    for method in filter(None, (claim.better, claim.worse)):
+                        cell = table.settings[question.setting].cells[method]
+                        want(needs.for_claims, cell, seeds)
+                        needs.questions.setdefault(cell.file, []).append(question)
+    return needs
+
+
+def _questions(claim: Claim, tested: Mapping[str, Verdict]) -> Iterator[tuple[Question, int]]:
+    """Yields the settings in which a claim is open, if the claim is, each with the number of seeds of its next look."""
+    if claims.verdict(claim, tested) != "open":
+        return
+    for setting in claim.settings:
+        seeds = tested[setting].wanted_seeds if setting in tested else LOOKS[0]
+        if setting not in tested or seeds > tested[setting].seeds:
+            yield Question(claim, setting), seeds
+
+
+def _with_costs(jobs: Sequence[Job]) -> list[Job]:
+    """Returns the jobs, each with the minutes of the cheapest question that waits for it."""
+    minutes: dict[Question, float] = {}
+    for job in jobs:
+        for question in job.questions:
+            minutes[question] = minutes.get(question, 0.0) + (math.inf if job.obstacle else job.minutes)
+    return [
+        job._replace(together=min((minutes[question] for question in job.questions), default=math.inf)) for job in jobs
+    ]
+
+
+def _order(job: Job) -> tuple:
+    """The sort key of a job. Jobs of one question come one after another."""
+    if job.stage == 0:
+        return bool(job.obstacle), 0, job.together, job.minutes
+    return bool(job.obstacle), 2 if job.stage > 2 else 1, job.table.priority, job.stage, job.minutes
+
+
+def listing(jobs: Sequence[Job], claimed: Sequence[Claim] = ()) -> str:
+    """One line per job: its minutes, what it is, and the claims that wait for it; at the end the sums."""
     lines = []
     possible = [job for job in jobs if not job.obstacle]
     for stage, name in enumerate(STAGES):
         of_stage = [job for job in possible if job.stage == stage]
         if of_stage:
             lines += ["", f"{name}: {_count(of_stage)}, {_hours(of_stage)}"]
-            lines += [f"{job.minutes:8.1f} min  {_title(job)}" for job in of_stage]
+            lines += [f"{job.minutes:8.1f} min  {_title(job)}{_served(job)}" for job in of_stage]
     for obstacle in dict.fromkeys(job.obstacle for job in jobs if job.obstacle):
         impossible = [job for job in jobs if job.obstacle == obstacle]
         tables = ", ".join(dict.fromkeys(job.table.name for job in impossible))
         lines += ["", f"not here ({obstacle}): {_count(impossible)} of {tables}"]
+    lines += _hours_of_claims(jobs, claimed)
     return "\n".join([*lines, "", f"all that can run on {hardware()}: {_count(possible)}, {_hours(possible)}"])
+
+
+def _served(job: Job) -> str:
+    names = dict.fromkeys(question.claim.short for question in job.questions)
+    return f"  for {'; '.join(names)}" if names else ""
+
+
+def _hours_of_claims(jobs: Sequence[Job], claimed: Sequence[Claim]) -> Iterator[str]:
+    """Yields the open claims with the hours until the next look in all of their open settings."""
+    if any(job.questions for job in jobs):
+        yield from (
+            "",
+            "open claims, and the hours until their next look (jobs that several claims share count in each):",
+        )
+    for claim in claimed:
+        waiting = [job for job in jobs if any(question.claim == claim for question in job.questions)]
+        if waiting:
+            here = [job for job in waiting if not job.obstacle]
+            obstacles = "; ".join(dict.fromkeys(job.obstacle for job in waiting if job.obstacle))
+            rest = f" ({len(waiting) - len(here)} of {len(waiting)} jobs not here: {obstacles})" if obstacles else ""
+            yield f"{sum(job.minutes for job in here) / 60:6.1f} h  {claim.paper}: {claim.claim}{rest}"
 
 
 def _cells(table: Table) -> Iterator[Cell]:
@@ -128,9 +228,14 @@ def _not_available(table: Table, cell: Cell) -> str:
     return needs if "not available here" in needs else ""
 
 
-def _stages(table: Table, cell: Cell, seeds: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    first = 0 if cell.setting in table.headline else 2
-    parts = {first: [seed for seed in seeds if seed == 0], first + 1: [seed for seed in seeds if seed > 0]}
+def _stages(table: Table, cell: Cell, seeds: Sequence[int], for_claims: int) -> Iterator[tuple[int, list[int]]]:
+    """Yields the seeds of each stage. for_claims: the seeds below this number are for open claims."""
+    first, rest = (1 if cell.setting in table.headline else 3), [seed for seed in seeds if seed >= for_claims]
+    parts = {
+        0: [seed for seed in seeds if seed < for_claims],
+        first: [seed for seed in rest if seed == 0],
+        first + 1: [seed for seed in rest if seed > 0],
+    }
     return ((stage, part) for stage, part in parts.items() if part)
 
 
@@ -226,7 +331,12 @@ def _rate(cell: Cell, rates: dict[tuple, float]) -> float:
 
 
 def run_missing(
-    tables: Sequence[Table], output: Path, budget: float | None, say: Callable[[str], None], progress: bool | None
+    tables: Sequence[Table],
+    output: Path,
+    claimed: Sequence[Claim],
+    budget: float | None,
+    say: Callable[[str], None],
+    progress: bool | None,
 ) -> bool:
     """Runs the jobs one after another, at the lowest priority of the operating system, until none is left.
 
@@ -249,19 +359,34 @@ def run_missing(
             raise runner.BusyError(f"one process at a time can run the queue, got a second one for {output}")
         os.nice(19 - os.nice(0))
         try:
-            jobs = [job for job in missing(tables, output, say) if not job.obstacle]
-            say(f"{_count(jobs)}, {_hours(jobs)} on {hardware()}")
-            for number, job in enumerate(jobs, 1):
-                say(f"{(time.monotonic() - start) / 60:.0f} min, job {number} of {len(jobs)}: {_title(job)}")
-                tune = bool(job.table.tune)
-                try:
-                    runner.run_cells(job.table, [job.cell], job.seeds, output, tune=tune, progress=progress, say=say)
-                except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:  # the others can still run
-                    say(f"failed: {error}")
+            tried = set[tuple[Path, tuple[int, ...]]]()
+            while jobs := _untried(missing(tables, output, claimed, say), tried):
+                say(f"{_count(jobs)}, {_hours(jobs)} on {hardware()}")
+                if jobs[0].stage == 0:  # after these, the claims may need more seeds
+                    jobs = [job for job in jobs if job.stage == 0]
+                for number, job in enumerate(jobs, 1):
+                    say(f"{(time.monotonic() - start) / 60:.0f} min, job {number} of {len(jobs)}: {_title(job)}")
+                    tried.add(_key(job))
+                    tune = bool(job.table.tune)
+                    try:
+                        runner.run_cells(
+                            job.table, [job.cell], job.seeds, output, tune=tune, progress=progress, say=say
+                        )
+                    except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:  # the others can run
+                        say(f"failed: {error}")
         except KeyboardInterrupt:
             if not stopped:
                 raise
     return bool(stopped)
+
+
+def _key(job: Job) -> tuple[Path, tuple[int, ...]]:
+    return job.cell.file, tuple(job.seeds)
+
+
+def _untried(jobs: Iterable[Job], tried: Container[tuple[Path, tuple[int, ...]]]) -> list[Job]:
+    """The jobs that can run here and that were not tried before."""
+    return [job for job in jobs if not job.obstacle and _key(job) not in tried]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from experiments.tables import claims
 from experiments.tables.claims import Claim
 from experiments.tables.comparison import (
     BETTER,
+    CONFIDENCE,
     EQUAL,
+    LOOKS,
     OPEN,
     WORDS,
     WORSE,
@@ -117,7 +120,7 @@ def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -
     yield from ("", *_legend(table, ours))
     verdicts = orderings(table, ours)
     if verdicts:
-        yield from ("", "## The order of the methods", "", *_verdict_lines(verdicts))
+        yield from ("", "## The order of the methods", "", *_verdict_lines(table, verdicts))
     yield from ("", "## How each cell was run", "", *_runs(table, folder, ours))
     if missing := _missing(table, ours):
         yield from ("", "## Not run", "", *_not_run(missing))
@@ -126,7 +129,11 @@ def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -
 
 
 def _has(setting: Setting, score: Score) -> bool:
-    return not setting.printed or score.name in setting.printed
+    """Whether the setting is about this score: one that is printed, or the target at which its runs end."""
+    targets = {cell.until.name for cell in setting.cells.values() if cell.until}
+    if setting.printed:
+        return score.name in setting.printed
+    return score.take != "rounds_to" or not targets or score.name in targets
 
 
 def _scored(score: Score, methods: Mapping[str, Mapping[int, Result]]) -> bool:
@@ -363,7 +370,7 @@ def _verdicts(table: Table, ours: Results) -> Iterator[Verdict]:
                     order = _printed_order(table.settings[name].printed.get(score.name, {}), a, b, score)
                     result = compare(methods[a], methods[b], score)
                     if table.settings[name].cells[a].own_partitions:
-                        result = result._replace(text=result.text.replace(" seeds", " partitions"))
+                        result = result._replace(text=re.sub(r"\bseed(s?)\b", r"partition\1", result.text))
                     yield Verdict(name, score.name, a, b, order, *result)
 
 
@@ -375,7 +382,7 @@ def _printed_order(printed: Mapping[str, Printed], a: str, b: str, score: Score)
 
 
 def _counts(verdicts: Iterable[Verdict]) -> list[int]:
-    """Returns the numbers of claims that hold, that do not hold, and that are open."""
+    """Returns the numbers of claims with each of `WORDS`."""
     words = [verdict.word for verdict in verdicts]
     return [words.count(word) for word in WORDS]
 
@@ -385,7 +392,7 @@ def _two_counts(verdicts: Sequence[Verdict]) -> list[list[int]]:
     return [_counts(v for v in verdicts if (v.printed == "yes") == agrees) for agrees in (True, False)]
 
 
-def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+def _verdict_lines(table: Table, verdicts: Sequence[Verdict]) -> Iterator[str]:
     for what, counts in zip(PRINTED_OR_NOT, _two_counts(verdicts), strict=True):
         if sum(counts):
             counted = ", ".join(f"{word}: {number}" for word, number in zip(WORDS, counts, strict=True))
@@ -394,11 +401,13 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     if len(tested) > 1:
         holds, fails = _counts(verdict for verdict in tested if verdict.survives)[:2]
         yield f"- after Holm's correction for all comparisons of the table: {WORDS[0]}: {holds}, {WORDS[1]}: {fails}."
+    if held := _by_data_set(table, verdicts):
+        yield f"- those that hold, by data set (in brackets: after Holm's correction): {held}."
     if tested:
         yield from (
             "",
-            "| setting | score | claim | holds in the published numbers | holds in ours | after Holm | better by, 95 % "
-            "interval |",
+            "| setting | score | claim | holds in the published numbers | holds in ours | after Holm | better by, "
+            f"{100 * CONFIDENCE:g} % interval |",
             "|---|---|---|---|---|---|---|",
         )
     for verdict in tested:
@@ -413,11 +422,23 @@ def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     if untested:
         yield from (
             "",
-            "The following claims are open, because the methods share fewer than two seeds, or no interval can be "
-            "computed. The numbers say by how much the first method is better:",
+            f"The following claims have no interval, because the methods share fewer than {LOOKS[0]} seeds, or because "
+            "no t test is possible. The numbers say by how much the first method is better with the same seeds:",
             "",
         )
         yield from (f"- {setting}, {score}: {'; '.join(lines)}" for (setting, score), lines in untested.items())
+
+
+def _by_data_set(table: Table, verdicts: Sequence[Verdict]) -> str:
+    """Returns the numbers of claims that hold on each data set, if the table has several: "mnist 5 (1)"."""
+    data_sets: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        name = table.settings[verdict.setting].cells[verdict.a].options["dataset"].partition(":")[0]
+        data_sets.setdefault(name, []).append(verdict)
+    counts = {name: [v.survives for v in of if v.word == WORDS[0]] for name, of in data_sets.items()}
+    if len(counts) < 2 or not any(counts.values()):
+        return ""
+    return ", ".join(f"{name} {len(held)} ({sum(held)})" for name, held in counts.items())
 
 
 # --- all tables -------------------------------------------------------------------------------------------------------
@@ -428,7 +449,11 @@ def write_index(tables: Sequence[Table], folder: Path, claimed: Sequence[Claim] 
     index, orders = folder / "README.md", folder / "orderings.md"
     results = [(table, results_of(table, folder)) for table in tables]
     everything = [(table, ours, orderings(table, ours)) for table, ours in results]
-    verdicts = {table.name: verdicts for table, ours, verdicts in everything if ours}
+    verdicts = {
+        table.name: [*verdicts, *claims.targets_met(claimed, table, ours)]
+        for table, ours, verdicts in everything
+        if ours
+    }
     index.write_text("\n".join([*claims.section(claimed, verdicts), *_index(everything)]) + "\n")
     orders.write_text("\n".join(_orderings(everything)) + "\n")
     return [index, orders]
@@ -452,8 +477,9 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
         "Numbers with one seed are not counted."
     )
     yield (
-        '\nThe columns "orders" are about claims of the form "method a is better than method b". Each has three '
-        f'counts: claims that hold, that do not hold, and that are open. The column "orders, published" counts '
+        '\nThe columns "orders" are about claims of the form "method a is better than method b". Each has four '
+        "counts: claims that hold, that do not hold, of which the methods are equal within a margin, and that are "
+        f'open. The column "orders, published" counts '
         f"{PRINTED_OR_NOT[0]}. "
         f'The column "orders, others" counts {PRINTED_OR_NOT[1]}.'
     )
@@ -506,13 +532,14 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
     yield from ("# Do the papers' rankings hold in our results?", "")
     yield (
         'A claim is "method a is better than b". Each claim of a paper is tested in every setting that was run, with '
-        "the differences between runs of the same seed. It holds if the 95 % confidence interval of their mean (a t "
-        "interval over seeds) is above zero. It does not hold if the interval is below zero. Otherwise it is open, for "
-        "example if fewer than two seeds are shared. "
+        f"the differences between runs of the same seed. It holds if the {100 * CONFIDENCE:g} % confidence interval of "
+        "their mean (a t interval over seeds) is above zero. It does not hold if the interval is below zero. The "
+        "methods are equal if the interval includes zero and is within the margin. Otherwise the claim is open, for "
+        f"example if fewer than {LOOKS[0]} seeds are shared. "
         'The column "after Holm" says whether the difference is still significant if all comparisons of a table are '
         "corrected together. Most intervals are "
         "for one partition, and with another partition the order may be different. In settings with own partitions, "
-        "every seed has another partition."
+        f"every seed has another partition.\n\n{claims.THE_RULE}"
     )
     by_table, seen = [], set()
     for table, _, verdicts in everything:
@@ -531,4 +558,4 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
     for table, verdicts in by_table:
         yield f"| {table.paper} | " + " | ".join(str(n) for counts in _two_counts(verdicts) for n in counts) + " |"
     for table, verdicts in by_table:
-        yield from ("", f"## {table.paper}", "", *_verdict_lines(verdicts))
+        yield from ("", f"## {table.paper}", "", *_verdict_lines(table, verdicts))
