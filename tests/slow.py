@@ -386,14 +386,17 @@ def feddc(
     variate: str = "scaffold",
     variate_lr: str = "current",
     variate_steps: str = "own",
+    aggregation: str = "code",
 ) -> Iterator[Vector]:
     """Gao et al. 2022, as in the authors' code.
 
-    With ``variate="last_update"``, g_i of equation 4 is the last update of client i.
+    With ``variate="last_update"``, g_i of equation 4 is the last update of client i. The other two aggregations are
+    means of theta_i + h_i with weights n_i: over the cohort, or over all clients with their last values.
     """
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
     h = np.zeros((fed.num_clients, len(w)))
+    last = np.tile(w, (fed.num_clients, 1))  # theta_i + h_i after the last participation of client i
     for t, S in enumerate(fed.cohorts):
         thetas, dc = [], []
         for i in S:
@@ -407,10 +410,15 @@ def feddc(
                 "none": np.zeros_like(w),
             }[variate]
             h[i] += D_i
+            last[i] = theta_i + h[i]
             thetas.append(theta_i)
             dc.append(q * (new - c_i[i]))
             c_i[i] = new
-        w = fed.mean(S, thetas) + h.mean(axis=0)
+        if aggregation == "code":
+            w = fed.mean(S, thetas) + h.mean(axis=0)
+        else:
+            members = S if aggregation == "cohort" else range(fed.num_clients)
+            w = fed.mean(members, [last[i] for i in members], "examples")
         c = c + np.sum(dc, axis=0) / fed.num_clients
         yield w
 
