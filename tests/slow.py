@@ -517,7 +517,7 @@ def gradient_variation(
     D, dc = [], []
     for i in S:
         D_i = fed.train(t, i, w, corrected(eps * (c - c_i[i]), mu, w), restart="step" in literal) - w
-        scale = fed.lr(t) / fed.local.epochs if "scale" in literal else 1 / fed.path(t, i)
+        scale = fed.lr(t) / fed.num_steps(i) if "scale" in literal else 1 / fed.path(t, i)
         sign = 1 if "sign" in literal else -1
         new = (eps if recursion == "exact" else 1) * (c_i[i] - c) + sign * scale * D_i
         D.append(D_i)
@@ -623,6 +623,7 @@ def lfd(
     margin: float = 0.15,
     label_temperature: float = 1.0,
     first: str = "none",
+    regularizer: bool = True,
 ) -> Iterator[Vector]:
     """Kim & Shin 2023, algorithm 1. f_G is w, and f_P is the client's model at the end of its last participation."""
     previous: dict[int, Vector] = {}
@@ -631,7 +632,7 @@ def lfd(
         def gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
             at_y = one_hot(y, len(theta) // x.shape[1])
             targets = at_y
-            if f_P is not None:
+            if f_P is not None and regularizer:
                 targets = at_y + softmax((cosines(f_G, x) - cosines(f_P, x)) / (temperature * label_temperature))
 
             def loss(theta: Vector) -> complex:

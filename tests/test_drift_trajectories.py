@@ -67,6 +67,7 @@ CASES: list[Case] = [
     ("fedgvrgm", {"mu": 0.3, "beta": 0.5, "window": 2, "scale": "one", "literal": ("sign",)}, ADAM | {"lr": 0.005}),
     ("lfd", {}, BITES | {"lr": 0.05}),
     ("lfd", {"temperature": 0.3, "margin": 0.1, "label_temperature": 0.5, "first": "uniform"}, MOMENTUM),
+    ("lfd", {"temperature": 0.3, "regularizer": False}, {}),
     ("moon", {}, BITES),
     ("moon", {"mu": 5.0, "temperature": 0.2, "first": "initial", "weighting": "uniform"}, MOMENTUM),
     # The first case of FedReg also runs in float32, so it has few pseudo steps. With many steps the pseudo labels are
