@@ -386,14 +386,17 @@ def feddc(
     variate: str = "scaffold",
     variate_lr: str = "current",
     variate_steps: str = "own",
+    aggregation: str = "code",
 ) -> Iterator[Vector]:
     """Gao et al. 2022, as in the authors' code.
 
-    With ``variate="last_update"``, g_i of equation 4 is the last update of client i.
+    With ``variate="last_update"``, g_i of equation 4 is the last update of client i. The other two aggregations are
+    means of theta_i + h_i with weights n_i: over the cohort, or over all clients with their last values.
     """
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
     h = np.zeros((fed.num_clients, len(w)))
+    last = np.tile(w, (fed.num_clients, 1))  # theta_i + h_i after the last participation of client i
     for t, S in enumerate(fed.cohorts):
         thetas, dc = [], []
         for i in S:
@@ -407,10 +410,15 @@ def feddc(
                 "none": np.zeros_like(w),
             }[variate]
             h[i] += D_i
+            last[i] = theta_i + h[i]
             thetas.append(theta_i)
             dc.append(q * (new - c_i[i]))
             c_i[i] = new
-        w = fed.mean(S, thetas) + h.mean(axis=0)
+        if aggregation == "code":
+            w = fed.mean(S, thetas) + h.mean(axis=0)
+        else:
+            members = S if aggregation == "cohort" else range(fed.num_clients)
+            w = fed.mean(members, [last[i] for i in members], "examples")
         c = c + np.sum(dc, axis=0) / fed.num_clients
         yield w
 
@@ -509,7 +517,7 @@ def gradient_variation(
     D, dc = [], []
     for i in S:
         D_i = fed.train(t, i, w, corrected(eps * (c - c_i[i]), mu, w), restart="step" in literal) - w
-        scale = fed.lr(t) / fed.local.epochs if "scale" in literal else 1 / fed.path(t, i)
+        scale = fed.lr(t) / fed.num_steps(i) if "scale" in literal else 1 / fed.path(t, i)
         sign = 1 if "sign" in literal else -1
         new = (eps if recursion == "exact" else 1) * (c_i[i] - c) + sign * scale * D_i
         D.append(D_i)
@@ -615,6 +623,7 @@ def lfd(
     margin: float = 0.15,
     label_temperature: float = 1.0,
     first: str = "none",
+    regularizer: bool = True,
 ) -> Iterator[Vector]:
     """Kim & Shin 2023, algorithm 1. f_G is w, and f_P is the client's model at the end of its last participation."""
     previous: dict[int, Vector] = {}
@@ -623,7 +632,7 @@ def lfd(
         def gradient(theta: Vector, x: np.ndarray, y: np.ndarray) -> Vector:
             at_y = one_hot(y, len(theta) // x.shape[1])
             targets = at_y
-            if f_P is not None:
+            if f_P is not None and regularizer:
                 targets = at_y + softmax((cosines(f_G, x) - cosines(f_P, x)) / (temperature * label_temperature))
 
             def loss(theta: Vector) -> complex:

@@ -88,7 +88,8 @@ def by_hand(data, w, cohort) -> dict[str, np.ndarray]:
     p = data.sizes / data.sizes.sum()
     grad_f = gradient(w, data.x.astype(float), data.y)
     want = {
-        "period_drift": square(g[cohort].mean(0) - grad_f),
+        "period_drift": square(np.average(g[cohort], 0, weights=data.sizes[cohort]) - grad_f),
+        "period_drift_uniform": square(g[cohort].mean(0) - grad_f),
         "dissimilarity": np.sqrt(sum(p_i * square(g_i) for p_i, g_i in zip(p, g, strict=True)) / square(grad_f)),
         "gradient_variance": sum(p_i * square(g_i - grad_f) for p_i, g_i in zip(p, g, strict=True)),
         "gradient_norm": np.sqrt(square(grad_f)),
@@ -111,6 +112,7 @@ def by_hand(data, w, cohort) -> dict[str, np.ndarray]:
     want["client_drift"] = epochs(lambda theta, i: square(gradient(theta, *clients[i]) - gradient(w_S, *clients[i])))
     want["cka"] = epochs(lambda theta, i: hsic_cka(x_test @ theta, x_test @ w))
     want["kl"] = epochs(lambda theta, i: kl(theta))
+    want["confidence"] = epochs(lambda theta, i: np.exp(log_softmax(x_test @ theta)).max(1).mean())
     for name, here in (("lp_present", True), ("lp_absent", False)):
         ratios = []
         for i in cohort:
@@ -192,12 +194,16 @@ def test_updates_are_measured_from_the_model_that_was_sent(data):
     assert float(found[-1]) == pytest.approx(float(jnp.linalg.norm(after.server.M)), rel=1e-4)
 
 
-def test_period_drift_is_zero_if_all_clients_take_part_with_equal_sizes():
-    rng = np.random.default_rng(0)
-    data = fd.FederatedData.from_clients([rows(rng, 9, [i % C]) for i in range(7)])
-    sim = simulate(data, cohort_size=7, lanes=2, devices=2)
-    found = sim.measure(sim.init(jax.random.key(0)), "gradients")
-    assert float(found["period_drift"]) == 0 and float(found["gradient_variance"]) > 0.01
+def test_period_drift_is_zero_if_all_clients_take_part(data):
+    # With equal weights for unequal clients, as printed in the paper, it is not.
+    equal = fd.FederatedData.from_clients([rows(np.random.default_rng(0), 9, [i % C]) for i in range(7)])
+    for clients, dtype in ((equal, np.float32), (data, np.float32), (data, np.float64)):
+        with jax.enable_x64(dtype == np.float64):
+            sim = simulate(clients, cohort_size=7, lanes=2, devices=2)
+            found = sim.measure(sim.init(jax.random.key(0)), "gradients")
+        assert found["period_drift"].dtype == dtype
+        assert float(found["period_drift"]) == 0 and float(found["gradient_variance"]) > 0.01
+        assert (float(found["period_drift_uniform"]) == 0) == (clients is equal)
 
 
 def test_measures_use_the_redistributed_examples_of_the_round(data):
@@ -213,7 +219,9 @@ def test_measures_use_the_redistributed_examples_of_the_round(data):
     np.testing.assert_allclose(found["label_mix"], np.bincount(y, minlength=C) / 15, rtol=1e-5)
     pooled = square(gradient(w, x, y) - gradient(w, data.x, data.y))
     assert float(found["period_drift"]) == pytest.approx(pooled, rel=1e-4)
-    assert abs(by_hand(data, w, cohort)["period_drift"] / pooled - 1) > 0.02  # their own examples give another value
+    assert float(found["period_drift_uniform"]) == pytest.approx(pooled, rel=1e-4)
+    own = by_hand(data, w, cohort)["period_drift_uniform"]
+    assert abs(own / pooled - 1) > 0.02  # the mean gradient of their own examples is another one
 
 
 def test_measures_of_clients_without_redistributed_examples_are_nan(data):

@@ -301,14 +301,21 @@ def test_limit_cases() -> None:
     assert_same(gvrgm.params, run(alg.fedprox(mu=0.3, weighting="uniform")).params)
 
 
-def test_the_two_aggregations_of_feddc() -> None:
-    """Both are equal if all clients participate and have equal sizes.
+def test_the_aggregations_of_feddc() -> None:
+    """All are equal if all clients participate and have equal sizes. "cohort" and "paper" do not need equal sizes.
 
     With "paper", w is always the mean of theta_i + h_i, weighted by n_i.
     """
     everyone = {"equal": True, "cohorts": [range(6)] * 3, "rounds": 3}
-    code, paper = (run(fd.algorithms.feddc(0.1, aggregation=name), **everyone) for name in ("code", "paper"))
+    code, cohort, paper = (
+        run(fd.algorithms.feddc(0.1, aggregation=name), **everyone) for name in ("code", "cohort", "paper")
+    )
     assert_same(paper.params, code.params)
+    assert_same(cohort.params, code.params)
+    cohort, paper = (
+        run(fd.algorithms.feddc(0.1, aggregation=name), **everyone | {"equal": False}) for name in ("cohort", "paper")
+    )
+    assert_same(cohort.params, paper.params)
     state = run(fd.algorithms.feddc(0.1, aggregation="paper"))
     p = jnp.float32(SIZES) / sum(SIZES)
     assert_same(state.params, jax.tree.map(lambda s: jnp.tensordot(p, s, 1), state.clients.sent))

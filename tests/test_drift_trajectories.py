@@ -67,6 +67,7 @@ CASES: list[Case] = [
     ("fedgvrgm", {"mu": 0.3, "beta": 0.5, "window": 2, "scale": "one", "literal": ("sign",)}, ADAM | {"lr": 0.005}),
     ("lfd", {}, BITES | {"lr": 0.05}),
     ("lfd", {"temperature": 0.3, "margin": 0.1, "label_temperature": 0.5, "first": "uniform"}, MOMENTUM),
+    ("lfd", {"temperature": 0.3, "regularizer": False}, {}),
     ("moon", {}, BITES),
     ("moon", {"mu": 5.0, "temperature": 0.2, "first": "initial", "weighting": "uniform"}, MOMENTUM),
     # The first case of FedReg also runs in float32, so it has few pseudo steps. With many steps the pseudo labels are
@@ -253,27 +254,44 @@ def test_synthetic_data_of_table_3_match_the_numpy_reference(
     If W_k or v_k differ between clients, FedDC does not reach the accuracies of the paper in that experiment. So this
     test checks the code on such data. It has fewer clients, examples and epochs than the experiment.
     """
-    options: dict[str, Any] = {"epochs": 2, "batch_size": 10, "lr": 0.1, "weight_decay": 1e-5, "clip_norm": 10.0}
-    cohorts = [(0, 3, 4), (1, 2, 3), (0, 1, 4), (2, 3, 4)]
     data = fd.datasets.synthetic(alpha, beta, num_clients=5, num_rows=35)
     clients = [data.client(i) for i in range(data.num_clients)]
+    cohorts = [(0, 3, 4), (1, 2, 3), (0, 1, 4), (2, 3, 4)]
+    assert_linear_model_matches(getattr(fd.algorithms, algorithm), hyperparameters, clients, cohorts)
+
+
+@pytest.mark.parametrize("variate", ["scaffold", "last_update"])
+@pytest.mark.parametrize("aggregation", ["code", "cohort", "paper"])
+def test_the_aggregations_of_feddc_match_the_numpy_reference(aggregation: str, variate: str) -> None:
+    """Three of eight clients take part in a round, and their sizes differ. Client 5 takes part once."""
+    rng = np.random.default_rng(0)
+    sizes = (31, 4, 17, 9, 1, 25, 12, 40)
+    clients = [(rng.normal(size=(n, 30)), rng.integers(5, size=n)) for n in sizes]
+    cohorts = [(0, 3, 7), (1, 2, 3), (5, 6, 0), (4, 7, 1), (0, 2, 6), (3, 4, 7)]
+    hyperparameters = {"alpha": 0.1, "variate": variate, "aggregation": aggregation}
+    assert_linear_model_matches(fd.algorithms.feddc, hyperparameters, clients, cohorts)
+
+
+def assert_linear_model_matches(
+    algorithm: Any, hyperparameters: dict[str, Any], clients: list[Any], cohorts: list[tuple[int, ...]]
+) -> None:
+    """Compares logistic regression with 30 inputs and 5 classes with the NumPy reference, after every round."""
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 10, "lr": 0.1, "weight_decay": 1e-5, "clip_norm": 10.0}
+    rng = np.random.default_rng(1)
+    params = {"w": 0.1 * rng.normal(size=(30, 5)), "b": 0.1 * rng.normal(size=5)}
     with jax.enable_x64():
         clients = [(x.astype(np.float64), y) for x, y in clients]
         sim = fd.Simulation(
-            fd.Model(
-                init=lambda key: {"w": jnp.zeros((30, 5)), "b": jnp.zeros(5)},
-                apply=lambda p, x: x @ p["w"] + p["b"][None],
-            ),
+            fd.Model(init=lambda key: jax.tree.map(jnp.asarray, params), apply=lambda p, x: x @ p["w"] + p["b"][None]),
             fd.FederatedData.from_clients(clients),
-            getattr(fd.algorithms, algorithm)(**hyperparameters),
+            algorithm(**hyperparameters),
             local=fd.LocalTraining(**options),
             cohort_size=3,
             mesh=fd.clients_mesh(jax.devices()[:1]),
         )
         key, models, _ = rounds_of(sim, cohorts)
-        params = {"w": np.zeros((30, 5)), "b": np.zeros(5)}
-        order_of_rows = partial(library_order, key, sizes=data.sizes)
+        order_of_rows = partial(library_order, key, sizes=[len(y) for _, y in clients])
         federation = slow.Federation(clients, cohorts, order_of_rows, slow.Local(**options))
-        wanted = slow.simulate(getattr(slow, algorithm), params, federation, **hyperparameters)
+        wanted = slow.simulate(getattr(slow, algorithm.__name__), params, federation, **hyperparameters)
     for model, want in zip(models, wanted, strict=True):
         assert np.linalg.norm(slow.pack(model) - slow.pack(want)) < 1e-9 * np.linalg.norm(slow.pack(want))

@@ -7,7 +7,7 @@ Client i:  mbar = gamma beta m / K_i;  then K_i steps of
            D_i = theta_i - w
 Server:    Dbar = -mean_S D_i / eta_t  ( = mean of the clients' summed gradients + gamma beta m )    (16)
            m <- Dbar + (1 - gamma) beta m                                                            (17)
-           w <- w - alpha eta_t m                                                                    (18)
+           w <- w - alpha eta_t m                                                                    (19)
 
 Algorithm 3 of the paper has gamma = 1/beta: mbar = m / K_i and m <- Dbar - (1 - beta) m. For every gamma, the new m is
 beta m plus the mean of the clients' summed gradients, as in SlowMo. gamma = 0 gives SlowMo. Other values only change
@@ -16,7 +16,7 @@ the points at which the gradients are evaluated.
 Deviations:
 - In the paper all clients do the same number of steps. Here mbar is divided by the client's own number of steps K_i.
   So mbar contributes the same amount to D_i for every client.
-- If eta_t decays, (16) and (18) both use the current eta_t.
+- If eta_t decays, (16) and (19) both use the current eta_t.
 - Weight decay is part of the gradient. It is evaluated at the same point as the gradient.
 - Clipping acts on the gradient plus mbar, as it does for the corrections of the other algorithms. If a gradient is
   clipped, the new m is not exactly beta m plus the mean of the summed gradients.
@@ -82,7 +82,7 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         m = jax.tree.map(lambda m, D: -D / context.lr + (beta - gamma_beta) * m, server.m, D)  # (16), (17)
-        w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (18)
+        w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (19)
         return Server(w, m)
 
     return Algorithm(init_server, lambda params: (), client_update, server_update, requires=("sgd",), name="fedadc")

@@ -16,9 +16,9 @@ Deviations:  the paper and the authors' code differ in these points:
   defines g_i in two ways. First, g_i is the difference of two consecutive local models. Training then diverges, so this
   definition is not implemented. Second, g_i is the local model minus the global model (`variate="last_update"`). This
   converges more slowly than (G), which the authors' code uses (default).
-- (7): in the paper, w is the mean of theta_i + h_i over all N clients with weights n_i. Clients outside the cohort
-  contribute the values of their last participation (`aggregation="paper"`). With full participation and equal sizes
-  this equals (7) above. Otherwise the paper's rule converges more slowly.
+- (7): in the paper, w is the mean of theta_i + h_i with weights n_i. With partial participation, it can be the mean
+  over the cohort (`aggregation="cohort"`) or over all N clients (`aggregation="paper"`). The table in
+  docs/algorithms.md compares them. With full participation and equal sizes, all three are equal.
 - (6): the text of the paper introduces h_i as w - theta_i. Training only works with the opposite sign, as in (6).
 
 The authors' experiments use, with q_i = N n_i / sum n:
@@ -80,8 +80,9 @@ def feddc(
       variate_steps: the number of steps in (G): "own" (K_i, default) or "mean" (Kbar).
       variate: the update rule of the control variates. "scaffold" (default) is (G). "last_update" is
         c_i+ = -D_i / (K_i eta_t). "none" keeps c_i = c = 0, which gives FedDyn.
-      aggregation: "code" (default) is (7) as in the authors' code. "paper" is the mean over all N clients, as in the
-        paper.
+      aggregation: the mean in (7). "code" (default) is (7) above. "cohort" is sum_S n_i (theta_i + h_i) / sum_S n_i.
+        "paper" is the same mean over all N clients, each with the theta_i + h_i of its last participation, or the
+        initial model before its first.
 
     Raises:
       ValueError: alpha is not positive, or an option is unknown.
@@ -91,7 +92,7 @@ def feddc(
     checks.choice("variate_lr", variate_lr, LRS)
     checks.choice("variate_steps", variate_steps, STEPS)
     checks.choice("variate", variate, ("scaffold", "last_update", "none"))
-    checks.choice("aggregation", aggregation, ("code", "paper"))
+    checks.choice("aggregation", aggregation, ("code", "cohort", "paper"))
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), params, tree.zeros_like(params))
@@ -117,15 +118,21 @@ def feddc(
             recursive = (c_i, c) if variate == "scaffold" else (tree.zeros_like(c_i), tree.zeros_like(c))
             c_new = refresh(*recursive, D, work, variate_lr, variate_steps)  # (G)
         dc = jax.tree.map(lambda new, old: q * (new - old), c_new, c_i)
-        new = jax.tree.map(lambda theta, h: theta + h, theta, h) if aggregation == "paper" else ()
-        ds = jax.tree.map(lambda new, old: work.q * (new - old), new, sent)
-        return ClientResult((D, dc, ds), weight(work, "uniform"), Client(h, c_new, new), metrics)
+        share: PyTree = ()  # of the client in the other two means of (7)
+        if aggregation == "cohort":
+            share = jax.tree.map(lambda D, h: work.q * (D + h), D, h), work.q
+        elif aggregation == "paper":
+            new = jax.tree.map(lambda theta, h: theta + h, theta, h)
+            share, sent = jax.tree.map(lambda new, old: work.q * (new - old), new, sent), new
+        return ClientResult((D, dc, share), weight(work, "uniform"), Client(h, c_new, sent), metrics)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
-        D, dc, ds = mean
+        D, dc, share = mean
         w, h, client_mean = aggregate(server.params, server.h, D, context)  # (7)
-        if aggregation == "paper":
-            w = jax.tree.map(lambda w, ds: w + context.participation * ds, server.params, ds)  # (7), over all N
+        if aggregation == "cohort":
+            w = jax.tree.map(lambda w, s: w + s / share[1], server.params, share[0])  # (7), over S
+        elif aggregation == "paper":
+            w = jax.tree.map(lambda w, s: w + context.participation * s, server.params, share)  # (7), over all N
         c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (G)
         return Server(w, h, client_mean, c)
 

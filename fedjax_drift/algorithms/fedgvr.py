@@ -70,8 +70,8 @@ def fedgvr(
         "step": every step of (6) starts at w. K steps then move about as far as one step, so E has almost no effect
         with plain SGD without clipping.
         "sign": (7) uses w_k - w instead of w - w_k. The correction then increases drift, and training diverges.
-        "scale": (7) uses eta_l / E instead of 1 / (K eta_l). c_k is then multiplied by K eta_l^2 / E, so the
-        correction has almost no effect.
+        "scale": (7) uses eta_l / K instead of 1 / (K eta_l). c_k is then multiplied by eta_l^2, so the correction has
+        almost no effect.
         "accuracy": (8) uses the accuracy as a fraction instead of percent. eps is then at most 1 / h, and about 1e-3
         after the first h rounds.
 
@@ -108,7 +108,7 @@ def fedgvr(
 
         theta, metrics = train(work, start=w, correct=adjust)
         D = tree.subtract(theta, w)
-        scale = work.lr / work.epochs if "scale" in literal else 1 / total_rate(work)
+        scale = work.lr / work.num_steps if "scale" in literal else 1 / total_rate(work)
         scale = -scale if "sign" in literal else scale
         kept = eps if recursion == "exact" else 1.0
         c_new = jax.tree.map(lambda c_k, c, D: kept * (c_k - c) - scale * D, c_k, c, D)  # (7)

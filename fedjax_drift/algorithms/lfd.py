@@ -2,25 +2,27 @@
 arXiv 2309.07189, algorithm 1.
 
 Client i:  logits are cosines of normalised features and class weights
-           p = softmax((cos - m onehot(y)) / tau), with margin m and temperature tau                 (5)
+           p = softmax((cos - m onehot(y)) / tau), with margin m and temperature tau                 (7)
            f_G: the received global model;  f_P: the local model of client i after its last participation
-           drift f_D = log softmax(f_P) - log softmax(f_G)                                           (6)
-           yhat = softmax(-f_D) = softmax((cos_G - cos_P) / tau)                                     (7)
-           minimises CE(y, p) + CE(yhat, p)                                                          (8)-(10)
+           drift f_D = log softmax(f_P) - log softmax(f_G)                                           (3)
+           yhat = softmax(-f_D) = softmax((cos_G - cos_P) / tau)                                     (8)
+           minimises CE(y, p) + CE(yhat, p)                                                          (9), (10)
 Server:    as FedAvg.
 
-The normalisation constants of (6) cancel in (7).
+The normalisation constants of (3) cancel in (8).
 
 Deviations:
-- In the paper, (9) has a second minus sign in front of (8). This is a typo: (10) and algorithm 1 have the sign that is
-  used above.
-- The paper says that tau is used in all softmax functions. Read literally, the exponent in (7) is divided by tau twice,
+- In the paper, (9) has a second minus sign in front of CE(yhat, p). This is a typo: (10) and algorithm 1 have the sign
+  that is used above.
+- The paper says that tau is used in all softmax functions. Read literally, the exponent in (8) is divided by tau twice,
   and yhat is nearly one-hot (`label_temperature=tau`). This contradicts the text of the paper, which describes label
   smoothing.
 - The paper does not define f_P for the first participation of a client. In that round the loss has no term CE(yhat, p).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +35,26 @@ from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, bat
 
 
 def lfd(
-    temperature: float = 0.1, margin: float = 0.15, label_temperature: float = 1.0, first: str = "none"
+    temperature: float = 0.1,
+    margin: float = 0.15,
+    label_temperature: float = 1.0,
+    first: str = "none",
+    regularizer: bool = True,
 ) -> Algorithm:
     """FedAvg with a drift regularizer: each client also trains on soft labels that oppose its previous drift.
 
-    The state of a client has the size of one model. The model must return cosines (``cosine=True``) and use the default
-    loss. `evaluate` predicts the class with the largest cosine. The loss that it reports is the cross-entropy of the
-    cosines without margin and temperature.
+    The state of a client has the size of one model. Without the regularizer, clients keep no state. The model must
+    return cosines (``cosine=True``) and use the default loss. `evaluate` predicts the class with the largest cosine.
+    The loss that it reports is the cross-entropy of the cosines without margin and temperature.
 
     Args:
       temperature: tau > 0. The paper uses 0.1 (CIFAR-10, CINIC-10) and 0.05 (CIFAR-100).
       margin: m >= 0, subtracted from the cosine of the true class in training.
-      label_temperature: an additional divisor of the exponent in (7), > 0. Default 1.
+      label_temperature: an additional divisor of the exponent in (8), > 0. Default 1.
       first: the loss at the first participation of a client. "none" (default) has no term CE(yhat, p). "uniform" sets
         f_P = f_G, so yhat is uniform (label smoothing of weight 1).
+      regularizer: if False, the loss is CE(y, p) alone, as in the paper's ablation: a cosine classifier with a margin.
+        Then `label_temperature` and `first` have no effect. Default True.
 
     Raises:
       ValueError: a value is out of range, or the model does not return cosines or does not use the default loss.
@@ -55,25 +63,29 @@ def lfd(
     margin = checks.nonnegative("margin", margin)
     label_temperature = checks.positive("label_temperature", label_temperature)
     checks.choice("first", first, ("none", "uniform"))
+    regularizer = checks.flag("regularizer", regularizer)
 
-    def client_update(server: Server, client: Client, work: Work) -> ClientResult:
+    def client_update(server: Server, client: Any, work: Work) -> ClientResult:
         w, model = server.params, work.model
-        previous = jax.tree.map(lambda P, G: jnp.where(client.seen, P, G), client.model, w)
-        active = client.seen if first == "none" else True
+        if regularizer:
+            previous = jax.tree.map(lambda P, G: jnp.where(client.seen, P, G), client.model, w)
+            active = client.seen if first == "none" else True
+
+        def opposed(x: jax.Array) -> jax.Array:
+            cos_G, cos_P = model.apply(w, x), model.apply(previous, x)
+            return jnp.where(active, jax.nn.softmax((cos_G - cos_P) / (temperature * label_temperature)), 0)  # (8)
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             cos = work.logits(theta, batch.x, key, batch.mask)
-            cos_G, cos_P = model.apply(w, batch.x), model.apply(previous, batch.x)
             y = jax.nn.one_hot(batch.y, cos.shape[-1], dtype=cos.dtype)
-            yhat = jax.nn.softmax((cos_G - cos_P) / (temperature * label_temperature))  # (7)
-            log_p = jax.nn.log_softmax((cos - margin * y) / temperature)  # (5)
-            rows = -(log_p * (y + jnp.where(active, yhat, 0))).sum(-1)  # (8)-(10)
+            log_p = jax.nn.log_softmax((cos - margin * y) / temperature)  # (7)
+            labels = y + opposed(batch.x) if regularizer else y
+            rows = -(log_p * labels).sum(-1)  # (9), (10)
             return batch_mean(rows.mean(axis=tuple(range(1, rows.ndim))), batch.mask)
 
         theta, metrics = train(work, start=w, loss=loss)
-        client = Client(theta, jnp.array(True))
-        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, metrics)
+        kept = Client(theta, jnp.array(True)) if regularizer else client
+        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), kept, metrics)
 
-    return fedavg()._replace(
-        init_client=Client.unseen, client_update=client_update, requires=("cosine", "classifier"), name="lfd"
-    )
+    base = fedavg()._replace(client_update=client_update, requires=("cosine", "classifier"), name="lfd")
+    return base._replace(init_client=Client.unseen) if regularizer else base

@@ -22,7 +22,7 @@ from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, 
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
 from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Watcher, Work
 
-__all__ = ["class_accuracy", "linear_cka", "local_performance", "mean_kl"]
+__all__ = ["class_accuracy", "linear_cka", "local_performance", "mean_confidence", "mean_kl"]
 
 
 def __dir__() -> list[str]:
@@ -33,7 +33,8 @@ MEASURES = {
     "updates": "norm of each client's update and its cosine with their mean, after every local epoch",
     "gradients": "period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity "
     "(FedGVRGM, equation 4)",
-    "predictions": "linear CKA and KL between local and global predictions on the test set, after every local epoch",
+    "predictions": "linear CKA and KL between local and global predictions on the test set, and the confidence of the "
+    "local predictions, after every local epoch",
     "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that "
     "the client has and for those that it does not have; and the accuracy on these classes after every local epoch",
     "labels": "share of each class in the cohort's examples",
@@ -197,6 +198,7 @@ def trainings(
                 z, mask = predictions(engine, theta, test), test.mask.reshape(-1)
                 measured["cka"] = linear_cka(z, z_global, mask)
                 measured["kl"] = mean_kl(z_global, z, mask)
+                measured["confidence"] = mean_confidence(z, mask)
             if "forgetting" in names:
                 z, y, mask = predictions(engine, theta, test), test.y.reshape(-1), test.mask.reshape(-1)
                 measured["class_accuracy"] = class_accuracy(z, y, mask)
@@ -225,7 +227,10 @@ def gradients(engine: Engine, shared: Shared, planned: Plan) -> dict[str, jax.Ar
 
     With grad f = sum_i p_i grad F_i and p_i = n_i / n:
 
-    - ``period_drift``: ||mean_S grad F_i - grad f||^2, FedEve's equation 3 for the cohort S of this round.
+    - ``period_drift``: ||sum_S n_i grad F_i / sum_S n_i - grad f||^2, FedEve's equation 3 for the cohort S of this
+      round, with the weights of grad f. It is 0 if all clients take part.
+    - ``period_drift_uniform``: ||mean_S grad F_i - grad f||^2, the equation as printed. If all clients take part, it is
+      0 only for clients of equal sizes.
     - ``dissimilarity``: Gamma = sqrt(sum_i p_i ||grad F_i||^2 / ||grad f||^2), FedGVRGM's equation 4. It is at least 1,
       and 1 if all gradients are equal. (The paper's mean has weights 1 / N; they are equal for clients of equal sizes.)
     - ``gradient_variance``: sum_i p_i ||grad F_i - grad f||^2.
@@ -239,22 +244,27 @@ def gradients(engine: Engine, shared: Shared, planned: Plan) -> dict[str, jax.Ar
     _, _, dealt = deal_out(engine, clients, clients.steps)
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        chosen, S = shared.extra
+        chosen, n_S, S = shared.extra
         work = client_work(engine, shared, client, longest)
         g = full_gradient(work, shared.server.params)
         n_i = work.size.astype(work.lr.dtype)
-        # 1 / |S| - p_i with a common denominator. It is exactly 0 if all clients take part and have equal sizes.
-        excess = (jnp.where(chosen[client.id], n, 0) - n_i * S) / (S * n)
-        p = n_i / n
-        of_all, of_gap = (jax.tree.map(lambda g, c=c: c * g, g) for c in (p, excess))
-        return (of_all, of_gap, p * tree.dot(g, g)), (), ()
+        p, here = n_i / n, chosen[client.id]
+        # n_i / n_S - p_i and 1 / |S| - p_i, each with a common denominator. If all clients take part, the first is
+        # exactly 0, and the second is if they have equal sizes.
+        weighted = n_i * (jnp.where(here, n, 0) - n_S) / (n_S * n)
+        uniform = (jnp.where(here, n, 0) - n_i * S) / (S * n)
+        sums = tuple(jax.tree.map(lambda g, c=c: c * g, g) for c in (p, weighted, uniform))
+        return (sums, p * tree.dot(g, g)), (), ()
 
-    extra = (chosen, chosen.sum().astype(shared.lr.dtype))
-    (grad_f, gap, square), _, _ = over_clients(engine, one, shared._replace(extra=extra), dealt, ())
+    sizes = jnp.where(chosen[clients.id], clients.size, 0)
+    extra = (chosen, *(total.sum().astype(shared.lr.dtype) for total in (sizes, chosen)))
+    (sums, square), _, _ = over_clients(engine, one, shared._replace(extra=extra), dealt, ())
+    grad_f, weighted, uniform = sums
     norm2 = tree.dot(grad_f, grad_f)
     equal = square <= norm2  # rounding may make the sum smaller; this also covers 0 / 0
     return {
-        "period_drift": tree.dot(gap, gap),
+        "period_drift": tree.dot(weighted, weighted),
+        "period_drift_uniform": tree.dot(uniform, uniform),
         "dissimilarity": jnp.where(equal, 1, jnp.sqrt(square / norm2)),
         "gradient_variance": jnp.maximum(square - norm2, 0),
         "gradient_norm": jnp.sqrt(norm2),
@@ -309,6 +319,19 @@ def mean_kl(p_logits: jax.Array, q_logits: jax.Array, mask: jax.Array | None = N
     """
     log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
     return jnp.mean((jnp.exp(log_p) * (log_p - log_q)).sum(-1), where=mask)
+
+
+def mean_confidence(logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """The mean of the largest predicted probability over M examples, a scalar in [1 / C, 1].
+
+    LfD's figure 3 compares the confidence of local models. The probabilities are softmax(logits). The logits of a model
+    with ``cosine=True`` are cosines, which are not divided by LfD's temperature. So its confidence is low.
+
+    Args:
+      logits: float [M, C].
+      mask: bool [M], False for examples that are ignored. Default: all examples are used.
+    """
+    return jnp.mean(jax.nn.softmax(logits).max(-1), where=mask)
 
 
 def class_accuracy(logits: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:

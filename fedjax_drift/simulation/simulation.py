@@ -554,12 +554,14 @@ class Simulation:
 
           - "updates": ``update_norm`` [K, E], ||D_i||; ``update_cosine`` [K, E], with the cohort's mean update.
           - "gradients": ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2 (FedEve, eq. 4);
-            ``period_drift`` [], ||mean_S grad F_i(w) - grad f(w)||^2 (FedEve, eq. 3, for this cohort);
+            ``period_drift`` [], ||sum_S n_i grad F_i(w) / sum_S n_i - grad f(w)||^2 (FedEve, eq. 3, for this cohort);
+            ``period_drift_uniform`` [], the same with equal weights in the mean over S, as printed in the paper;
             ``dissimilarity`` [], sqrt(sum_i p_i ||grad F_i(w)||^2 / ||grad f(w)||^2) (FedGVRGM, equation 4);
             ``gradient_variance`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||.
             These measures need the gradients of all N clients.
           - "predictions": ``cka`` [K, E], linear CKA of local and global logits on the test set; ``kl`` [K, E], mean
-            KL(global || local) in nats.
+            KL(global || local) in nats; ``confidence`` [K, E], mean of the largest probability that the local model
+            predicts (LfD, figure 3).
           - "forgetting": ``lp_present``, ``lp_absent`` [K], the means of LP over the classes that the client has
             (present) and does not have (absent). LP of a class is the accuracy of the local model on this class divided
             by that of the global model (LfD, eq. 11). NaN if there is no such class. LP > 1 means that the local model
