@@ -10,7 +10,6 @@
 1
 """
 
-from fedjax_drift import _moved as _moved
 from fedjax_drift import algorithms, data, errors, logs, models, plots, statistics, testing, tuning
 from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
 from fedjax_drift.data import augment, datasets, partition
@@ -22,6 +21,7 @@ from fedjax_drift.devices.described import described_mesh
 from fedjax_drift.devices.mesh import clients_mesh, use_cpu_devices
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
+from fedjax_drift.model import Model
 from fedjax_drift.models import ranking
 from fedjax_drift.paper_table import table
 from fedjax_drift.records import rounds_to_target
@@ -36,7 +36,7 @@ from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.simulation.sweep import Run, grid, sweep
 from fedjax_drift.storage.checkpoint import Checkpoints
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Round, ServerState, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Round, ServerState, Work, algorithm
 from fedjax_drift.version import __version__ as __version__
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "Simulation",
     "Work",
     "aggregation",
+    "algorithm",
     "algorithms",
     "augment",
     "clients_mesh",

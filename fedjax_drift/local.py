@@ -22,7 +22,7 @@ from jax import lax
 from fedjax_drift import checks, reprs, tree
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Batch, Metrics, Params, PyTree, Work, batch_mean
+from fedjax_drift.types import Batch, Params, PyTree, Trained, Work, batch_mean
 
 OPTIMIZER = 2**32 - 1  # fold_in(key, OPTIMIZER) is the client's key for its optimizer; epochs have smaller numbers
 
@@ -209,7 +209,7 @@ def train(
     at: Callable[[Params], Params] | None = None,
     after: Callable[[Params, jax.Array], Params] | None = None,
     loss: Callable[[Params, Batch, jax.Array], jax.Array] | None = None,
-) -> tuple[Params, Metrics]:
+) -> tuple[Params, Trained]:
     """Trains ``work.num_steps`` steps, starting from ``start``.
 
     Args:
@@ -221,18 +221,19 @@ def train(
       loss: ``loss(params, batch, key)`` returns the loss of a batch, a scalar. Default: ``work.loss``.
 
     Returns:
-      The local model theta_i, and the metrics ``{"loss": mean of the loss over the steps}``.
+      The local model theta_i, and `Trained`, which the algorithm passes on in its `ClientResult`. It reads like the
+      metrics ``{"loss": mean of the loss over the steps}``.
     """
     if loss in (None, work.loss) and work.statistics is not None:
-        theta, _, metrics = _train(work, start, _normalised_gradient(work), (), correct, at, after)
-        return theta, metrics
+        theta, _, trained = _train(work, start, _normalised_gradient(work), (), correct, at, after)
+        return theta, trained
     value_and_grad = jax.value_and_grad(loss or work.loss)
 
     def gradient(point: Params, batch: Batch, key: jax.Array, carry: PyTree) -> tuple[jax.Array, Params, PyTree]:
         return *value_and_grad(point, batch, key), carry
 
-    theta, _, metrics = train_with(work, start, gradient, (), correct=correct, at=at, after=after)
-    return theta, metrics
+    theta, _, trained = train_with(work, start, gradient, (), correct=correct, at=at, after=after)
+    return theta, trained
 
 
 def train_with(
@@ -244,7 +245,7 @@ def train_with(
     correct: Callable[[Params, Params], Params] | None = None,
     at: Callable[[Params], Params] | None = None,
     after: Callable[[Params, jax.Array], Params] | None = None,
-) -> tuple[Params, PyTree, Metrics]:
+) -> tuple[Params, PyTree, Trained]:
     """Like `train`, with a gradient of the algorithm's own and values that it carries from step to step.
 
     Args:
@@ -254,7 +255,7 @@ def train_with(
       work, start, correct, at, after: as in `train`.
 
     Returns:
-      The local model theta_i, the carried values after the last step, and the metrics of `train`.
+      The local model theta_i, the carried values after the last step, and `Trained` as in `train`.
 
     For a model with running statistics, a step has one more forward pass.
     """
@@ -296,7 +297,7 @@ def _train(
     correct: Callable[[Params, Params], Params] | None,
     at: Callable[[Params], Params] | None,
     after: Callable[[Params, jax.Array], Params] | None,
-) -> tuple[Params, PyTree, Metrics]:
+) -> tuple[Params, PyTree, Trained]:
     """The loop of `train_with`. ``gradient`` also gets and returns the running statistics, () if there are none."""
 
     def as_params(tree: Params) -> Params:  # the learning rate or a hyper-parameter may have a wider dtype
@@ -349,23 +350,17 @@ def _train(
             state = lax.fori_loop(0, steps, step, state)
         else:  # with one k for the whole group, its batches are slices of the shuffled order, and not gathers
             state = lax.fori_loop(0, lax.pmax(steps, work.lanes), step_of_group, state)
-        if work.watcher is None:
+        if work.watch is None:
             return state, ()
-        return state, work.watcher.after_epoch(begin, watched(returned(state[0]), state[-1]))
+        return state, work.watch(begin, watched(returned(state[0]), state[-1]))
 
-    statistics = () if running is None else running[-1]
+    statistics = () if running is None else running
     begin = watched(start, statistics)
     state = (start, work.optimizer.init(start), jnp.zeros_like(work.lr), carry, statistics)
     measured: PyTree
     (theta, _, total, carry, statistics), measured = lax.scan(epoch, state, jnp.arange(work.epochs))
-    if running is not None:
-        running.append(statistics)
-    if part:
-        part.keep(theta)
-    theta = returned(theta)
-    if work.watcher:
-        work.watcher.done(begin, watched(theta, statistics), measured)
-    return theta, carry, {"loss": total / jnp.maximum(work.num_steps, 1)}
+    loss, own, theta = total / jnp.maximum(work.num_steps, 1), part.own(theta) if part else (), returned(theta)
+    return theta, carry, Trained({"loss": loss}, begin, watched(theta, statistics), statistics, own, measured)
 
 
 def augmented(work: Work, batch: Batch, epoch_key: jax.Array, k: jax.Array) -> Batch:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,17 +27,9 @@ def brief(value: Any) -> str:
     return f"{sum(leaf.size for leaf in leaves):,} numbers" if leaves else "()"
 
 
-def captured(functions: Iterable[Callable | None]) -> dict[str, Any]:
-    """The numbers and strings that functions capture, by name: the hyper-parameters of a factory."""
-    values: dict[str, Any] = {}
-    for function in functions:
-        cells = getattr(function, "__closure__", None) or ()
-        names = function.__code__.co_freevars if cells else ()  # type: ignore[union-attr]
-        for name, cell in zip(names, cells, strict=True):
-            with contextlib.suppress(ValueError):  # the cell of a name that has no value
-                if isinstance(cell.cell_contents, bool | int | float | str):
-                    values.setdefault(name, cell.cell_contents)
-    return values
+def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are numbers or strings: the hyper-parameters of a factory."""
+    return {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
 
 
 def function_name(value: Any) -> str:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from fedjax_drift import checks, logs
 from fedjax_drift.data import files
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.model import Model
 from fedjax_drift.models import MODELS, TRAINED
 from fedjax_drift.models.pretrained import load_params
-from fedjax_drift.simulation import hyper
-from fedjax_drift.types import Model, Params, Record
+from fedjax_drift.types import Params, Record
 
 CONFIG, MODEL = "config.json", "model.npz"
 
@@ -93,11 +93,10 @@ def _with_base(model: Model, settings: dict[str, Any], folder: Path) -> Model:
             f"the run in {folder} has trained a part of the model in {init} (--init), which does not exist"
         ) from error
     model = _made(TRAINED, part, model, base=base, frozen_dtype=jnp.bfloat16 if settings["bfloat16"] else None)
-    (frozen,) = hyper.frozen(model.apply)
-    if frozen.checksum != part["base"]:
+    if model.frozen[0].checksum != part["base"]:
         raise ConfigurationError(
             f"{init or 'the initial model'} must have the parameters with which the run in {folder} was started, got "
-            f"others (checksum {frozen.checksum} instead of {part['base']}): restore the file of --init"
+            f"others (checksum {model.frozen[0].checksum} instead of {part['base']}): restore the file of --init"
         )
     return model
 

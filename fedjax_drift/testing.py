@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, recipes
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.mesh import clients_mesh
 from fedjax_drift.local import LocalTraining
+from fedjax_drift.model import Model
 from fedjax_drift.models.layers import cosine_logits
-from fedjax_drift.simulation import hyper, programs
+from fedjax_drift.simulation import programs
 from fedjax_drift.simulation.simulation import Simulation
-from fedjax_drift.types import Algorithm, ClientResult, Model, Params, PyTree, ServerState, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, ServerState, Work
 
 __all__ = ["CHECKS", "check_contract"]
 
@@ -147,7 +148,7 @@ def check_client_update(simulation: Simulation) -> None:
 def check_hyper_parameters(simulation: Simulation) -> None:
     """Hyper-parameters are arguments of the compiled round."""
     form, numbers = programs.split(simulation.setup.engine)
-    engine = hyper.join(form, [0.9 * number for number in numbers])
+    engine = recipes.join(form, [0.9 * number for number in numbers])
     failing = {"dropout": engine.failures.dropout, "stragglers": engine.failures.stragglers}
     parts = simulation.model, simulation.data, engine.algorithm
     other = Simulation(*parts, local=engine.local, cohort_size=3, lanes=2, **failing)

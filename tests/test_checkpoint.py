@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import errno
 import gc
 import importlib.util
@@ -133,13 +132,11 @@ def test_a_run_resumes_with_another_number_of_devices_and_another_bank(sharded, 
 
 
 OTHERS = {
-    "algorithm.client_update.alpha: 0.1 in the checkpoint, not 0.2": {
-        "algorithm": fd.algorithms.feddc(0.2, aggregation="paper")
-    },
+    "algorithm.alpha: 0.1 in the checkpoint, not 0.2": {"algorithm": fd.algorithms.feddc(0.2, aggregation="paper")},
     'algorithm: "feddc" in the checkpoint, not "fedavg"': {"algorithm": fd.algorithms.fedavg()},
     "cohort_size: 2 in the checkpoint, not 3": {"cohort_size": 3},
     'on_nonfinite: "keep" in the checkpoint, not "drop_client"': {"on_nonfinite": "drop_client"},
-    "local.lr: 0.1 in the checkpoint, not 0.3; .*local.optimizer.update.b1: nothing in the checkpoint, not 0.5": {
+    "local.lr: 0.1 in the checkpoint, not 0.3; .*local.optimizer.update: nothing in the checkpoint, not .scale_by": {
         "local": fd.LocalTraining(lr=0.3, optimizer=optax.scale_by_adam(b1=0.5))
     },
     "data.x: .* data.y:": {"data": fd.FederatedData.from_clients(CLIENTS[::-1], test=CLIENTS[0])},
@@ -615,38 +612,30 @@ def closed(a):
     return lambda x: x * a
 
 
-class Scaled:
-    def __init__(self, by):
-        self.by = by
-
-    def __call__(self, x):
-        return self.by * x
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (closed(2.0), closed(3.0)),
-        (closed(jnp.float32(2)), closed(jnp.float32(3))),
-        (closed(np.ones(3)), closed(np.array([1, 1, 2.0]))),
-        (closed({1, 2}), closed({1, 3})),
-        (
-            lambda x: x * 2.0,
-            lambda x: x * 3.0,
-        ),
-        (lambda x, c=2: x * c, lambda x, c=3: x * c),
-        (Scaled(2), Scaled(3)),
-        (Scaled(2).__call__, Scaled(3).__call__),
+        (2.0, 3.0),
+        (jnp.float32(2), jnp.float32(3)),
+        (np.ones(3), np.array([1, 1, 2.0])),
+        ({1, 2}, {1, 3}),
+        (len, sum),
         (fd.algorithms.fedprox(jnp.float32(0.1)), fd.algorithms.fedprox(jnp.float32(0.2))),
+        (fd.algorithms.partly_shared(fd.algorithms.fedprox(1)), fd.algorithms.partly_shared(fd.algorithms.fedprox(2))),
+        (fd.algorithms.fedavg(), fd.algorithms.fedavg()._replace(finish=lambda server, client: client)),
+        (fd.aggregation.clipped(1.0), fd.aggregation.clipped(2.0)),
+        (fd.models.mnist_2nn(), fd.models.mnist_2nn(num_classes=3)),
+        (fd.LocalTraining(optimizer=optax.scale_by_adam()), fd.LocalTraining(optimizer=optax.scale_by_lion())),
+        (fd.LocalTraining(augment=fd.augment.crop_and_flip()), fd.LocalTraining(augment=fd.augment.crop_and_flip(3))),
         (jax.random.key(0), jax.random.key(1)),
     ],
 )
 def test_different_values_give_different_settings(one, other) -> None:
-    assert settings(one, "s") and settings(one, "s") != settings(other, "s")
+    assert settings(one, "s") and settings(one, "s") == settings(one, "s") != settings(other, "s")
 
 
 def test_equal_values_give_equal_settings(tmp_path) -> None:
-    assert settings(closed(1), "s") == settings(closed(1.0), "s") == settings(closed(np.float32(1)), "s")
+    assert settings(1, "s") == settings(1.0, "s") == settings(np.float32(1), "s") == {"s": 1}
     assert settings(np.float32, "s") == settings(jnp.float32, "s") == settings(np.dtype("float32"), "s")
     with pytest.raises(ValueError, match="config must be a dict of values that JSON can store"):
         fd.Checkpoints(tmp_path, config={"a": np.float32(1)})
@@ -657,7 +646,7 @@ def test_a_function_has_the_same_settings_whether_its_script_is_run_or_imported(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/script.py").write_text(
         "from fedjax_drift.storage.identity import settings\n"
-        "print(settings((lambda x: x in {'one', 'two', 'three'}, {'four', 'five', 'six'}), 's'))\n"
+        "print(settings((lambda x: x, {'four', 'five', 'six'}), 's'))\n"
     )
     outputs = set()
     for seed, arguments in enumerate([["folder/script.py"], ["-m", "folder.script"], ["-c", "import folder.script"]]):
@@ -666,7 +655,7 @@ def test_a_function_has_the_same_settings_whether_its_script_is_run_or_imported(
         command = [sys.executable, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
         outputs.add(done.stdout)
-    assert len(outputs) == 1 and outputs.pop().startswith("{'s.0': 'script.<lambda>', 's.0.<code>': 'crc32 ")
+    assert len(outputs) == 1 and outputs.pop().startswith("{'s.0': 'script.<lambda>', 's.1.0': 'five'")
     function = closed(1)
     assert settings(function, "s")["s"] == "test_checkpoint.closed.<locals>.<lambda>"
     function.__module__ = "__main__"  # as in a notebook, whose functions have no file
@@ -704,66 +693,36 @@ def loss_of(folder: Path, factor: float = 2, module: str = "losses", *edits: tup
     return loaded.scaled(factor)
 
 
-DOCSTRING = ("power=2):", "power=2):\n        '''The loss.'''")
-# Name: (arguments of loss_of, settings that differ, whether the code counts as changed).
+# Name: (arguments of loss_of, the effect)
 EDITS = {
-    "docstring": ((2, "losses", DOCSTRING), {}, False),
-    "comment and annotation": ((2, "losses", ("square by", "norm by"), ("z, y,", "z: object, y,")), {}, False),
-    "local variable": ((2, "losses", ("error", "difference")), {}, True),
-    "captured variable": ((2, "losses", ("factor", "weight")), {}, True),
-    "argument with a default": ((2, "losses", ("power", "exponent")), {}, True),
-    "body": ((2, "losses", ("abs", "sinh")), {}, True),
-    "value": ((3,), {"loss.factor": ("2", "3")}, False),
-    "default": ((2, "losses", ("=2", "=3")), {"loss.power": ("2", "3")}, True),
-    "captured variable and value": (
-        (3, "losses", ("factor", "weight")),
-        {"loss.factor": ("2", "nothing"), "loss.weight": ("nothing", "3")},
-        True,
+    "docstring and annotation": (
+        (2, "losses", ("z, y,", "z: object, y,"), ("power=2):", "power=2):\n        '''The loss.'''")),
+        None,
     ),
-    "module": (
-        (2, "errors"),
-        {"loss": ('"losses.scaled.<locals>.squared"', '"errors.scaled.<locals>.squared"')},
-        False,
-    ),
+    "local variable": ((2, "losses", ("error", "difference")), None),
+    "captured variable": ((2, "losses", ("factor", "weight")), None),
+    "body": ((2, "losses", ("abs", "sinh")), "warning"),
+    "value": ((3,), "warning"),
+    "default": ((2, "losses", ("=2", "=3")), "warning"),
+    "module": ((2, "errors"), "model.loss: .*losses.scaled.* in the checkpoint, not .*errors.scaled"),
 }
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_edits_that_change_the_settings_of_a_function(edit, tmp_path) -> None:
-    arguments, entries, edited = EDITS[edit]
-    stored = settings(loss_of(tmp_path / "a"), "loss")
-    assert stored == {
-        "loss": "losses.scaled.<locals>.squared",
-        "loss.<code>": "crc32 2c1bde1d",  # the same in every version of Python
-        "loss.factor": 2,
-        "loss.power": 2,
-    }
-    current = settings(loss_of(tmp_path / "b", *arguments), "loss")
-    assert differences(stored, current) == (entries, ["loss"] if edited else [])
-    assert differences(current, stored)[0].keys() == entries.keys()
-
-
-def test_the_settings_do_not_include_the_bytecode_of_a_function(tmp_path) -> None:
-    """The bytecode differs between versions of Python. The code of a function without source is not compared."""
-    loss = loss_of(tmp_path / "a")
-    stored = settings(loss, "loss")
-    code = loss.__code__
-    loss.__code__ = code.replace(co_code=code.co_code + bytes([dis.opmap["NOP"], 0]))
-    assert loss.__code__ != code and settings(loss, "loss") == stored
-    unknown = stored | {"loss.<code>": None}
-    assert differences(unknown, stored) == differences(stored, unknown) == ({}, [])
 
 
 def test_an_option_that_a_version_lacks_has_its_default() -> None:
     """A run that was saved before `LocalTraining(augment=)` existed has no augmentation."""
     saved, without = {"local.lr": 0.1}, {"local.lr": 0.1, "local.augment": None}
     with_it = {"local.lr": 0.1, "local.augment": "crop_and_flip.<locals>.augment"}
-    assert differences(saved, without) == differences(without, saved) == ({}, [])
+    assert differences(saved, without) == differences(without, saved) == ({}, False)
     assert list(differences(saved, with_it)[0]) == list(differences(without, with_it)[0]) == ["local.augment"]
 
 
+@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("bank", ["device", "files"])
-def test_changed_code_of_a_function_causes_a_warning(bank, tmp_path) -> None:
+def test_code_that_computes_something_else_causes_a_warning(bank, edit, tmp_path) -> None:
+    """What counts is what a round computes, not the text of a function."""
+    if bank == "files" and edit not in ("body", "module"):
+        pytest.skip("a client store compares the same identity")
+
     def simulate(loss) -> fd.Simulation:
         where = tmp_path / "bank" if bank == "files" else bank
         return fd.Simulation(MODEL._replace(loss=loss), DATA, fd.algorithms.scaffold(), cohort_size=2, bank=where)
@@ -774,14 +733,39 @@ def test_changed_code_of_a_function_causes_a_warning(bank, tmp_path) -> None:
 
     sim, saved = simulate(loss_of(tmp_path / "a")), fd.Checkpoints(tmp_path / "run")
     close(run(sim, sim.init(KEY), 2, saved)[0])
-    with warnings.catch_warnings(action="error"):
-        close(saved.restore(simulate(loss_of(tmp_path / "b", 2, "losses", DOCSTRING)))[0])
-    for i, edit in enumerate([("factor", "weight"), ("abs", "sinh")]):
-        edited = simulate(loss_of(tmp_path / f"c{i}", 2, "losses", edit))
-        with pytest.warns(UserWarning, match="the code of model.loss has changed: the run continues with the new code"):
+    arguments, effect = EDITS[edit]
+    edited = simulate(loss_of(tmp_path / "b", *arguments))
+    if effect is None:
+        with warnings.catch_warnings(action="error"):
             close(saved.restore(edited)[0])
-    with pytest.raises(OtherRunError, match="model.loss.factor: 2 in the checkpoint, not 3"):
-        saved.restore(simulate(loss_of(tmp_path / "d", 3)))
+    elif effect == "warning":
+        with pytest.warns(UserWarning, match="or a value that it captures: the run continues with the new code"):
+            close(saved.restore(edited)[0])
+    else:
+        with pytest.raises(OtherRunError, match=effect):
+            saved.restore(edited)
+
+
+def test_the_computation_is_the_same_in_every_process(tmp_path) -> None:
+    """It has neither addresses nor the order of a set, and it does not depend on learning rates, mu and the devices."""
+    script = """
+import fedjax_drift as fd, numpy as np, sys
+import jax
+fd.use_cpu_devices(int(sys.argv[1]))
+data = fd.FederatedData.from_clients([(np.eye(4, dtype="f4").reshape(4, 2, 2, 1), np.arange(4) % 2)] * 4)
+local = fd.LocalTraining(lr=float(sys.argv[2]))
+algorithm = fd.algorithms.fedprox(float(sys.argv[2]))
+model = fd.models.mnist_2nn(num_classes=2, input_shape=(2, 2, 1))
+sim = fd.Simulation(model, data, algorithm, local=local, cohort_size=2)
+print(sim.specification.identity["computation"])
+"""
+    found = set()
+    for devices, value in (("1", "0.1"), ("2", "0.2")):
+        environment = os.environ | {"PYTHONHASHSEED": devices, "PYTHONPATH": str(Path(fd.__file__).parents[1])}
+        command = [sys.executable, "-c", script, devices, value]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        found.add(done.stdout)
+    assert len(found) == 1 and found.pop().startswith(f"jax {jax.__version__}, cpu, crc32 ")
 
 
 def test_a_run_resumes_only_with_the_same_config(device, tmp_path) -> None:

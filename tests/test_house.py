@@ -1,22 +1,17 @@
-"""Tests of the structure of the package: which modules import which, and modules and names that have moved."""
+"""Tests of the structure of the package: which modules import which, and which names are public."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
-import pytest
 
 import fedjax_drift as fd
-from fedjax_drift._moved import MOVED
 
 ROOT = Path(fd.__file__).parent
 MODULES = {
@@ -24,7 +19,8 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = [
-    {"errors", "types", "tree", "leaves", "checks", "adapters", "batch_norm", "version", "disk", "reprs"},
+    {"errors", "types", "model", "recipes", "tree", "leaves", "checks"}
+    | {"adapters", "batch_norm", "version", "disk", "reprs"},
     {"data", "models"},
     {"local", "devices"},
     {"round", "algorithms"},
@@ -75,7 +71,7 @@ def test_there_are_no_circular_imports() -> None:
 
 def test_modules_import_only_from_their_own_or_lower_layers() -> None:
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    inside = [module for module in MODULES if room(module) not in ("", "_moved")]
+    inside = [module for module in MODULES if room(module)]
     assert {room(module) for module in inside} == set(floor), "a room without a floor"
     for module in inside:
         for other in GRAPH[module]:
@@ -86,7 +82,7 @@ def test_modules_import_only_from_their_own_or_lower_layers() -> None:
     for module in inside:
         if room(module) == "algorithms" and module != "fedjax_drift.algorithms":
             below = {room(other) for other in GRAPH[module]}
-            assert below <= {"types", "tree", "leaves", "local", "checks", "errors", "algorithms", "data"}, (
+            assert below <= {"types", "model", "tree", "leaves", "local", "checks", "errors", "algorithms", "data"}, (
                 f"{module}: {below}"
             )
 
@@ -108,32 +104,6 @@ def test_no_code_uses_private_attributes_of_a_simulation() -> None:
                     reached = node.value
                     name = reached.id if isinstance(reached, ast.Name) else getattr(reached, "attr", "")
                     assert name not in ("sim", "simulation"), f"{path}:{node.lineno}: {name}.{node.attr}"
-
-
-@pytest.mark.parametrize("old", sorted(MOVED))
-def test_modules_that_have_moved_can_be_imported(old) -> None:
-    sys.modules.pop(f"fedjax_drift.{old}", None)
-    first, *others = MOVED[old].split()
-    with pytest.warns(DeprecationWarning, match=f"fedjax_drift.{old} has moved: import fedjax_drift.{first}"):
-        module = importlib.import_module(f"fedjax_drift.{old}")
-    for path in (first, *others):
-        new = importlib.import_module(f"fedjax_drift.{path}")
-        for name in [name for name in vars(new) if not name.startswith("_")]:
-            assert hasattr(module, name) and (path != first or getattr(module, name) is getattr(new, name))
-        if not others and old in fd.__all__:
-            assert getattr(fd, old) is new
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        _ = module.nonsense
-    assert callable(fd.sweep) and all(getattr(fd, name) is not None for name in fd.__all__)
-
-
-def test_renamed_names_can_be_imported() -> None:
-    program = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "from fedjax_drift.bank import Bank, Damaged; from fedjax_drift.storage.client_store import ClientStore\n"
-        "from fedjax_drift.errors import DamagedError; assert Bank is ClientStore and Damaged is DamagedError\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_namespaces_list_their_public_names_only() -> None:

@@ -27,7 +27,7 @@ def cell() -> str:
 
 @pytest.fixture(scope="module")
 def fednova():
-    scope: dict = {}
+    scope: dict = {"fd": fd}
     exec(compile(cell(), NOTEBOOK.name, "exec"), scope)
     return scope["fednova"]
 

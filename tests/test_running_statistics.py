@@ -440,7 +440,7 @@ def test_custom_algorithms_must_pass_the_mask_and_call_local_train() -> None:
     no_call = fedavg._replace(
         client_update=lambda server, client, work: fd.ClientResult(server.params, 1.0, client, {})
     )
-    with pytest.raises(ConfigurationError, match="fedavg must call local.train"):
+    with pytest.raises(ConfigurationError, match="client_update of fedavg must pass on what local.train returned"):
         simulate(MODULES["linen"]("average"), no_call).setup.any_update()
 
 

@@ -359,17 +359,20 @@ def test_bad_input(data, message) -> None:
         quietly(build, **({"rounds": 1} | BAD[message]))
 
 
-def test_functions_that_build_creates_in_every_call_are_equal_if_they_do_the_same(data) -> None:
-    """Their numbers must be equal, too: the program of a sweep has one augmentation and one set of measures."""
+def test_an_augmentation_may_be_created_in_every_call_of_build() -> None:
+    images = np.random.default_rng(0).integers(0, 256, (8, 4, 4, 3)).astype(np.uint8)
+    data = fd.FederatedData.from_clients([(images, np.arange(8) % 4)] * 2)
 
-    def build(lr: float, scale: float = 2.0) -> fd.Simulation:
-        training = local(lr=lr, augment=lambda key, x: scale * x)
-        return simulate(data, local=training, measure=["updates", "predictions"])
+    def build(lr: float, padding: int = 1, own: bool = False) -> fd.Simulation:
+        augment = (lambda key, x: x) if own else fd.augment.crop_and_flip(padding)
+        training = local(lr=lr, augment=augment)
+        return simulate(data, local=training, model=fd.models.linear((4, 4, 3), 4), cohort_size=2)
 
-    runs = quietly(build, 2, settings=grid(lr=[0.1, 0.2]), measure_every=1)
+    runs = quietly(build, 2, settings=grid(lr=[0.1, 0.2]))
     assert [len(run.history) for run in runs] == [2, 2]
-    with pytest.raises(ValueError, match="got augment .* use one sweep for each value"):
-        quietly(build, 1, settings=grid(lr=[0.1], scale=[2.0, 3.0]))
+    for settings in ([{"lr": 0.1, "padding": 1}, {"lr": 0.1, "padding": 2}], grid(lr=[0.1, 0.2], own=[True])):
+        with pytest.raises(ValueError, match="got augment .* create it once, outside build, or use one sweep for each"):
+            quietly(build, 1, settings=settings)
 
 
 def test_bad_build(sim) -> None:

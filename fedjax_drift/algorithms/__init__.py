@@ -3,7 +3,7 @@
 The docstring of each file contains the equations of the algorithm. The number at the end of an equation, such as (2),
 is repeated in a comment at the line of code that implements it. The docstring then lists the deviations from the paper.
 
-The files import `local`, `tree`, `leaves`, `types`, `checks`, `errors` and each other.
+The files import `local`, `tree`, `leaves`, `types`, `model`, `checks`, `errors` and each other.
 """
 
 from collections.abc import Callable

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm
 
 
 class Client(NamedTuple):
@@ -37,6 +37,7 @@ class Client(NamedTuple):
     alpha: jax.Array  # [], alpha_i, its share
 
 
+@algorithm
 def apfl(
     alpha: float = 0.5,
     adaptive: bool = False,
@@ -86,9 +87,9 @@ def apfl(
                 a = jnp.where(changes, jnp.clip(a - work.lr * slope, 0, 1), a)  # (4)
             return value, g, (Client(new_v, a), steps + 1)
 
-        theta, (client, _), metrics = train_with(work, w, gradient, (client, jnp.int32(0)))
-        metrics = {**metrics, "alpha": client.alpha} if adaptive else metrics
-        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, metrics)
+        theta, (client, _), trained = train_with(work, w, gradient, (client, jnp.int32(0)))
+        trained = trained | {"alpha": client.alpha} if adaptive else trained
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
 
     def personal(server: Any, client: Client) -> Params:
         return mixed(client.alpha, client.v, server.params)

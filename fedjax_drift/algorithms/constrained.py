@@ -27,11 +27,13 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Model, Params, PyTree, Work, batch_mean
+from fedjax_drift.model import Model
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm, batch_mean
 
 PARTS = ("extractor", "header", "classifier")
 
 
+@algorithm
 def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algorithm:
     """FedAvg with a penalty on the distance between one part of the local model and the same part of the global model.
 
@@ -64,8 +66,8 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             return work.loss(theta, batch, key) + mu / 2 * distance(theta, batch.x, batch.mask)
 
-        theta, metrics = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, metrics)
+        theta, trained = train(work, start=w, loss=loss)
+        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, trained)
 
     needed: tuple[str, ...] = ()
     if (kind, part) != ("parameter", "all"):

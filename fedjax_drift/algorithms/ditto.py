@@ -21,13 +21,14 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, Work, algorithm
 
 
 class Client(NamedTuple):
     v: Params  # v_i, the personal model
 
 
+@algorithm
 def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str = "examples") -> Algorithm:
     """FedAvg, and a personal model of every client that stays near the global model.
 
@@ -49,18 +50,18 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:
         w = server.params
-        theta, metrics = train(work, start=w)  # (1)
+        theta, trained = train(work, start=w)  # (1)
 
         def attract(g: Params, v: Params) -> Params:
             return jax.tree.map(lambda g, v, w: g + lam * (v - w), g, v, w)  # (2)
 
-        personal_work = work._replace(watcher=None)  # drift is that of theta_i
+        personal_work = work
         if personal_epochs is not None:
             steps = -(-work.num_steps * personal_epochs // work.epochs)  # a straggler does a part of them
-            personal_work = personal_work._replace(epochs=personal_epochs, num_steps=steps)
-        v, personal_metrics = train(personal_work, start=client.v, correct=attract)
-        metrics = {**metrics, "personal_loss": personal_metrics["loss"]}
-        return ClientResult(tree.subtract(theta, w), weight(work, weighting), Client(v), metrics)
+            personal_work = work._replace(epochs=personal_epochs, num_steps=steps)
+        v, of_personal = train(personal_work, start=client.v, correct=attract)
+        trained = trained | {"personal_loss": of_personal["loss"]}  # drift is that of theta_i
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), Client(v), trained)
 
     def personal(server: Any, client: Client) -> Params:
         return client.v

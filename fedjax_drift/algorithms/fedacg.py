@@ -21,7 +21,7 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -29,6 +29,7 @@ class Server(NamedTuple):
     m: Params  # momentum
 
 
+@algorithm
 def fedacg(beta: float = 2e-3, lam: float = 0.85) -> Algorithm:
     """Nesterov momentum on the server: clients start at the point to which the momentum moves the model.
 
@@ -53,8 +54,8 @@ def fedacg(beta: float = 2e-3, lam: float = 0.85) -> Algorithm:
         def proximal(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, theta, start: g + beta * (theta - start), g, theta, start)  # (2)
 
-        theta, metrics = train(work, start=start, correct=proximal)
-        return ClientResult(tree.subtract(theta, start), weight(work, "uniform"), client, metrics)
+        theta, trained = train(work, start=start, correct=proximal)
+        return ClientResult(tree.subtract(theta, start), weight(work, "uniform"), client, trained)
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         m = jax.tree.map(lambda m, D: lam * m + D, server.m, D)  # (3)

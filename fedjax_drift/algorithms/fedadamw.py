@@ -33,7 +33,7 @@ import optax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -43,6 +43,7 @@ class Server(NamedTuple):
     steps: jax.Array  # T, [], mean number of local steps so far
 
 
+@algorithm
 def fedadamw(
     alpha: float = 0.5,
     b1: float = 0.9,
@@ -101,9 +102,9 @@ def fedadamw(
         v = jax.tree.map(lambda v, w: jnp.broadcast_to(v, w.shape).astype(w.dtype), server.v, w)
         start = tree.zeros_like(w), v, jnp.ones((), float)
         plain = work._replace(optimizer=optax.identity())
-        theta, (_, v, _), metrics = train_with(plain, w, gradient, start)
+        theta, (_, v, _), trained = train_with(plain, w, gradient, start)
         K = work.num_steps.astype(work.lr.dtype)
-        return ClientResult((tree.subtract(theta, w), block_means(v), K), weight(work, "uniform"), client, metrics)
+        return ClientResult((tree.subtract(theta, w), block_means(v), K), weight(work, "uniform"), client, trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, v, K = mean

@@ -32,7 +32,7 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -40,6 +40,7 @@ class Server(NamedTuple):
     m: Params  # momentum, a sum of gradients
 
 
+@algorithm
 def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: float | None = None) -> Algorithm:
     """Server momentum that the clients apply in their local steps. This reduces client drift.
 
@@ -77,8 +78,8 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
         def control(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, mbar: g + mbar, g, mbar)  # (8)-(11)
 
-        theta, metrics = train(work, start=w, correct=control, at=shift if variant == "nesterov" else None)
-        return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, metrics)
+        theta, trained = train(work, start=w, correct=control, at=shift if variant == "nesterov" else None)
+        return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, trained)
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         m = jax.tree.map(lambda m, D: -D / context.lr + (beta - gamma_beta) * m, server.m, D)  # (16), (17)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import checks, tree
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 WEIGHTINGS = ("examples", "uniform")
 
@@ -25,6 +25,7 @@ class Server(NamedTuple):
     params: Params  # w, the global model
 
 
+@algorithm
 def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
     """Federated averaging.
 
@@ -40,9 +41,9 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params
-        theta, metrics = train(work, start=w)
+        theta, trained = train(work, start=w)
         D = tree.subtract(theta, w)
-        return ClientResult(D, weight(work, weighting), client, metrics)
+        return ClientResult(D, weight(work, weighting), client, trained)
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         return Server(jax.tree.map(lambda w, D: w + server_lr * D, server.params, D))  # (1)

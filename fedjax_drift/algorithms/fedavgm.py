@@ -18,7 +18,7 @@ import jax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg
-from fedjax_drift.types import Algorithm, Params, PyTree, Round
+from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
 
 class Server(NamedTuple):
@@ -26,6 +26,7 @@ class Server(NamedTuple):
     v: Params  # the server's momentum
 
 
+@algorithm
 def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, weighting: str = "examples") -> Algorithm:
     """FedAvg with momentum on the server.
 

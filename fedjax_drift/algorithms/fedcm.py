@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -31,6 +31,7 @@ class Server(NamedTuple):
     Delta: Params  # momentum, a mean gradient
 
 
+@algorithm
 def fedcm(alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort") -> Algorithm:
     """Momentum of the server in every local step. Clients keep no state. All clients have weight 1 in the mean.
 
@@ -62,10 +63,10 @@ def with_client_momentum(alpha: float, server_lr: float, steps: str, loss: Any) 
         def with_momentum(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, Delta: alpha * g + (1 - alpha) * Delta, g, Delta)  # (1)
 
-        theta, metrics = train(work, start=w, correct=with_momentum, loss=loss(work))
+        theta, trained = train(work, start=w, correct=with_momentum, loss=loss(work))
         D = tree.subtract(theta, w)
         per_step = jax.tree.map(lambda D: D / jnp.maximum(K, 1), D) if steps == "own" else K
-        return ClientResult((D, per_step), weight(work, "uniform"), client, metrics)
+        return ClientResult((D, per_step), weight(work, "uniform"), client, trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, per_step = mean

@@ -39,7 +39,7 @@ from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.feddyn import aggregate
 from fedjax_drift.algorithms.scaffold import LRS, STEPS, refresh
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -55,6 +55,7 @@ class Client(NamedTuple):
     sent: PyTree  # the last theta_i + h_i with aggregation="paper", otherwise ()
 
 
+@algorithm
 def feddc(
     alpha: float,
     scale_by_size: bool = False,
@@ -109,7 +110,7 @@ def feddc(
         def decouple(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, theta, fixed: g + a * theta + fixed, g, theta, fixed)  # (4), (5)
 
-        theta, metrics = train(work, start=w, correct=decouple)
+        theta, trained = train(work, start=w, correct=decouple)
         D = tree.subtract(theta, w)
         h = jax.tree.map(lambda h, D: h + D, h, D)  # (6)
         if variate == "none":
@@ -124,7 +125,7 @@ def feddc(
         elif aggregation == "paper":
             new = jax.tree.map(lambda theta, h: theta + h, theta, h)
             share, sent = jax.tree.map(lambda new, old: work.q * (new - old), new, sent), new
-        return ClientResult((D, dc, share), weight(work, "uniform"), Client(h, c_new, sent), metrics)
+        return ClientResult((D, dc, share), weight(work, "uniform"), Client(h, c_new, sent), trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc, share = mean

@@ -27,7 +27,7 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -40,6 +40,7 @@ class Client(NamedTuple):
     h: Params  # h_i, the sum of all updates of the client
 
 
+@algorithm
 def feddyn(alpha: float, scale_by_size: bool = False, weighting: str = "uniform") -> Algorithm:
     """Dynamic regularisation, which makes the clients' stationary points consistent with that of the global loss.
 
@@ -78,11 +79,11 @@ def feddyn(alpha: float, scale_by_size: bool = False, weighting: str = "uniform"
         def dynamic(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, theta, centre: g + a * (theta - centre), g, theta, centre)  # (1)
 
-        theta, metrics = train(work, start=w, correct=dynamic)
+        theta, trained = train(work, start=w, correct=dynamic)
         D = tree.subtract(theta, w)
         h = jax.tree.map(lambda h, D: h + D, h, D)  # (2)
         message = D if weighting == "uniform" else (D, equally(D, work, weighting))
-        return ClientResult(message, weight(work, weighting), Client(h), metrics)
+        return ClientResult(message, weight(work, weighting), Client(h), trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, of_h = (mean, mean) if weighting == "uniform" else (mean[0], mean_of_equals(mean[1]))

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -54,6 +54,7 @@ class Message(NamedTuple):
     square: jax.Array  # [], ||Delta_i||^2
 
 
+@algorithm
 def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str = "weighted") -> Algorithm:
     """Server momentum with an adaptive gain. It is the Kalman gain for the variances of period drift and client drift.
 
@@ -81,11 +82,11 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
 
     def client_update(server: Server, client: PyTree, work: Work) -> ClientResult:
         w_hat = predict(server)
-        theta, metrics = train(work, start=w_hat)
+        theta, trained = train(work, start=w_hat)
         n = weight(work, "examples")
         Delta = jax.tree.map(lambda w_hat, theta: w_hat.astype(n.dtype) - theta.astype(n.dtype), w_hat, theta)
         message = Message(jax.tree.map(lambda Delta: n * Delta, Delta), n, Delta, tree.dot(Delta, Delta))
-        return ClientResult(message, weight(work, "uniform"), client, metrics)
+        return ClientResult(message, weight(work, "uniform"), client, trained)
 
     def kalman(server: Server, mean: Message, context: Round) -> tuple[Params, jax.Array, jax.Array, jax.Array]:
         """Returns Delta, sQ2, sR2 and G."""

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import WEIGHTINGS, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -35,6 +35,7 @@ class Server(NamedTuple):
     last_two_mean: Params  # mean of the last two global models
 
 
+@algorithm
 def fedexp(eps: float = 1e-3, weighting: str = "uniform") -> Algorithm:
     """FedAvg with a server learning rate that is computed from the clients' updates. Clients keep no state.
 
@@ -50,9 +51,9 @@ def fedexp(eps: float = 1e-3, weighting: str = "uniform") -> Algorithm:
     checks.choice("weighting", weighting, WEIGHTINGS)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
-        theta, metrics = train(work, start=server.params)
+        theta, trained = train(work, start=server.params)
         D = tree.subtract(theta, server.params)
-        return ClientResult((D, tree.dot(D, D)), weight(work, weighting), client, metrics)
+        return ClientResult((D, tree.dot(D, D)), weight(work, weighting), client, trained)
 
     def extrapolation(mean: PyTree) -> jax.Array:
         D, square = mean

@@ -25,7 +25,7 @@ import jax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedprox import fedprox
-from fedjax_drift.types import Algorithm, Params, PyTree, Round
+from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
 SCALES = ("participation", "one", "one_minus_beta")
 
@@ -35,6 +35,7 @@ class Server(NamedTuple):
     mw: Params  # momentum
 
 
+@algorithm
 def fedgm(
     mu: float = 0.1,
     beta: float = 0.9,

@@ -29,7 +29,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.scaffold import total_rate
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
 
 LITERAL = ("step", "sign", "scale", "accuracy")
 
@@ -45,6 +45,7 @@ class Client(NamedTuple):
     c: Params  # c_k, the client's control variate
 
 
+@algorithm
 def fedgvr(
     mu: float = 0.1,
     window: int = 5,
@@ -106,13 +107,13 @@ def fedgvr(
                 g = jax.tree.map(lambda g, theta, w: g + (theta - w) / work.lr, g, theta, w)
             return g
 
-        theta, metrics = train(work, start=w, correct=adjust)
+        theta, trained = train(work, start=w, correct=adjust)
         D = tree.subtract(theta, w)
         scale = work.lr / work.num_steps if "scale" in literal else 1 / total_rate(work)
         scale = -scale if "sign" in literal else scale
         kept = eps if recursion == "exact" else 1.0
         c_new = jax.tree.map(lambda c_k, c, D: kept * (c_k - c) - scale * D, c_k, c, D)  # (7)
-        return ClientResult((D, tree.subtract(c_new, c_k)), weight(work, "uniform"), Client(c_new), metrics)
+        return ClientResult((D, tree.subtract(c_new, c_k)), weight(work, "uniform"), Client(c_new), trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc = mean

@@ -31,7 +31,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedgm import fedgm
 from fedjax_drift.algorithms.fedgvr import LITERAL, fedgvr
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Algorithm, Params, PyTree, Round
+from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
 
 class Server(NamedTuple):
@@ -43,6 +43,7 @@ class Server(NamedTuple):
     evaluated: jax.Array  # as in FedGVR
 
 
+@algorithm
 def fedgvrgm(
     mu: float = 0.1,
     beta: float = 0.9,

@@ -25,9 +25,11 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, batch_mean, cross_entropy
+from fedjax_drift.model import cross_entropy
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm, batch_mean
 
 
+@algorithm
 def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask", weighting: str = "examples") -> Algorithm:
     """FedAvg with logits that are calibrated by the client's label counts.
 
@@ -65,7 +67,7 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask", wei
             value = jnp.where(tau == 0, cross_entropy(z, batch.y), value.reshape(len(value), -1).mean(1))
             return batch_mean(value, batch.mask)
 
-        theta, metrics = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, metrics)
+        theta, trained = train(work, start=w, loss=loss)
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
 
     return fedavg(weighting=weighting)._replace(client_update=client_update, requires=("classifier",), name="fedlc")

@@ -29,7 +29,7 @@ from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.algorithms.feddyn import feddyn
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.algorithms.scaffold import scaffold
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -53,6 +53,7 @@ class Client(NamedTuple):
     seen: PyTree  # bool [], whether the client has participated before
 
 
+@algorithm
 def fedlesam(
     rho: float = 0.1, first: str = "none", old: str = "client", correction: str = "none", feddyn_alpha: float = 0.1
 ) -> Algorithm:

@@ -28,9 +28,10 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
+@algorithm
 def fednova(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
     """Normalised averaging, for clients that do different numbers of local steps.
 
@@ -53,11 +54,11 @@ def fednova(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
         def pull(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, theta, w: g + mu * (theta - w), g, theta, w)  # (1)
 
-        theta, metrics = train(work, start=w, correct=pull if proximal else None)
+        theta, trained = train(work, start=w, correct=pull if proximal else None)
         a = coefficients(work, 1 - work.lr * mu) if proximal else coefficients(work, r, summed=True)  # (2)
         A = K if proximal else a  # (3)
         normalised = jax.tree.map(lambda D: D / jnp.where(K > 0, a, 1), tree.subtract(theta, w))
-        return ClientResult((normalised, A), weight(work, "examples"), client, metrics)
+        return ClientResult((normalised, A), weight(work, "examples"), client, trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         normalised, A = mean

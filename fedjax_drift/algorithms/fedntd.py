@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, batch_mean, cross_entropy
+from fedjax_drift.model import cross_entropy
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm, batch_mean
 
 
+@algorithm
 def fedntd(beta: float = 1.0, temperature: float = 1.0, weighting: str = "examples") -> Algorithm:
     """FedAvg with distillation from the global model, for the classes that are not the label of an example.
 
@@ -55,7 +57,7 @@ def fedntd(beta: float = 1.0, temperature: float = 1.0, weighting: str = "exampl
             kl = kl.reshape(len(kl), -1).mean(1)  # an example may have several labels
             return batch_mean(cross_entropy(logits, batch.y) + beta * temperature**2 * kl, batch.mask)  # (1)
 
-        theta, metrics = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, metrics)
+        theta, trained = train(work, start=w, loss=loss)
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
 
     return fedavg(weighting=weighting)._replace(client_update=client_update, requires=("classifier",), name="fedntd")

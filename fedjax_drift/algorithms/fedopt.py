@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg
-from fedjax_drift.types import Algorithm, Params, PyTree, Round
+from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
 
 class Server(NamedTuple):
@@ -33,6 +33,7 @@ class Server(NamedTuple):
     v: Params  # second moment
 
 
+@algorithm
 def fedadam(
     server_lr: float,
     b1: float = 0.9,
@@ -58,6 +59,7 @@ def fedadam(
     return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting, v_0)  # (4)
 
 
+@algorithm
 def fedyogi(
     server_lr: float,
     b1: float = 0.9,
@@ -73,6 +75,7 @@ def fedyogi(
     )  # (3)
 
 
+@algorithm
 def fedadagrad(
     server_lr: float,
     b1: float = 0.0,

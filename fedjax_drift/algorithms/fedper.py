@@ -27,9 +27,10 @@ from typing import Any
 
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.algorithms.partly_shared import partly_shared
-from fedjax_drift.types import Algorithm
+from fedjax_drift.types import Algorithm, algorithm
 
 
+@algorithm
 def fedper(personal: Any = "classifier", weighting: str = "examples", new_clients: str = "initial") -> Algorithm:
     """FedAvg with personal classifiers. A client keeps its classifier.
 
@@ -44,6 +45,7 @@ def fedper(personal: Any = "classifier", weighting: str = "examples", new_client
     return partly_shared(fedavg(weighting=weighting), personal, new_clients=new_clients)._replace(name="fedper")
 
 
+@algorithm
 def fedrep(
     personal: Any = "classifier", base_epochs: int = 1, weighting: str = "uniform", new_clients: str = "initial"
 ) -> Algorithm:
@@ -60,6 +62,7 @@ def fedrep(
     return partly_shared(base, personal, "alternate", base_epochs, new_clients)._replace(name="fedrep")
 
 
+@algorithm
 def fedbabu(personal: Any = "classifier", weighting: str = "uniform") -> Algorithm:
     """FedAvg whose classifier keeps its initial value. Clients keep no state.
 
@@ -68,6 +71,7 @@ def fedbabu(personal: Any = "classifier", weighting: str = "uniform") -> Algorit
     return partly_shared(fedavg(weighting=weighting), personal, "frozen")._replace(name="fedbabu")
 
 
+@algorithm
 def lg_fedavg(
     personal: Any = r"^(?!.*classifier)", weighting: str = "uniform", new_clients: str = "initial"
 ) -> Algorithm:
@@ -75,6 +79,7 @@ def lg_fedavg(
     return partly_shared(fedavg(weighting=weighting), personal, new_clients=new_clients)._replace(name="lg_fedavg")
 
 
+@algorithm
 def fedbn(personal: Any = "(?i)norm", weighting: str = "uniform") -> Algorithm:
     """FedAvg with personal normalisation layers, for clients whose inputs differ. Arguments and errors as in `fedper`.
 

@@ -20,9 +20,10 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, algorithm
 
 
+@algorithm
 def fedprox(mu: float, server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
     """FedAvg with a proximal term.
 
@@ -41,8 +42,8 @@ def fedprox(mu: float, server_lr: float = 1.0, weighting: str = "examples") -> A
         def proximal(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, theta, w: g + mu * (theta - w), g, theta, w)  # (2)
 
-        theta, metrics = train(work, start=w, correct=proximal)
+        theta, trained = train(work, start=w, correct=proximal)
         D = tree.subtract(theta, w)
-        return ClientResult(D, weight(work, weighting), client, metrics)
+        return ClientResult(D, weight(work, weighting), client, trained)
 
     return fedavg(server_lr, weighting)._replace(client_update=client_update, name="fedprox")

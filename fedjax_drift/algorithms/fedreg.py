@@ -33,9 +33,10 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, batch_mean
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, algorithm, batch_mean
 
 
+@algorithm
 def fedreg(
     gamma: float = 0.4,
     eta_s: float = 0.2,
@@ -126,8 +127,8 @@ def fedreg(
             drift = remove(drift, g3)  # (3)
             return jax.tree.map(lambda w, drift: w + drift, w, drift)  # (4)
 
-        theta, metrics = train(work, start=w, at=between, after=project)
-        return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, metrics)
+        theta, trained = train(work, start=w, at=between, after=project)
+        return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, trained)
 
     return fedavg()._replace(client_update=client_update, requires=("classifier",), name="fedreg")
 

@@ -26,9 +26,10 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.algorithms.fedcm import with_client_momentum
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm
 
 
+@algorithm
 def fedsam(rho: float = 0.1, server_lr: float = 1.0, weighting: str = "uniform") -> Algorithm:
     """FedAvg with sharpness-aware local steps, which prefer flat minima. A step computes two gradients.
 
@@ -44,12 +45,13 @@ def fedsam(rho: float = 0.1, server_lr: float = 1.0, weighting: str = "uniform")
     base = fedavg(server_lr, weighting)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
-        theta, metrics = train(work, start=server.params, loss=perturbed(work, rho))
-        return ClientResult(tree.subtract(theta, server.params), weight(work, weighting), client, metrics)
+        theta, trained = train(work, start=server.params, loss=perturbed(work, rho))
+        return ClientResult(tree.subtract(theta, server.params), weight(work, weighting), client, trained)
 
     return base._replace(client_update=client_update, name="fedsam")
 
 
+@algorithm
 def mofedsam(rho: float = 0.1, alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort") -> Algorithm:
     """FedCM with sharpness-aware local steps. A step computes two gradients.
 

@@ -30,7 +30,7 @@ from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.feddyn import aggregate
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -44,6 +44,7 @@ class Client(NamedTuple):
     mu: Params  # mu_i, the dual variable of the perturbation
 
 
+@algorithm
 def fedsmoo(rho: float = 0.1, alpha: float = 0.1, upload: str = "mu_minus_s") -> Algorithm:
     """FedDyn with sharpness-aware local steps whose perturbations agree between clients. A step computes two gradients.
 
@@ -83,11 +84,11 @@ def fedsmoo(rho: float = 0.1, alpha: float = 0.1, upload: str = "mu_minus_s") ->
             return jax.tree.map(lambda g, theta, w, h: g + alpha * (theta - w + h), g, theta, w, h)  # (3)
 
         carry = client.mu, tree.zeros_like(w)
-        theta, (mu, s_i), metrics = train_with(work, w, gradient, carry, correct=dynamic)
+        theta, (mu, s_i), trained = train_with(work, w, gradient, carry, correct=dynamic)
         D = tree.subtract(theta, w)
         h = jax.tree.map(lambda h, D: h + D, h, D)  # (4)
         common = tree.subtract(mu, s_i) if upload == "mu_minus_s" else mu
-        return ClientResult((D, common), weight(work, "uniform"), Client(h, mu), metrics)
+        return ClientResult((D, common), weight(work, "uniform"), Client(h, mu), trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, common = mean

@@ -28,7 +28,7 @@ from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.feddyn import Client, aggregate
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -36,6 +36,7 @@ class Server(NamedTuple):
     h: Params  # mean of h_i over all N clients; stays 0 with aggregation="cohort"
 
 
+@algorithm
 def fedspeed(
     rho: float = 0.1, lam: float = 0.1, alpha: float = 1.0, normalise: bool = True, aggregation: str = "all"
 ) -> Algorithm:
@@ -77,11 +78,11 @@ def fedspeed(
         def dynamic(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, theta, w, h: g + lam * (theta - w + h), g, theta, w, h)  # (2)
 
-        theta, _, metrics = train_with(work, w, gradient, (), correct=dynamic)
+        theta, _, trained = train_with(work, w, gradient, (), correct=dynamic)
         D = tree.subtract(theta, w)
         h = jax.tree.map(lambda h, D: h + D, h, D)  # (3)
         message = D if aggregation == "all" else jax.tree.map(lambda D, h: D + h, D, h)
-        return ClientResult(message, weight(work, "uniform"), Client(h), metrics)
+        return ClientResult(message, weight(work, "uniform"), Client(h), trained)
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         if aggregation == "cohort":

@@ -31,9 +31,10 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
 from fedjax_drift.algorithms.moon import Client
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, batch_mean
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, algorithm, batch_mean
 
 
+@algorithm
 def lfd(
     temperature: float = 0.1,
     margin: float = 0.15,
@@ -83,9 +84,9 @@ def lfd(
             rows = -(log_p * labels).sum(-1)  # (9), (10)
             return batch_mean(rows.mean(axis=tuple(range(1, rows.ndim))), batch.mask)
 
-        theta, metrics = train(work, start=w, loss=loss)
+        theta, trained = train(work, start=w, loss=loss)
         kept = Client(theta, jnp.array(True)) if regularizer else client
-        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), kept, metrics)
+        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), kept, trained)
 
     base = fedavg()._replace(client_update=client_update, requires=("cosine", "classifier"), name="lfd")
     return base._replace(init_client=Client.unseen) if regularizer else base

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, batch_mean
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, algorithm, batch_mean
 
 
 class Client(NamedTuple):
@@ -33,6 +33,7 @@ class Client(NamedTuple):
         return Client(params, jnp.array(False))
 
 
+@algorithm
 def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighting: str = "examples") -> Algorithm:
     """FedAvg with a contrastive loss.
 
@@ -78,9 +79,9 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
                 CE = work.loss(theta, batch, key)
             return CE + mu * jnp.where(active, batch_mean(con, batch.mask), 0)
 
-        theta, metrics = train(work, start=w, loss=loss)
+        theta, trained = train(work, start=w, loss=loss)
         client = Client(theta, jnp.array(True))
-        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, metrics)
+        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
 
     return fedavg(weighting=weighting)._replace(
         init_client=Client.unseen, client_update=client_update, requires=("features",), name="moon"

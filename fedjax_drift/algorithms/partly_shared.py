@@ -28,7 +28,7 @@ from fedjax_drift import checks, leaves
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, Part, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, Part, PyTree, Round, Work, algorithm
 
 
 class Client(NamedTuple):
@@ -37,6 +37,7 @@ class Client(NamedTuple):
     seen: Any = ()  # bool [], whether the client has participated before, with new_clients="mean"
 
 
+@algorithm
 def partly_shared(
     base: Algorithm | None = None,
     personal: str | Callable[[str], bool] | PyTree = "classifier",
@@ -47,7 +48,7 @@ def partly_shared(
     """Any base algorithm, for the shared part of the model only. A client keeps its personal part.
 
     Args:
-      base: the algorithm for the shared part. It must call `local.train` once per round, and its server's variables
+      base: the algorithm for the shared part. It must pass on what `local.train` returns, and its server's variables
         must be a NamedTuple with a field params. Default: `fedavg()`.
       personal: the personal leaves of the parameters. A regular expression that is searched in the path of a leaf, such
         as "classifier/dense/kernel"; or a function from this path to a bool; or a pytree with a bool for every leaf.
@@ -112,25 +113,18 @@ def partly_shared(
         shared, everything = jax.tree.map(lambda is_own: not is_own, mask), jax.tree.map(lambda is_own: True, mask)
         if schedule == "alternate":
             start, work = train_personal_first(work, start, mask)
-        kept: list[list[jax.Array]] = []
-
-        def keep(theta: Params) -> None:
-            kept.append(leaves_of(theta))  # (3)
 
         def handed_over(theta: Params) -> Params:  # D_i is then 0 on the personal leaves
             return with_leaves(theta, leaves_of(start))
 
-        work = work._replace(part=Part(mask, everything if schedule == "joint" else shared, keep, handed_over))
+        work = work._replace(part=Part(mask, everything if schedule == "joint" else shared, leaves_of, handed_over))
         result = base.client_update(server._replace(params=start), client.base, work)  # (2)
-        if len(kept) != 1:
-            raise ConfigurationError(
-                f"base must call local.train once per round, got {base.name} with {len(kept)} calls: use another base"
-            )
+        own = result.trained(base.name).own  # (3)
         message = without_personal(result.message, start, mask)
         if not averages:
-            return result._replace(message=message, state=Client(result.state, kept[0]))
-        moved = [p - w for p, w in zip(kept[0], leaves_of(server.params), strict=True)]
-        return result._replace(message=(message, moved), state=Client(result.state, kept[0], jnp.array(True)))
+            return result._replace(message=message, state=Client(result.state, own))
+        moved = [p - w for p, w in zip(own, leaves_of(server.params), strict=True)]
+        return result._replace(message=(message, moved), state=Client(result.state, own, jnp.array(True)))
 
     def server_update(server: Any, mean: PyTree, context: Round) -> Any:
         message, moved = mean
@@ -148,9 +142,10 @@ def partly_shared(
         # A straggler, too, does a step on the shared leaves, because algorithms divide by the number of these steps.
         steps = (before * work.num_batches).clip(max=(work.num_steps - 1).clip(0))
         mean_steps = work.mean_steps // work.epochs
-        part = Part(mask, mask, lambda theta: None, lambda theta: theta)
-        start, _ = train(work._replace(epochs=before, num_steps=steps, part=part, watcher=None), start)
+        part = Part(mask, mask, lambda theta: (), lambda theta: theta)
+        start, trained = train(work._replace(epochs=before, num_steps=steps, part=part, watch=None), start)
         rest = work._replace(epochs=base_epochs, num_steps=work.num_steps - steps, first_epoch=before)
+        rest = rest._replace(statistics=None if work.statistics is None else trained.statistics)
         return start, rest._replace(mean_steps=base_epochs * mean_steps)
 
     def finish(server: Any, client: Client) -> Client:

@@ -33,13 +33,14 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, algorithm
 
 
 class Client(NamedTuple):
     v: Params  # v_i, the personal model
 
 
+@algorithm
 def pfedme(
     lam: float = 15.0,
     inner_steps: int = 5,
@@ -85,8 +86,8 @@ def pfedme(
             x, value = lax.fori_loop(0, inner_steps, step, (begin, jnp.zeros_like(work.lr)))
             return value, jax.tree.map(lambda w_i, x: (lam * (w_i - x)).astype(x.dtype), w_i, x), x  # (2)
 
-        w_i, x, metrics = train_with(work._replace(optimizer=optax.identity()), w, gradient, w)
-        return ClientResult(tree.subtract(w_i, w), weight(work, weighting), Client(x), metrics)
+        w_i, x, trained = train_with(work._replace(optimizer=optax.identity()), w, gradient, w)
+        return ClientResult(tree.subtract(w_i, w), weight(work, weighting), Client(x), trained)
 
     def personal(server: Any, client: Client) -> Params:
         return client.v

@@ -25,9 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import tree
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, whole
+from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm, whole
 
 
 class Server(NamedTuple):
@@ -64,6 +63,7 @@ class Message(NamedTuple):
     change: PyTree  # s_i - s with "average", otherwise ()
 
 
+@algorithm
 def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
     """The base algorithm for a model with running statistics. kept: "average", "local" or "frozen"."""
     averaged, local = kept == "average", kept == "local"
@@ -78,13 +78,7 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
         s = client.statistics if local else server.statistics
         work = separated(work, s)
         result = base.client_update(server.base, client.base, work)
-        assert work.statistics is not None
-        if len(work.statistics) == 1:
-            raise ConfigurationError(
-                f"{base.name} must call local.train for a model with running statistics, got an update without this "
-                "call: call it, or replace BatchNorm by GroupNorm"
-            )
-        s_i = work.statistics[-1]
+        s_i = result.trained(base.name).statistics
         message = Message(result.message, tree.subtract(s_i, s) if averaged else ())
         return result._replace(message=message, state=Client(result.state, s_i if local else ()))
 
@@ -128,14 +122,12 @@ def separated(work: Work, statistics: PyTree) -> Work:
         return lambda params, *inputs: function(whole(params, statistics), *inputs)
 
     model = model.with_functions(of_params)._replace(init=lambda key: work.model.init(key)["params"])
-    return work._replace(model=model, statistics=[statistics])
+    return work._replace(model=model, statistics=statistics)
 
 
 def fine_tuned(work: Work, model: Params) -> Params:
     """A whole model after plain local training, with its running statistics."""
     if work.model.statistics is None:
         return train(work, model)[0]
-    work = separated(work, model["batch_stats"])
-    theta, _ = train(work, model["params"])
-    assert work.statistics is not None
-    return whole(theta, work.statistics[-1])
+    _, trained = train(separated(work, model["batch_stats"]), model["params"])
+    return trained.theta

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
 from fedjax_drift.local import full_gradient, train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 LRS, STEPS = ("current", "initial"), ("own", "mean")
 
@@ -47,6 +47,7 @@ class Client(NamedTuple):
     c: Params  # c_i, the client's control variate
 
 
+@algorithm
 def scaffold(
     server_lr: float = 1.0,
     option: str = "II",
@@ -94,11 +95,11 @@ def scaffold(
         def control(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, offset: g + offset, g, offset)  # (1)
 
-        theta, metrics = train(work, start=w, correct=control)
+        theta, trained = train(work, start=w, correct=control)
         D = tree.subtract(theta, w)
         c_new = full_gradient(work, w) if option == "I" else refresh(c_i, c, D, work, variate_lr, variate_steps)
         dc = jax.tree.map(lambda new, old: q * (new - old), c_new, c_i)
-        return ClientResult((D, equally(dc, work, weighting)), weight(work, weighting), Client(c_new), metrics)
+        return ClientResult((D, equally(dc, work, weighting)), weight(work, weighting), Client(c_new), trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         D, dc = mean[0], mean_of_equals(mean[1])  # (|S| / N) mean_S dc = (1 / N) sum_S dc

@@ -16,7 +16,7 @@ import jax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg
-from fedjax_drift.types import Algorithm, Params, PyTree, Round
+from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
 
 class Server(NamedTuple):
@@ -24,6 +24,7 @@ class Server(NamedTuple):
     m: Params  # slow momentum, a sum of gradients
 
 
+@algorithm
 def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
     """FedAvg with momentum on the server.
 

@@ -28,7 +28,7 @@ from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.scaffold import total_rate
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -41,6 +41,7 @@ class Client(NamedTuple):
     rate: jax.Array  # [], 1 / (K_i eta_t)
 
 
+@algorithm
 def vrl_sgd() -> Algorithm:
     """Local SGD with variance reduction.
 
@@ -61,10 +62,10 @@ def vrl_sgd() -> Algorithm:
         def reduce_variance(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, Delta: g - Delta, g, Delta)  # (1)
 
-        theta, metrics = train(work, start=w, correct=reduce_variance)
+        theta, trained = train(work, start=w, correct=reduce_variance)
         D = tree.subtract(theta, w)
         pending = jax.tree.map(lambda Delta, D: Delta - rate * D, Delta, D)
-        return ClientResult(D, weight(work, "uniform"), Client(pending, rate), metrics)
+        return ClientResult(D, weight(work, "uniform"), Client(pending, rate), trained)
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         return Server(jax.tree.map(lambda w, D: w + D, server.params, D), D)  # (2)

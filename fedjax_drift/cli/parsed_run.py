@@ -43,14 +43,14 @@ from fedjax_drift.devices.mesh import use_cpu_devices
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures.drift import MEASURES
+from fedjax_drift.model import Model
 from fedjax_drift.models import MODELS, TRAINED, num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
-from fedjax_drift.simulation import hyper
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
-from fedjax_drift.types import Algorithm, Model, Params
+from fedjax_drift.types import Algorithm, Params
 
 
 class ParsedRun(NamedTuple):
@@ -335,8 +335,7 @@ def _part(part: Spec, model: Model, planned: bool) -> dict[str, Any]:
 
     planned: whether the run is only planned, so that no parameters are needed.
     """
-    (frozen,) = hyper.frozen(model.apply)
-    base = None if planned else frozen.checksum
+    base = None if planned else model.frozen[0].checksum
     return {"name": part.name, **part.options, "parameters": num_parameters(model), "base": base}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -39,20 +40,29 @@ def crop_and_flip(padding: int = 4, crop: float = 1.0, flip: float = 0.5) -> Aug
     Raises:
       ValueError: a value is out of range; or, when a `Simulation` is created, the examples are not images [H, W, C].
     """
-    padding = checks.integer("padding", padding, 0)
-    crop, flip = checks.probability("crop", crop), checks.probability("flip", flip)
+    return CropAndFlip(
+        checks.integer("padding", padding, 0), checks.probability("crop", crop), checks.probability("flip", flip)
+    )
 
-    def augment(key: jax.Array, image: jax.Array) -> jax.Array:
+
+@dataclass(frozen=True)
+class CropAndFlip:
+    """The function that `crop_and_flip` returns. Two of them are equal if their numbers are."""
+
+    padding: int
+    crop: float
+    flip: float
+
+    def __call__(self, key: jax.Array, image: jax.Array) -> jax.Array:
         if image.ndim != 3:
             raise ConfigurationError(
                 f"crop_and_flip needs images [height, width, channels], got examples of shape {[*image.shape]}: "
                 "pass a function of your own as augment="
             )
         offset_key, crop_key, flip_key = jax.random.split(key, 3)
-        offset = jax.random.randint(offset_key, (2,), 0, 2 * padding + 1)
-        offset = jnp.where(jax.random.bernoulli(crop_key, crop), offset, padding)
-        padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
-        image = lax.dynamic_slice(padded, (*offset, 0), image.shape)
-        return jnp.where(jax.random.bernoulli(flip_key, flip), image[:, ::-1], image)
-
-    return augment
+        n = self.padding
+        offset = jax.random.randint(offset_key, (2,), 0, 2 * n + 1)
+        offset = jnp.where(jax.random.bernoulli(crop_key, self.crop), offset, n)
+        image_with_border = jnp.pad(image, ((n, n), (n, n), (0, 0)))
+        image = lax.dynamic_slice(image_with_border, (*offset, 0), image.shape)
+        return jnp.where(jax.random.bernoulli(flip_key, self.flip), image[:, ::-1], image)

@@ -328,7 +328,13 @@ class FederatedData:
                 f"x must have {self.x.shape[-1]} channels as its last axis, like the data, got {x.shape}: pass "
                 "data.x_test, for example"
             )
-        return decode(jnp.asarray(x), self.has_images, self.mean, self.std)
+        return self.decoding(jnp.asarray(x))
+
+    @property
+    def decoding(self) -> Decoding:
+        """`decode` as a value that can be compared."""
+        mean, std = (None if value is None else _tuple(value) for value in (self.mean, self.std))
+        return Decoding(self.has_images, mean, std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
         """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits
@@ -476,14 +482,26 @@ class FederatedData:
         return reprs.html_table(["", self.name], rows)
 
 
-def decode(x: jax.Array, are_images: bool, mean: np.ndarray | None, std: np.ndarray | None) -> jax.Array:
-    """Converts stored inputs to model inputs. See `FederatedData.decode`."""
-    if x.dtype == jnp.uint8:
-        x = x.astype(jnp.float32) / 255 if are_images else x.astype(jnp.float32)
-    if mean is not None and std is not None:
-        mean, std = (value.reshape((1,) * (x.ndim - value.ndim) + value.shape) for value in (mean, std))
-        x = (x - mean) / std
-    return x
+@dataclass(frozen=True)
+class Decoding:
+    """Converts stored inputs to model inputs. See `FederatedData.decode`. Two federations may have equal ones."""
+
+    images: bool  # whether uint8 inputs are divided by 255
+    mean: float | tuple[float, ...] | None
+    std: float | tuple[float, ...] | None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.uint8:
+            x = x.astype(jnp.float32) / 255 if self.images else x.astype(jnp.float32)
+        if self.mean is not None and self.std is not None:
+            mean, std = (np.array(value, np.float32, ndmin=x.ndim) for value in (self.mean, self.std))
+            x = (x - mean) / std
+        return x
+
+
+def _tuple(value: np.ndarray) -> float | tuple[float, ...]:
+    numbers = value.tolist()
+    return tuple(numbers) if isinstance(numbers, list) else numbers
 
 
 def integers_as_int32(y: np.ndarray) -> np.ndarray:

@@ -57,6 +57,11 @@ def clients_mesh(devices: Sequence[jax.Device] | None = None, devices_per_client
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
+def any_device() -> AbstractMesh:
+    """A mesh of one abstract device, which stands for any device."""
+    return AbstractMesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
+
+
 def num_teams(mesh: Mesh | AbstractMesh) -> int:
     """D, the length of the axis "clients": the number of teams, which is that of the devices unless teams are larger.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from fedjax_drift.local import full_gradient
 from fedjax_drift.round.cohort import Plan, deal_out, look_up, plan, undealt
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, partitionable
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
-from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Watcher, Work
+from fedjax_drift.types import Params, PyTree, ServerState, Work
 
 __all__ = ["class_accuracy", "linear_cka", "local_performance", "mean_confidence", "mean_kl"]
 
@@ -98,15 +98,6 @@ def trained(engine: Engine, params: Params) -> Params:
     return params if engine.model.statistics is None else params["params"]
 
 
-class Training(NamedTuple):
-    """The local training of one client."""
-
-    result: ClientResult
-    start: Params  # the model that the client received
-    theta: Params  # the local model theta_i after the last epoch
-    epochs: PyTree  # the measures after every epoch, leaves [E, ...]
-
-
 @partitionable
 def measure(
     engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
@@ -129,28 +120,6 @@ def measure(
     return measured
 
 
-def watched(
-    engine: Engine,
-    shared: Shared,
-    old: PyTree,
-    work: Work,
-    after_epoch: Callable[[Params, Params], PyTree],
-) -> Training:
-    """Trains one client as in the round, and measures its training with ``after_epoch``.
-
-    If the update of the client calls `local.train` several times, the last call is used.
-    """
-    calls: list[tuple] = []
-    watcher = Watcher(after_epoch, lambda start, theta, measured: calls.append((start, theta, measured)))
-    result = update(engine, shared, old, work._replace(watcher=watcher))
-    if not calls:
-        raise ConfigurationError(
-            f"client_update of {engine.algorithm.name} must call fedjax_drift.local.train so that drift can be "
-            "measured, got an update without this call: call it, or leave measure= out"
-        )
-    return Training(result, *calls[-1])
-
-
 def trainings(
     engine: Engine, names: Sequence[str], shared: Shared, planned: Plan, states: PyTree, test: TestRows | None
 ) -> dict[str, jax.Array]:
@@ -166,10 +135,10 @@ def trainings(
 
         The sums over the cohort, divided by the sum of the weights, are the means.
         """
-        work = client_work(engine, shared, client, longest)
-        training = watched(engine, shared, old, work, lambda start, theta: ())
-        aggregated, _ = check_finite(engine, client, training.result)
-        weight = jnp.where(aggregated, training.result.weight, 0)
+        result = update(engine, shared, old, client_work(engine, shared, client, longest))
+        training = result.trained(engine.algorithm.name)
+        aggregated, _ = check_finite(engine, client, result)
+        weight = jnp.where(aggregated, result.weight, 0)
         models = (training.theta, trained(engine, tree.subtract(training.theta, training.start)))
         return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), (), ()
 
@@ -204,9 +173,9 @@ def trainings(
                 measured["class_accuracy"] = class_accuracy(z, y, mask)
             return measured
 
-        training = watched(engine, shared, old, work, after_epoch)
-        _, bad_leaf = check_finite(engine, client, training.result)
-        measured = dict(training.epochs)
+        result = update(engine, shared, old, work._replace(watch=after_epoch))
+        _, bad_leaf = check_finite(engine, client, result)
+        measured = dict(result.trained(engine.algorithm.name).measured)
         if "forgetting" in names:
             of_epochs = measured.pop("class_accuracy")  # [E, C]
             of_global = class_accuracy(z_global, test.y.reshape(-1), test.mask.reshape(-1))

@@ -17,6 +17,7 @@ import optax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.model import Model
 from fedjax_drift.models import names, ranking
 from fedjax_drift.models.adapted import lora, merge, trainable
 from fedjax_drift.models.layers import cosine_logits
@@ -24,7 +25,7 @@ from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfT
 from fedjax_drift.models.pretrained import load, load_params, save, save_params
 from fedjax_drift.models.torch_layout import to_torch
 from fedjax_drift.models.transformers import Decoder, Encoder, ViT
-from fedjax_drift.types import Model
+from fedjax_drift.recipes import recorded
 
 __all__ = [
     "MODELS",
@@ -361,6 +362,7 @@ def _tokens(vocabulary: int, length: int) -> dict[str, Any]:
     return {"vocabulary": checks.integer("vocabulary", vocabulary, 2), "length": checks.integer("length", length, 1)}
 
 
+@recorded
 def _transformer(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     input_dtype = jnp.float32 if len(input_shape) == 3 else jnp.int32
     model = Model.from_nnx(lambda rngs: network(**options, rngs=rngs), input_shape, input_dtype=input_dtype)

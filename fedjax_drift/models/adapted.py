@@ -18,9 +18,11 @@ from jax.sharding import AxisType, PartitionSpec
 from fedjax_drift import checks, leaves
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.leaves import by_path
+from fedjax_drift.model import Model
 from fedjax_drift.models import low_rank
 from fedjax_drift.models.low_rank import LowRank
-from fedjax_drift.types import Frozen, Model, Params, PyTree
+from fedjax_drift.recipes import Frozen, recorded
+from fedjax_drift.types import Params, PyTree
 
 Named = dict[str, Any]  # path of a leaf -> its value
 BASE = (
@@ -62,12 +64,17 @@ def trainable(model: Model, which: leaves.Selection, base: Params | None = None,
         raise ConfigurationError("which must select a leaf of the parameters, got a selection of none")
     _check_base(base, shapes)
     frozen = _frozen(model, base, lambda path: path not in selected, frozen_dtype)
-    init = _initial(model, base, shapes, selected)
+    return _with_selected(frozen, _start(model, base, selected), model, shapes, selected)
+
+
+@recorded
+def _with_selected(frozen: Frozen, start: Frozen | None, model: Model, shapes: PyTree, selected: list[str]) -> Model:
+    """The model of `trainable`. start: the first values of the selected parameters; None: those of ``model.init``."""
 
     def full(params: Params) -> Params:
         return _unnamed({**frozen.arrays(), **params}, shapes)
 
-    return _training(model, init, full)
+    return _training(model, _initial(model, start, shapes, selected), full)
 
 
 def lora(
@@ -136,7 +143,23 @@ def lora(
     _warn_of_large_adapters({path: named_shapes[path].shape for path in adapted}, rank)
     _check_base(base, shapes)
     frozen = _frozen(model, base, lambda path: path not in trained, frozen_dtype)
-    init_trained = _initial(model, base, shapes, trained)
+    return _with_adapters(frozen, _start(model, base, trained), model, shapes, trained, adapted, rank, scale)
+
+
+@recorded
+def _with_adapters(
+    frozen: Frozen,
+    start: Frozen | None,
+    model: Model,
+    shapes: PyTree,
+    trained: list[str],
+    adapted: list[str],
+    rank: int,
+    scale: float,
+) -> Model:
+    """The model of `lora`. trained: the parameters that are trained whole. start: their first values, as in
+    `_with_selected`."""
+    named_shapes, init_trained = by_path(shapes), _initial(model, start, shapes, trained)
 
     def init(key: jax.Array) -> Params:
         keys = [jax.random.fold_in(key, i) for i in range(len(adapted))]
@@ -261,14 +284,19 @@ def _frozen(model: Model, base: Params | None, wanted: Callable[[str], bool], dt
     return Frozen.of(lambda: (jax.jit(parameters) if base is None else parameters)(jax.random.key(0)))
 
 
-def _initial(model: Model, base: Params | None, shapes: PyTree, paths: Sequence[str]) -> Callable[[jax.Array], Named]:
+def _start(model: Model, base: Params | None, paths: Sequence[str]) -> Frozen | None:
+    """The first values of the parameters with these paths, if a base is given."""
+    return _frozen(model, base, lambda path: path in paths) if paths and base is not None else None
+
+
+def _initial(model: Model, start: Frozen | None, shapes: PyTree, paths: Sequence[str]) -> Callable[[jax.Array], Named]:
     """The function from a key to the first values of the parameters with these paths."""
     if not paths:
         return lambda key: {}
-    if base is None:
+    if start is None:
         return lambda key: {path: value for path, value in by_path(model.init(key)).items() if path in paths}
-    values, dtypes = _frozen(model, base, lambda path: path in paths), by_path(shapes)
-    return lambda key: {path: jnp.asarray(value, dtypes[path].dtype) for path, value in values.arrays().items()}
+    dtypes = by_path(shapes)
+    return lambda key: {path: jnp.asarray(value, dtypes[path].dtype) for path, value in start.arrays().items()}
 
 
 def _check_layout(name: str, params: Any, shapes: PyTree, fix: str) -> None:

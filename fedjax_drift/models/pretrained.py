@@ -17,7 +17,8 @@ from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.leaves import path_of
-from fedjax_drift.types import Model, Params
+from fedjax_drift.model import Model
+from fedjax_drift.types import Params
 
 STEM = "conv/kernel"
 INPUTS = ("inputs/divided_by", "inputs/mean", "inputs/std")  # arrays of a file that are not parameters

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.types import PyTree
 
 __all__ = ["Aggregation", "clipped", "epsilon", "mean", "private"]
@@ -48,11 +49,13 @@ class Aggregation(NamedTuple):
     combine: Callable[[PyTree, jax.Array, jax.Array, int], PyTree]
     name: str = "aggregation"
     noise_multiplier: float | None = None
+    recipe: Recipe | None = None  # how it was made
 
     def __repr__(self) -> str:
         return f"Aggregation({self.name})"
 
 
+@recorded
 def mean() -> Aggregation:
     """The weighted mean of the messages. It is the default, and the rule that the papers of all algorithms use."""
     return Aggregation(
@@ -62,6 +65,7 @@ def mean() -> Aggregation:
     )
 
 
+@recorded
 def clipped(norm: float) -> Aggregation:
     """The weighted mean of messages that are scaled down to a global norm of at most ``norm``.
 
@@ -86,6 +90,7 @@ def clipped(norm: float) -> Aggregation:
     )
 
 
+@recorded
 def private(clip_norm: float, noise_multiplier: float) -> Aggregation:
     """DP-FedAvg with a fixed clip (McMahan et al. 2018, arXiv 1710.06963, algorithm 1 with the estimator f_f).
 

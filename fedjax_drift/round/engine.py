@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.local import LocalTraining
+from fedjax_drift.model import Model
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.failures import Failures
-from fedjax_drift.types import Algorithm, Model, PyTree
+from fedjax_drift.types import Algorithm, PyTree
 
 
 class Rows(NamedTuple):

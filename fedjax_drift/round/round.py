@@ -75,7 +75,7 @@ def round_fn(
         kept = (
             {"weight": weight, "answered": answered, "bad_leaf": bad_leaf},
             jax.tree.map(lambda m: jnp.zeros(0, m.dtype), result.message),  # empty: only the dtypes are needed
-            result.metrics,
+            {**result.metrics},
         )
         return (message, weight, answered.astype(weight.dtype)), kept, result.state
 

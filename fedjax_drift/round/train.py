@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from fedjax_drift.round.engine import (
     sum_over_devices,
 )
 from fedjax_drift.round.exchange import exchange, longest_share
-from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Trained, Work
 
 LANES = "lanes"  # the axis of the clients that train side by side
 
@@ -194,7 +195,10 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
             f"{algorithm.name}: client_update must return a ClientResult, got {type(result).__name__}: "
             "return fd.ClientResult(message, weight, state, metrics)"
         )
-    metrics = jax.tree.map(jnp.asarray, scalars(algorithm, "metrics", result.metrics))
+    trained = result.metrics if isinstance(result.metrics, Trained) else None
+    metrics: Any = scalars(algorithm, "metrics", trained.metrics if trained else result.metrics)
+    metrics = jax.tree.map(jnp.asarray, metrics)
+    metrics = replace(trained, metrics=metrics) if trained else metrics
     message, weight = jax.tree.map(jnp.asarray, result.message), jnp.asarray(result.weight, shared.lr.dtype)
     scalars(algorithm, "the weight", {"the weight": weight})
     state = tree.cast_like(result.state, old, f"{algorithm.name}: a client's new state")
@@ -237,5 +241,5 @@ def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[
 
 def checked(result: ClientResult) -> PyTree:
     """The values of a client's result that must be finite. A loss may be NaN although its gradient is finite."""
-    metrics = {name: value for name, value in result.metrics.items() if name == "loss"}
+    metrics = {name: value for name, value in {**result.metrics}.items() if name == "loss"}
     return {"message": result.message, "metrics": metrics, "state": result.state, "weight": result.weight}

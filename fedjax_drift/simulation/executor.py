@@ -21,7 +21,7 @@ from fedjax_drift.devices.mesh import copied, leaf_shardings, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import of_one_round
-from fedjax_drift.round.engine import TestRows
+from fedjax_drift.round.engine import Rows, TestRows
 from fedjax_drift.round.evaluate import server_scores
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.host import Fetched, Host
@@ -66,6 +66,16 @@ class Executor:
                 raise
         self.use_constants()  # the algorithm uses a hyper-parameter in an ``if``, for example
         return self.launch(name, *arguments)
+
+    def computation(self) -> str:
+        """Names what a round computes, for checkpoints: the version of JAX, the kind of device, and a checksum of the
+        traced updates of a client and of the server."""
+        shapes = self.setup.state, Rows(*self.setup.any_row())
+        try:
+            checksum = self.programs.checksum(*shapes)
+        except UNTRACEABLE:
+            checksum = replace(self.programs, constant=True).checksum(*shapes)
+        return f"jax {jax.__version__}, {self.setup.mesh.devices.flat[0].platform}, crc32 {checksum:08x}"
 
     def test(self) -> TestRows:
         if self.setup.arrays.test is None:

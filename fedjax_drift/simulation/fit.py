@@ -14,8 +14,9 @@ from fedjax_drift import checks
 from fedjax_drift.checks import first_line
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.model import Model, cross_entropy
 from fedjax_drift.simulation import losses
-from fedjax_drift.types import Model, Params, cross_entropy
+from fedjax_drift.types import Params
 
 
 class Shapes(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from fedjax_drift.model import Model
 from fedjax_drift.models.low_rank import scan_counts
 from fedjax_drift.tree import nbytes
-from fedjax_drift.types import Model
 
 COPIES = 4  # of the parameters in a lane: the local model, its gradient, its momentum and the message
 PRODUCTS = ("dot_general", "conv_general_dilated")  # the operations whose factors and results a lane keeps

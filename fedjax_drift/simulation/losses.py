@@ -15,7 +15,7 @@ import numpy as np
 
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import cross_entropy
+from fedjax_drift.model import cross_entropy
 
 Function = Callable[[jax.Array, jax.Array], Any]  # (logits [B, ...], y [B, ...]) -> [B]
 

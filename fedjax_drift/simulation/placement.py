@@ -22,13 +22,14 @@ from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import AXIS, MODEL_AXIS, clients_mesh, is_described, num_teams, over_team, put, team_size
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.model import Model
+from fedjax_drift.recipes import Frozen
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.round import init
-from fedjax_drift.simulation import hyper
 from fedjax_drift.simulation.lanes import Lane, fastest
 from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.tree import nbytes
-from fedjax_drift.types import THREEFRY, Frozen, Model, PyTree, ServerState
+from fedjax_drift.types import THREEFRY, PyTree, ServerState
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def frozen_parameters(model: Model, mesh: Mesh) -> tuple[PyTree, ...]:
                 )
         return copies[mesh]
 
-    return tuple(place(frozen) for frozen in hyper.frozen(model))
+    return tuple(place(frozen) for frozen in model.frozen)
 
 
 def moved(tree: PyTree, shardings: PyTree) -> PyTree:

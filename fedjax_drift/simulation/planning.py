@@ -6,9 +6,10 @@ from typing import Any
 
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.described import described_mesh
+from fedjax_drift.model import Model
 from fedjax_drift.simulation.plan import Plan
 from fedjax_drift.simulation.simulation import Simulation
-from fedjax_drift.types import Algorithm, Model
+from fedjax_drift.types import Algorithm
 
 
 def plan(topology: str, model: Model, data: FederatedData, algorithm: Algorithm, **options: Any) -> Plan:

@@ -1,39 +1,45 @@
 """The compiled programs of a simulation. Simulations that differ only in hyper-parameters share these programs.
 
-The first argument of a program is the hyper-parameters, that is, the numbers that `hyper.split` separates from the
+The first argument of a program is the hyper-parameters, that is, the numbers that `recipes.split` separates from the
 engine. So another learning rate, mu or alpha does not trigger recompilation. The second argument is the model's frozen
-parameters (`types.Frozen`), which are empty for a model that is trained whole.
+parameters (`recipes.Frozen`), which are empty for a model that is trained whole.
 
-An engine describes a round. The programs of the 16 most recently used forms of engines (`hyper.Form`) are cached, even
-if their simulations no longer exist. So a function that creates a simulation, runs it and returns can be called again
-without recompilation.
+An engine describes a round. The programs of the 16 most recently used forms of engines (`recipes.Form`) are cached,
+even if their simulations no longer exist. So a function that creates a simulation, runs it and returns can be called
+again without recompilation.
 """
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedjax_drift import recipes
 from fedjax_drift.devices.launch import launch
-from fedjax_drift.devices.mesh import is_described
+from fedjax_drift.devices.mesh import any_device, is_described
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
+from fedjax_drift.model import Model
 from fedjax_drift.round.aggregation import mean
 from fedjax_drift.round.cohort import draw
-from fedjax_drift.round.engine import Engine, TestRows
+from fedjax_drift.round.engine import Engine, Rows, TestRows
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.round import init, round_fn, rounds
-from fedjax_drift.simulation import hyper
+from fedjax_drift.round.train import any_update
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
-from fedjax_drift.types import Model, Params, PyTree
+from fedjax_drift.types import Params, PyTree, Round, ServerState
 
 # Number of engine forms whose programs are cached. On two CPU devices, the programs of a form have 500 to 1,500 memory
 # maps. Linux allows a process 65,530, and XLA then says "Cannot allocate memory".
@@ -68,7 +74,7 @@ class Programs:
     constant: bool = False  # whether hyper-parameters are constants of the programs instead of arguments
 
     @cached_property
-    def _form(self) -> tuple[hyper.Form, Numbers]:
+    def _form(self) -> tuple[recipes.Form, Numbers]:
         form, numbers = split(self.engine, self.constant)
         return form, _placed(self.engine, numbers, form.private)
 
@@ -100,6 +106,16 @@ class Programs:
         """Returns the lowered program of this name for inspection: ``.compile()``, ``.as_text()``."""
         return getattr(self.compiled, name).lower(self.numbers, self.frozen, *arguments)
 
+    def checksum(self, state: ServerState, rows: Rows) -> int:
+        """The checksum of the traced updates of a client and of the server. It does not depend on hyper-parameters that
+        are arguments of the programs. state, rows: shapes and dtypes."""
+        engine = self.engine._replace(mesh=any_device(), lanes=1)  # type: ignore[arg-type]
+        form, numbers = split(engine, self.constant)
+        shapes = tuple(frozen.shapes for frozen in self.model.frozen)
+        leaves, structure = jax.tree.flatten((shapes, state._replace(clients=()), rows))
+        function = _checksum.__wrapped__ if form.private else _checksum
+        return function(form, len(numbers), structure, tuple(leaves))
+
     def personal(self, local: LocalTraining | None, sizes: Any, eval_batch_size: int) -> Callable:
         """Returns the program ``(state, rows, clients, tests) -> scores`` that evaluates the clients' own models.
 
@@ -116,16 +132,14 @@ class Programs:
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 
 
-def split(engine: Engine, constant: bool = False) -> tuple[hyper.Form, tuple[float, ...]]:
+def split(engine: Engine, constant: bool = False) -> tuple[recipes.Form, tuple[float, ...]]:
     """Returns the form and the numbers of an engine. Programs are compiled for the form.
 
     constant: if True, all numbers stay in the form, and no numbers are returned.
     """
     if constant:
-        return hyper.split(engine, Engine._fields)
-    # The name of an aggregation contains its numbers in parentheses, so this part must not be in the form.
-    rule = engine.aggregation._replace(name=engine.aggregation.name.partition("(")[0])
-    return hyper.split(engine._replace(aggregation=rule), [name for name in Engine._fields if name not in CONTINUOUS])
+        return recipes.split(engine, Engine._fields)
+    return recipes.split(engine, [name for name in Engine._fields if name not in CONTINUOUS])
 
 
 def _placed(engine: Engine, numbers: Numbers, private: bool = False) -> Numbers:
@@ -141,7 +155,7 @@ def _placed(engine: Engine, numbers: Numbers, private: bool = False) -> Numbers:
 
 
 @lru_cache(KEPT)
-def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
+def _compiled(form: recipes.Form, one_state: bool) -> Compiled:
     engine: Engine = form.value
     # A round returns a state with the sharding of its input, so that the next round does not trigger recompilation.
     # Results that the host reads are replicated over the processes.
@@ -154,13 +168,13 @@ def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
         """
 
         def of_numbers(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
-            return function(hyper.join(form, numbers, frozen)._replace(**(changes or {})), *fixed, *arguments)
+            return function(recipes.join(form, numbers, frozen)._replace(**(changes or {})), *fixed, *arguments)
 
         of_numbers.__name__ = function.__name__
         return jax.jit(of_numbers, **options)
 
     scoring = engine._replace(**{name: None for name in Engine._fields if name not in SCORING})  # type: ignore[arg-type]
-    score, score_rows = _scoring(hyper.split(scoring, Engine._fields)[0])
+    score, score_rows = _scoring(recipes.split(scoring, Engine._fields)[0])
     return Compiled(
         init=jit(init, changes={"state_rows": 1} if one_state else None, out_shardings=state),
         round=jit(round_fn, out_shardings=(state, seen)),
@@ -174,26 +188,45 @@ def _compiled(form: hyper.Form, one_state: bool) -> Compiled:
 
 
 @lru_cache(KEPT)
-def _scoring(form: hyper.Form) -> tuple[Callable, Callable]:
+def _scoring(form: recipes.Form) -> tuple[Callable, Callable]:
     """Returns the evaluation programs. Different algorithms with the same model and data share them."""
     engine: Engine = form.value
     seen = _seen(engine)
 
     def score(frozen: FrozenArrays, params: Params, test: TestRows) -> dict[str, jax.Array]:
-        return evaluate(hyper.bind(engine, frozen), params, test)
+        return evaluate(recipes.bind(engine, frozen), params, test)
 
     def score_rows(frozen: FrozenArrays, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
-        return evaluate_rows(hyper.bind(engine, frozen), params, test)
+        return evaluate_rows(recipes.bind(engine, frozen), params, test)
 
     return jax.jit(score, out_shardings=seen), jax.jit(score_rows, out_shardings=seen)
 
 
 @lru_cache(KEPT)
-def _personal(form: hyper.Form, fine_tune: bool, eval_batch_size: int) -> Callable:
+def _personal(form: recipes.Form, fine_tune: bool, eval_batch_size: int) -> Callable:
     def scores(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
-        return personal.personal_scores(hyper.join(form, numbers, frozen), fine_tune, eval_batch_size, *arguments)
+        return personal.personal_scores(recipes.join(form, numbers, frozen), fine_tune, eval_batch_size, *arguments)
 
     return jax.jit(scores, out_shardings=_seen(form.value))
+
+
+@lru_cache(KEPT)
+def _checksum(form: recipes.Form, count: int, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> int:
+    """See `Programs.checksum`. count: of the numbers. leaves: the shapes of frozen parameters, state and rows."""
+
+    def updates(numbers: Numbers, frozen: FrozenArrays, state: ServerState, rows: Rows) -> Any:
+        engine: Engine = recipes.join(form, numbers, frozen)
+        result = any_update(engine, state, rows)
+        one = jnp.ones((), result.weight.dtype)
+        context = Round(state.round, one, one, engine.num_clients, engine.mean_size)
+        return result, engine.algorithm.server_update(state.server, result.message, context)
+
+    traced = jax.make_jaxpr(updates)((1.0,) * count, *jax.tree.unflatten(structure, leaves))
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(traced))  # the addresses of functions differ between processes
+    crc = zlib.crc32(text.encode())
+    for constant in traced.consts:
+        crc = zlib.crc32(np.ascontiguousarray(constant).reshape(-1).view(np.uint8).data, crc)
+    return crc
 
 
 def _seen(engine: Engine) -> NamedSharding | None:

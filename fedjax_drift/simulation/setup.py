@@ -13,14 +13,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, recipes, tree
 from fedjax_drift.algorithms.running_statistics import with_running_statistics
-from fedjax_drift.data.federated import FederatedData, decode, integers_as_int32
+from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams, team_size
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
+from fedjax_drift.model import Model
 from fedjax_drift.round import rows
 from fedjax_drift.round.aggregation import Aggregation, mean
 from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows
@@ -29,13 +30,13 @@ from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.round import init
 from fedjax_drift.round.train import any_update, checked
-from fedjax_drift.simulation import hyper, validate
+from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.fit import check_model
 from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.placement import Placement, moved, shardings_of
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.specification import ON_DEVICES
-from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Model, ServerState
+from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, ServerState
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,14 +184,14 @@ def assemble(
         algorithm = with_running_statistics(algorithm, model.statistics.kept)
 
     mesh = placement.devices()
-    if team_size(mesh) > 1 and not hyper.frozen(model):
+    if team_size(mesh) > 1 and not model.frozen:
         raise ConfigurationError(
             f"devices_per_client must be 1 for a model that is trained whole, got {team_size(mesh)}: only "
             "frozen parameters (fd.models.lora) are sharded over the devices of a client"
         )
-    model_with_arrays, model = model, hyper.without_arrays(model)
+    model_with_arrays, model = model, recipes.without_arrays(model)
     capacity = _bernoulli_capacity(N, clients_selected) if sampling == "bernoulli" else clients_selected
-    decoded = partial(decode, are_images=data.has_images, mean=data.mean, std=data.std)
+    decoded = data.decoding
     shapes = check_model(model, data, decoded)
     redeal = _redeal(data)
     max_size = int(data.sizes.max())

@@ -24,6 +24,7 @@ from fedjax_drift.devices.processes import leads, spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
+from fedjax_drift.model import Model
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.exchange import longest_share
 from fedjax_drift.round.failures import Failures
@@ -43,7 +44,7 @@ from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
 from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import ON_DEVICES, Specification
-from fedjax_drift.types import Algorithm, Model, Params, PyTree, Record, ServerState
+from fedjax_drift.types import Algorithm, Params, PyTree, Record, ServerState
 
 Cohorts = Sequence[Sequence[int | str]] | np.ndarray | jax.Array | Callable[[int], Any]
 """The cohorts of many rounds. See `Simulation.run`."""
@@ -156,7 +157,8 @@ class Simulation:
         are left out, except for the name of the local optimizer.
         """
         engine, local = self.setup.engine, dataclasses.asdict(self.local)
-        of_algorithm = reprs.captured(self.algorithm[:4])
+        recipe = self.algorithm.recipe
+        of_algorithm = reprs.plain(recipe.arguments) if recipe else {}
         if self.local.optimizer is not None:
             local["optimizer"] = reprs.function_name(self.local.optimizer.update)
         of_local = {f"local_{name}" if name in of_algorithm else name: value for name, value in local.items()}
@@ -214,6 +216,7 @@ class Simulation:
                 setup.on_nonfinite,
                 setup.client_store,
                 setup.state,
+                self.executor.computation(),
             ),
             admit=setup.admit,
             reopen=self.reopen,

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from fedjax_drift import checks, reprs, tree
+from fedjax_drift import checks, recipes, reprs, tree
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine
-from fedjax_drift.simulation import hyper, programs, validate
+from fedjax_drift.simulation import programs, validate
 from fedjax_drift.simulation.executor import UNTRACEABLE, out_of_memory
 from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
@@ -375,7 +375,8 @@ def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> 
         for name, one, other in _static_differences(simulations[0].setup, sim.setup):
             raise ConfigurationError(
                 f"settings may differ only in continuous hyper-parameters, got {name} {one} in setting 0 and "
-                f"{other} in setting {i}{_shown(setting)}: use one sweep for each value"
+                f"{other} in setting {i}{_shown(setting)}: create it once, outside build, or use one sweep for each "
+                "value"
             )
     return simulations
 
@@ -460,7 +461,7 @@ def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
     yield from _differs("on_nonfinite", a.on_nonfinite, b.on_nonfinite)
     yield from _differs("bank", a.client_store, b.client_store)
     yield from _differs("measure", a.measures, b.measures)
-    for one, other in zip(hyper.frozen(a.model), hyper.frozen(b.model), strict=True):
+    for one, other in zip(a.model.frozen, b.model.frozen, strict=True):
         if one is not other:
             yield from _differs("frozen parameters with checksum", one.checksum, other.checksum)
     for name in ("name", "requires"):
@@ -472,7 +473,7 @@ def _static_differences(a: Setup, b: Setup) -> Iterable[tuple[str, Any, Any]]:
 
 
 def _differs(name: str, one: Any, other: Any) -> Iterable[tuple[str, Any, Any]]:
-    if one != other and hyper.split(one) != hyper.split(other):  # build creates equal functions in every call
+    if one != other and recipes.split(one) != recipes.split(other):  # build creates equal functions in every call
         yield name, one, other
 
 
@@ -555,4 +556,4 @@ def _traced_engine(
     if traced.data is not setup.data:
         raise ConfigurationError("build must use the same data set in all calls: create it once, outside build")
     engine = static._replace(**{name: getattr(traced.engine, name) for name in ("model", *programs.CONTINUOUS)})
-    return hyper.bind(engine, frozen)
+    return recipes.bind(engine, frozen)

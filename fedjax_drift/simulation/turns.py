@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedjax_drift import recipes
 from fedjax_drift.devices.launch import launch
-from fedjax_drift.devices.mesh import AXIS, copied, num_teams
+from fedjax_drift.devices.mesh import AXIS, any_device, copied, num_teams
 from fedjax_drift.measures import drift
 from fedjax_drift.round import rows
 from fedjax_drift.round.engine import Arrays, Engine, TestRows
 from fedjax_drift.round.evaluate import evaluate, server_scores
 from fedjax_drift.round.round import init, rounds
-from fedjax_drift.simulation import hyper, programs
+from fedjax_drift.simulation import programs
 from fedjax_drift.simulation.executor import with_measured
 from fedjax_drift.simulation.loop import rounds_of_one
 from fedjax_drift.simulation.placement import frozen_parameters
@@ -60,8 +61,7 @@ class Layout(NamedTuple):
 
         If the runs are apart, its mesh is one abstract device, which stands for any device. Otherwise it is ``engine``.
         """
-        one_device = AbstractMesh((1,), (AXIS,), axis_types=(AxisType.Auto,))
-        return engine._replace(mesh=one_device) if self.apart else engine  # type: ignore[arg-type]
+        return engine._replace(mesh=any_device()) if self.apart else engine  # type: ignore[arg-type]
 
 
 class TurnPrograms(NamedTuple):
@@ -135,9 +135,9 @@ def _several(program: Callable, shared: int, *arguments: Any) -> Any:
 
 
 @lru_cache(programs.KEPT)
-def of_form(form: hyper.Form, measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
+def of_form(form: recipes.Form, measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
     """The programs for runs that differ in their seeds and in the numbers of their engine."""
-    return compiled(lambda numbers, frozen: hyper.join(form, numbers, frozen), measures, layout)
+    return compiled(lambda numbers, frozen: recipes.join(form, numbers, frozen), measures, layout)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from fedjax_drift.checks import first_line
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
+from fedjax_drift.model import Model, cross_entropy
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.simulation.until import reaches, stalls
-from fedjax_drift.types import THREEFRY, Algorithm, Model, Params, ServerState, cross_entropy
+from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
 
 ROUNDS = 2**31 - 1  # most rounds, because a state counts them in int32
 

@@ -293,8 +293,8 @@ def versions() -> dict[str, str]:
 def check_same(path: Path, stored: Mapping[str, Any], current: Mapping[str, Any], strict: bool = True) -> None:
     """Raises OtherRunError with the differences of two identities, or warns if ``strict`` is False.
 
-    If only the code of a function has changed, there is always a warning and no error, because the change may have no
-    effect.
+    If only the code of functions has changed, or the values that they capture, there is always a warning and no error,
+    because the change may have no effect.
     """
     changed, edited = differences(stored, current)
     if changed:
@@ -308,8 +308,8 @@ def check_same(path: Path, stored: Mapping[str, Any], current: Mapping[str, Any]
         checks.warn(f"{message}: restored nevertheless, because strict=False; save the continued run in another folder")
     if edited:
         checks.warn(
-            f"since the checkpoints in {path} were written, the code of {few(edited)} has changed: the run continues "
-            "with the new code"
+            f"since the checkpoints in {path} were written, the code of the model, of the algorithm or of the local "
+            "training has changed, or a value that it captures: the run continues with the new code"
         )
 
 

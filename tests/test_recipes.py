@@ -1,12 +1,9 @@
-"""Tests that hyper-parameters are arguments of the compiled round.
+"""Tests that a factory with a recipe makes hyper-parameters arguments of the compiled round.
 
 Another value changes the result, without recompilation.
 """
 
 from __future__ import annotations
-
-import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -15,82 +12,88 @@ import optax
 import pytest
 
 import fedjax_drift as fd
-from fedjax_drift.simulation.hyper import join, split
-
-SCALE = 2.0
-SETTINGS = types.SimpleNamespace(power=2)
+from fedjax_drift.recipes import join, split
 
 
-def nested(a: float, b: float = 0.5):
-    """Returns two closures and a partial.
+@fd.algorithm
+def scaled(factor: float = 1.0, base: fd.Algorithm | None = None, which: object = None) -> fd.Algorithm:
+    """An algorithm of a user."""
+    base = fd.algorithms.fedavg() if base is None else base
 
-    ``outer`` captures ``inner``, which has a default argument. The partial contains ``inner``, too.
-    """
+    def client_update(server, client, work):
+        result = base.client_update(server, client, work)
+        return result._replace(message=jax.tree.map(lambda d: factor * d, result.message))
 
-    def inner(x, c=0.25):
-        return a * x + c
-
-    def outer(x):
-        return inner(x) + b * x
-
-    return outer, inner, functools.partial(inner, c=a)
+    return base._replace(client_update=client_update, name="scaled")
 
 
-def test_numbers_in_closures_can_be_extracted_and_replaced() -> None:
-    form, numbers = split(nested(3.0))
-    # The captured a occurs once, although inner is shared. The second 3.0 is the argument c of the partial.
-    assert sorted(numbers) == [0.25, 0.5, 3.0, 3.0]
-    assert split(nested(7.0, 9.0))[0] == form
-    outer, inner, partial = join(form, [{3.0: 30.0, 0.5: 5.0, 0.25: 1.0}[number] for number in numbers])
-    assert (outer(1.0), inner(1.0), partial(1.0)) == (36.0, 31.0, 60.0)
-    one, two, _ = nested(3.0)
-    assert (one(1.0), two(1.0)) == (3.75, 3.25)  # the original functions are unchanged
-    whole = join(form, numbers)
-    assert whole[0](1.0) == one(1.0) and split(whole) == (form, numbers)
+def test_the_numbers_of_a_recipe_can_be_replaced() -> None:
+    made = scaled(3, fd.algorithms.fedprox(np.float32(0.5), server_lr=0.25))
+    form, numbers = split(made)
+    assert numbers == (3.0, 0.5, 0.25)  # also the integer, because the parameter is a float
+    assert split(scaled(7.0, fd.algorithms.fedprox(1.0, 1.0)))[0] == form
+    again = join(form, (30.0, 5.0, 2.5))
+    assert repr(again) == "Algorithm(scaled, factor=30.0)"
+    assert repr(again.recipe.arguments["base"]) == "Algorithm(fedprox, mu=5.0, server_lr=2.5, weighting='examples')"
+    assert split(again) == (form, (30.0, 5.0, 2.5)) and join(form, numbers).recipe.arguments["factor"] == 3.0
 
 
-def test_only_finite_nonzero_floats_are_extracted() -> None:
-    def closed(value):
-        return lambda x: x if value is None else x * value
+def test_a_field_that_was_replaced_after_the_recipe_is_kept() -> None:
+    def finish(server, client):
+        return client
 
-    for value in (0.0, 1, True, None, np.ones(2), (1, 2), float("nan"), jnp.float32(3)):
-        form, numbers = split(closed(value))
-        assert numbers == () and join(form, ()) is form.value
-    assert split(closed(0.0))[0] != split(closed(1.0))[0]  # a 0 may switch something off, so it is not extracted
-    assert split(closed(1))[0] != split(closed(2))[0] != split(closed(True))[0]
-    assert split(closed(np.ones(2)))[0] == split(closed(np.ones(2)))[0] != split(closed(np.zeros(2)))[0]
-    assert split(closed({"a": [1.0]}))[0] == split(closed({"a": [1.0]}))[0] != split(closed({"a": [2.0]}))[0]
-    adam = optax.scale_by_adam  # the numbers in functions of libraries stay in the form
-    assert split(adam())[0] == split(adam())[0] != split(adam(b1=0.5))[0] and not split(adam())[1]
-    fixed = split(fd.LocalTraining(lr=0.3), ())
-    assert fixed[1] == (0.3, 1.0) and join(fixed[0], (0.7, 1.0)) == fd.LocalTraining(lr=0.7)
-
-    def again(n, by=2.0):
-        return by if n == 0 else again(n - 1)
-
-    assert split(again)[1] == ()  # its recursive calls would use the old numbers
+    changed = [scaled(factor)._replace(finish=finish) for factor in (2.0, 3.0)]
+    form, numbers = split(changed[0])
+    assert form == split(changed[1])[0] != split(scaled(2.0))[0]
+    assert numbers == (2.0,)
+    again = join(form, [10 * number for number in numbers])
+    assert again.finish is finish and again.recipe.arguments["factor"] == 20.0 and again.name == "scaled"
+    assert split(scaled(2.0)._replace(finish=lambda server, client: client))[0] != form
 
 
-def test_functions_are_compared_by_their_code_and_global_variables() -> None:
-    def closed(a):
-        return lambda x: a * x
+def test_only_finite_nonzero_floats_are_numbers() -> None:
+    form = split(scaled(2.0))[0]
+    for which in (0.0, 1, True, None, "a", float("nan"), (1, 2), np.ones(2), jnp.ones(2), {"a": [1.0]}, {1, 2}):
+        one, other = (split(scaled(2.0, which=which)) for _ in range(2))
+        assert one == other and one[1] == (2.0,) and (one[0] == form) == (which is None)
+    assert split(scaled(0.0))[0] != form  # a 0 may switch something off
+    different = [0.0, False, 0, "0", (0,), [0], np.zeros(1), {"a": 0}, {"b": 0}, {0}, len, scaled]
+    assert len({split(scaled(2.0, which=which))[0] for which in different}) == len(different)
+    assert split(fd.LocalTraining(lr=0.3))[1] == (0.3, 1.0)
+    assert join(split(fd.LocalTraining(lr=0.3))[0], (0.7, 1.0)) == fd.LocalTraining(lr=0.7)
+    optimizers = [fd.LocalTraining(optimizer=optax.scale_by_adam()) for _ in range(2)]
+    assert split(optimizers[0])[0] == split(optimizers[0])[0] != split(optimizers[1])[0]  # compared by identity
 
-    def other(a):
-        return lambda x: a + x
 
-    assert split(closed(1.0))[0] == split(closed(2.0))[0] != split(other(1.0))[0]
+def test_models_are_equal_if_they_were_made_in_the_same_way() -> None:
+    def models() -> list[fd.Model]:
+        base = fd.models.mnist_2nn()
+        return [
+            base,
+            fd.models.mnist_2nn(num_classes=3),
+            fd.models.lenet5(),
+            base.computing_in(jnp.bfloat16),
+            fd.models.vit(10, (28, 28, 1), patch=7),
+            fd.models.lora(base, 2),
+            fd.models.lora(base, 3),
+            fd.models.trainable(base, "classifier"),
+        ]
 
-    def global_one(x):
-        return SCALE * x**SETTINGS.power
+    one, other = ([split(model)[0] for model in models()] for _ in range(2))
+    assert one == other and len(set(one)) == len(one)
+    plain = fd.Model(lambda key: jnp.zeros(3), lambda w, x: x @ w)
+    assert split(plain)[0] == split(plain._replace(cosine=False))[0]
 
-    form = split(global_one)[0]
-    assert split(global_one)[0] == form
-    for owner, name, value in ((globals(), "SCALE", 3.0), (vars(SETTINGS), "power", 3)):
-        old = owner[name]
-        owner[name] = value
-        assert split(global_one)[0] != form  # as if a notebook had changed the variable
-        owner[name] = old
-    assert split(global_one)[0] == form
+
+def test_a_factory_that_returns_no_algorithm_is_refused() -> None:
+    @fd.algorithm
+    def wrong():
+        return 3
+
+    with pytest.raises(ValueError, match="wrong must return an fd.Algorithm, got 3"):
+        wrong()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lr'"):
+        scaled(lr=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +161,7 @@ def test_another_setting_changes_the_result_without_recompilation(data) -> None:
 def test_a_number_that_python_code_reads_is_compiled_as_a_constant(data) -> None:
     """A user's algorithm may use a hyper-parameter in an `if` statement or as a shape."""
 
+    @fd.algorithm
     def picky(mu: float) -> fd.Algorithm:
         base = fd.algorithms.fedprox(mu)
 
@@ -188,18 +192,6 @@ def test_algorithms_share_the_evaluation_program(data) -> None:
     scores = [sim.evaluate(sim.init(jax.random.key(0))) for sim in sims]
     assert scores[0]["loss"] == scores[1]["loss"] == scores[0]["client_mean_loss"]
     assert sims[0].executor.programs.compiled.evaluate is sims[1].executor.programs.compiled.evaluate
-
-
-def test_a_changed_global_variable_is_noticed(data) -> None:
-    """A loss uses the value that a global variable has when the simulation is created."""
-    global SCALE
-    model = fd.Model(lambda key: jnp.zeros(6), lambda w, x: x @ w, loss=lambda z, y: SCALE * (z - y) ** 2)
-    runs = []
-    for scale in (2.0, 3.0, 2.0):
-        SCALE = scale
-        runs.append(after(fd.Simulation(model, data, fd.algorithms.fedavg(), cohort_size=4), 1))
-    SCALE = 2.0
-    assert not np.array_equal(runs[0], runs[1]) and np.array_equal(runs[0], runs[2])
 
 
 def test_programs_do_not_keep_tracers(data) -> None:

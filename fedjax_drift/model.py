@@ -1,0 +1,196 @@
+"""`Model`: the network that clients train, as pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_drift import checks, recipes
+from fedjax_drift.batch_norm import Statistics, whole
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.recipes import Recipe, recorded
+
+PyTree = Any
+Params = PyTree
+
+
+def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
+    """Softmax cross-entropy with integer labels, [B]. The loss of a sequence is the mean over its positions."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return loss.mean(axis=tuple(range(1, loss.ndim)))
+
+
+class Model(NamedTuple):
+    """A model: the pure functions ``init`` and ``apply``. All other fields are optional.
+
+    >>> import fedjax_drift as fd
+    >>> model = fd.Model(init=lambda key: jnp.zeros(3), apply=lambda w, x: x @ w, loss=lambda z, y: (z - y) ** 2)
+    >>> model.loss(model.apply(jnp.ones(3), jnp.ones((2, 3))), jnp.zeros(2)).tolist()
+    [9.0, 9.0]
+
+    Attributes:
+      init: ``init(key) -> params``.
+      apply: ``apply(params, x [B, ...]) -> logits [B, C]``, deterministic. Used in evaluation, and in training by
+        default.
+      loss: ``loss(logits, y) -> [B]``, the loss of each example. Default: softmax cross-entropy with integer labels.
+      train_apply: ``train_apply(params, x, key) -> logits``, used in training instead of `apply`. Needed for dropout.
+      features: ``features(params, x) -> [B, F]``, the representation before the classifier. Required by MOON.
+      head: ``head(params, features) -> logits``, the classifier alone.
+      extractor: ``extractor(params, x) -> [B, ...]``, the output of the encoder, which is the input of the projection
+        head. Required by `fd.algorithms.constrained` with ``part="extractor"``, with ``part="header",
+        kind="parameter"``, and with ``part="all", kind="feature"``.
+      cosine: True if `apply` returns cosines in [-1, 1]. LfD requires True.
+      scores: ``scores(logits [M, ...], y [M, ...]) -> {name: scalar or [M]}``, metrics in addition to loss and
+        accuracy.
+
+        - A scalar is a metric of the whole test set that is not a mean over examples, for instance a ranking metric
+          (`fd.ranking.scores()`). The function receives the examples in the order of the test set.
+        - An array [M] has one value per example. `Simulation.evaluate` reports its mean over the test set, and
+          `Simulation.evaluate_clients` its mean over the examples of each client. The function must accept any number M
+          of examples.
+
+        Classifiers with two or more logits have a metric "accuracy" by default. A metric of this name in the returned
+        dict replaces it. Example for one logit and labels 0 and 1: ``scores=lambda z, y: {"accuracy": (z > 0) == y}``.
+        The default accuracy of an example with a label per position is the mean over all positions, padding included,
+        and so is the default loss. To leave out padding, give both: ``docs/models.md`` shows how.
+      statistics: The running statistics of BatchNorm. None: all parameters are trained.
+      merged: ``merged(params)`` -> the parameters of the whole model, if only a part of it is trained
+        (`fd.models.lora`).
+      vocabulary: The number of token ids, if the inputs are ids. They are then checked to be in 0..vocabulary - 1. (JAX
+        reads NaN for a larger id, and the last row of the table for the id -1.) A tuple has one number per position of
+        an example, and its last number holds for all further positions. None: the inputs are not checked.
+    """
+
+    init: Callable[[jax.Array], Params]
+    apply: Callable[[Params, jax.Array], jax.Array]
+    loss: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
+    train_apply: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
+    features: Callable[[Params, jax.Array], jax.Array] | None = None
+    head: Callable[[Params, jax.Array], jax.Array] | None = None
+    extractor: Callable[[Params, jax.Array], jax.Array] | None = None
+    cosine: bool = False
+    scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None
+    statistics: Statistics | None = None
+
+    merged: Callable[[Params], Params] | None = None
+    vocabulary: int | tuple[int, ...] | None = None
+    recipe: Recipe | None = None  # how the model was made
+
+    @property
+    def frozen(self) -> tuple[recipes.Frozen, ...]:
+        """The parameters that are not trained (`fd.models.lora`)."""
+        return recipes.frozen(self)
+
+    def __repr__(self) -> str:
+        given = [name for name in self._fields[:-1] if getattr(self, name) not in (None, False)]
+        return f"Model({', '.join(given)})"
+
+    @recorded
+    def computing_in(self, dtype: Any) -> Model:
+        """Returns the same model with a forward pass in ``dtype``, such as ``jnp.bfloat16``.
+
+        Parameters and floating-point inputs are cast to ``dtype`` at the start of the forward pass. The logits are cast
+        back to the dtype of the parameters before the loss. Gradients and updates have the dtype of the parameters.
+        Running statistics keep their dtype.
+
+        With bfloat16, an accelerator multiplies matrices faster. The precision is 8 bits with bfloat16, 11 bits with
+        TF32 and 24 bits with float32.
+
+        Raises ValueError unless ``dtype`` is a floating-point dtype, and if the model has frozen parameters. Call it on
+        the whole model, before `fd.models.lora` or `fd.models.trainable`.
+        """
+        if self.merged is not None:
+            raise ConfigurationError(
+                "computing_in must be called on the whole model: fd.models.lora(model.computing_in(dtype), ...)"
+            )
+        checks.floating_dtype("dtype", dtype)
+
+        def cast(to: Any, tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda a: a.astype(to) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+        statistics = self.statistics
+
+        def in_dtype(function: Callable) -> Any:
+            def forward(params: Params, *inputs: jax.Array) -> jax.Array:
+                params_dtype = jnp.result_type(*jax.tree.leaves(params))
+                lowered = cast(dtype, params)
+                if statistics is not None:
+                    lowered = whole(lowered["params"], params["batch_stats"])
+                return cast(params_dtype, function(lowered, *cast(dtype, inputs)))
+
+            return forward
+
+        def training(params: Params, old: PyTree, x: jax.Array, *inputs: Any) -> tuple[jax.Array, PyTree]:
+            assert statistics is not None
+            output, new = statistics.forward(cast(dtype, params), old, cast(dtype, x), *inputs)
+            return cast(jnp.result_type(*jax.tree.leaves(params)), output), new
+
+        return self.with_functions(in_dtype)._replace(statistics=statistics and statistics._replace(forward=training))
+
+    def with_functions(self, change: Callable[[Callable], Any]) -> Model:
+        """Returns the model with ``change(function)`` in place of each function of the parameters that it has."""
+        names = ("apply", "train_apply", "features", "head", "extractor")
+        given = {name: function for name in names if (function := getattr(self, name)) is not None}
+        return self._replace(**{name: change(function) for name, function in given.items()})
+
+    @classmethod
+    @recorded
+    def from_linen(
+        cls, module: Any, input_shape: tuple[int, ...], *, statistics: str | None = None, **options: Any
+    ) -> Model:
+        """Creates a model from a ``flax.linen`` module.
+
+        If ``__call__`` of the module has an argument ``train`` or ``deterministic``, the library passes the right value
+        in training and in evaluation. In training it also passes a "dropout" key. If the module has the methods
+        ``features``, ``head`` or ``extractor``, they become the fields of the same name.
+
+        Args:
+          module: an instance. Its only variables may be parameters, and the running statistics of BatchNorm.
+          input_shape: the shape of one example, without the batch axis.
+          statistics: what happens to the running statistics. Required for a module with BatchNorm, whose parameters
+            are then a dict ``{"params": ..., "batch_stats": ...}``. In training, BatchNorm normalises with the batch
+            (without its padding), and `apply` with the running statistics.
+
+            - "average": clients update the statistics while they train, and the server averages them.
+            - "local": each client keeps its own, and never sends them. `Simulation.evaluate_clients` evaluates the
+              clients with their own statistics. The global model keeps the initial ones.
+            - "frozen": they keep their initial values. BatchNorm normalises with them in training, too.
+          options: fields of `Model` to replace, such as ``loss=``. There is one more option: ``input_dtype``, the dtype
+            of the inputs, by default float32. For token ids use ``input_dtype=jnp.int32``. Their ``vocabulary`` is
+            that of the ``nn.Embed`` which gets the inputs themselves, if there is one.
+
+        Raises:
+          ValueError: the module does not accept the input shape; it has running statistics (BatchNorm) and
+            ``statistics`` is missing, or the opposite; or it has other variables.
+        """
+        from fedjax_drift import adapters
+
+        return cls(**adapters.linen_fields(module, input_shape, statistics, options))
+
+    @classmethod
+    @recorded
+    def from_nnx(
+        cls,
+        module: Any,
+        input_shape: tuple[int, ...] | None = None,
+        *,
+        statistics: str | None = None,
+        **options: Any,
+    ) -> Model:
+        """Creates a model from a ``flax.nnx`` module, or from a function ``nnx.Rngs -> module``.
+
+        A function is called with random numbers from the initialisation key, so every seed gives different initial
+        parameters. A module already has parameters. They are the initial parameters for every seed. The same holds for
+        the running statistics of BatchNorm.
+
+        ``statistics`` and ``options`` are as in `from_linen`. The ``vocabulary`` of a module with token ids is that of
+        its ``nnx.Embed``, if it has exactly one. ``input_shape`` is optional. If it is given, the model is
+        checked with an input of this shape.
+        """
+        from fedjax_drift import adapters
+
+        return cls(**adapters.nnx_fields(module, input_shape, statistics, options))
