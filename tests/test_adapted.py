@@ -156,7 +156,7 @@ def test_the_base_is_an_argument_and_messages_have_the_size_of_the_adapters() ->
     assert sim.communication()["message sum"] == 2 * trained + 4  # the update, the control variate, and the weight
     assert tree.nbytes(state.clients) == data.num_clients * trained
     for name in ("round", "donating_round"):
-        text = sim.executor.programs.lower(name, state, sim.setup.arrays, None).as_text()
+        text = sim.executor.programs.lower(name, (), state, sim.setup.arrays, None).as_text()
         shapes = re.findall(r"stablehlo.constant dense.*: tensor<((?:\d+x)*)", text)
         assert max(math.prod(map(int, shape.split("x")[:-1])) for shape in shapes) < 10_000
     (base,) = frozen_parameters(model, sim.mesh)
@@ -177,7 +177,7 @@ def test_a_team_of_devices_shares_the_base() -> None:
     assert team.plan().frozen == one.plan().frozen / 2
     first = team.init(jax.random.key(0))
     assert first.clients.v["w"]["a"].addressable_shards[0].data.shape == (data.num_clients, 392, 4)
-    lowered = team.executor.programs.lower("round", first, team.setup.arrays, None)
+    lowered = team.executor.programs.lower("round", (), first, team.setup.arrays, None)
     assert "f32[784,400]" not in lowered.compile().as_text()  # no device collects the matrix
     states = [sim.run(sim.init(jax.random.key(0)), 2, 1, progress=False)[0] for sim in (team, one)]
     scores = [sim.evaluate_clients(state) for sim, state in zip((team, one), states, strict=True)]

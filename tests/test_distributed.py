@@ -189,7 +189,9 @@ def test_communication_matches_the_compiled_program() -> None:
     S = exchange.longest_share(sim.setup.engine.rows_by_rank, 2, 5, 1)
     assert sent["rows"] == S * (6 + 4)
     program = (
-        sim.executor.programs.lower("round", sim.init(jax.random.key(0)), sim.setup.arrays, None).compile().as_text()
+        sim.executor.programs.lower("round", (), sim.init(jax.random.key(0)), sim.setup.arrays, None)
+        .compile()
+        .as_text()
     )
     assert program.count(" all-reduce(") == 1
     half = sent["client states"] // 2  # only the new states

@@ -265,7 +265,9 @@ def test_every_algorithm_can_be_measured(data, name):
 def test_measuring_does_not_change_the_rounds(data, measured):
     plain = simulate(data)
     state = plain.init(jax.random.key(0))
-    text = [sim.executor.programs.lower("round", state, sim.setup.arrays, None).as_text() for sim in (plain, measured)]
+    text = [
+        sim.executor.programs.lower("round", (), state, sim.setup.arrays, None).as_text() for sim in (plain, measured)
+    ]
     assert text[0] == text[1]
     a, b = state, measured.init(jax.random.key(0))
     for _ in range(2):

@@ -234,7 +234,7 @@ def test_states_may_come_from_other_devices_or_from_numpy(data) -> None:
 def test_the_data_set_is_an_argument_not_a_constant(data) -> None:
     sim = simulate(data)
     state = sim.init(jax.random.key(0))
-    text = sim.executor.programs.lower("round", state, sim.setup.arrays, None).as_text()
+    text = sim.executor.programs.lower("round", (), state, sim.setup.arrays, None).as_text()
     assert f"tensor<{sum(SIZES)}x{FEATURES}xf32>" in text  # the argument
     assert not [line for line in text.splitlines() if "constant" in line and len(line) > 2000]
 
@@ -245,7 +245,7 @@ def scratch(algorithm: fd.Algorithm, cohort_size: int, program: str = "round", *
     many = fd.FederatedData.from_clients([(rng.normal(size=(4, 500)).astype("f4"), np.arange(4))] * 64)
     sim = simulate(many, algorithm, model=fd.models.linear((500,), 10), cohort_size=cohort_size, **options)
     state = sim.init(jax.random.key(0))
-    compiled = sim.executor.programs.lower(program, state, sim.setup.arrays, None).compile()
+    compiled = sim.executor.programs.lower(program, (), state, sim.setup.arrays, None).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -295,7 +295,7 @@ def test_a_round_has_one_all_reduce_and_gathers_only_client_states(data) -> None
     # FedDC has two trees of parameters in its message, and two in the state of a client.
     sim = simulate(data, fd.algorithms.feddc(0.1), devices=2)
     state = sim.init(jax.random.key(0))
-    program = sim.executor.programs.lower("round", state, sim.setup.arrays, None).compile().as_text()
+    program = sim.executor.programs.lower("round", (), state, sim.setup.arrays, None).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", program)) == 1
     gathered = re.findall(r" = (\S+) all-gather(?:-start)?\(", program)
     # Arrays [2, 5, 1] have one value per client of the cohort. The others must be client states, not indices.

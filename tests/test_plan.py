@@ -42,7 +42,7 @@ def test_a_plan_matches_the_program_that_runs() -> None:
     """A plan reports the memory of the program that is compiled for a run, and the sizes of the arrays of the run."""
     sim = simulate(fd.clients_mesh(jax.devices()[:2]), bank="sharded")
     plan, state, arrays = sim.plan(), sim.init(jax.random.key(0)), sim.setup.arrays
-    memory = sim.executor.programs.lower("donating_round", state, arrays, None).compile().memory_analysis()
+    memory = sim.executor.programs.lower("donating_round", (), state, arrays, None).compile().memory_analysis()
     assert plan.arguments == memory.argument_size_in_bytes and plan.temporary == memory.temp_size_in_bytes
     assert plan.results == memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert plan.total == plan.arguments + plan.results + plan.temporary and plan.fits

@@ -267,7 +267,7 @@ def test_the_statistics_need_no_additional_forward_pass() -> None:
     for pass_ in (forward, untracked):
         sim = simulate(model._replace(statistics=model.statistics._replace(forward=pass_)))
         state = sim.init(jax.random.key(0))
-        lowered = sim.executor.programs.lower("round", state, sim.setup.arrays, None)
+        lowered = sim.executor.programs.lower("round", (), state, sim.setup.arrays, None)
         flops.append(lowered.cost_analysis()["flops"])
     assert flops[1] < flops[0] < 1.05 * flops[1]
 

@@ -112,7 +112,7 @@ def test_sharded_client_states_are_divided_among_the_devices(data) -> None:
     state, _ = sim.round_fn(sim.init(jax.random.key(0)))
     leaf = jax.tree.leaves(state.clients)[0]
     assert leaf.shape[0] == 10 and {shard.data.shape[0] for shard in leaf.addressable_shards} == {5}
-    compiled = sim.executor.programs.lower("donating_round", state, sim.setup.arrays, None).compile()
+    compiled = sim.executor.programs.lower("donating_round", (), state, sim.setup.arrays, None).compile()
     assert "all-gather" not in "".join(
         line for line in compiled.as_text().splitlines() if "f32[10," in line
     )  # no device ever has all client states

@@ -1,13 +1,15 @@
-"""Drift measures, and their computation for a cohort.
+"""Drift measures, and their computation in a round.
 
-`measure` repeats the local training of a round, with the same keys and therefore the same local models. The round
-itself computes no measures, so unused measures cost nothing.
+Most measures of a client are computed while it trains. Its cosine with the mean update is only known after all clients
+have trained. So the updates are kept until then, if they fit in `KEPT_BYTES`. If they don't fit, and for the client
+drift of FedEve, the clients train a second time, with the same keys and therefore the same local models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,12 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_drift import checks, tree
+from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
-from fedjax_drift.round.cohort import Plan, deal_out, look_up, plan, undealt
-from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, partitionable
+from fedjax_drift.round.cohort import Plan, deal_out, look_up, undealt
+from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
+from fedjax_drift.round.round import Observer, observed_round, round_fn, unobserved
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
-from fedjax_drift.types import Params, PyTree, ServerState, Work
+from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Work
 
 __all__ = ["class_accuracy", "linear_cka", "local_performance", "mean_confidence", "mean_kl"]
 
@@ -39,6 +43,7 @@ MEASURES = {
     "the client has and for those that it does not have; and the accuracy on these classes after every local epoch",
     "labels": "share of each class in the cohort's examples",
 }
+KEPT_BYTES = 2**30  # the most memory on each device for the updates of the clients of a measured round
 TESTED = ("predictions", "forgetting")  # these need the test set
 
 
@@ -76,21 +81,9 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, s
     return names
 
 
-def allowing_nan(program: Callable) -> Callable:
-    """Makes the program run with `jax_debug_nans` off, because the measures of absent clients are NaN."""
-
-    @wraps(program)
-    def call(*arguments: Any, **options: Any) -> Any:
-        with jax.debug_nans(False):
-            return program(*arguments, **options)
-
-    return call
-
-
-@allowing_nan
-def of_one_round(measured: dict[str, jax.Array], *, axis: int) -> dict[str, jax.Array]:
-    """The measures of one round with an additional axis for the round, of length 1."""
-    return {name: jnp.expand_dims(values, axis) for name, values in measured.items()}
+def nan_allowed(names: Sequence[str]) -> AbstractContextManager:
+    """Switches `jax_debug_nans` off for a program with measures, because those of absent clients are NaN."""
+    return jax.debug_nans(False) if names else nullcontext()
 
 
 def trained(engine: Engine, params: Params) -> Params:
@@ -98,7 +91,6 @@ def trained(engine: Engine, params: Params) -> Params:
     return params if engine.model.statistics is None else params["params"]
 
 
-@partitionable
 def measure(
     engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> dict[str, jax.Array]:
@@ -106,89 +98,158 @@ def measure(
 
     See `Simulation.measure`.
     """
-    planned = plan(engine, state, arrays.rows, cohort)
-    shared = planned.shared
+    return observed_round(engine, state, arrays, cohort, observer(engine, names))[2]
+
+
+def measured_round(
+    engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
+) -> tuple[ServerState, dict]:
+    """`round_fn`, whose ``info`` also has the measures ``names``."""
+    return round_fn(engine, state, arrays, cohort, observer(engine, names))
+
+
+def observer(engine: Engine, names: Sequence[str]) -> Observer:
+    """Computes the measures of a round while its clients train."""
+    if not names:
+        return unobserved(engine)
+    return Observer(
+        before=partial(shared_values, engine, names),
+        update=partial(update_and_measure, engine, names),
+        after=partial(measures, engine, names),
+    )
+
+
+def shared_values(engine: Engine, names: Sequence[str], planned: Plan, arrays: Arrays) -> PyTree:
+    """The test examples and their global predictions, if a measure needs them."""
+    if not {*TESTED} & {*names}:
+        return ()
+    assert arrays.test is not None
+    return arrays.test, predictions(engine, planned.shared.server.params, arrays.test)
+
+
+def update_and_measure(
+    engine: Engine, names: Sequence[str], shared: Shared, client: Client, old: PyTree, work: Work
+) -> tuple[ClientResult, PyTree, PyTree]:
+    """Trains one client. Returns its result, its terms of the sums in `means`, and its measures."""
+
+    def after_epoch(start: Params, theta: Params) -> dict[str, Any]:
+        measured: dict[str, Any] = {}
+        if "updates" in names:
+            D = trained(engine, tree.subtract(theta, start))
+            measured["update_norm"] = jnp.sqrt(tree.dot(D, D))
+            if keeps_updates(engine, D):
+                measured["update"] = D
+        if shared.extra:
+            test, z_global = shared.extra
+            z, y, mask = predictions(engine, theta, test), test.y.reshape(-1), test.mask.reshape(-1)
+        if "predictions" in names:
+            measured["cka"] = linear_cka(z, z_global, mask)
+            measured["kl"] = mean_kl(z_global, z, mask)
+            measured["confidence"] = mean_confidence(z, mask)
+        if "forgetting" in names:
+            measured["class_accuracy"] = class_accuracy(z, y, mask)
+        return measured
+
+    if not {*names} - {"labels"}:
+        return update(engine, shared, old, work), (), {}
+    result = update(engine, shared, old, work._replace(watch=after_epoch))
+    training = result.trained(engine.algorithm.name)
+    aggregated, bad_leaf = check_finite(engine, client, result)
+    measured = {**training.measured, "valid": (client.id < engine.num_clients) & (bad_leaf < 0)}
+    if "forgetting" in names:
+        test, z_global = shared.extra
+        of_epochs = measured.pop("class_accuracy")  # [E, C]
+        of_global = class_accuracy(z_global, test.y.reshape(-1), test.mask.reshape(-1))
+        present = label_counts(engine, work) > 0
+        for name, classes in (("present", present), ("absent", ~present)):
+            tested = classes & ~jnp.isnan(of_global)
+            measured[f"accuracy_{name}"] = jnp.where(tested, of_epochs, 0).sum(-1) / tested.sum()
+            measured[f"lp_{name}"] = local_performance(of_epochs[-1], of_global, classes)
+    if not needs_means(names):
+        return result, (), measured
+    weight = jnp.where(aggregated, result.weight, 0)
+    models = training.theta, trained(engine, tree.subtract(training.theta, training.start))
+    return result, (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), measured
+
+
+def needs_means(names: Sequence[str]) -> bool:
+    """Whether a measure compares a client with the mean of the cohort."""
+    return bool({"updates", "gradients"} & {*names})
+
+
+def keeps_updates(engine: Engine, D: Params) -> bool:
+    """Whether the updates of all clients after all epochs fit in `KEPT_BYTES` of each device."""
+    clients = -(-engine.most_clients // num_teams(engine.mesh))
+    return clients * engine.local.epochs * tree.nbytes(D) <= KEPT_BYTES
+
+
+def cosine(D: Params, mean_update: Params) -> jax.Array:
+    """The cosine of an update with the mean update, a scalar. It is 0 if one of them is 0."""
+    scale = jnp.sqrt(tree.dot(D, D)) * jnp.sqrt(tree.dot(mean_update, mean_update))
+    return jnp.where(scale == 0, 0, tree.dot(D, mean_update) / scale)
+
+
+def measures(
+    engine: Engine, names: Sequence[str], planned: Plan, states: PyTree, sums: PyTree, of_clients: dict[str, Any]
+) -> dict[str, jax.Array]:
+    """The measures of a round, after its clients have trained.
+
+    states: the client states before the round. sums, of_clients: what `update_and_measure` returned for all clients.
+    """
+    w, of_clients = planned.shared.server.params, dict(of_clients)
     measured: dict[str, jax.Array] = {}
     if "labels" in names:
-        measured["label_mix"] = label_mix(engine, shared, planned)
+        measured["label_mix"] = label_mix(engine, planned.shared, planned)
     if "gradients" in names:
-        measured |= gradients(engine, shared, planned)
-    if set(names) - {"labels"}:
-        test = arrays.test if set(names) & set(TESTED) else None
+        measured |= gradients(engine, planned.shared, planned)
+    if needs_means(names):
+        models, weight = sums
+        means = jax.tree.map(lambda s, like: (s / weight).astype(like.dtype), models, (w, trained(engine, w)))
+        left = {"gradients", "updates"} & {*names}
+        if "update" in of_clients:
+            left -= {"updates"}
+            of_all = cosine
+            for _ in range(4):  # [D, G, L, E]
+                of_all = jax.vmap(of_all, (0, None))
+            of_clients["update_cosine"] = of_all(of_clients.pop("update"), means[1])
+        if left:
+            of_clients |= second_training(engine, left, planned, states, *means)
+    if of_clients:
+        valid = of_clients.pop("valid")
         of_cohort = partial(undealt, len(planned.cohort.id), planned.order, planned.empty)
-        measured |= jax.tree.map(of_cohort, trainings(engine, names, shared, planned, state.clients, test))
+        for name, values in of_clients.items():
+            seen = valid.reshape(*valid.shape, *[1] * (values.ndim - 3))
+            measured[name] = of_cohort(jnp.where(seen, values, jnp.nan))
     return measured
 
 
-def trainings(
-    engine: Engine, names: Sequence[str], shared: Shared, planned: Plan, states: PyTree, test: TestRows | None
+def second_training(
+    engine: Engine, names: set[str], planned: Plan, states: PyTree, w_S: Params, mean_update: Params
 ) -> dict[str, jax.Array]:
-    """The measures that need local training, leaves [D, G, L] or [D, G, L, E].
+    """The measures that compare a model of every epoch with a mean over the cohort, leaves [D, G, L, E].
 
-    There are D devices, G groups of clients per device, and L lanes, that is, L clients of a group that train side by
-    side.
+    The mean is only known after all clients have trained, so they train again. w_S: the mean of their models.
     """
-    w = shared.server.params
-
-    def model_of(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        """Returns the client's weight, and its local model and update, each multiplied by the weight.
-
-        The sums over the cohort, divided by the sum of the weights, are the means.
-        """
-        result = update(engine, shared, old, client_work(engine, shared, client, longest))
-        training = result.trained(engine.algorithm.name)
-        aggregated, _ = check_finite(engine, client, result)
-        weight = jnp.where(aggregated, result.weight, 0)
-        models = (training.theta, trained(engine, tree.subtract(training.theta, training.start)))
-        return (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), (), ()
-
-    w_S = mean_update = w  # placeholders if no measure needs the means
-    if {"updates", "gradients"} & set(names):
-        (sums, weight), _, _ = over_clients(engine, model_of, shared, planned.dealt, states)
-        w_S, mean_update = jax.tree.map(lambda s, w: (s / weight).astype(w.dtype), sums, (w, trained(engine, w)))
-    z_global = None if test is None else predictions(engine, w, test)
 
     def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        w_S, mean_update, test, z_global = shared.extra
+        w_S, mean_update = shared.extra
         work = client_work(engine, shared, client, longest)
         at_mean = full_gradient(work, w_S) if "gradients" in names else None
 
         def after_epoch(start: Params, theta: Params) -> dict[str, jax.Array]:
-            measured: dict[str, jax.Array] = {}
+            measured = {}
             if "updates" in names:
-                D = trained(engine, tree.subtract(theta, start))
-                measured["update_norm"] = jnp.sqrt(tree.dot(D, D))
-                scale = measured["update_norm"] * jnp.sqrt(tree.dot(mean_update, mean_update))
-                measured["update_cosine"] = jnp.where(scale == 0, 0, tree.dot(D, mean_update) / scale)
+                measured["update_cosine"] = cosine(trained(engine, tree.subtract(theta, start)), mean_update)
             if "gradients" in names:
                 gap = tree.subtract(full_gradient(work, theta), at_mean)
                 measured["client_drift"] = tree.dot(gap, gap)  # FedEve (4)
-            if "predictions" in names:
-                z, mask = predictions(engine, theta, test), test.mask.reshape(-1)
-                measured["cka"] = linear_cka(z, z_global, mask)
-                measured["kl"] = mean_kl(z_global, z, mask)
-                measured["confidence"] = mean_confidence(z, mask)
-            if "forgetting" in names:
-                z, y, mask = predictions(engine, theta, test), test.y.reshape(-1), test.mask.reshape(-1)
-                measured["class_accuracy"] = class_accuracy(z, y, mask)
             return measured
 
         result = update(engine, shared, old, work._replace(watch=after_epoch))
-        _, bad_leaf = check_finite(engine, client, result)
-        measured = dict(result.trained(engine.algorithm.name).measured)
-        if "forgetting" in names:
-            of_epochs = measured.pop("class_accuracy")  # [E, C]
-            of_global = class_accuracy(z_global, test.y.reshape(-1), test.mask.reshape(-1))
-            present = label_counts(engine, work) > 0
-            for name, classes in (("present", present), ("absent", ~present)):
-                tested = classes & ~jnp.isnan(of_global)
-                measured[f"accuracy_{name}"] = jnp.where(tested, of_epochs, 0).sum(-1) / tested.sum()
-                measured[f"lp_{name}"] = local_performance(of_epochs[-1], of_global, classes)
-        valid = (client.id < engine.num_clients) & (bad_leaf < 0)
-        return (), jax.tree.map(lambda a: jnp.where(valid, a, jnp.nan), measured), ()
+        return (), result.trained(engine.algorithm.name).measured, ()
 
-    extra = (w_S, mean_update, test, z_global)
-    return over_clients(engine, one, shared._replace(extra=extra), planned.dealt, states)[1]
+    shared = planned.shared._replace(extra=(w_S, mean_update))
+    return over_clients(engine, one, shared, planned.dealt, states)[1]
 
 
 def gradients(engine: Engine, shared: Shared, planned: Plan) -> dict[str, jax.Array]:

@@ -14,8 +14,9 @@ update    server_update(server, mean, context)                                  
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +28,36 @@ from fedjax_drift.round.cohort import Plan, plan, undealt
 from fedjax_drift.round.engine import Arrays, Client, Engine, Rows, Shared, absent, partitionable, replicated
 from fedjax_drift.round.evaluate import OTHER_MODELS, evaluate
 from fedjax_drift.round.train import check_finite, client_work, executed_steps, over_clients, scalars, update
-from fedjax_drift.types import Metrics, Params, PyTree, Round, ServerState
+from fedjax_drift.types import ClientResult, Metrics, Params, PyTree, Round, ServerState, Work
 
 RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy"} | {
     f"{model}_{score}" for model in OTHER_MODELS for score in ("loss", "accuracy")
 }
 """Names of values that `Simulation.run` and evaluations add to records. A metric must have a different name."""
+
+
+class Observer(NamedTuple):
+    """What a round measures of its own training (`measures.drift`). This does not change the result of the round.
+
+    before: ``before(planned, arrays)`` returns values that are the same for all clients, for `Shared.extra`.
+    update: ``update(shared, client, old, work) -> (result, terms, measured)`` trains one client, as `train.update`
+      does.
+    after: ``after(planned, states, sums, measured)`` returns the measures. states: `ServerState.clients` before the
+      round. sums: of the terms over the clients. measured: the values of each client, leaves [D, G, L, ...].
+    """
+
+    before: Callable[[Plan, Arrays], PyTree]
+    update: Callable[[Shared, Client, PyTree, Work], tuple[ClientResult, PyTree, PyTree]]
+    after: Callable[[Plan, PyTree, PyTree, PyTree], Metrics]
+
+
+def unobserved(engine: Engine) -> Observer:
+    """Measures nothing."""
+    return Observer(
+        before=lambda planned, arrays: (),
+        update=lambda shared, client, old, work: (update(engine, shared, old, work), (), ()),
+        after=lambda planned, states, added, kept: {},
+    )
 
 
 @partitionable
@@ -51,36 +76,51 @@ def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
     return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
 
 
-@partitionable
 def round_fn(
-    engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
+    engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None, observer: Observer
 ) -> tuple[ServerState, dict]:
     """One round: ``(state, arrays, cohort) -> (state, info)``. Pure. It is traced once for each length of the cohort.
 
-    cohort: client ids [K]; or a `Client` [K], if the host keeps the examples or the client states; or None, if the
-    cohort is to be sampled with the key of the state.
+    Args:
+      cohort: client ids [K]; or a `Client` [K], if the host keeps the examples or the client states; or None, if the
+        cohort is to be sampled with the key of the state.
+      observer: its measures are added to ``info``.
     """
+    state, info, measured = observed_round(engine, state, arrays, cohort, observer)
+    return state, with_metrics(engine, info, measured)
+
+
+@partitionable
+def observed_round(
+    engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None, observer: Observer
+) -> tuple[ServerState, dict, Metrics]:
+    """Like `round_fn`. Also returns the measures of ``observer``."""
     algorithm, aggregation = engine.algorithm, engine.aggregation
     planned = plan(engine, state, arrays.rows, cohort)
+    shared = planned.shared._replace(extra=observer.before(planned, arrays))
 
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """Trains one client. Returns values to be summed over the clients, values of this client, and its new state."""
-        result = update(engine, shared, old, client_work(engine, shared, client, longest))
+        result, terms, measured = observer.update(shared, client, old, client_work(engine, shared, client, longest))
         answered, bad_leaf = check_finite(engine, client, result)
         if engine.drop_nonfinite:
             result = result._replace(state=tree.select(answered, result.state, old))
         message, weight = aggregation.contribute(result.message, result.weight)
         weight = jnp.where(answered, weight, 0)
         message = jax.tree.map(lambda m: jnp.where(answered, weight * m, 0), message)
-        kept = (
+        added = message, weight, answered.astype(weight.dtype), terms
+        of_client = (
             {"weight": weight, "answered": answered, "bad_leaf": bad_leaf},
             jax.tree.map(lambda m: jnp.zeros(0, m.dtype), result.message),  # empty: only the dtypes are needed
             {**result.metrics},
+            measured,
         )
-        return (message, weight, answered.astype(weight.dtype)), kept, result.state
+        return added, of_client, result.state
 
-    (total, weight, count), kept, clients = over_clients(engine, train, planned.shared, planned.dealt, state.clients)
-    outcome, message_dtypes, metrics = kept
+    (total, weight, count, sums), of_clients, clients = over_clients(
+        engine, train, shared, planned.dealt, state.clients
+    )
+    outcome, message_dtypes, metrics, measured = of_clients
     outcome, metrics = replicated(engine, (outcome, metrics))
 
     N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
@@ -110,7 +150,8 @@ def round_fn(
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
         info = with_metrics(engine, info, reported)
-    return ServerState(state.round + 1, state.key, server, clients), info
+    measures = observer.after(planned, state.clients, sums, measured)
+    return ServerState(state.round + 1, state.key, server, clients), info, measures
 
 
 def finished(engine: Engine, server: Any, planned: Plan, answered: jax.Array, clients: PyTree) -> PyTree:
@@ -163,17 +204,19 @@ def with_metrics(engine: Engine, info: dict[str, jax.Array], metrics: Metrics) -
     return info | dict(metrics)
 
 
-def rounds(engine: Engine, most: int, state: ServerState, arrays: Arrays, n: jax.Array) -> tuple[ServerState, dict]:
+def rounds(
+    engine: Engine, most: int, observer: Observer, state: ServerState, arrays: Arrays, n: jax.Array
+) -> tuple[ServerState, dict]:
     """Runs n rounds in one program, where n <= ``most``.
 
     Returns the last state, and the infos of the rounds, leaves [most, ...]. Only the first n infos are valid.
     """
-    _, info = jax.eval_shape(partial(round_fn, engine), state, arrays, None)
+    _, info = jax.eval_shape(partial(round_fn, engine, observer=observer), state, arrays, None)
     infos = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), info)
 
     def one(j: jax.Array, carry: tuple[ServerState, dict]) -> tuple[ServerState, dict]:
         state, infos = carry
-        state, info = round_fn(engine, state, arrays, None)
+        state, info = round_fn(engine, state, arrays, None, observer)
         return state, jax.tree.map(lambda stacked, value: stacked.at[j].set(value), infos, info)
 
     return lax.fori_loop(0, n, one, (state, infos))

@@ -20,7 +20,7 @@ from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import copied, leaf_shardings, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.measures.drift import of_one_round
+from fedjax_drift.measures.drift import nan_allowed
 from fedjax_drift.round.engine import Rows, TestRows
 from fedjax_drift.round.evaluate import server_scores
 from fedjax_drift.simulation import validate
@@ -67,6 +67,11 @@ class Executor:
         self.use_constants()  # the algorithm uses a hyper-parameter in an ``if``, for example
         return self.launch(name, *arguments)
 
+    def launch_round(self, name: str, measures: Sequence[str], *arguments: Any) -> Any:
+        """Calls a program that runs rounds with drift measures."""
+        with nan_allowed(measures):
+            return self.launch(name, tuple(measures), *arguments)
+
     def computation(self) -> str:
         """Names what a round computes, for checkpoints: the version of JAX, the kind of device, and a checksum of the
         traced updates of a client and of the server."""
@@ -103,13 +108,11 @@ class Executor:
     def one_round(
         self, state: ServerState, fetched: Fetched, measures: Sequence[str], donate: bool
     ) -> tuple[ServerState, dict]:
-        """Runs one round and computes its drift measures. Raises an exception if the result must be rejected."""
+        """Runs one round with its drift measures. Raises an exception if the result must be rejected."""
         setup, store = self.setup, state.clients
         state = self.with_states(state, fetched)
-        arrays, cohort = fetched.arrays, fetched.cohort
-        measured = self.launch("measure", tuple(measures), state, arrays, cohort) if measures else {}
-        new, info = self.launch("donating_round" if donate else "round", state, arrays, cohort)
-        info = with_measured(setup, info, measured)
+        name = "donating_round" if donate else "round"
+        new, info = self.launch_round(name, measures, state, fetched.arrays, fetched.cohort)
         if traced((new, info)):
             return new, info
         if setup.engine.algorithm.observe is not None:
@@ -135,9 +138,7 @@ class Executor:
             start = state if may_overwrite else copied(state, leaf_shardings(setup.shardings, state))
             if setup.needs_host or fetched.cohort is not None:
                 return self.one_round(start, fetched, measures, donate=True)
-            measured = self.launch("measure", measures, start, setup.arrays, None) if measures else {}
-            new, infos = self.launch("rounds", start, setup.arrays, np.int32(n))
-            return new, with_measured(setup, infos, of_one_round(measured, axis=0))
+            return self.launch_round("rounds", measures, start, setup.arrays, np.int32(n))
 
         return self.fitting(call, state)
 
@@ -178,16 +179,6 @@ class Executor:
                     ) from error
                 checks.warn(f"{lanes} lanes do not fit in a device's memory: the run continues with {lanes // 2}")
                 self.use_lanes(lanes // 2)
-
-
-def with_measured(setup: Setup, info: dict, measured: dict) -> dict:
-    """Adds the drift measures to ``info``. Raises ConfigurationError if a metric has the name of a measure."""
-    if clash := info.keys() & measured.keys():
-        names = ", ".join(sorted(clash))
-        raise ConfigurationError(
-            f"{setup.engine.algorithm.name}: metrics must not have the names of drift measures, got {names}"
-        )
-    return info | measured
 
 
 class RunTrack:

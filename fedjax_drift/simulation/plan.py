@@ -157,7 +157,7 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
 
 def compiled_round(setup: Setup, programs: Programs) -> Any:
     """Compiles the round, for the devices of the setup."""
-    lowered = programs.lower("donating_round", _state(setup), setup.arrays, None)
+    lowered = programs.lower("donating_round", (), _state(setup), setup.arrays, None)
     return lowered.compile(compiler_options(setup.mesh))
 
 

@@ -33,10 +33,10 @@ from fedjax_drift.measures import drift, personal
 from fedjax_drift.model import Model
 from fedjax_drift.round.aggregation import mean
 from fedjax_drift.round.cohort import draw
-from fedjax_drift.round.engine import Engine, Rows, TestRows
+from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
-from fedjax_drift.round.round import init, round_fn, rounds
+from fedjax_drift.round.round import init, rounds
 from fedjax_drift.round.train import any_update
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
 from fedjax_drift.types import Params, PyTree, Round, ServerState
@@ -52,12 +52,15 @@ FrozenArrays = tuple[PyTree, ...]
 
 
 class Compiled(NamedTuple):
-    """Jitted functions, compiled when they are first called."""
+    """Jitted functions, compiled when they are first called.
+
+    ``names`` are those of the drift measures that a round computes. With measures, `rounds` runs one round.
+    """
 
     init: Callable  # (numbers, frozen, key, params) -> state
-    round: Callable  # (numbers, frozen, state, arrays, cohort) -> (state, info)
+    round: Callable  # (numbers, frozen, names, state, arrays, cohort) -> (state, info)
     donating_round: Callable  # the same as `round`, but the state is overwritten
-    rounds: Callable  # (numbers, frozen, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; overwrites the state
+    rounds: Callable  # (numbers, frozen, names, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; overwrites state
     measure: Callable  # (numbers, frozen, names, state, arrays, cohort) -> measures
     draw: Callable  # (key, t) -> ids
     evaluate: Callable  # (frozen, params, test) -> scores
@@ -132,6 +135,13 @@ class Programs:
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 
 
+def measured_rounds(
+    engine: Engine, names: tuple[str, ...], state: ServerState, arrays: Arrays, n: jax.Array
+) -> tuple[ServerState, dict]:
+    """Runs n rounds, n <= MOST_ROUNDS, or one round with the measures ``names``. See `round.rounds`."""
+    return rounds(engine, 1 if names else MOST_ROUNDS, drift.observer(engine, names), state, arrays, n)
+
+
 def split(engine: Engine, constant: bool = False) -> tuple[recipes.Form, tuple[float, ...]]:
     """Returns the form and the numbers of an engine. Programs are compiled for the form.
 
@@ -161,14 +171,14 @@ def _compiled(form: recipes.Form, one_state: bool) -> Compiled:
     # Results that the host reads are replicated over the processes.
     state, seen = shardings_of(engine, on_host=one_state), _seen(engine)
 
-    def jit(function: Callable, *fixed: Any, changes: dict[str, Any] | None = None, **options: Any) -> Callable:
-        """Jits ``function(engine, *fixed, ...)`` as a function of the numbers and the frozen parameters.
+    def jit(function: Callable, changes: dict[str, Any] | None = None, **options: Any) -> Callable:
+        """Jits ``function(engine, ...)`` as a function of the numbers and the frozen parameters.
 
         changes: fields of the engine to replace.
         """
 
         def of_numbers(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
-            return function(recipes.join(form, numbers, frozen)._replace(**(changes or {})), *fixed, *arguments)
+            return function(recipes.join(form, numbers, frozen)._replace(**(changes or {})), *arguments)
 
         of_numbers.__name__ = function.__name__
         return jax.jit(of_numbers, **options)
@@ -177,10 +187,10 @@ def _compiled(form: recipes.Form, one_state: bool) -> Compiled:
     score, score_rows = _scoring(recipes.split(scoring, Engine._fields)[0])
     return Compiled(
         init=jit(init, changes={"state_rows": 1} if one_state else None, out_shardings=state),
-        round=jit(round_fn, out_shardings=(state, seen)),
-        donating_round=jit(round_fn, donate_argnums=2, out_shardings=(state, seen)),
-        rounds=jit(rounds, MOST_ROUNDS, donate_argnums=2, out_shardings=(state, seen)),
-        measure=drift.allowing_nan(jit(drift.measure, static_argnums=2, out_shardings=seen)),
+        round=jit(drift.measured_round, static_argnums=2, out_shardings=(state, seen)),
+        donating_round=jit(drift.measured_round, static_argnums=2, donate_argnums=3, out_shardings=(state, seen)),
+        rounds=jit(measured_rounds, static_argnums=2, donate_argnums=3, out_shardings=(state, seen)),
+        measure=jit(drift.measure, static_argnums=2, out_shardings=seen),
         draw=jax.jit(partial(draw, engine)),
         evaluate=score,
         evaluate_rows=score_rows,

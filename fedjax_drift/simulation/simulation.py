@@ -89,8 +89,8 @@ class Simulation:
         state. "raise": `round_fn` waits for the round and raises FloatingPointError. The state before the round stays
         valid.
       measure: the drift measures to compute in every round, any of "updates", "gradients", "predictions", "forgetting",
-        "labels" (see `Simulation.measure`). Computing them repeats the local training up to two times. Default: none,
-        at no cost.
+        "labels" (see `Simulation.measure`). They are computed while the clients train, except for "gradients",
+        for which they train a second time. Default: none, at no cost.
       **options: the fields of `fd.Failures` and `fd.Placement` can also be passed directly as keyword arguments:
         ``Simulation(..., dropout=0.1, lanes=16)``.
 
@@ -584,7 +584,7 @@ class Simulation:
         if setup.needs_host:
             fetched = self.executor.fetch(on_host(state.key), int(state.round), cohort)
         state = self.executor.with_states(state, fetched)
-        return self.executor.launch("measure", names, state, fetched.arrays, fetched.cohort)
+        return self.executor.launch_round("measure", names, state, fetched.arrays, fetched.cohort)
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """Evaluates the global model on the test set.

@@ -20,13 +20,12 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import recipes
 from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import AXIS, any_device, copied, num_teams
-from fedjax_drift.measures import drift
+from fedjax_drift.measures.drift import nan_allowed
 from fedjax_drift.round import rows
 from fedjax_drift.round.engine import Arrays, Engine, TestRows
 from fedjax_drift.round.evaluate import evaluate, server_scores
-from fedjax_drift.round.round import init, rounds
+from fedjax_drift.round.round import init
 from fedjax_drift.simulation import programs
-from fedjax_drift.simulation.executor import with_measured
 from fedjax_drift.simulation.loop import rounds_of_one
 from fedjax_drift.simulation.placement import frozen_parameters
 from fedjax_drift.simulation.programs import FrozenArrays
@@ -72,8 +71,8 @@ class TurnPrograms(NamedTuple):
 
     init: Callable[..., ServerState]  # (values, key, frozen, params)
     rounds: Callable[..., tuple[ServerState, dict]]  # (values, state, frozen, arrays, n)
-    """The leaves of the infos are [runs, MOST_ROUNDS, ...]."""
-    measure: Callable[..., dict]  # (values, state, frozen, arrays)
+    """The leaves of the infos are [runs, MOST_ROUNDS, ...], or [runs, 1, ...] with measures."""
+    measured_round: Callable[..., tuple[ServerState, dict]]  # one of `rounds`, with drift measures
     evaluate: Callable[..., dict]  # (values, server, frozen, test)
 
 
@@ -85,13 +84,13 @@ def compiled(
     def turn_init(values: PyTree, key: jax.Array, frozen: FrozenArrays, params: Params | None) -> ServerState:
         return init(engine_of(values, frozen), key, params)
 
-    def turn_rounds(
-        values: PyTree, state: ServerState, frozen: FrozenArrays, arrays: Arrays, n: jax.Array
-    ) -> tuple[ServerState, dict]:
-        return rounds(engine_of(values, frozen), programs.MOST_ROUNDS, state, arrays, n)
+    def turn_rounds(names: tuple[str, ...]) -> Callable:
+        def of_run(
+            values: PyTree, state: ServerState, frozen: FrozenArrays, arrays: Arrays, n: jax.Array
+        ) -> tuple[ServerState, dict]:
+            return programs.measured_rounds(engine_of(values, frozen), names, state, arrays, n)
 
-    def turn_measure(values: PyTree, state: ServerState, frozen: FrozenArrays, arrays: Arrays) -> dict:
-        return drift.measure(engine_of(values, frozen), measures, state, arrays, None)
+        return of_run
 
     def turn_evaluate(values: PyTree, server: Any, frozen: FrozenArrays, test: TestRows) -> dict:
         engine = engine_of(values, frozen)
@@ -116,8 +115,8 @@ def compiled(
 
     return TurnPrograms(
         init=of_turn(turn_init, 2),
-        rounds=of_turn(turn_rounds, 3, donate_argnums=1),
-        measure=drift.allowing_nan(of_turn(turn_measure, 2)),
+        rounds=of_turn(turn_rounds(()), 3, donate_argnums=1),
+        measured_round=of_turn(turn_rounds(measures), 3, donate_argnums=1),
         evaluate=of_turn(turn_evaluate, 2),
     )
 
@@ -206,9 +205,10 @@ class TurnTrack:
         """Does nothing: the data are already on the devices."""
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
-        measures = self._launch("measure", self.state, self.frozen, self.arrays) if measured else {}
-        self.state, infos = self._launch("rounds", self.state, self.frozen, self.arrays, np.int32(n))
-        return with_measured(self.setup, infos, drift.of_one_round(measures, axis=1))
+        program, names = ("measured_round", self.setup.measures) if measured else ("rounds", ())
+        with nan_allowed(names):
+            self.state, infos = self._launch(program, self.state, self.frozen, self.arrays, np.int32(n))
+        return infos
 
     def score(self) -> dict[str, jax.Array]:
         return self._launch("evaluate", self.state.server, self.frozen, self.arrays.test)
