@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 import fedjax_drift as fd
+from experiments import code_figures
 
 ROOT = Path(fd.__file__).parent
 MODULES = {
@@ -85,6 +86,29 @@ def test_modules_import_only_from_their_own_or_lower_layers() -> None:
             assert below <= {"types", "model", "tree", "leaves", "local", "checks", "errors", "algorithms", "data"}, (
                 f"{module}: {below}"
             )
+
+
+def test_the_code_is_counted(tmp_path) -> None:
+    package = tmp_path / "package"
+    (package / "simulation").mkdir(parents=True)
+    (package / "a.py").write_text('"""One.\n\nTwo."""\n# why\n\nfrom package.simulation import b  # up\n')
+    nine = ", ".join("abcdefghi")
+    source = f"class B:\n    def f(self, {nine}):\n        raise ValueError\nimport package.a\n"
+    (package / "simulation" / "b.py").write_text(source)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_house.py").write_text('FLOORS = [{"a"}, {"simulation"}]\n')
+    assert code_figures.figures(package) == {
+        "code lines (all lines)": "5 (10)",
+        "- modules": "1 (6)",
+        "- simulation": "4 (4)",
+        "raises per 1,000 code lines": "200.0",
+        "lines that are only a comment": "10.0 %",
+        "functions with more than 8 arguments": "1<br>simulation/b.py: B.f (9)",
+        "longest files": "a.py 6<br>simulation/b.py 4",
+        "classes in simulation/": 1,
+        "imports that go up or in circles": 2,
+    }
+    assert "| imports that go up or in circles | 0 | 2 |" in code_figures.table([ROOT, package])
 
 
 def test_every_subpackage_has_a_docstring() -> None:
