@@ -104,6 +104,16 @@ def test_all_links_to_files_exist() -> None:
     assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
 
 
+def test_the_page_of_the_architecture_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    names = set(re.findall(r"`([\w/]+\.(?:py|md)|\w+/)`", page))
+    assert len(names) > 30
+    assert not [name for name in names if not any((place / name).exists() for place in (ROOT, ROOT / "fedjax_drift"))]
+    first = re.findall(r"^\d\. `(fedjax_drift/[\w/]+\.py)`", page, re.MULTILINE)
+    assert len(first) == 3
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in first) <= 500
+
+
 def errors() -> list[tuple[str, str]]:
     return re.findall(r"^\| `(.*?)` \| `(.*)` \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
 
