@@ -14,7 +14,7 @@ vanishes while the clients' updates do not. With a small eps, eta_g is then very
 
 Deviations:  all clients have weight 1. The authors' code weights both means by n_i (`weighting="examples"`). It also
 multiplies eps by |S|, and reduces it over the rounds by the square of the decay of the learning rate. Both are not
-implemented.
+implemented: they hide the effect of eps.
 """
 
 from __future__ import annotations
