@@ -114,6 +114,13 @@ def test_the_page_of_the_architecture_names_files_that_exist() -> None:
     assert sum(len((ROOT / name).read_text().splitlines()) for name in first) <= 500
 
 
+def test_the_design_page_links_all_deviations() -> None:
+    files = (ROOT / "fedjax_drift" / "algorithms").glob("*.py")
+    deviating = {path.stem for path in files if "\nDeviations:" in path.read_text()}
+    linked = re.findall(r"\[(\w+)\]\(fedjax_drift/algorithms/\1\.py\)", (ROOT / "BUILD_NOTES.md").read_text())
+    assert set(linked) == deviating and len(linked) == len(deviating)
+
+
 def errors() -> list[tuple[str, str]]:
     return re.findall(r"^\| `(.*?)` \| `(.*)` \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
 
