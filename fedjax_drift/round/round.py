@@ -20,20 +20,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.cohort import Plan, plan, undealt
 from fedjax_drift.round.engine import Arrays, Client, Engine, Rows, Shared, absent, partitionable, replicated
-from fedjax_drift.round.evaluate import OTHER_MODELS, evaluate
-from fedjax_drift.round.train import check_finite, client_work, executed_steps, over_clients, scalars, update
+from fedjax_drift.round.evaluate import evaluate
+from fedjax_drift.round.info import describe, with_metrics
+from fedjax_drift.round.train import check_finite, client_work, over_clients, scalars, update
 from fedjax_drift.types import ClientResult, Metrics, Params, PyTree, Round, ServerState, Work
-
-RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy"} | {
-    f"{model}_{score}" for model in OTHER_MODELS for score in ("loss", "accuracy")
-}
-"""Names of values that `Simulation.run` and evaluations add to records. A metric must have a different name."""
 
 
 class Observer(NamedTuple):
@@ -169,54 +164,3 @@ def finished(engine: Engine, server: Any, planned: Plan, answered: jax.Array, cl
     dealt = jax.tree.map(lambda a, none: jnp.where(answered, a, none), planned.dealt, absent(engine))
     engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
     return over_clients(engine, one, planned.shared._replace(server=server, rows=Rows(none, none)), dealt, clients)[2]
-
-
-def describe(engine: Engine, planned: Plan, outcome: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The values of ``info`` that every algorithm has. The docstring of `Simulation.round_fn` describes them."""
-    N = engine.num_clients
-    of_cohort = partial(undealt, len(planned.cohort.id), planned.order, planned.empty)
-    present = planned.cohort.id < N
-    steps, executed = planned.dealt.steps.sum(), executed_steps(engine, planned.dealt)
-    info = {
-        "cohort": jnp.where(present, planned.cohort.id, -1),
-        "size": planned.cohort.size,
-        "weight": of_cohort(outcome["weight"]),
-        "client_steps": planned.cohort.steps,
-        "bad_leaf": jnp.where(present, of_cohort(outcome["bad_leaf"]), -1),
-        "steps": steps,
-        "executed_steps": executed,
-        "executed_ratio": executed / jnp.maximum(steps, 1),
-        "lr": planned.shared.lr,
-    }
-    info["finite"] = info["bad_leaf"] < 0
-    if engine.failures is not None:
-        info["selected"] = jnp.where(planned.drawn < N, planned.drawn, -1)
-    return info
-
-
-def with_metrics(engine: Engine, info: dict[str, jax.Array], metrics: Metrics) -> dict[str, jax.Array]:
-    """``info`` with additional metrics. Raises ConfigurationError if a name is already used."""
-    if clash := (info.keys() | RECORDED) & metrics.keys():
-        raise ConfigurationError(
-            f"{engine.algorithm.name}: the name of a metric must not be used already, got {', '.join(sorted(clash))}: "
-            f"rename it, for example to {min(clash)}_of_clients"
-        )
-    return info | dict(metrics)
-
-
-def rounds(
-    engine: Engine, most: int, observer: Observer, state: ServerState, arrays: Arrays, n: jax.Array
-) -> tuple[ServerState, dict]:
-    """Runs n rounds in one program, where n <= ``most``.
-
-    Returns the last state, and the infos of the rounds, leaves [most, ...]. Only the first n infos are valid.
-    """
-    _, info = jax.eval_shape(partial(round_fn, engine, observer=observer), state, arrays, None)
-    infos = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), info)
-
-    def one(j: jax.Array, carry: tuple[ServerState, dict]) -> tuple[ServerState, dict]:
-        state, infos = carry
-        state, info = round_fn(engine, state, arrays, None, observer)
-        return state, jax.tree.map(lambda stacked, value: stacked.at[j].set(value), infos, info)
-
-    return lax.fori_loop(0, n, one, (state, infos))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,7 +37,7 @@ from fedjax_drift.round.cohort import draw
 from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
-from fedjax_drift.round.round import init, rounds
+from fedjax_drift.round.round import init
 from fedjax_drift.round.train import any_update
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
 from fedjax_drift.types import Params, PyTree, Round, ServerState
@@ -135,11 +136,25 @@ class Programs:
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 
 
-def measured_rounds(
+def rounds(
     engine: Engine, names: tuple[str, ...], state: ServerState, arrays: Arrays, n: jax.Array
 ) -> tuple[ServerState, dict]:
-    """Runs n rounds, n <= MOST_ROUNDS, or one round with the measures ``names``. See `round.rounds`."""
-    return rounds(engine, 1 if names else MOST_ROUNDS, drift.observer(engine, names), state, arrays, n)
+    """Runs n <= MOST_ROUNDS rounds in one program, or one round with the drift measures ``names``.
+
+    Returns the last state, and the infos of the rounds, leaves [MOST_ROUNDS, ...], or [1, ...] with measures. Only the
+    first n infos are valid.
+    """
+    round_fn = partial(drift.measured_round, engine, names)
+    _, info = jax.eval_shape(round_fn, state, arrays, None)
+    most = 1 if names else MOST_ROUNDS
+    infos = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), info)
+
+    def one(j: jax.Array, carry: tuple[ServerState, dict]) -> tuple[ServerState, dict]:
+        state, infos = carry
+        state, info = round_fn(state, arrays, None)
+        return state, jax.tree.map(lambda stacked, value: stacked.at[j].set(value), infos, info)
+
+    return lax.fori_loop(0, n, one, (state, infos))
 
 
 def split(engine: Engine, constant: bool = False) -> tuple[recipes.Form, tuple[float, ...]]:
@@ -189,7 +204,7 @@ def _compiled(form: recipes.Form, one_state: bool) -> Compiled:
         init=jit(init, changes={"state_rows": 1} if one_state else None, out_shardings=state),
         round=jit(drift.measured_round, static_argnums=2, out_shardings=(state, seen)),
         donating_round=jit(drift.measured_round, static_argnums=2, donate_argnums=3, out_shardings=(state, seen)),
-        rounds=jit(measured_rounds, static_argnums=2, donate_argnums=3, out_shardings=(state, seen)),
+        rounds=jit(rounds, static_argnums=2, donate_argnums=3, out_shardings=(state, seen)),
         measure=jit(drift.measure, static_argnums=2, out_shardings=seen),
         draw=jax.jit(partial(draw, engine)),
         evaluate=score,

@@ -88,7 +88,7 @@ def compiled(
         def of_run(
             values: PyTree, state: ServerState, frozen: FrozenArrays, arrays: Arrays, n: jax.Array
         ) -> tuple[ServerState, dict]:
-            return programs.measured_rounds(engine_of(values, frozen), names, state, arrays, n)
+            return programs.rounds(engine_of(values, frozen), names, state, arrays, n)
 
         return of_run
 
