@@ -293,6 +293,20 @@ def test_the_history_contains_the_measures(data, measured):
     assert record["label_mix"] == pytest.approx(np.asarray(found["label_mix"]), rel=1e-6)
 
 
+def test_updates_that_do_not_fit_are_measured_in_a_second_training(data, monkeypatch):
+    results = []
+    for most, batch_size in ((drift.KEPT_BYTES, 101), (0, 102)):  # both are full batches; they share no program
+        monkeypatch.setattr(drift, "KEPT_BYTES", most)
+        sim = simulate(data, "updates", local=fd.LocalTraining(epochs=EPOCHS, batch_size=batch_size, lr=LR), lanes=2)
+        results.append(sim.round_fn(sim.init(jax.random.key(0)))[1])
+        jaxpr = str(jax.make_jaxpr(lambda sim=sim: sim.round_fn(sim.init(jax.random.key(0))))())
+        results[-1]["loops"] = jaxpr.count("while")
+    kept, again = results
+    assert again["loops"] > kept["loops"]
+    for name in ("update_norm", "update_cosine"):
+        np.testing.assert_allclose(kept[name], again[name], rtol=1e-5)
+
+
 def test_measures_of_a_client_that_diverges_are_nan():
     rng = np.random.default_rng(0)
     x, y = rows(rng, 6)

@@ -342,7 +342,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         default=[],
         metavar="NAME[,NAME...]",
         help="; ".join(f"{name}: {what}" for name, what in MEASURES.items())
-        + ". A measurement repeats the local training of the round",
+        + '. They are computed while the clients train; for "gradients" they train a second time',
     )
     add(group, "--measure-every", "N", "rounds between measurements (default: 1)", count)
     group = parser.add_argument_group("execution")
