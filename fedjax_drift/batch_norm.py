@@ -19,9 +19,9 @@ from jax import lax
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.tree import PyTree
 
 Params = Any
-PyTree = Any
 KEPT = ("average", "local", "frozen")
 
 

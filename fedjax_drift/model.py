@@ -13,8 +13,8 @@ from fedjax_drift import checks, recipes
 from fedjax_drift.batch_norm import Statistics, whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.recipes import Recipe, recorded
+from fedjax_drift.tree import PyTree
 
-PyTree = Any
 Params = PyTree
 
 

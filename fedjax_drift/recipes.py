@@ -26,7 +26,6 @@ import functools
 import hashlib
 import inspect
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -36,10 +35,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.tree import PyTree
 
-PyTree = Any
 P = ParamSpec("P")
 R = TypeVar("R")
 LARGE = 2**24  # bytes; the contents of larger arrays are not compared
@@ -126,10 +125,7 @@ class Frozen:
     @functools.cached_property
     def checksum(self) -> str:
         """Names the values of the arrays in checkpoints."""
-        crc = 0
-        for leaf in jax.tree.leaves(self.arrays()):
-            crc = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, crc)
-        return f"{crc:08x}"
+        return f"{tree.crc32(self.arrays()):08x}"
 
     def replaced(self, arrays: PyTree) -> Frozen:
         """The same with other arrays, or with shapes instead of arrays, for `jax.eval_shape`."""

@@ -6,15 +6,18 @@ elementwise equations with ``jax.tree.map``.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import PyTree
+
+PyTree = Any
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
@@ -63,6 +66,13 @@ def size(tree: PyTree) -> int:
 def nbytes(tree: PyTree) -> int:
     """The number of bytes of all leaves, computed from their shapes and dtypes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def crc32(tree: PyTree, start: int = 0) -> int:
+    """The CRC-32 of the bytes of all leaves, one after the other. start: the CRC-32 of what comes before them."""
+    for leaf in jax.tree.leaves(tree):
+        start = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, start)
+    return start
 
 
 def all_finite(tree: PyTree) -> jax.Array:

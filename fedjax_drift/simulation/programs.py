@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import recipes
+from fedjax_drift import recipes, tree
 from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import any_device, is_described
 from fedjax_drift.devices.processes import spans_processes
@@ -248,10 +247,7 @@ def _checksum(form: recipes.Form, count: int, structure: Any, leaves: tuple[jax.
 
     traced = jax.make_jaxpr(updates)((1.0,) * count, *jax.tree.unflatten(structure, leaves))
     text = re.sub(r" at 0x[0-9a-f]+", "", str(traced))  # the addresses of functions differ between processes
-    crc = zlib.crc32(text.encode())
-    for constant in traced.consts:
-        crc = zlib.crc32(np.ascontiguousarray(constant).reshape(-1).view(np.uint8).data, crc)
-    return crc
+    return tree.crc32(traced.consts, zlib.crc32(text.encode()))
 
 
 def _seen(engine: Engine) -> NamedSharding | None:

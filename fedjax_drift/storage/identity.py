@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import json
 import sys
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.recipes import Frozen
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.failures import Failures
-from fedjax_drift.tree import described, layout
+from fedjax_drift.tree import crc32, described, layout
 from fedjax_drift.types import ServerState
 
 COMPUTATION = "computation"  # the name of the entry with the checksum of the traced updates
@@ -188,8 +187,3 @@ def _crc(array: np.ndarray) -> str:
         share = max(1, int(len(array) * MOST_BYTES / array.nbytes))
         rows = array[np.linspace(0, len(array) - 1, share).astype(np.int64)]
     return f"{array.dtype}{list(array.shape)}, crc32 {crc32(rows):08x}"
-
-
-def crc32(array: np.ndarray) -> int:
-    """Returns the CRC-32 of the bytes of an array."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
