@@ -130,7 +130,7 @@ def shared_values(engine: Engine, names: Sequence[str], planned: Plan, arrays: A
 def update_and_measure(
     engine: Engine, names: Sequence[str], shared: Shared, client: Client, old: PyTree, work: Work
 ) -> tuple[ClientResult, PyTree, PyTree]:
-    """Trains one client. Returns its result, its terms of the sums in `means`, and its measures."""
+    """Trains one client. Returns its result, its terms of the sums over the cohort, and its measures."""
 
     def after_epoch(start: Params, theta: Params) -> dict[str, Any]:
         measured: dict[str, Any] = {}
@@ -165,16 +165,16 @@ def update_and_measure(
             tested = classes & ~jnp.isnan(of_global)
             measured[f"accuracy_{name}"] = jnp.where(tested, of_epochs, 0).sum(-1) / tested.sum()
             measured[f"lp_{name}"] = local_performance(of_epochs[-1], of_global, classes)
-    if not needs_means(names):
+    if not with_means(names):
         return result, (), measured
     weight = jnp.where(aggregated, result.weight, 0)
     models = training.theta, trained(engine, tree.subtract(training.theta, training.start))
     return result, (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), measured
 
 
-def needs_means(names: Sequence[str]) -> bool:
-    """Whether a measure compares a client with the mean of the cohort."""
-    return bool({"updates", "gradients"} & {*names})
+def with_means(names: Sequence[str]) -> set[str]:
+    """Those of the measures that compare a client with a mean over the cohort."""
+    return {"updates", "gradients"} & {*names}
 
 
 def keeps_updates(engine: Engine, D: Params) -> bool:
@@ -202,10 +202,9 @@ def measures(
         measured["label_mix"] = label_mix(engine, planned.shared, planned)
     if "gradients" in names:
         measured |= gradients(engine, planned.shared, planned)
-    if needs_means(names):
+    if left := with_means(names):
         models, weight = sums
         means = jax.tree.map(lambda s, like: (s / weight).astype(like.dtype), models, (w, trained(engine, w)))
-        left = {"gradients", "updates"} & {*names}
         if "update" in of_clients:
             left -= {"updates"}
             of_all = cosine

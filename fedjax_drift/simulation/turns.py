@@ -84,13 +84,13 @@ def compiled(
     def turn_init(values: PyTree, key: jax.Array, frozen: FrozenArrays, params: Params | None) -> ServerState:
         return init(engine_of(values, frozen), key, params)
 
-    def turn_rounds(names: tuple[str, ...]) -> Callable:
-        def of_run(
+    def rounds_with(names: tuple[str, ...]) -> Callable:
+        def turn_rounds(
             values: PyTree, state: ServerState, frozen: FrozenArrays, arrays: Arrays, n: jax.Array
         ) -> tuple[ServerState, dict]:
             return programs.rounds(engine_of(values, frozen), names, state, arrays, n)
 
-        return of_run
+        return turn_rounds
 
     def turn_evaluate(values: PyTree, server: Any, frozen: FrozenArrays, test: TestRows) -> dict:
         engine = engine_of(values, frozen)
@@ -115,8 +115,8 @@ def compiled(
 
     return TurnPrograms(
         init=of_turn(turn_init, 2),
-        rounds=of_turn(turn_rounds(()), 3, donate_argnums=1),
-        measured_round=of_turn(turn_rounds(measures), 3, donate_argnums=1),
+        rounds=of_turn(rounds_with(()), 3, donate_argnums=1),
+        measured_round=of_turn(rounds_with(measures), 3, donate_argnums=1),
         evaluate=of_turn(turn_evaluate, 2),
     )
 
