@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fedeve_normality import all_updates, keeping_updates
+from jax.flatten_util import ravel_pytree
 from scipy import stats
 
 import fedjax_drift as fd
@@ -70,20 +71,9 @@ class Gradients:
         for first in range(0, len(rows), CHUNK):
             chunk = np.resize(rows[first : first + CHUNK], CHUNK)  # the last chunk is padded, so all have one shape
             mask = jnp.arange(CHUNK) < len(rows) - first
-            total = total + flat(self.of_chunk(params, self.data.x[chunk], self.data.y[chunk], mask))
+            grad = self.of_chunk(params, self.data.x[chunk], self.data.y[chunk], mask)
+            total = total + np.asarray(ravel_pytree(grad)[0], float)
         return total / len(rows)
-
-
-def flat(params: Any) -> np.ndarray:
-    return np.concatenate([np.asarray(leaf, float).ravel() for leaf in jax.tree.leaves(params)])
-
-
-def unflat(vector: np.ndarray, like: Any) -> Any:
-    leaves, structure = jax.tree.flatten(like)
-    parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves])[:-1])
-    return jax.tree.unflatten(
-        structure, [jnp.asarray(p.reshape(a.shape), a.dtype) for p, a in zip(parts, leaves, strict=True)]
-    )
 
 
 def averaged_out(noise: np.ndarray) -> list[float]:
@@ -116,7 +106,8 @@ def trace(data: fd.FederatedData, rounds: int) -> dict[str, Any]:
             g = gradient(w, rows)
             cosines[name].append(float(g @ of_all / np.linalg.norm(g) / np.linalg.norm(of_all)))
             noise[name].append((g - of_all).astype(np.float32))
-        w = unflat(flat(w) - Delta_S, w)
+        vector, unravel = ravel_pytree(w)
+        w = unravel(jnp.asarray(np.asarray(vector, float) - Delta_S, vector.dtype))
     return {
         "cosine": cosines,
         "averaged out": {name: averaged_out(np.stack(each)) for name, each in noise.items()},
