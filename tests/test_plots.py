@@ -70,7 +70,7 @@ def test_lines_show_the_measured_rounds(picture, tmp_path):
     assert len(names) == 2 and names[0][0] == "a" and names[1][0] == "b"  # the run without a line has no entry
     guides = [points(axes.lines[-1]) for axes in figure.axes] if picture is plots.forgetting else []
     assert all(guide == [[0, 1], [1, 1]] for guide in guides)
-    assert picture is not plots.gain or names == ["a (median gain 0.31)", "b (median gain 0.31)"]
+    assert picture is not plots.gain or names == ["a, median gain 0.31", "b, median gain 0.31"]
 
 
 def test_agreement_is_plotted_over_local_epochs_if_there_are_several():
@@ -165,7 +165,8 @@ def test_a_run_that_diverges_is_named_and_does_not_flatten_the_others():
     _, loss = plots.curves({"good": good, "huge": huge, "also": good}).axes
     assert loss.get_ylim()[1] < 10 and "up to 1.54e+08" in loss.get_title().replace("\n", " ")
     (mark,) = loss.lines[3:]
-    assert points(mark) == [[13, 1]] and mark.get_color() == loss.lines[1].get_color()
+    (leaves,) = points(mark)  # where the line from round 12 to round 13 crosses the edge
+    assert leaves == [pytest.approx(12, abs=0.01), 1] and mark.get_color() == loss.lines[1].get_color()
     _, loss = plots.curves({"good": good, "ten times": [r | {"train_loss": 10 * r["train_loss"]} for r in good]}).axes
     assert loss.get_ylim()[1] > 20 and len(loss.lines) == 2  # the first values of a run that learns fast are not huge
 
@@ -413,6 +414,9 @@ def test_drift_story_has_four_panels(tmp_path):
     assert len({line.get_marker() for line in accuracy.lines[:2]}) == 2  # the lines also differ without colours
     assert [text.get_text() for text in rounds.texts] == ["> 40", "25"]
     assert (tmp_path / "story.png").stat().st_size > 10_000
+    long = {f"a name with many settings, of which the last one differs, {i}": records["a"] for i in range(3)}
+    labels = plots.drift_story(long, 0.5, data).axes[3].get_yticklabels()
+    assert [label.get_text().replace("\n", " ") for label in labels] == [*long]
     with pytest.raises(ValueError, match=r"at least 1 round that was measured, got none: pass measure=\('gradients'"):
         plots.drift_story([{"round": 1, "accuracy": 0.5}], 0.5, data)
     unlabelled = fd.FederatedData.from_clients([(np.ones((2, 1)), np.ones(2))])
@@ -430,6 +434,15 @@ def test_label_mix_shows_shares_as_bubbles():
     area = bubbles.get_sizes()
     np.testing.assert_allclose(area / area[0], share[share > 0] / 0.5)
     assert axes.get_xlabel() == "Round" and axes.get_ylabel() == "Label"
+
+    with pytest.raises(ValueError, match="largest must be at least the largest share of this history, .*, got 0.1"):
+        plots.label_mix(run, largest=0.1)
+    axes = plots.label_mix(history(rounds=9, every=1, labels=200)).axes[0]
+    axes.figure.draw_without_rendering()
+    top = (
+        axes.transData.transform((0, 199))[1] + axes.collections[0].get_sizes().max() ** 0.5 / 2 * axes.figure.dpi / 72
+    )
+    assert top <= axes.get_window_extent().y1  # the bubbles of the last label are not cut
 
     (axes,) = plots.label_mix(history(rounds=500, every=1)).axes
     assert sorted(set(axes.collections[0].get_offsets()[:, 0])) == list(range(1, 501, 17))
@@ -475,6 +488,62 @@ def test_without_measured_rounds_the_error_names_the_option():
         plots.gain({"a": bare})
     with pytest.raises(ValueError, match="quadratics needs at least 1 round"):
         plots.quadratics({}, [])
+
+
+def test_runs_of_one_round_are_told_apart():
+    """24 runs have different colours or markers, stand side by side, and the interval over seeds is a bar."""
+    runs = {f"run {i}": [history(rounds=1, seed=i), history(rounds=1, seed=i + 50)] for i in range(24)}
+    for seeds in runs.values():
+        seeds[1][0]["train_loss"] = 0.5
+    (loss,) = plots.curves(runs).axes
+    loss.figure.draw_without_rendering()
+    assert len({(line.get_color(), line.get_marker()) for line in loss.lines}) == 24
+    assert len({float(line.get_transform().transform((1, 1))[0]) for line in loss.lines}) == 24
+    low, high = edges(loss, 1)
+    assert low == 0 and high > 3  # the band is clipped at 0
+
+
+def test_a_line_that_leaves_the_axis_leaves_room_for_the_others():
+    """Triangles of runs that leave in the same round do not cover each other."""
+    good = [{"round": t, "train_loss": 2 / t} for t in range(1, 41)]
+    bad = [r | {"train_loss": r["train_loss"] * 100.0 ** max(0, r["round"] - 20)} for r in good]
+    for picture in (plots.curves, plots.drift):
+        rename = [[r | {"period_drift": r["train_loss"]} for r in run] for run in (good, bad, bad, good, good)]
+        (axes, *_) = picture(dict(zip("abcde", rename, strict=True))).axes
+        assert axes.get_ylim()[1] < 2.5
+        axes.figure.draw_without_rendering()
+        tips = [line.get_transform().transform(line.get_xydata())[0] for line in axes.lines[5:]]
+        assert len(tips) == 2 and abs(tips[0] - tips[1]).max() > 5  # pixels
+
+
+def test_all_methods_of_a_table_can_be_read():
+    """Bands stay in the limits, an explosion is outside, and a method that diverges has a cross, also at once."""
+    rounds, seeds = range(1, 41), (0.0, 9.0)
+    runs = {
+        "best": [(rounds, [90 + s] * 40) for s in seeds],
+        "explodes": [(rounds, [50 * 2.0 ** max(0, t - 20) for t in rounds]) for _ in seeds],
+        "ends": [(rounds, [70.0] * 20 + [float("nan")] * 20) for _ in seeds],
+        "never": [(rounds, [float("nan")] * 40) for _ in seeds],
+    }
+    figure = plots.compared([plots.Compared("a", runs, {"best": [(None, 95.0)]})], "Accuracy (%)", limits=(0, 100))
+    (axes,) = figure.axes
+    assert axes.get_ylim()[1] < 200 and "triangles" in axes.get_title() and "never" not in axes.get_title()
+    assert max(path.vertices[:, 1].max() for path in axes.collections[0].get_paths()) == 100
+    crosses = [points(line)[0] for line in axes.lines if line.get_marker() == "x"]
+    assert crosses == [[20, 70], [1, 0]]
+    names = [text.get_text().replace("\n", " ") for text in figure.legends[0].get_texts()]
+    assert names == ["best", "explodes", "ends", "never", "published", "diverges after this point"]
+
+
+def test_what_the_legend_says_holds_in_every_panel():
+    both = [0.1] * 5, [1.0] * 3 + [float("inf")] * 2
+    figure = plots.quadratics({"x": both, "y": (both[1], both[1])}, ["all", "some"])
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["x", "y (diverged in round 4)", "diverges after this point"]
+    never = [record | {"kl": [float("nan")] * 3, "cka": [float("nan")] * 3} for record in history()]
+    never = [record | {"train_loss": float("nan")} for record in never]
+    figure = plots.agreement({"a": history(), "b": never})
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b (diverged in round 1)"]
 
 
 def test_plots_do_not_change_the_backend():

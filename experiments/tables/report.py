@@ -285,7 +285,9 @@ def draw(table: Table, ours: Results, path: Path) -> bool:
         return False
     words = " ".join(word.upper() if word in INITIALS else word for word in table.picture.split("_"))
     ylabel = words[0].upper() + words[1:] + (" (%)" if scale == 100 else "")
-    fd.plots.compared(settings, ylabel, path, style=fd.plots.Style(band="deviation"))  # ± in the table is the same
+    limits = (0.0, scale) if "accuracy" in table.picture else None
+    style = fd.plots.Style(band="deviation")  # ± in the table is the same
+    fd.plots.compared(settings, ylabel, path, limits=limits, style=style)
     return True
 
 

@@ -32,11 +32,11 @@ matplotlib is imported when the first figure is created.
 - The colours follow matplotlib's style, so ``plt.style.use("dark_background")`` works.
 """
 
-# training.py, clients.py, story.py and tables.py have the plot functions. They use canvas.py, lines.py and
-# style.py.
+# training.py, clients.py, story.py and tables.py have the plot functions. They use canvas.py (figures), axis.py (the y
+# axis), lines.py (the values), looks.py (colours) and style.py (options).
 
-from fedjax_drift.plots.canvas import COLOURS, MARKERS, STYLES
 from fedjax_drift.plots.clients import fairness, federation, label_mix
+from fedjax_drift.plots.looks import COLOURS, MARKERS, STYLES
 from fedjax_drift.plots.story import drift_story
 from fedjax_drift.plots.style import Style
 from fedjax_drift.plots.tables import Compared, compared

@@ -1,4 +1,4 @@
-"""Figures and axes: panels side by side, line styles, legends, limits and files.
+"""Figures of panels side by side, with one legend, and their files.
 
 matplotlib is imported when the first figure is created.
 """
@@ -11,11 +11,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.plots.axis import mark_outside, readable, use_log_scale
 from fedjax_drift.plots.lines import Line
+from fedjax_drift.plots.looks import fill, ink, look
 from fedjax_drift.plots.style import Style
 
 if TYPE_CHECKING:
@@ -25,14 +25,9 @@ if TYPE_CHECKING:
 
 FilePath = str | os.PathLike[str] | None
 
-# The colours of Okabe and Ito, which people with a red-green colour vision deficiency can distinguish. Yellow is left
-# out, because it is too pale for lines on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", ":", "-.")
-MARKERS = "osD^vP*"
 SHOWN_MARKERS, ALL_MARKERS = 30, 400  # lines have no markers if one of them, or all, have more points
 FONT_SIZE = 10  # points; the sizes of figures are for this size
-NEAR, FAR = 2, 10  # the axis ends after NEAR times the usual span, if values are FAR times this span away
+CROSS: dict[str, Any] = {"markersize": 7, "markeredgewidth": 1.8}  # where a line ends because its run diverged
 
 MEASURE = "pass measure=({!r},) to Simulation"  # the fix in error messages
 
@@ -76,7 +71,7 @@ def figure_of_panels(
         drawn = draw_panel(panel, axes, xlabel) | drawn
     for group in groups.values():
         set_scale(group)
-    add_legend(figure, with_notes(panels, drawn), style, legend)
+    add_legend(figure, legend_entries(panels, drawn, figure.axes[0]), style, legend)
     return figure
 
 
@@ -94,144 +89,95 @@ def described(panel: Panel, xlabel: str) -> str:
     return f"{xlabel}\n({'; '.join(shows)})" if shows else xlabel
 
 
-def colour(place: int, axes: Axes) -> Any:
-    """Returns the colour of the run at a position in `records`. Black is replaced by the colour of the labels."""
-    chosen = COLOURS[place % len(COLOURS)]
-    return ink(axes) if chosen == "#000000" else chosen
-
-
-def ink(axes: Axes) -> Any:
-    """Returns the colour of the labels, which can be seen on the background."""
-    return axes.xaxis.label.get_color()
-
-
 def draw_lines(panel: Panel, axes: Axes) -> dict[str, Line2D]:
     """Draws the lines that have points, and returns them by name.
 
-    A run that diverged before its first point also has a line, without points, for the legend.
+    A run that diverged before its first point also has a line, without points, for the legend. A cross marks the last
+    point of a line whose later values are not finite.
     """
     drawn: dict[str, Line2D] = {}
     sizes = [line.x.size for line in panel.lines.values() if line.x.size]
+    marked = not panel.steps and max(sizes) <= SHOWN_MARKERS and sum(sizes) <= ALL_MARKERS
     for i, (name, line) in enumerate(panel.lines.items()):
         if not line.x.size and not line.note:
             continue
-        look: dict[str, Any] = {"color": colour(i, axes), "linestyle": STYLES[i // len(COLOURS) % len(STYLES)]}
-        if panel.steps:
-            look["drawstyle"] = "steps-pre"
-        elif max(sizes) <= SHOWN_MARKERS and sum(sizes) <= ALL_MARKERS:
-            look["marker"] = MARKERS[i % len(MARKERS)]
-        (drawn[name],) = axes.plot(line.x, line.y, label=name, linewidth=1.6, markersize=4.5, **look)
-        if line.low is not None and line.high is not None:
-            # With more bands, each band is fainter, because many bands on top of each other would hide the lines.
-            alpha = min(0.15, 0.6 / len(sizes))
-            axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=alpha, linewidth=0)
+        shape = look(i, axes) | ({} if marked else {"marker": None})
+        shape |= {"drawstyle": "steps-pre"} if panel.steps else {}
+        if max(sizes) == 1:  # the points of one round are side by side
+            shape["transform"] = side_by_side(axes, len(drawn) - (len(sizes) - 1) / 2)
+            axes.update_datalim(
+                [
+                    (x, y)
+                    for row in (line.y, line.low, line.high)
+                    if row is not None
+                    for x, y in zip(line.x, row, strict=True)
+                ]
+            )
+        (drawn[name],) = axes.plot(line.x, line.y, label=name, linewidth=1.6, markersize=4.5, **shape)
+        draw_band(line, axes, shape, len(sizes))
+        if line.ended and line.x.size:
+            axes.plot(line.x[-1], line.y[-1], "x", color=shape["color"], zorder=6, **CROSS)
+    axes.autoscale_view()
     if panel.guide is not None:
         axes.axhline(panel.guide, color=ink(axes), alpha=0.6, linewidth=1.0, zorder=1)
     return drawn
 
 
-def with_notes(panels: Sequence[Panel], drawn: Mapping[str, Line2D]) -> dict[str, Line2D]:
-    """Returns the entries of the legend, in the order of the runs: the drawn lines by name and note."""
-    notes: dict[str, str] = {}
-    for panel in panels:
-        notes = {name: notes.get(name) or line.note for name, line in panel.lines.items()}
-    return {
-        (f"{name} ({notes[name]})" if name and notes[name] else name or notes[name]): drawn[name]
-        for name in notes
-        if name in drawn
-    }
+def side_by_side(axes: Axes, steps: float) -> Any:
+    """Returns the transform of the data that moves points to the right by a number of steps of 8 points."""
+    from matplotlib.transforms import ScaledTranslation
+
+    return axes.transData + ScaledTranslation(8 * steps / 72, 0, axes.figure.dpi_scale_trans)
 
 
-# --- the y axis -------------------------------------------------------------------------------------------------------
+def draw_band(line: Line, axes: Axes, shape: Mapping[str, Any], bands: int) -> None:
+    """Draws the band of one of several lines, if it has one. The band of a single point is a bar."""
+    if line.low is None or line.high is None:
+        return
+    color = shape["color"]
+    if line.x.size == 1:
+        transform = shape.get("transform", axes.transData)
+        axes.vlines(line.x, line.low, line.high, color=color, linewidth=1.6, transform=transform)
+        return
+    # With more bands, each band is fainter, because many bands on top of each other would hide the lines.
+    opacity = fill(axes)[1]
+    axes.fill_between(line.x, line.low, line.high, color=color, alpha=min(opacity, 4 * opacity / bands), linewidth=0)
+
+
+def legend_entries(panels: Sequence[Panel], drawn: Mapping[str, Line2D], axes: Axes) -> dict[str, Any]:
+    """Returns the entries of the legend, in the order of the runs: the drawn lines by name and note.
+
+    If the notes of a run differ between the panels, they are left out. The crosses in the panels show the difference.
+    """
+    entries: dict[str, Any] = {}
+    for name in (name for name in panels[0].lines if name in drawn):
+        notes = {panel.lines[name].note for panel in panels if panel.lines[name].x.size or panel.lines[name].note}
+        note = notes.pop() if len(notes) == 1 else ""
+        entries[f"{name} ({note})" if name and note else name or note] = drawn[name]
+    return entries | cross_entry(panels, axes)
+
+
+def cross_entry(panels: Sequence[Panel], axes: Axes) -> dict[str, Any]:
+    """Returns the entry of the legend that explains the crosses, if there are any."""
+    from matplotlib.lines import Line2D
+
+    if not any(line.ended for panel in panels for line in panel.lines.values()):
+        return {}
+    return {"diverges after this point": Line2D([], [], marker="x", linestyle="", color=ink(axes), **CROSS)}
 
 
 def set_scale(group: Sequence[tuple[Panel, Axes]]) -> None:
-    """Sets the scale and the limits of the y axis that the panels share, and marks the points outside."""
-    if group[0][0].log:
-        use_log_scale(group[0][1])
-    set_limits(group)
-    mark_outside(group)
-
-
-def use_log_scale(axes: Axes) -> None:
-    """Makes the y axis logarithmic. If there are zeros, it is linear below the smallest positive value.
-
-    Period drift is zero if all clients take part.
-    """
-    y = np.concatenate(
-        [line.get_ydata() for twin in axes.get_shared_y_axes().get_siblings(axes) for line in twin.lines]
-    )
-    if (y > 0).all():
-        axes.set_yscale("log")
-    elif (y > 0).any():
-        smallest = y[y > 0].min()
-        axes.set_yscale("symlog", linthresh=smallest)
-        axes.set_ylim(bottom=-0.2 * smallest)
-
-
-def set_limits(group: Sequence[tuple[Panel, Axes]]) -> None:
-    """Limits the y axis so that a run that diverges, or a wide band, does not flatten the other lines."""
+    """Sets the scale and the limits of the y axis that the panels share, and marks where lines leave it."""
     panel, axes = group[0]
+    if panel.log:
+        use_log_scale(axes)
     scale = axes.get_yscale()
     low, high = axes.get_ylim()
     if extent := readable([line for panel, _ in group for line in panel.lines.values()], scale != "linear"):
         low, high = (low if scale == "symlog" else extent[0]), extent[1]
     axes.set_ylim(max(low, panel.limits[0]), min(high, panel.limits[1]))
-
-
-def readable(lines: Sequence[Line], log: bool) -> tuple[float, float] | None:
-    """Returns the limits of an axis on which the lines are not flat. None if all points and bands can be shown.
-
-    The usual values of a line are its first one, and those between its quantiles 0.1 and 0.9. The usual values of the
-    panel are those of the line in the middle. Values that are far away from these are outside of the limits.
-    """
-    bands = np.concatenate([row for line in lines for row in (line.y, line.low, line.high) if row is not None])
-    curves = [line.y for line in lines]
-    if log:
-        bands, curves = np.log10(bands[bands > 0]), [np.log10(y[y > 0]) for y in curves]
-    curves = [y for y in curves if y.size]
-    if not curves:
-        return None
-    usual = np.sort(
-        [[min(low, y[0]), max(high, y[0])] for y in curves for low, high in [np.quantile(y, (0.1, 0.9))]], 0
-    )
-    low, high = sorted((usual[len(usual) // 2, 0], usual[(len(usual) - 1) // 2, 1]))
-    span = max(high - low, 1 if log else max(abs(low), abs(high)))
-    if not span:  # most values are 0
-        return None
-    near, far = (value * span for value in (NEAR, FAR))
-    values = np.concatenate(curves)
-    top, bottom = values.max(), values.min()
-    if top > high + far:
-        top = values[values <= high + near].max()
-    if bottom < low - far:
-        bottom = values[values >= low - near].min()
-    room = max(top - bottom, span)  # for bands above and below the lines
-    limits = max(bands.min(), bottom - room), min(bands.max(), top + room)
-    if limits == (bands.min(), bands.max()):
-        return None
-    margin = 0.05 * (limits[1] - limits[0])
-    low, high = limits[0] - margin, limits[1] + margin
-    return (10**low, 10**high) if log else (low, high)
-
-
-def mark_outside(group: Sequence[tuple[Panel, Axes]]) -> None:
-    """Draws a triangle where a line leaves the y axis. The title says how far the values reach."""
     for panel, axes in group:
-        low, high = axes.get_ylim()
-        reach = []
-        for i, line in enumerate(panel.lines.values()):
-            for outside, edge, marker in ((line.y > high, 1, "^"), (line.y < low, 0, "v")):
-                begins = outside & ~np.append(False, outside[:-1])
-                if begins.any():
-                    place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
-                    ys = np.full(begins.sum(), edge)
-                    axes.plot(line.x[begins], ys, marker, color=colour(i, axes), markersize=6, **place)
-                    reach.append(line.y.max() if edge else line.y.min())
-        if reach:
-            far = ((min(reach), "down to", min(reach) < low), (max(reach), "up to", max(reach) > high))
-            words = " and ".join(f"{to} {y:.3g}" for y, to, is_outside in far if is_outside)
-            axes.set_title(f"{axes.get_title()}\n(triangles: outside, {words})")
+        mark_outside(panel.lines, axes)
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------
@@ -244,9 +190,7 @@ def add_legend(figure: Figure, lines: Mapping[str, Any], style: Style, title: st
     """
     if not any(lines):
         return
-    import matplotlib
-
-    letters = max(20, int(figure.get_figwidth() / 2 * 130 / matplotlib.rcParams["font.size"]) - 8)  # of half the width
+    letters = max(20, letters_across(figure.get_figwidth() / 2) - 8)  # in half the width, without the line
     lines = {wrapped(name, letters): line for name, line in lines.items() if name}
     look: dict[str, Any] = {"frameon": False, "fontsize": "small", "handlelength": 3, "title": title or None}
     for columns in range(min(len(lines), 6), 0, -1):
@@ -261,15 +205,25 @@ def add_legend(figure: Figure, lines: Mapping[str, Any], style: Style, title: st
         figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
 
 
-def new_figure(width: float, height: float, style: Style) -> Figure:
-    """Returns an empty figure. Width and height are in inches, for a font of 10 points. Larger fonts get more."""
+def letters_across(width: float) -> int:
+    """Returns the number of small letters that fit in a width in inches."""
+    import matplotlib
+
+    return int(width * 130 / matplotlib.rcParams["font.size"])
+
+
+def new_figure(width: float, height: float, style: Style, text: float = 0.0) -> Figure:
+    """Returns an empty figure. Width, height and text are in inches, for a font of 10 points. Larger fonts get more.
+
+    text: the part of the height that lines of text fill. It is proportional to the size of the font.
+    """
     import matplotlib
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     from fedjax_drift.plots.figure import Picture
 
-    larger = math.sqrt(max(1.0, matplotlib.rcParams["font.size"] / FONT_SIZE))
-    size = style.figsize or (width * larger, height * larger)
+    larger = max(1.0, matplotlib.rcParams["font.size"] / FONT_SIZE)
+    size = style.figsize or (width * math.sqrt(larger), (height - text) * math.sqrt(larger) + text * larger)
     return Picture(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1))
 
 

@@ -14,17 +14,18 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.personal import summary
 from fedjax_drift.plots.canvas import (
-    COLOURS,
     MEASURE,
     FilePath,
     Panel,
     figure_of_panels,
     finished,
     hide_frame,
-    ink,
+    letters_across,
     new_figure,
+    wrapped,
 )
 from fedjax_drift.plots.lines import Line
+from fedjax_drift.plots.looks import COLOURS, fill, ink
 from fedjax_drift.plots.style import DEFAULT, Style, checked
 from fedjax_drift.records import History, by_run, measured, numbers
 
@@ -104,7 +105,8 @@ def label_mix(
         because they all have the same cohorts.
       path: as in `curves`.
       title: the title of the figure. Default: "Label mix of the cohort".
-      largest: the share, in (0, 1], of the largest bubble. Use the same number in figures that you want to compare.
+      largest: the share, in (0, 1], that a bubble of the largest size has. No share of the history may be larger.
+        Use the same number in figures that you want to compare.
         Default: the largest share in this history.
       style: only its ``figsize`` has an effect.
 
@@ -124,6 +126,11 @@ def label_mix(
     shown = with_labels[::every]
     ((_, mixes),) = measured({"": [shown]}, "label_mix")[""]
     share = 100 * mixes  # [T, C]
+    if largest is not None and share.max() > 100 * largest * (1 + 1e-6):
+        raise ConfigurationError(
+            f"largest must be at least the largest share of this history, {share.max() / 100:.3g}, got {largest:g}: "
+            "pass the largest share of all histories that you compare"
+        )
     T, C = share.shape
     width, height = 9.5, min(max(4.0, 0.2 * C), 9.0)
     # The largest bubble fills its cell, and the cells cover about 80 % of the figure. With many labels, the cells are
@@ -135,9 +142,10 @@ def label_mix(
     axes = figure.subplots()
     t, c = np.nonzero(share > 0)
     rounds = np.array([record["round"] for record in shown])
-    look: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.75}
+    look: dict[str, Any] = {"color": fill(axes)[0], "alpha": 0.75}
     bubbles = axes.scatter(rounds[t], c, s=point * share[t, c], linewidth=0, **look)
-    axes.set(xlabel="Round", ylabel="Label", ylim=(-0.7, C - 0.3), yticks=label_ticks(C))
+    room = max(0.7, 0.8 * diameter * C / (72 * height))  # labels; more than half of the largest bubble
+    axes.set(xlabel="Round", ylabel="Label", ylim=(-room, C - 1 + room), yticks=label_ticks(C))
     axes.set_title(title + (f", one in {every} of the measured rounds" if every > 1 else ""))
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     hide_frame(axes)
@@ -172,7 +180,7 @@ def federation(data: FederatedData, path: FilePath = None, *, style: Style = DEF
     low, high = int(data.sizes.min()), int(data.sizes.max())
     width = max(1, -(-(high - low + 1) // min(30, math.ceil(2 * N**0.5))))
     bins = np.arange(low, high + width + 1, width) - 0.5
-    sizes.hist(data.sizes, bins=bins.tolist(), color=COLOURS[0], edgecolor=sizes.get_facecolor(), linewidth=0.5)
+    sizes.hist(data.sizes, bins=bins.tolist(), color=fill(sizes)[0], edgecolor=sizes.get_facecolor(), linewidth=0.5)
     median = float(np.median(data.sizes))
     sizes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:,.0f}")
     if high - low < 10:
@@ -184,7 +192,7 @@ def federation(data: FederatedData, path: FilePath = None, *, style: Style = DEF
     sizes.locator_params(integer=True)
     sizes.legend(frameon=False)
     hide_frame(sizes)
-    figure.suptitle(data.name)
+    figure.suptitle(wrapped(data.name, letters_across(0.8 * figure.get_figwidth())))
     return finished(figure, path)
 
 

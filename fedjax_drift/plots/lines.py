@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class Line(NamedTuple):
     high: np.ndarray | None = None  # [n], upper edge
     shows: tuple[str, ...] = ()  # what the line and the band are; the label of the x axis says it
     note: str = ""  # what the legend adds to the name, for example that the run diverged
+    ended: bool = False  # whether a seed has no finite values after the last point
 
 
 def by_round(runs: Runs, key: str, style: Style, factor: float = 1, log: bool = False) -> dict[str, Line]:
@@ -40,9 +41,7 @@ def by_round(runs: Runs, key: str, style: Style, factor: float = 1, log: bool = 
     values = {name: [(t, factor * values[:, -1]) for t, values in seeds] for name, seeds in measured(runs, key).items()}
     lines = lines_of(values, style, log)
     return {
-        name: within(line, values[name], key, factor)._replace(
-            note=divergence(runs[name]) if any(len(rounds) for rounds, _ in values[name]) else ""
-        )
+        name: within(line, values[name], limits(key, factor))._replace(note=note_of(runs[name], values[name]))
         for name, line in lines.items()
     }
 
@@ -50,13 +49,14 @@ def by_round(runs: Runs, key: str, style: Style, factor: float = 1, log: bool = 
 def by_epoch(runs: Runs, key: str, style: Style) -> dict[str, Line]:
     """Returns the line of each run over the local epochs. The value of a seed is the median of `key` over rounds."""
     medians: dict[str, Seeds] = {}
-    for name, seeds in measured(runs, key).items():
+    measurements = measured(runs, key)
+    for name, seeds in measurements.items():
         finite = [values[np.isfinite(values).all(axis=1)] for _, values in seeds]
         medians[name] = [(range(1, values.shape[1] + 1), np.median(values, axis=0)) for values in finite if len(values)]
     lines = lines_of(medians, replace(style, smooth=None))
     return {
-        name: within(line, medians[name], key, 1)._replace(
-            shows=("median over rounds", *line.shows), note=divergence(runs[name]) if medians[name] else ""
+        name: within(line, medians[name], limits(key))._replace(
+            shows=("median over rounds", *line.shows), note=note_of(runs[name], measurements[name])
         )
         for name, line in lines.items()
     }
@@ -66,7 +66,8 @@ def from_round_one(values: Mapping[str, np.ndarray], style: Style) -> dict[str, 
     """Returns the line of each run of one seed, whose values are those after rounds 1, 2, ..."""
     seeds: dict[str, Seeds] = {name: [(range(1, len(y) + 1), y)] if len(y) else [] for name, y in values.items()}
     lines = lines_of(seeds, style, log=True)
-    return {name: line._replace(note=trailing_note(seeds[name])) for name, line in lines.items()}
+    notes = {name: trailing_note(of) for name, of in seeds.items()}
+    return {name: line._replace(note=notes[name], ended=bool(notes[name])) for name, line in lines.items()}
 
 
 def lines_of(runs: Mapping[str, Seeds], style: Style, log: bool = False) -> dict[str, Line]:
@@ -125,13 +126,23 @@ def _line(x: np.ndarray, values: np.ndarray, length: int, style: Style, log: boo
     return Line(x[at].mean(1), y, low, high, shows)
 
 
-def within(line: Line, values: Seeds, key: str = "", factor: float = 1) -> Line:
-    """Clips the band of the line to the range of the quantity. If no value is negative, the range starts at 0."""
+def limits(key: str, factor: float = 1) -> tuple[float, float] | None:
+    """Returns the smallest and the largest possible value of an entry of a record, times the factor."""
+    return (RANGES[key][0] * factor, RANGES[key][1] * factor) if key in RANGES else None
+
+
+def within(line: Line, values: Seeds, limits: tuple[float, float] | None) -> Line:
+    """Clips the band of the line to the limits of the quantity. None: it starts at 0, if no value is negative."""
     if line.low is None or line.high is None:
         return line
     finite = np.concatenate([np.asarray(y)[np.isfinite(y)] for _, y in values])
-    low, high = RANGES.get(key, (0 if (finite >= 0).all() else -np.inf, np.inf))
-    return line._replace(low=line.low.clip(min=factor * low), high=line.high.clip(max=factor * high))
+    low, high = limits or (0 if (finite >= 0).all() else -np.inf, np.inf)
+    return line._replace(low=line.low.clip(low, high), high=line.high.clip(low, high))
+
+
+def note_of(histories: Sequence[History], values: Sequence[tuple[Any, Any]]) -> str:
+    """Returns the note that a run diverged. "" if there are no values, finite or not."""
+    return divergence(histories) if any(len(rounds) for rounds, _ in values) else ""
 
 
 def divergence(histories: Sequence[History]) -> str:

@@ -9,21 +9,21 @@ from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.plots.canvas import (
-    MARKERS,
     MEASURE,
     FilePath,
     Panel,
     add_legend,
     draw_panel,
     finished,
+    legend_entries,
     new_figure,
     set_scale,
-    with_notes,
 )
 from fedjax_drift.plots.clients import draw_label_mixes
 from fedjax_drift.plots.lines import by_round
+from fedjax_drift.plots.looks import look
 from fedjax_drift.plots.style import DEFAULT, Style, checked
-from fedjax_drift.plots.training import CLIENT_DRIFT, draw_bars
+from fedjax_drift.plots.training import CLIENT_DRIFT, bar_labels, draw_bars, height_of_bars
 from fedjax_drift.records import Records, by_run, rounds_to_target
 
 if TYPE_CHECKING:
@@ -68,8 +68,9 @@ def drift_story(
         )
     percent = by_round(runs, "accuracy", style, 100)
     accuracy = Panel("Test accuracy of the global model", "Test accuracy (%)", percent, guide=100 * target)
-    below = 3.4 + 0.18 * max(0, len(reached) - 10)  # inches of the panels with the bars
-    figure = new_figure(9.6, 3.4 + below, style)
+    labels = bar_labels(dict.fromkeys(reached, ""))  # the legend says which runs diverged
+    below = max(3.4, 1.1 + height_of_bars(labels))  # inches of the panels with the bars
+    figure = new_figure(10.6, 3.4 + below, style, text=1.0 + height_of_bars(labels))
     mix_axes, drift_axes, accuracy_axes, rounds_axes = figure.subplots(2, 2, height_ratios=(3.4, below)).flat
     draw_label_mixes(data, mix_axes, figure)
     drawn: dict[str, Line2D] = {}
@@ -77,15 +78,13 @@ def drift_story(
         lines = draw_panel(panel, axes)
         for name, line in lines.items():  # markers, so that runs also differ without colours
             every = max(1, math.ceil(panel.lines[name].x.size / MARKERS_PER_LINE))
-            line.set(marker=MARKERS[[*runs].index(name) % len(MARKERS)], markevery=every)
+            line.set(marker=look([*runs].index(name), axes)["marker"], markevery=every)
         drawn = lines | drawn
         set_scale([(panel, axes)])
-    accuracy_axes.annotate(
-        "target", (0.01, 100 * target), xycoords=("axes fraction", "data"), va="bottom", fontsize="small"
-    )
+    beside = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
+    accuracy_axes.annotate("target", (1.01, 100 * target), va="center", fontsize="small", **beside)
     draw_bars(reached, runs, rounds_axes)
-    short = [name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}" for name in reached]  # the legend has the names
-    rounds_axes.set_yticks(range(len(short)), short, fontsize="medium" if len(short) <= 10 else "small")
+    rounds_axes.set_yticks(range(len(labels)), labels, fontsize="small")
     rounds_axes.set_title(f"Rounds to {100 * target:g} % test accuracy")
-    add_legend(figure, with_notes([accuracy, drift], drawn), style)
+    add_legend(figure, legend_entries([accuracy, drift], drawn, drift_axes), style)
     return finished(figure, path)

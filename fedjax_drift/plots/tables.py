@@ -10,24 +10,30 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.plots.axis import mark_outside, readable
 from fedjax_drift.plots.canvas import (
+    CROSS,
     FilePath,
     Panel,
     add_grid,
     add_legend,
-    colour,
+    cross_entry,
     described,
     draw_lines,
     finished,
     new_figure,
 )
-from fedjax_drift.plots.lines import lines_of, trailing_note, within
+from fedjax_drift.plots.lines import Line, lines_of, trailing_note, within
+from fedjax_drift.plots.looks import ink, look
 from fedjax_drift.plots.style import DEFAULT, Style, checked
 from fedjax_drift.records import numbers
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+
+EARLY = 0.1  # the y axis need not show this part of the rounds
 
 
 class Compared(NamedTuple):
@@ -36,20 +42,33 @@ class Compared(NamedTuple):
     title: str
     runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
     printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> published (round, value); None: last round
-    reached: Mapping[
-        str, Sequence[tuple[float | None, float]]
-    ] = {}  # method -> our (mean round, target), if the paper prints the round
+    reached: Mapping[str, Sequence[tuple[float | None, float]]] = {}  # method -> our (mean round, target), if published
 
 
-def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+def compared(
+    settings: Sequence[Compared],
+    ylabel: str,
+    path: FilePath = None,
+    *,
+    limits: tuple[float, float] | None = None,
+    style: Style = DEFAULT,
+) -> Figure:
     """Plots the training curves behind a paper's table, one panel for each setting that has data.
 
     A line is the mean over the seeds, with the band of the style. Hollow markers are the published numbers, and filled
-    markers are the numbers of our runs. The title of a panel names the methods that diverged. The y axis starts at the
+    markers are the numbers of our runs. A cross ends the line of a method that diverged. The y axis starts at the
     lowest value after the first 10 % of the rounds. If there is only one method, the panels share the y axis, so that
     the settings can be compared.
 
-    ylabel: the label of the y axes. path, style: as in `curves`. Raises ValueError if there are no data.
+    Args:
+      settings: the panels.
+      ylabel: the label of the y axes.
+      limits: the smallest and the largest possible value, for example ``(0, 100)`` for an accuracy in percent. The
+        bands are clipped to them. Default: the bands start at 0, if no value is negative.
+      path, style: as in `curves`.
+
+    Raises:
+      ValueError: there are no data, or an argument is not allowed.
     """
     if not isinstance(settings, Sequence):
         raise ConfigurationError(f"settings must be a list of Compared values, got {checks.shown(settings)}")
@@ -59,61 +78,99 @@ def compared(settings: Sequence[Compared], ylabel: str, path: FilePath = None, *
         checks.text("ylabel", ylabel),
     )
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
-    panels = {}
-    for setting in settings:
-        seeds = {method: setting.runs.get(method, ()) for method in methods}
-        lines = {method: within(line, seeds[method]) for method, line in lines_of(seeds, style).items()}
-        if any(line.x.size for line in lines.values()):
-            panels[setting.title] = Panel(setting.title, ylabel, lines)
-    if not panels:
+    shown = [
+        (setting, panel)
+        for setting in settings
+        for panel in [Panel(setting.title, ylabel, _lines(setting, methods, limits, style))]
+        if any(line.x.size for line in panel.lines.values())
+    ]
+    if not shown:
         raise ConfigurationError(
             "compared needs at least 1 round of a run, got none: pass (rounds, values) of each seed"
         )
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
+    columns = min(3, len(shown))
+    rows = math.ceil(len(shown) / columns)
     figure = new_figure(4.4 * columns + 0.6, 3.2 * rows + 0.3, style)
-    drawn: dict[str, Line2D] = {}
     one_scale = len(methods) == 1
     grid = list(figure.subplots(rows, columns, squeeze=False, sharey=one_scale).flat)
-    for axes in grid[len(panels) :]:
+    for axes in grid[len(shown) :]:
         axes.set_axis_off()
-    extents = []  # the lowest and the highest value of each panel
-    shown = [setting for setting in settings if setting.title in panels]
-    for number, (setting, axes) in enumerate(zip(shown, grid, strict=False)):
-        panel = panels[setting.title]
-        panel_lines = draw_lines(panel, axes)
-        drawn = panel_lines | drawn
-        if len(panel_lines) > 1 and methods[0] in panel_lines:  # so that lines close to the first one do not hide it
-            panel_lines[methods[0]].set(linestyle=(0, (3, 1.5)), zorder=3)
-        late = [
-            y[line.x >= line.x[-1] / 10]
-            for line in panel.lines.values()
-            for y in (line.y, line.low, line.high)
-            if line.x.size and y is not None
-        ]
-        last = max((line.x[-1] for line in panel.lines.values() if line.x.size), default=1)
-        for i, method in enumerate(methods):
-            look: dict[str, Any] = {"color": colour(i, axes), "clip_on": False, "zorder": 4}
-            for t, value in setting.printed.get(method, ()):
-                late.append(np.array([value]))
-                marker = "o" if t is not None else "<"
-                axes.plot(last if t is None else t, value, marker=marker, markerfacecolor="none", **look)
-            for t, value in setting.reached.get(method, ()):
-                axes.plot(t, value, marker="o", markersize=4, **look)
-        extents.append((min(map(np.min, late)), max(map(np.max, late))))
-        notes = {method: trailing_note(setting.runs.get(method, ())) for method in methods}
-        said = [f"{method}: {note}" for method, note in notes.items() if note]
-        axes.set_title("\n".join([panel.title, *said]), fontsize="medium")
+    legend: dict[str, Any] = {}
+    for number, ((setting, panel), axes) in enumerate(zip(shown, grid, strict=False)):
+        legend |= {method: line for method, line in draw_lines(panel, axes).items() if method not in legend}
+        _mark_numbers(setting, panel, axes)
+        axes.set_title(panel.title, fontsize="medium")
         axes.set_ylabel(ylabel if number % columns == 0 else "")
-        axes.set_xlabel(described(panel, "Round") if number + columns >= len(panels) else "")
+        axes.set_xlabel(described(panel, "Round") if number + columns >= len(shown) else "")
         add_grid(axes)
-    for axes, extent in zip(grid, extents, strict=False):
-        low, high = (np.min(extents), np.max(extents)) if one_scale else extent
+    extents = [_extent(setting, panel) for setting, panel in shown]
+    for (_, panel), axes, extent in zip(shown, grid, extents, strict=False):
+        low, high = (min(low for low, _ in extents), max(high for _, high in extents)) if one_scale else extent
         if low < high:
             axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-    legend = {method: drawn[method] for method in methods if method in drawn}
-    add_legend(figure, legend, style)
+            mark_outside({method: _late(line) for method, line in panel.lines.items()}, axes)
+    entries = {method: legend[method] for method in methods if method in legend}
+    crosses = cross_entry([panel for _, panel in shown], grid[0])
+    add_legend(figure, entries | _symbols([setting for setting, _ in shown], grid[0]) | crosses, style)
     return finished(figure, path)
+
+
+def _lines(
+    setting: Compared, methods: Sequence[str], limits: tuple[float, float] | None, style: Style
+) -> dict[str, Line]:
+    """Returns the line of each method."""
+    seeds = {method: setting.runs.get(method, ()) for method in methods}
+    notes = {method: trailing_note(of) for method, of in seeds.items()}
+    return {
+        method: within(line, seeds[method], limits)._replace(note=notes[method], ended=bool(notes[method]))
+        for method, line in lines_of(seeds, style).items()
+    }
+
+
+def _mark_numbers(setting: Compared, panel: Panel, axes: Axes) -> None:
+    """Draws the published numbers, our numbers, and a cross at the bottom for a method without a finite value."""
+    rounds = np.concatenate([line.x for line in panel.lines.values()])
+    for i, (method, line) in enumerate(panel.lines.items()):
+        shape = look(i, axes) | {"linestyle": "", "clip_on": False, "zorder": 4}
+        for points, size, face in ((setting.printed, 6, "none"), (setting.reached, 4, shape["color"])):
+            for t, value in points.get(method, ()):
+                at = float(rounds.max()) if t is None else t
+                axes.plot(at, value, markersize=size, markerfacecolor=face, **shape)
+        if line.ended and not line.x.size:
+            place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 4}
+            axes.plot(rounds.min(), 0, "x", color=shape["color"], **place, **CROSS)
+
+
+def _symbols(settings: Sequence[Compared], axes: Axes) -> dict[str, Line2D]:
+    """Returns the entries of the legend that explain the markers."""
+    from matplotlib.lines import Line2D
+
+    words = {"published": ("none", "printed"), "our runs": (None, "reached")}
+    return {
+        name: Line2D([], [], marker="o", linestyle="", color=ink(axes), markerfacecolor=face)
+        for name, (face, field) in words.items()
+        if any(points for setting in settings for points in getattr(setting, field).values())
+    }
+
+
+def _extent(setting: Compared, panel: Panel) -> tuple[float, float]:
+    """Returns the lowest and the highest value that the y axis of a panel shows."""
+    late = [_late(line) for line in panel.lines.values() if line.x.size]
+    low, high = readable(late) or (
+        min(np.min(row) for line in late for row in (line.y, line.low) if row is not None),
+        max(np.max(row) for line in late for row in (line.y, line.high) if row is not None),
+    )
+    published = [value for points in setting.printed.values() for _, value in points]
+    return min([low, *published]), max([high, *published])
+
+
+def _late(line: Line) -> Line:
+    """Returns the line without its early rounds."""
+    if not line.x.size:
+        return line
+    late = line.x >= EARLY * line.x[-1]
+    low, high = (row if row is None else row[late] for row in (line.low, line.high))
+    return line._replace(x=line.x[late], y=line.y[late], low=low, high=high)
 
 
 def _of_numbers(setting: Any) -> Compared:

@@ -14,14 +14,13 @@ from fedjax_drift.plots.canvas import (
     FilePath,
     Panel,
     add_grid,
-    colour,
     figure_of_panels,
     finished,
-    ink,
     new_figure,
     wrapped,
 )
 from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one
+from fedjax_drift.plots.looks import ink, look
 from fedjax_drift.plots.style import DEFAULT, Style, checked
 from fedjax_drift.records import Reached, Records, Runs, by_run, measured, numbers
 from fedjax_drift.records import rounds_to_target as reached_rounds
@@ -141,7 +140,8 @@ def gain(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> 
     runs, style, renamed = by_run(records), checked(style), {}
     for name, seeds in measured(runs, "gain").items():
         gains = np.concatenate([values[np.isfinite(values[:, -1]), -1] for _, values in seeds])
-        renamed[f"{name} (median gain {np.median(gains):.2f})".strip() if gains.size else name] = runs[name]
+        median = f"median gain {np.median(gains):.2f}" if gains.size else ""
+        renamed[", ".join(filter(None, (name, median)))] = runs[name]
     panels = (
         Panel("Kalman gain", "Gain", by_round(renamed, "gain", style)),
         Panel("Period variance", "Variance", by_round(renamed, "period_variance", style, log=True), log=True),
@@ -157,7 +157,8 @@ def rounds_to_target(
 
     A bar is the mean over the seeds, and a dot is one seed. If a run is evaluated only every few rounds, it may reach
     the target between two evaluations. A thin line shows this interval. A hatched bar is a lower bound, because at
-    least one seed has not reached the target in its rounds. `fd.rounds_to_target` returns the numbers.
+    least one seed has not reached the target in its rounds. Such a seed is a triangle that points to the right.
+    `fd.rounds_to_target` returns the numbers.
 
     Args:
       records, path: as in `curves`.
@@ -171,8 +172,9 @@ def rounds_to_target(
     """
     runs, reached = by_run(records), reached_rounds(records, target, key)
     notes = {name: divergence(runs[name]) for name in reached}
-    labels = [wrapped(f"{name} ({note})" if note else name, LONGEST_TICK) for name, note in notes.items()]
-    figure = new_figure(7.5, 1.6 + sum(max(0.42, 0.2 * label.count("\n") + 0.25) for label in labels), checked(style))
+    labels = bar_labels(notes)
+    bars = height_of_bars(labels)
+    figure = new_figure(7.5, 1.6 + bars, checked(style), text=1.0 + bars)
     axes = figure.subplots()
     draw_bars(reached, runs, axes)
     axes.set_yticks(range(len(labels)), labels)
@@ -185,10 +187,24 @@ def rounds_to_target(
     return finished(figure, path)
 
 
+def bar_labels(notes: Mapping[str, str]) -> list[str]:
+    """Returns the labels beside the bars. notes: name of a run -> what its label adds in brackets."""
+    return [wrapped(f"{name} ({note})" if note else name, LONGEST_TICK) for name, note in notes.items()]
+
+
+def height_of_bars(labels: Sequence[str]) -> float:
+    """Returns the height, in inches for a font of 10 points, of one bar beside each label."""
+    return sum(max(0.42, 0.2 * label.count("\n") + 0.25) for label in labels)
+
+
 def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes) -> None:
     """Draws the rounds that each run needs. A run has the colour of its position in ``runs``, as in other plots."""
+    from matplotlib.patheffects import withStroke
+
+    paper = axes.get_facecolor()
+    outline = [withStroke(linewidth=2.5, foreground=paper)]  # the line can be seen on a bar of any colour
     for i, (name, seeds) in enumerate(reached.items()):
-        shade = colour([*runs].index(name), axes)
+        shade = look([*runs].index(name), axes)["color"]
         needed = np.array([seed.after if seed.round is None else seed.round for seed in seeds], float)
         several = len(needed) > 1
         missed = sum(seed.round is None for seed in seeds)
@@ -203,9 +219,11 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes) 
         heights = i + np.linspace(-0.2, 0.2, len(needed)) if several else np.array([float(i)])
         for seed, y in zip(seeds, heights, strict=True):
             if seed.round is not None and seed.round - seed.after > 1:
-                axes.plot([seed.after, seed.round], [y, y], color=ink(axes), linewidth=1)
-        if several:
-            axes.plot(needed, heights, "o", color=ink(axes), markersize=3.5, markerfacecolor=axes.get_facecolor())
+                axes.plot([seed.after, seed.round], [y, y], color=ink(axes), linewidth=1, path_effects=outline)
+        for marker, missing in (("o", False), (">", True)):
+            at = [n for n, seed in enumerate(seeds) if several and (seed.round is None) == missing]
+            if at:
+                axes.plot(needed[at], heights[at], marker, color=ink(axes), markerfacecolor=paper, markersize=3.5)
     axes.set_yticks(range(len(reached)), [*reached])
     axes.tick_params(axis="y", length=0)
     room = max(0.6, (3 - len(reached)) / 2)  # so that a single bar is not as high as the axes
