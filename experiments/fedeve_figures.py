@@ -23,7 +23,8 @@ Figure 7. The paper traces one random parameter over 1,500 rounds and applies th
 are optima of the data of the cohort, of all clients and of one client. Here the models after local training, theta_S,
 theta and theta_i with one random client of the cohort, take the place of the optima. The test is applied to 200 random
 parameters. If a drift were normal, 95 % of them would pass. The size of a drift changes during the training, and a
-mixture of normal distributions with different variances is not normal. So the second half of the rounds is also tested alone.
+mixture of normal distributions with different variances is not normal. So the second half of the rounds is also tested
+alone.
 """
 
 from __future__ import annotations

@@ -276,7 +276,11 @@ class _Same:
 
 def _compared(value: Any) -> Any:
     """A hashable stand-in for a constant. Containers and NumPy arrays up to `LARGE` are compared by their contents,
-    hashable objects with ``==`` by it, and all others, such as functions, by identity."""
+    hashable objects with ``==`` by it, and all others, such as functions, by identity.
+
+    Functions of optax are compared by their code and by what they capture, so that two ``optax.scale_by_adam()`` are
+    equal. optax has no ``==``.
+    """
     if isinstance(value, Frozen):
         leaves, structure = jax.tree.flatten(value.shapes)
         return (Frozen, structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
@@ -289,6 +293,8 @@ def _compared(value: Any) -> Any:
         return (type(value), tuple(value) if plain else tuple(map(_compared, value)))
     if isinstance(value, np.ndarray) and value.nbytes <= LARGE and value.dtype != object:
         return (value.dtype.str, value.shape, hashlib.sha256(np.ascontiguousarray(value).data).digest())
+    if inspect.isfunction(value) and value.__module__.partition(".")[0] == "optax":
+        return (value.__code__, _compared(value.__defaults__), _compared(inspect.getclosurevars(value).nonlocals))
     return (type(value), value) if _comparable(value) else _Same(value)
 
 

@@ -61,8 +61,10 @@ def test_only_finite_nonzero_floats_are_numbers() -> None:
     assert len({split(scaled(2.0, which=which))[0] for which in different}) == len(different)
     assert split(fd.LocalTraining(lr=0.3))[1] == (0.3, 1.0)
     assert join(split(fd.LocalTraining(lr=0.3))[0], (0.7, 1.0)) == fd.LocalTraining(lr=0.7)
-    optimizers = [fd.LocalTraining(optimizer=optax.scale_by_adam()) for _ in range(2)]
-    assert split(optimizers[0])[0] == split(optimizers[0])[0] != split(optimizers[1])[0]  # compared by identity
+    one, same, other = (fd.LocalTraining(optimizer=optax.scale_by_adam(b1=b1)) for b1 in (0.9, 0.9, 0.8))
+    assert split(one)[0] == split(same)[0] != split(other)[0]
+    own = [fd.LocalTraining(optimizer=optax.stateless(lambda updates, params: updates)) for _ in range(2)]
+    assert split(own[0])[0] == split(own[0])[0] != split(own[1])[0]  # functions are compared by identity
 
 
 def test_models_are_equal_if_they_were_made_in_the_same_way() -> None:

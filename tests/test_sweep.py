@@ -162,8 +162,10 @@ def test_the_number_of_traces_does_not_depend_on_runs_rounds_or_devices(data) ->
 
 
 def test_a_sweep_over_two_devices_compiles_once(data, caplog) -> None:
+    model = mlp()
+
     def build(lr):
-        return simulate(data, fd.algorithms.slowmo(0.4), local=local(lr=lr), model=mlp())
+        return simulate(data, fd.algorithms.slowmo(0.4), local=local(lr=lr), model=model)
 
     sim = build(0.1)
     for sweeping in (lambda: quietly(build, 2, settings=grid(lr=[0.1, 0.3, 0.2])), lambda: sim.sweep(2, range(3))):
@@ -305,7 +307,7 @@ def test_fewer_runs_train_side_by_side_if_memory_is_too_small(data, monkeypatch)
     launch = TURNS.launch
 
     def small(mesh, program, values, *rest):
-        if len(values["lr"]) > 2:
+        if len(values[0]) > 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return launch(mesh, program, values, *rest)
 
@@ -320,15 +322,7 @@ def test_fewer_runs_train_side_by_side_if_memory_is_too_small(data, monkeypatch)
 
 BAD = {
     r"setting 1, .*: lr must be a finite number > 0, got -1": {"settings": grid(lr=[0.1, -1])},
-    r"continuous hyper-parameters, got epochs 1 in setting 0 and 5 in setting 1": {"settings": grid(epochs=[1, 5])},
-    r"hyper-parameters, got cohort_size 2 in setting 0 and 3 in": {"settings": grid(cohort_size=[2, 3], lr=[0.1, 0.2])},
-    r"hyper-parameters, got optimizer None in setting 0 and given": {
-        "settings": grid(optimizer=[None, optax.scale_by_adam()])
-    },
-    r"hyper-parameters, got states of .*'.server.best': 'float32\[4\]'": {"settings": grid(window=[3, 5])},
-    r"option must be a number, because it differs between settings, got 'I'": {"settings": grid(option=["I", "II"])},
-    r"uses at least one of halves, lr in another way": {"settings": [{"lr": 1, "halves": 1}, {"lr": 2, "halves": 2}]},
-    r"got the data set .* another one, .* .create it once, outside build": {"settings": grid(anew=[1, 2])},
+    r"at most 16 programs, got 17: only numbers such as lr": {"settings": grid(epochs=range(1, 18))},
     r"same names, got \['lr'\] in setting 0 and \['epochs'\] in setting 1": {"settings": [{"lr": 1}, {"epochs": 1}]},
     r"names of the arguments of build, got \['mu'\]": {"settings": [{"mu": 1}]},
     r"settings must be a list of dicts, got \{'lr': 0.1\}": {"settings": {"lr": 0.1}},
@@ -349,11 +343,8 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input(data, message) -> None:
-    def build(lr=0.1, epochs=1, cohort_size=3, optimizer=None, window=None, option="I", halves=0, anew=0, other=()):
-        algorithm = fd.algorithms.scaffold(option=option) if window is None else fd.algorithms.fedgvr(window=window)
-        training = local(lr=lr + 0.5 * int(halves), epochs=epochs, optimizer=optimizer)
-        rows = data.redealt(0.5) if anew else data
-        return simulate(rows, algorithm, local=training, cohort_size=cohort_size, **dict(other))
+    def build(lr=0.1, epochs=1, other=()):
+        return simulate(data, local=local(lr=lr, epochs=epochs), **dict(other))
 
     with pytest.raises(ValueError, match=message), warnings.catch_warnings(action="error"):
         quietly(build, **({"rounds": 1} | BAD[message]))
@@ -368,11 +359,49 @@ def test_an_augmentation_may_be_created_in_every_call_of_build() -> None:
         training = local(lr=lr, augment=augment)
         return simulate(data, local=training, model=fd.models.linear((4, 4, 3), 4), cohort_size=2)
 
-    runs = quietly(build, 2, settings=grid(lr=[0.1, 0.2]))
-    assert [len(run.history) for run in runs] == [2, 2]
-    for settings in ([{"lr": 0.1, "padding": 1}, {"lr": 0.1, "padding": 2}], grid(lr=[0.1, 0.2], own=[True])):
-        with pytest.raises(ValueError, match="got augment .* create it once, outside build, or use one sweep for each"):
-            quietly(build, 1, settings=settings)
+    assert len(tracks_of(build, grid(lr=[0.1, 0.2]))) == 1
+    assert len(tracks_of(build, grid(lr=[0.1, 0.2], padding=[1, 2]))) == 2
+    assert len(tracks_of(build, grid(lr=[0.1, 0.2], own=[True]))) == 2  # functions are compared by identity
+
+
+def tracks_of(build, settings) -> list:
+    """Returns the tracks, each with a program of its own, of one seed of each setting."""
+    planned = [TURNS.Planned(0, setting, build(**setting).setup) for setting in settings]
+    return TURNS.tracks(planned, most=len(planned), constant=False)
+
+
+@pytest.mark.parametrize("name", ["local training", "algorithm", "data"])
+def test_settings_may_need_different_programs(data, name, tmp_path) -> None:
+    """Settings that differ in more than numbers are trained in one sweep, each as it would be alone."""
+    few = fd.FederatedData.from_clients([(data.x[i : i + 5], data.y[i : i + 5]) for i in range(0, 20, 5)])
+    of_data = {"all": data, "few": few, "redealt": data.redealt(0.5)}  # few has no test set
+
+    kinds = {
+        "local training": {"one": {}, "two": {"epochs": 2}, "adam": {"optimizer": optax.scale_by_adam()}},
+        # `own` has no recipe, so its two settings do not share a program
+        "algorithm": {"own": lambda: fd.algorithms.fedavg()._replace(recipe=None), "window": fd.algorithms.fedgvr},
+        "data": of_data,
+    }[name]
+
+    def build(kind, lr):
+        if name == "data":
+            return simulate(of_data[kind], local=local(lr=lr))
+        if name == "algorithm":
+            return simulate(data, kinds[kind](), local=local(lr=lr))
+        return simulate(data, local=local(lr=lr, **{"epochs": 1} | kinds[kind]))
+
+    settings = grid(kind=list(kinds), lr=[0.1, 0.05])
+    assert len(tracks_of(build, settings)) == 3
+    runs = quietly(build, 3, settings=settings, seeds=[1], eval_every=2, checkpoints=tmp_path)
+    assert_as_alone(build, runs, 3, 1e-5, eval_every=2)
+    assert {folder.name for folder in tmp_path.iterdir()} == {f"kind={s['kind']}-lr={s['lr']}-seed-1" for s in settings}
+    assert all(("loss" in run.history[-1]) == (run.setting["kind"] != "few") for run in runs)
+
+
+def test_copies_of_the_data_set_warn(data) -> None:
+    copies = [fd.FederatedData(data.x.copy(), data.y.copy(), data.sizes) for _ in range(2)]
+    with pytest.warns(UserWarning, match="1 of 2 settings have a data set of their own, .* once, outside build"):
+        quietly(lambda copy: simulate(copies[copy]), 0, settings=grid(copy=[0, 1]))
 
 
 def test_bad_build(sim) -> None:

@@ -188,7 +188,7 @@ class RunTrack:
     """
 
     def __init__(self, executor: Executor, state: ServerState, fetch: Callable[[int], Fetched], stacked: bool) -> None:
-        self.executor, self.state = executor, state
+        self.executor, self.state, self.runs = executor, state, (0,)
         self._fetch, self._stacked = fetch, stacked
         self._may_overwrite = executor.setup.donate  # applies only to the first state
 

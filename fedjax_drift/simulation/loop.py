@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -38,6 +38,10 @@ class Track(Protocol):
     """Runs that advance together."""
 
     state: Any  # the newest state of the runs
+
+    @property
+    def runs(self) -> Collection[int]:
+        """The numbers of the runs."""
 
     def prepare(self, t: int) -> None:
         """Waits for the data and client states that round t needs from the host."""
@@ -96,41 +100,46 @@ class Schedule:
         return bool(self.eval_every) and t % self.eval_every == 0
 
 
+class Watch(NamedTuple):
+    """The functions that a loop calls.
+
+    Attributes:
+      complaints: ``complaints(run, t, info, record) -> {kind: message}`` returns the warnings about a round. Each kind
+        is issued once per run.
+      on_record: ``on_record(run, record)`` is called for each record, until it raises an exception.
+      until: ``until(run, history)`` is called after each evaluation. The loop ends when it has returned True for every
+        run.
+    """
+
+    complaints: Callable[[int, int, dict, Record], Mapping[str, str]]
+    on_record: Callable[[int, Record], None] | None
+    until: Callable[[int, list[Record]], bool] | None
+
+
 class Loop:
     """Advances the tracks of a mesh together, round by round, and keeps the history of every run.
 
     Args:
       tracks: the tracks, all at the same round, each with at least one run.
-      num_runs: the number of runs in all tracks together.
       schedule: the rounds in which the runs are evaluated, measured and saved.
+      watch: the functions that the loop calls.
       bar: the progress bar, shown while the loop runs.
       stop: becomes `requested` when Ctrl-C or SIGTERM stops the loop.
+
+    Attributes:
       savers: saves the runs. None: nothing is saved.
-      on_record: ``on_record(run, record)`` is called for each record, until it raises an exception.
-      complaints: ``complaints(run, t, info, record) -> {kind: message}`` returns the warnings about a round. Each kind
-        is issued once per run.
-      until: ``until(run, history)`` is called after each evaluation. The loop ends when it has returned True for every
-        run.
     """
 
+    savers: Savers | None = None
+
     def __init__(
-        self,
-        tracks: Sequence[Track],
-        num_runs: int,
-        mesh: Mesh,
-        schedule: Schedule,
-        bar: Bar,
-        stop: Stop,
-        savers: Savers | None,
-        on_record: Callable[[int, Record], None] | None,
-        complaints: Callable[[int, int, dict, Record], Mapping[str, str]],
-        until: Callable[[int, list[Record]], bool] | None = None,
+        self, tracks: Sequence[Track], mesh: Mesh, schedule: Schedule, watch: Watch, bar: Bar, stop: Stop
     ) -> None:
         self.tracks, self.mesh, self.schedule = tracks, mesh, schedule
-        self.bar, self.stop, self.savers = bar, stop, savers
-        self.on_record, self.complaints, self.until = on_record, complaints, until
+        self.complaints, self.on_record, self.until = watch
+        self.bar, self.stop = bar, stop
         self._ended: set[int] = set()  # runs for which `until` has returned True
-        self.histories: list[list[Record]] = [History() for _ in range(num_runs)]
+        self.histories: list[list[Record]] = [History() for track in tracks for _ in track.runs]
         self.seconds = float("inf")  # the duration of a recent round of all runs together
         self.terminated = False  # whether SIGTERM has ended the loop, in this process or in another one
         self._flying: deque[Flight] = deque()

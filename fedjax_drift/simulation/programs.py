@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import recipes, tree
@@ -38,6 +38,7 @@ from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.round import init
 from fedjax_drift.round.train import any_update
+from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
 from fedjax_drift.types import Params, PyTree, Round, ServerState
 
@@ -54,7 +55,8 @@ FrozenArrays = tuple[PyTree, ...]
 class Compiled(NamedTuple):
     """Jitted functions, compiled when they are first called.
 
-    ``names`` are those of the drift measures that a round computes. With measures, `rounds` runs one round.
+    ``names`` are those of the drift measures that a round computes. With measures, `rounds` runs one round. In the
+    programs of a sweep, numbers, keys, states, parameters and results have a first axis of runs.
     """
 
     init: Callable  # (numbers, frozen, key, params) -> state
@@ -75,17 +77,19 @@ class Programs:
     model: Model  # with the arrays of its frozen parameters, which the engine's model does not have
     one_state: bool  # whether `init` creates the state of one client only, because a client store keeps the states
     constant: bool = False  # whether hyper-parameters are constants of the programs instead of arguments
+    layout: Layout | None = None  # the runs of a sweep that the programs train; None: one run
 
     @cached_property
     def _form(self) -> tuple[recipes.Form, Numbers]:
         form, numbers = split(self.engine, self.constant)
-        return form, _placed(self.engine, numbers, form.private)
+        return form, numbers if self.layout else _placed(self.engine, numbers, form.private)
 
     @cached_property
     def compiled(self) -> Compiled:
         """The jitted functions. Their first argument is `numbers`."""
         form, _ = self._form
-        return _compiled.__wrapped__(form, self.one_state) if form.private else _compiled(form, self.one_state)
+        make = _compiled.__wrapped__ if form.private else _compiled
+        return make(form, self.one_state, self.layout)
 
     @property
     def numbers(self) -> Numbers:
@@ -95,7 +99,12 @@ class Programs:
     @cached_property
     def frozen(self) -> FrozenArrays:
         """The frozen parameters of the model, on the devices."""
-        return frozen_parameters(self.model, self.engine.mesh)
+        return frozen_parameters(self.model, self.mesh)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices on which the programs run."""
+        return self.layout.mesh if self.layout else self.engine.mesh
 
     def launch(self, name: str, *arguments: Any) -> Any:
         """Waits until the devices are ready, and calls the program of this name with the hyper-parameters."""
@@ -103,7 +112,7 @@ class Programs:
 
     def launch_scoring(self, name: str, *arguments: Any) -> Any:
         """Calls an evaluation, which takes no hyper-parameters."""
-        return launch(self.engine.mesh, getattr(self.compiled, name), self.frozen, *arguments)
+        return launch(self.mesh, getattr(self.compiled, name), self.frozen, *arguments)
 
     def lower(self, name: str, *arguments: Any) -> Any:
         """Returns the lowered program of this name for inspection: ``.compile()``, ``.as_text()``."""
@@ -179,32 +188,37 @@ def _placed(engine: Engine, numbers: Numbers, private: bool = False) -> Numbers:
 
 
 @lru_cache(KEPT)
-def _compiled(form: recipes.Form, one_state: bool) -> Compiled:
+def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Compiled:
     engine: Engine = form.value
     # A round returns a state with the sharding of its input, so that the next round does not trigger recompilation.
     # Results that the host reads are replicated over the processes.
-    state, seen = shardings_of(engine, on_host=one_state), _seen(engine)
+    state, seen = (
+        (shardings_of(engine, on_host=one_state), _seen(engine)) if layout is None else (_of_turn(layout),) * 2
+    )
 
-    def jit(function: Callable, changes: dict[str, Any] | None = None, **options: Any) -> Callable:
+    def jit(function: Callable, per_run: tuple[int, ...], changes: dict[str, Any] | None = None, **options: Any) -> Any:
         """Jits ``function(engine, ...)`` as a function of the numbers and the frozen parameters.
 
-        changes: fields of the engine to replace.
+        per_run: the positions of the arguments that the runs of a sweep do not share. changes: fields of the engine to
+        replace.
         """
 
         def of_numbers(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
             return function(recipes.join(form, numbers, frozen)._replace(**(changes or {})), *arguments)
 
         of_numbers.__name__ = function.__name__
-        return jax.jit(of_numbers, **options)
+        static = (options["static_argnums"],) if "static_argnums" in options else ()
+        return jax.jit(layout.over_runs(of_numbers, per_run, static) if layout else of_numbers, **options)
 
     scoring = engine._replace(**{name: None for name in Engine._fields if name not in SCORING})  # type: ignore[arg-type]
-    score, score_rows = _scoring(recipes.split(scoring, Engine._fields)[0])
+    score, score_rows = _scoring(recipes.split(scoring, Engine._fields)[0], layout)
+    round_of, next_state = partial(jit, drift.measured_round, (0, 3), static_argnums=2), (state, seen)
     return Compiled(
-        init=jit(init, changes={"state_rows": 1} if one_state else None, out_shardings=state),
-        round=jit(drift.measured_round, static_argnums=2, out_shardings=(state, seen)),
-        donating_round=jit(drift.measured_round, static_argnums=2, donate_argnums=3, out_shardings=(state, seen)),
-        rounds=jit(rounds, static_argnums=2, donate_argnums=3, out_shardings=(state, seen)),
-        measure=jit(drift.measure, static_argnums=2, out_shardings=seen),
+        init=jit(init, (0, 2), changes={"state_rows": 1} if one_state else None, out_shardings=state),
+        round=round_of(out_shardings=next_state),
+        donating_round=round_of(donate_argnums=3, out_shardings=next_state),
+        rounds=jit(rounds, (0, 3), static_argnums=2, donate_argnums=3, out_shardings=next_state),
+        measure=jit(drift.measure, (0, 3), static_argnums=2, out_shardings=seen),
         draw=jax.jit(partial(draw, engine)),
         evaluate=score,
         evaluate_rows=score_rows,
@@ -212,18 +226,25 @@ def _compiled(form: recipes.Form, one_state: bool) -> Compiled:
 
 
 @lru_cache(KEPT)
-def _scoring(form: recipes.Form) -> tuple[Callable, Callable]:
+def _scoring(form: recipes.Form, layout: Layout | None) -> tuple[Callable, Callable]:
     """Returns the evaluation programs. Different algorithms with the same model and data share them."""
     engine: Engine = form.value
-    seen = _seen(engine)
 
-    def score(frozen: FrozenArrays, params: Params, test: TestRows) -> dict[str, jax.Array]:
-        return evaluate(recipes.bind(engine, frozen), params, test)
+    def jit(function: Callable) -> Callable:
+        def score(frozen: FrozenArrays, params: Params, test: TestRows) -> Any:
+            return function(recipes.bind(engine, frozen), params, test)
 
-    def score_rows(frozen: FrozenArrays, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
-        return evaluate_rows(recipes.bind(engine, frozen), params, test)
+        score.__name__ = function.__name__
+        if layout is None:
+            return jax.jit(score, out_shardings=_seen(engine))
+        return jax.jit(layout.over_runs(score, (1,)), out_shardings=_of_turn(layout))
 
-    return jax.jit(score, out_shardings=seen), jax.jit(score_rows, out_shardings=seen)
+    return jit(evaluate), jit(evaluate_rows)
+
+
+def _of_turn(layout: Layout) -> NamedSharding | None:
+    """Returns the sharding of the results of a turn. None: `jax.shard_map` determines it."""
+    return None if layout.apart else layout.sharding
 
 
 @lru_cache(KEPT)

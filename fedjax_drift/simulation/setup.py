@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
 from fedjax_drift.model import Model
 from fedjax_drift.round import rows
-from fedjax_drift.round.aggregation import Aggregation, mean
+from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows
 from fedjax_drift.round.evaluate import evaluate
 from fedjax_drift.round.exchange import rows_by_rank
@@ -147,38 +147,40 @@ class Setup:
         return state._replace(clients=clients)
 
 
-def assemble(
-    model: Model,
-    data: FederatedData,
-    algorithm: Algorithm,
-    local: LocalTraining | None,
-    cohort_size: int,
-    sampling: str,
-    failures: Failures,
-    aggregation: Aggregation | None,
-    placement: Placement,
-    on_nonfinite: str,
-    measure: str | Sequence[str],
-) -> Setup:
-    """Checks the arguments of `Simulation` and their combinations, fills in defaults, and places the data on
+class Options(NamedTuple):
+    """The arguments of `Simulation`, as they were given."""
+
+    model: Model
+    data: FederatedData
+    algorithm: Algorithm
+    local: LocalTraining
+    cohort_size: int
+    sampling: str
+    failures: Failures
+    aggregation: Aggregation
+    placement: Placement
+    on_nonfinite: str
+    measure: str | Sequence[str]
+
+
+def assemble(options: Options) -> Setup:
+    """Checks the options and their combinations, resolves those that depend on others, and places the data on the
     devices."""
-    local = LocalTraining() if local is None else local
+    model, data, algorithm, local, cohort_size, sampling, failures, aggregation, placement, *_ = options
     validate.check_types(model, data, algorithm, local)
     N = data.num_clients
     cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
     clients_selected = failures.clients_selected(cohort_size, N)
     sampling = checks.choice("sampling", sampling, ("uniform", "bernoulli"))
-    on_nonfinite = checks.choice("on_nonfinite", on_nonfinite, ("keep", "drop_client", "raise"))
+    on_nonfinite = checks.choice("on_nonfinite", options.on_nonfinite, ("keep", "drop_client", "raise"))
     if placement.donate and on_nonfinite == "raise":
         raise ConfigurationError(
             'on_nonfinite must be "keep" or "drop_client" with donate=True, got "raise": pass donate=False, because a '
             "failed round would have overwritten its state"
         )
-    aggregation = mean() if aggregation is None else aggregation
     over_selected = clients_selected > cohort_size
     validate.check_aggregation(aggregation, algorithm, sampling, over_selected, data)
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
-    given = algorithm
     if model.statistics is not None:
         validate.check_statistics(model.statistics.kept, algorithm, aggregation)
         algorithm = with_running_statistics(algorithm, model.statistics.kept)
@@ -231,7 +233,7 @@ def assemble(
         failures=failures if failures.any else None,
         aggregation=aggregation,
     )
-    measures = drift.check_measures(measure, engine, data.x_test is not None, rows_at == "host")
+    measures = drift.check_measures(options.measure, engine, data.x_test is not None, rows_at == "host")
     arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size)
     if "accuracy" in algorithm.requires:
         scores = jax.eval_shape(partial(evaluate, engine), shapes.params, arrays.test)
@@ -244,7 +246,7 @@ def assemble(
     return Setup(
         data=data,
         model=model_with_arrays,
-        algorithm=given,
+        algorithm=options.algorithm,
         engine=engine,
         arrays=arrays,
         measures=measures,

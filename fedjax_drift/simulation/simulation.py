@@ -25,18 +25,19 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.model import Model
-from fedjax_drift.round.aggregation import Aggregation
+from fedjax_drift.round.aggregation import Aggregation, mean
 from fedjax_drift.round.exchange import longest_share
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.simulation import validate
+from fedjax_drift.simulation.asked import Asked
 from fedjax_drift.simulation.executor import Executor, RunTrack
 from fedjax_drift.simulation.host import Fetched, prefetching
-from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
+from fedjax_drift.simulation.loop import Loop, Watch, attach_to
 from fedjax_drift.simulation.placement import Placement, moved, on_host
 from fedjax_drift.simulation.plan import Plan, plan_of
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import History, complaints, loss_message
-from fedjax_drift.simulation.setup import Setup, assemble
+from fedjax_drift.simulation.setup import Options, Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
 from fedjax_drift.simulation.until import Until, ends, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints
@@ -118,11 +119,11 @@ class Simulation:
         placement = _grouped("placement", Placement, placement, options)
         if options:
             raise TypeError(_unexpected(next(iter(options))))
-        setup = assemble(
-            model, data, algorithm, local, cohort_size, sampling, failures, aggregation, placement, on_nonfinite,
-            measure,
+        given = Options(
+            model, data, algorithm, LocalTraining() if local is None else local, cohort_size, sampling, failures,
+            mean() if aggregation is None else aggregation, placement, on_nonfinite, measure,
         )  # fmt: skip
-        self.executor = Executor(setup, self.__repr__)
+        self.executor = Executor(assemble(given), self.__repr__)
 
     @property
     def setup(self) -> Setup:
@@ -461,25 +462,17 @@ class Simulation:
 
         The errors of `round_fn` can be raised, too.
         """
-        rounds, eval_every, measure_every, progress = validate.check_run(rounds, eval_every, measure_every, progress)
+        asked = Asked.checked(rounds, eval_every, measure_every, progress, until)
         if on_round is not None:
             checks.function("on_round", on_round, "it is called with each record")
-        validate.check_until(until, eval_every, self.data.x_test is not None)
-        if eval_every and self.data.x_test is not None:
-            validate.warn_of_initial_statistics(self.model)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             checkpoints = Checkpoints(checkpoints)
         setup = self.setup
         state = setup.admit(state)
-        t, last = int(state.round), int(state.round) + rounds
-        cohort_of = self._cohorts(cohort, t, last)
-        schedule = Schedule(
-            last,
-            eval_every if self.data.x_test is not None else 0,
-            measure_every if setup.measures else 0,
-            (checkpoints.every or 0) if checkpoints is not None else 0,
-            setup.one_round_a_program or cohort is not None,
-        )
+        first, last = int(state.round), int(state.round) + asked.rounds
+        cohort_of = self._cohorts(cohort, first, last)
+        single = setup.one_round_a_program or cohort is not None
+        schedule = asked.schedule([setup], last, checkpoints, single)
         fetching: Any = nullcontext(lambda t: Fetched(setup.arrays, cohort_of(t)))
         if setup.needs_host:
             key = on_host(state.key)  # a copy, because the key in the state is donated
@@ -489,21 +482,21 @@ class Simulation:
             nullcontext()
             if checkpoints is None
             else saving([checkpoints], [self.specification], [state], stop.held) as savers,
-            Bar(rounds, self.algorithm.name, progress if leads(self.mesh) else False) as bar,
+            Bar(asked.rounds, self.algorithm.name, asked.progress if leads(self.mesh) else False) as bar,
             fetching as fetch,
         ):
             before = [] if savers is None else savers.before[0]
             if until is not None and has_ended(until, before):
                 return state, History()
-            track = RunTrack(self.executor, state, fetch, stacked=not schedule.one_round_a_program)
-            loop = Loop(
-                [track], 1, self.mesh, schedule, bar, stop, savers,
-                None if on_round is None else lambda run, entry: on_round(entry),
+            track = RunTrack(self.executor, state, fetch, stacked=not single)
+            watch = Watch(
                 lambda run, t, info, entry: complaints(t, info, entry, setup),
-                None if until is None else lambda run, history: ends(until, before + history),
-            )  # fmt: skip
-            (history,) = loop.histories
-            loop.run(t, lambda error, states: attach_to(error, state=states[0], history=history))
+                on_record=None if on_round is None else lambda run, entry: on_round(entry),
+                until=None if until is None else lambda run, history: ends(until, before + history),
+            )
+            loop = Loop([track], self.mesh, schedule, watch, bar, stop)
+            loop.savers, (history,) = savers, loop.histories
+            loop.run(first, lambda error, states: attach_to(error, state=states[0], history=history))
         if loop.terminated or stop.terminated:
             raise SystemExit(143)
         return track.state, history
@@ -597,7 +590,7 @@ class Simulation:
         ValueError if there is no test set.
         """
         state = self.setup.admit(state)
-        validate.warn_of_initial_statistics(self.model)
+        validate.warn_of_initial_statistics([self.model])
         scores = jax.tree.map(lambda v: v if traced(v) else float(v), self.executor.scores(state.server))
         if isinstance(scores["loss"], float) and not math.isfinite(scores["loss"]):
             checks.warn(loss_message(f"{scores['loss']} after {int(state.round)} rounds"), RuntimeWarning)

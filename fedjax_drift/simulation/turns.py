@@ -1,145 +1,29 @@
-"""The runs of a sweep on the devices. A turn is a group of runs that are trained in one program.
-
-If there are at least as many runs as devices, each device trains different runs (``apart``), and the devices do not
-communicate. Otherwise all devices train the same runs together, as in `Simulation.run`. Each device trains
-``per_device`` runs of a turn side by side (vmap).
-"""
+"""The runs of a sweep that are trained in one program: a turn, and its `Track`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import recipes
 from fedjax_drift.devices.launch import launch
-from fedjax_drift.devices.mesh import AXIS, any_device, copied, num_teams
+from fedjax_drift.devices.mesh import copied
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import nan_allowed
 from fedjax_drift.round import rows
-from fedjax_drift.round.engine import Arrays, Engine, TestRows
-from fedjax_drift.round.evaluate import evaluate, server_scores
-from fedjax_drift.round.round import init
-from fedjax_drift.simulation import programs
+from fedjax_drift.round.evaluate import server_scores
+from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.loop import rounds_of_one
-from fedjax_drift.simulation.placement import frozen_parameters
-from fedjax_drift.simulation.programs import FrozenArrays
+from fedjax_drift.simulation.programs import KEPT, Programs, split
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
 
 Setting = dict[str, Any]
-
-
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
-class Layout(NamedTuple):
-    """The placement of the runs of a turn on the devices."""
-
-    mesh: Mesh
-    apart: bool  # whether each device trains different runs
-    per_device: int  # number of runs that a device trains side by side
-
-    @property
-    def size(self) -> int:
-        """The number of runs in a turn."""
-        return self.per_device * (num_teams(self.mesh) if self.apart else 1)
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """The sharding of arrays whose first axis is the runs of a turn."""
-        return NamedSharding(self.mesh, P(AXIS) if self.apart else P())
-
-    def inside(self, engine: Engine) -> Engine:
-        """The engine of one run.
-
-        If the runs are apart, its mesh is one abstract device, which stands for any device. Otherwise it is ``engine``.
-        """
-        return engine._replace(mesh=any_device()) if self.apart else engine  # type: ignore[arg-type]
-
-
-class TurnPrograms(NamedTuple):
-    """Programs that are compiled when they are first called.
-
-    The first axis of values, keys, states and results is the runs of a turn.
-    """
-
-    init: Callable[..., ServerState]  # (values, key, frozen, params)
-    rounds: Callable[..., tuple[ServerState, dict]]  # (values, state, frozen, arrays, n)
-    """The leaves of the infos are [runs, MOST_ROUNDS, ...], or [runs, 1, ...] with measures."""
-    measured_round: Callable[..., tuple[ServerState, dict]]  # one of `rounds`, with drift measures
-    evaluate: Callable[..., dict]  # (values, server, frozen, test)
-
-
-def compiled(
-    engine_of: Callable[[PyTree, FrozenArrays], Engine], measures: tuple[str, ...], layout: Layout
-) -> TurnPrograms:
-    """The programs for the engines ``engine_of(values, frozen)``."""
-
-    def turn_init(values: PyTree, key: jax.Array, frozen: FrozenArrays, params: Params | None) -> ServerState:
-        return init(engine_of(values, frozen), key, params)
-
-    def rounds_with(names: tuple[str, ...]) -> Callable:
-        def turn_rounds(
-            values: PyTree, state: ServerState, frozen: FrozenArrays, arrays: Arrays, n: jax.Array
-        ) -> tuple[ServerState, dict]:
-            return programs.rounds(engine_of(values, frozen), names, state, arrays, n)
-
-        return turn_rounds
-
-    def turn_evaluate(values: PyTree, server: Any, frozen: FrozenArrays, test: TestRows) -> dict:
-        engine = engine_of(values, frozen)
-        return server_scores(lambda params: evaluate(engine, params, test), server)
-
-    def of_turn(program: Callable, shared: int, **options: Any) -> Callable:
-        """The program for a turn. shared: the last ``shared`` arguments are the same for all runs."""
-        on_device = partial(_several if layout.per_device > 1 else _one, program, shared)
-        if not layout.apart:
-            return jax.jit(on_device, out_shardings=layout.sharding, **options)
-
-        def on_devices(*arguments: Any) -> Any:
-            per_run = len(arguments) - shared
-            specs = (*[P(AXIS)] * per_run, *[P()] * shared)
-            # check_vma=False for the reason given in `round.engine.on_each_device`.
-            return jax.shard_map(
-                on_device, mesh=layout.mesh, in_specs=specs, out_specs=P(AXIS), axis_names={AXIS}, check_vma=False
-            )(*arguments)  # fmt: skip
-
-        on_devices.__name__ = program.__name__
-        return jax.jit(on_devices, **options)
-
-    return TurnPrograms(
-        init=of_turn(turn_init, 2),
-        rounds=of_turn(rounds_with(()), 3, donate_argnums=1),
-        measured_round=of_turn(rounds_with(measures), 3, donate_argnums=1),
-        evaluate=of_turn(turn_evaluate, 2),
-    )
-
-
-def _one(program: Callable, shared: int, *arguments: Any) -> Any:
-    """Calls the program for one run, without vmap. Arguments and results have a first axis of length 1."""
-    per_run = len(arguments) - shared
-    of_the_run = jax.tree.map(lambda a: a[0], arguments[:per_run])
-    return jax.tree.map(lambda a: a[None], program(*of_the_run, *arguments[per_run:]))
-
-
-def _several(program: Callable, shared: int, *arguments: Any) -> Any:
-    """Calls the program for several runs side by side."""
-    return jax.vmap(program, in_axes=(*[0] * (len(arguments) - shared), *[None] * shared))(*arguments)
-
-
-@lru_cache(programs.KEPT)
-def of_form(form: recipes.Form, measures: tuple[str, ...], layout: Layout) -> TurnPrograms:
-    """The programs for runs that differ in their seeds and in the numbers of their engine."""
-    return compiled(lambda numbers, frozen: recipes.join(form, numbers, frozen), measures, layout)
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 class Planned(NamedTuple):
@@ -147,14 +31,14 @@ class Planned(NamedTuple):
 
     seed: int
     setting: Setting
-    values: PyTree  # the numbers of the setting that are arguments of the programs
+    setup: Setup
 
 
 class Turn(NamedTuple):
     """A group of runs that are trained together in one program."""
 
     runs: tuple[int, ...]  # positions in the list of runs; the last turn may repeat its last run
-    values: PyTree  # leaves [runs]
+    numbers: PyTree  # the numbers of the engines, leaves [runs]
     key: jax.Array  # [runs]
 
     def places(self) -> Iterator[tuple[int, int]]:
@@ -164,54 +48,96 @@ class Turn(NamedTuple):
                 yield place, run
 
 
-def turns(planned: Sequence[Planned], layout: Layout) -> list[Turn]:
-    """Splits the runs into turns of ``layout.size`` runs."""
+def tracks(planned: Sequence[Planned], most: int, constant: bool) -> list[TurnTrack]:
+    """Groups the runs that can share a program, and splits the groups into turns.
 
-    def starting_at(first: int) -> Turn:
-        runs = tuple(min(first + j, len(planned) - 1) for j in range(layout.size))
-        # The values are weakly typed, like the Python numbers of a single run. So results have the parameters' dtype.
-        values = jax.tree.map(
-            lambda *each: jnp.stack([jnp.asarray(v) for v in each]), *[planned[i].values for i in runs]
+    most: the number of runs that a device may train side by side. constant: whether numbers are constants of the
+    programs.
+    """
+    groups = _groups(planned, constant)
+    return [track for group in groups for track in _tracks_of_group(planned, group, most, constant)]
+
+
+def side_by_side(planned: Sequence[Planned], most: int) -> int:
+    """Returns the largest number of runs that a device trains side by side, if it may train ``most``."""
+    groups = _groups(planned, constant=False)
+    return max(Layout.of(planned[group[0]].setup.mesh, len(group), most).per_device for group in groups)
+
+
+def _groups(planned: Sequence[Planned], constant: bool) -> list[list[int]]:
+    """Returns the positions of the runs that can share a program, for each program."""
+    groups: dict[Any, list[int]] = {}
+    for run, plan in enumerate(planned):
+        groups.setdefault(_shared(plan.setup, constant), []).append(run)
+    if len(groups) > KEPT:
+        raise ConfigurationError(
+            f"settings must need at most {KEPT} programs, got {len(groups)}: only numbers such as lr, mu and alpha "
+            "share a program. Use one sweep for each value of the other arguments, decorate your own algorithm with "
+            "fd.algorithm, and create models, functions and data sets outside build"
         )
-        key = jnp.stack([jax.random.key(planned[i].seed, impl=THREEFRY) for i in runs])
-        return Turn(runs, *jax.device_put((values, key), layout.sharding))
+    return list(groups.values())
 
-    return [starting_at(first) for first in range(0, len(planned), layout.size)]
+
+def _shared(setup: Setup, constant: bool) -> Any:
+    """What runs have in common that share a program and its arguments. Runs may differ in their numbers."""
+    frozen = tuple(frozen.checksum for frozen in setup.model.frozen)
+    form, _ = split(setup.engine, constant)
+    return form, id(setup.data), frozen, setup.measures, setup.eval_batch_size
+
+
+def _tracks_of_group(planned: Sequence[Planned], group: Sequence[int], most: int, constant: bool) -> list[TurnTrack]:
+    setup = planned[group[0]].setup
+    layout = Layout.of(setup.mesh, len(group), most)
+    programs = Programs(layout.inside(setup.engine), setup.model, one_state=False, constant=constant, layout=layout)
+
+    def starting_at(first: int) -> TurnTrack:
+        runs = tuple(group[min(first + j, len(group) - 1)] for j in range(layout.size))
+        each = [split(planned[run].setup.engine, constant)[1] for run in runs]
+        # The numbers are weakly typed, like the Python numbers of a single run. So results have the parameters' dtype.
+        numbers = tuple(jnp.stack([jnp.asarray(number) for number in column]) for column in zip(*each, strict=True))
+        key = jnp.stack([jax.random.key(planned[run].seed, impl=THREEFRY) for run in runs])
+        return TurnTrack(setup, programs, layout, Turn(runs, *jax.device_put((numbers, key), layout.sharding)))
+
+    return [starting_at(first) for first in range(0, len(group), layout.size)]
 
 
 class TurnTrack:
     """A turn as a `Track` of the loop in `loop.py`. It holds the states of the runs and advances them."""
 
-    def __init__(self, setup: Setup, compiled: TurnPrograms, layout: Layout, turn: Turn) -> None:
-        self.setup, self.compiled, self.layout, self.turn = setup, compiled, layout, turn
+    def __init__(self, setup: Setup, programs: Programs, layout: Layout, turn: Turn) -> None:
+        self.setup, self.programs, self.layout, self.turn = setup, programs, layout, turn
         # The examples are replicated in a sweep. If the runs are apart, each device evaluates on the whole test set.
         self.arrays = rows.place(setup.data, setup.mesh, "devices", setup.eval_batch_size, whole_test=layout.apart)
-        self.frozen = frozen_parameters(setup.model, setup.mesh)
+        self.runs = dict(turn.places()).values()
         self.state: ServerState
 
     def start(self, params: Params | None, states: Sequence[ServerState] | None) -> None:
         """Starts from ``states``, or at round 0 if it is None. States are copied because rounds donate their input."""
         if states is None:
             params = None if params is None else jax.device_put(params, NamedSharding(self.layout.mesh, P()))
-            self.state = self._launch("init", self.turn.key, self.frozen, params)
+            self.state = self._launch("init", self.turn.key, params)
             return
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[states[run] for run in self.turn.runs])
         self.state = copied(jax.device_put(stacked, self.layout.sharding), self.layout.sharding)
 
-    def _launch(self, program: str, *arguments: Any) -> Any:
-        return launch(self.layout.mesh, getattr(self.compiled, program), self.turn.values, *arguments)
+    def _launch(self, name: str, *arguments: Any) -> Any:
+        program = getattr(self.programs.compiled, name)
+        return launch(self.layout.mesh, program, self.turn.numbers, self.programs.frozen, *arguments)
 
     def prepare(self, t: int) -> None:
         """Does nothing: the data are already on the devices."""
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
-        program, names = ("measured_round", self.setup.measures) if measured else ("rounds", ())
+        names = self.setup.measures if measured else ()
         with nan_allowed(names):
-            self.state, infos = self._launch(program, self.state, self.frozen, self.arrays, np.int32(n))
+            self.state, infos = self._launch("rounds", names, self.state, self.arrays, np.int32(n))
         return infos
 
     def score(self) -> dict[str, jax.Array]:
-        return self._launch("evaluate", self.state.server, self.frozen, self.arrays.test)
+        if self.arrays.test is None:
+            return {}
+        score = self.programs.launch_scoring
+        return server_scores(lambda params: score("evaluate", params, self.arrays.test), self.state.server)
 
     def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
         for place, run in self.turn.places():
@@ -221,20 +147,4 @@ class TurnTrack:
 
     def states(self) -> Iterable[tuple[int, ServerState]]:
         """The state of each run, on the device that trained it."""
-        return [(run, _of_place(self.state, place, self.layout)) for place, run in self.turn.places()]
-
-
-def _of_place(tree: PyTree, place: int, layout: Layout) -> PyTree:
-    """Returns the arrays of one run from a tree whose leaves have a first axis of runs.
-
-    The arrays stay on the device that trained the run.
-    """
-    device, lane = divmod(place, layout.per_device)
-
-    def leaf(a: jax.Array) -> jax.Array:
-        if not layout.apart:
-            return a[place]
-        shard = next(s for s in a.addressable_shards if (s.index[0].start or 0) == device * layout.per_device)
-        return shard.data[lane]
-
-    return jax.tree.map(leaf, tree)
+        return [(run, self.layout.of_place(self.state, place)) for place, run in self.turn.places()]

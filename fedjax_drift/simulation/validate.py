@@ -6,7 +6,7 @@ A check that fails raises ConfigurationError. The checks run before a round is c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,7 @@ from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model, cross_entropy
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.simulation.ascent import check_optimizer
-from fedjax_drift.simulation.until import reaches, stalls
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
-
-ROUNDS = 2**31 - 1  # most rounds, because a state counts them in int32
 
 
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
@@ -131,9 +128,10 @@ def check_statistics(kept: str, algorithm: Algorithm, aggregation: Aggregation) 
         )
 
 
-def warn_of_initial_statistics(model: Model) -> None:
-    """Warns that the global model is evaluated with its initial running statistics, if only the clients update them."""
-    if model.statistics is not None and model.statistics.kept == "local":
+def warn_of_initial_statistics(models: Sequence[Model]) -> None:
+    """Warns if a global model is evaluated with its initial running statistics, because only the clients update
+    them."""
+    if any(model.statistics is not None and model.statistics.kept == "local" for model in models):
         checks.warn(
             'with statistics="local" the global model has only the initial running statistics, so its scores say '
             "little: use sim.evaluate_clients(state), which evaluates each client with its own, and eval_every=0"
@@ -176,32 +174,6 @@ def check_aggregation(
             f"the privacy accounting of {aggregation.name} needs clients that do not influence each other, got "
             f"{source}, with which one client changes the messages of others or whether they are aggregated: leave it "
             "out"
-        )
-
-
-def check_run(rounds: Any, eval_every: Any, measure_every: Any, progress: Any) -> tuple[int, int, int, bool | None]:
-    """Checks these arguments of a run, and returns them as Python values."""
-    return (
-        checks.integer("rounds", rounds, 0, ROUNDS),
-        checks.integer("eval_every", eval_every, 0, fix="0 means never"),
-        checks.integer("measure_every", measure_every, 1),
-        None if progress is None else checks.flag("progress", progress, "None: in a terminal or a notebook"),
-    )
-
-
-def check_until(until: Any, eval_every: int, has_test: bool) -> None:
-    """Checks the rule that ends a run early, and that there are evaluations for it."""
-    if until is None:
-        return
-    fix = "pass fd.until.reaches(accuracy=0.98), for example; None means all rounds"
-    checks.function("until", until, fix)
-    if until in (reaches, stalls):
-        raise ConfigurationError(f"until must be a rule, got fd.until.{until.__name__} without its arguments: {fix}")
-    if not (eval_every and has_test):
-        missing = "eval_every=0" if has_test else "no test set"
-        raise ConfigurationError(
-            f"until needs evaluations, got {missing}: pass eval_every=10, and data with test=(x, y) or "
-            "data.with_validation(0.1)"
         )
 
 
