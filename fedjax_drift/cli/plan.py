@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import textwrap
 from collections.abc import Callable, Sequence
 
@@ -11,9 +10,10 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.cli.flags import HIDDEN, add, add_run, count, parse_spec
+from fedjax_drift.cli.flags import PARTITION, add, add_run
 from fedjax_drift.cli.parsed_run import assemble, load_data
-from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.cli.values import count
+from fedjax_drift.data.datasets import OPTIONS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.simulation.plan import TooLargeError
 
@@ -70,7 +70,7 @@ def plan_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], 
 
 def _shapes(args: argparse.Namespace) -> fd.FederatedData:
     """Returns data of the right shape. Its partition has no effect."""
-    dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
+    dataset = args.dataset
     if dataset.name not in SHAPES and dataset.name != "dialogue":
         raise ConfigurationError(
             f"--rows-per-client needs a data set of images or text ({', '.join(SHAPES)}, dialogue), got "
@@ -80,11 +80,11 @@ def _shapes(args: argparse.Namespace) -> fd.FederatedData:
         raise ConfigurationError(
             f"--validation has no effect with --rows-per-client, got {args.validation}: leave it out"
         )
-    args.partition = "iid" if args.partition is None else args.partition
+    args.partition = args.partition or PARTITION("iid")
     clients = 100 if args.clients is None else args.clients
     if dataset.name != "dialogue":
         return fd.FederatedData.of_shapes(clients, args.rows_per_client, SHAPES[dataset.name], test_rows=10_000)
-    tokens = (dataset.options.get("length", inspect.signature(DATASETS["dialogue"]).parameters["length"].default),)
+    tokens = (dataset.options.get("length", OPTIONS["dialogue"]["length"]),)
     return fd.FederatedData.of_shapes(clients, args.rows_per_client, tokens, np.int32, 1000, label_shape=tokens)
 
 

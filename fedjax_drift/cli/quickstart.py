@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.cli.flags import Parser, add, count, seed
+from fedjax_drift.cli.flags import Parser, add
 from fedjax_drift.cli.output import add_output
 from fedjax_drift.cli.render import wrap, wrapped_command
 from fedjax_drift.cli.run import fill_run, run
+from fedjax_drift.cli.values import count, seed
 from fedjax_drift.errors import ConfigurationError
 
 ALGORITHMS = ("fedavg", "scaffold", "feddc:alpha=0.1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
 import textwrap
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.data.datasets import OPTIONS
 from fedjax_drift.plots.bands import BANDS
 from fedjax_drift.records import by_seed
 
@@ -138,11 +137,10 @@ def listing(data_dir: str | None) -> str:
     lines = ["data set       labels  where"]
     lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['location']}" for entry in described]
     lines += ["", "Options, written NAME:key=value,key=value, with their defaults:"]
-    for name, make in DATASETS.items():
-        parameters = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        if parameters:
-            options = ", ".join(f"{p.name}={p.default}" for p in parameters)
-            lines += wrap(f"{name}: {options}", "  ", "      ")
+    for name, options in OPTIONS.items():
+        if options:
+            listed = ", ".join(f"{option}={default}" for option, default in options.items())
+            lines += wrap(f"{name}: {listed}", "  ", "      ")
     for entry in described:
         if not entry["available"]:
             lines += ["", f"To get {entry['name']}:"]
@@ -171,7 +169,3 @@ def wrapped_command(words: Sequence[str], width: int = 76) -> str:
         else:
             lines.append(f"{'      ' if lines else '  '}{word}")
     return " \\\n".join(lines)
-
-
-def rounds_to_do(done: int, rounds: int) -> str:
-    return f"rounds {done + 1} to {rounds}" if done else f"{rounds} rounds"
