@@ -10,6 +10,9 @@ creates every simulation.
 
 With --distributed several processes run the same command. Only the first process prints and writes files. All processes
 exit with the same code.
+
+Each command is a module. Its docstring is the help of the command. `add_flags` adds the flags of the command. `start`
+checks their values, and returns the function that does the work.
 """
 
 from __future__ import annotations
@@ -25,25 +28,15 @@ import jax
 
 import fedjax_drift as fd
 from fedjax_drift.checks import nearest
-from fedjax_drift.cli.data import DATA_EXAMPLES, fill_data
+from fedjax_drift.cli import data, plan, quickstart, run, tune
 from fedjax_drift.cli.flags import Parser
-from fedjax_drift.cli.plan import PLAN_EXAMPLES, fill_plan
-from fedjax_drift.cli.quickstart import fill_quickstart
 from fedjax_drift.cli.render import show_error, show_warning
 from fedjax_drift.cli.resume import resumed
-from fedjax_drift.cli.run import RUN_EXAMPLES, fill_run
-from fedjax_drift.cli.tune import TUNE_EXAMPLES, fill_tune
 from fedjax_drift.devices.processes import agree
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
+COMMANDS = {"quickstart": quickstart, "run": run, "tune": tune, "data": data, "plan": plan}
 REFUSALS = (ConfigurationError, MissingPackageError, OSError)  # any other exception is a bug and prints a traceback
-COMMANDS = (
-    ("quickstart", "show client drift and its correction, in under a minute", None, fill_quickstart),
-    ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
-    ("tune", "tune algorithms with the same effort", TUNE_EXAMPLES, fill_tune),
-    ("data", "list the data sets, or plot the clients of a data set", DATA_EXAMPLES, fill_data),
-    ("plan", "say what a run needs on TPUs or GPUs that are not here", PLAN_EXAMPLES, fill_plan),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,9 +96,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"fedjax-drift {fd.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers = {}
-    for name, summary, epilog, fill in COMMANDS:
-        subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
-        fill(subparsers[name])
+    for name, module in COMMANDS.items():
+        description, examples, epilog = (module.__doc__ or "").partition("examples:\n")
+        summary = description.partition("\n")[0]
+        subparsers[name] = commands.add_parser(name, help=summary, description=description, epilog=examples + epilog)
+        module.add_flags(subparsers[name])
+        subparsers[name].set_defaults(command=module.start)
     if not argv:
         parser.print_help()
         parser.exit()

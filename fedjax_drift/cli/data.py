@@ -1,9 +1,19 @@
-"""`fedjax-drift data`: lists the data sets, or plots the clients of one data set."""
+"""Lists the data sets, or plots the clients of a data set.
+
+Without NAME: lists the data sets, shows which of them are on this machine,
+and says how to get the others. With NAME: partitions this data set, prints
+the sizes of the clients, and plots their sizes and label mixes to
+federation.png.
+
+examples:
+  fedjax-drift data
+  fedjax-drift data mnist --partition dirichlet:0.3 --clients 100
+  fedjax-drift data synthetic:variant=fedprox --output runs/look
+"""
 
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,32 +23,18 @@ from fedjax_drift.cli.output import add_output, output_folder
 from fedjax_drift.cli.parsed_run import load_data, partition_text, summary
 from fedjax_drift.cli.render import aligned, listing
 
-DATA_EXAMPLES = """\
-examples:
-  fedjax-drift data
-  fedjax-drift data mnist --partition dirichlet:0.3 --clients 100
-  fedjax-drift data synthetic:variant=fedprox --output runs/look
-"""
 
-
-def fill_data(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [NAME[:key=value,...]] [options]"
-    parser.description = textwrap.fill(
-        "Without NAME: lists the data sets, shows which of them are on this machine, and says how to get the others. "
-        "With NAME: partitions this data set, prints the sizes of the clients, and plots their sizes and label mixes "
-        "to federation.png.",
-        78,
-    )
     add_data(parser, required=False)
     add_output(parser, progress=False)
-    parser.set_defaults(command=data_command)
 
 
-def data_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     if args.dataset is None:
         text = listing(args.data_dir)
         return lambda: print(text) or 0
-    output, data = output_folder(args, f"data-{args.dataset.name}"), load_data(args)
+    output, data = output_folder(args, "data", args.dataset.name), load_data(args)
     return lambda: _draw(data, partition_text(args), output)
 
 

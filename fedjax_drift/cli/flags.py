@@ -1,4 +1,4 @@
-"""The flags of a simulation. Flags of local training, failures and placement are generated from the library's classes.
+"""The flags of a simulation. Those of local training and failures are generated from the library's classes.
 
 A generated flag has the type and the default value of the parameter. Its help is the description in the docstring.
 """
@@ -24,7 +24,6 @@ from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS, TRAINED
 from fedjax_drift.round.failures import Failures
-from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.simulation import Simulation
 
 SPEC = "NAME[:key=value,...]"
@@ -189,7 +188,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", count0, 1)
     add(group, "--devices", "N", "number of CPU devices of a process (default: one per core; with --distributed, 1). "
         "No effect on a GPU", count)
-    add_parameters(group, Placement, "devices_per_client")
+    add(group, "--devices-per-client", "N", "number of devices that train a client together, for a model of which a "
+        "part is trained (--train) and that is too large for one device", count, 1)
     add(group, "--lanes", "L", "number of clients that train side by side (vmap) on one device", lanes, "auto")
     group.add_argument("--bfloat16", action="store_true",
                        help="compute the networks in bfloat16; parameters stay float32")

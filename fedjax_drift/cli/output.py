@@ -32,12 +32,13 @@ def add_output(group: Any, progress: bool = True) -> None:
     group.set_defaults(started=int(time.time()))
 
 
-def output_folder(args: argparse.Namespace, what: str) -> Path:
-    """Returns the output folder, which is not created yet.
+def output_folder(args: argparse.Namespace, *names: str) -> Path:
+    """Returns the output folder, which is not created yet. By default, it is named after the names and the time.
 
     Raises ConfigurationError if it cannot be written, or if files would be overwritten without --force.
     """
-    path = args.output or Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(args.started))}"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(args.started))
+    path = args.output or Path("runs") / f"{'-'.join(dict.fromkeys(names))[:80]}-{stamp}"
     if not fd.distributed.is_first():
         return path
     if path.exists() and not path.is_dir():

@@ -94,7 +94,7 @@ def parse_run(
         checks.instance("data", data, FederatedData, "pass the data of an earlier parse_run, or leave it out")
     if values is not None:
         checks.instance("values", values, Mapping, 'pass {"lr": 0.1}, for example')  # type: ignore[type-abstract]
-        shared = set.intersection(*(set(spec.parameters) for spec in algorithm_specs(args)))
+        shared = set.intersection(*(set(spec.defaults) for spec in algorithm_specs(args)))
         for name in values:
             checks.choice("a name in values", name, [*LOCAL, *sorted(shared.difference(LOCAL))])
     use_devices(args.devices)
@@ -117,10 +117,7 @@ def _words(words: Any) -> list[str]:
 
 
 def use_devices(number: int | None) -> None:
-    """Makes JAX use this number of CPU devices.
-
-    None means one device per core. If JAX has already started, as in a notebook, None keeps its devices.
-    """
+    """Makes JAX use this number of CPU devices. None: one per core, or those of a JAX that has already started."""
     try:
         use_cpu_devices(number)
     except RuntimeError as error:
@@ -156,11 +153,9 @@ def assemble(
     mesh: the devices. Default: all.
     """
     specs, values = algorithm_specs(args), dict(values or {})
-    local = LocalTraining(
-        **{name: values.pop(name, getattr(args, name)) for name in LOCAL},
-        optimizer=args.optimizer and _optimizer(args.optimizer),
-        augment=args.augment and args.augment.make(),
-    )
+    numbers = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
+    optimizer, augment = args.optimizer and _optimizer(args.optimizer), args.augment and args.augment.make()
+    local = LocalTraining(**numbers, optimizer=optimizer, augment=augment)
     algorithms = {}
     for spec in specs:
         try:
@@ -189,8 +184,15 @@ def assemble(
     options |= {"stream": "auto" if args.stream == "auto" else SWITCH[args.stream], "aggregation": _aggregation(args)}
     simulations = {
         name: Simulation(
-            trained, data, algorithm, local=local, cohort_size=args.cohort, bank=_bank(args, name), mesh=mesh, **options
-        )
+            trained,
+            data,
+            algorithm,
+            local=local,
+            cohort_size=args.cohort,
+            mesh=mesh,
+            **options,
+            bank=args.bank if args.bank in BANKS else os.path.join(args.bank, file_name(name)),
+        )  # fmt: skip
         for name, algorithm in algorithms.items()
     }
     first = next(iter(simulations.values()))
@@ -202,12 +204,9 @@ def assemble(
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
         "train": part,
         "init": None if args.init is None else os.path.abspath(args.init),
-        "algorithms": {
-            spec.text: {"name": spec.name, **{k: p.default for k, p in spec.parameters.items()}, **spec.options}
-            for spec in specs
-        },
+        "algorithms": {spec.text: {"name": spec.name, **spec.defaults, **spec.options} for spec in specs},
         "local": vars(local)
-        | {name: spec and spec.text for name, spec in (("optimizer", args.optimizer), ("augment", args.augment))},
+        | {"optimizer": args.optimizer and args.optimizer.text, "augment": args.augment and args.augment.text},
         "cohort_size": args.cohort,
         "redeal": data.redeal,
         "failures": failures,
@@ -216,14 +215,11 @@ def assemble(
         "data_seed": data_seed(args),
         "lanes": first.lanes,
         "bank": {name: sim.bank for name, sim in simulations.items()},
-        "devices": {
-            "platform": jax.default_backend(), "count": jax.device_count(), "per_client": args.devices_per_client,
-        },
+        "devices": {"platform": jax.default_backend(), "count": jax.device_count()}
+        | {"per_client": args.devices_per_client},
         "processes": jax.process_count(),
-        "versions": {
-            **versions(), "numpy": np.__version__, "python": platform.python_version(),
-            "platform": platform.platform(),
-        },
+        "versions": versions()
+        | {"numpy": np.__version__, "python": platform.python_version(), "platform": platform.platform()},
         **{name: getattr(args, name) for name in SAME},
     }  # fmt: skip
     return ParsedRun(simulations, data, params, config, args.rounds, args.eval_every, measure_every, args.seed)
@@ -266,19 +262,18 @@ def partition_text(args: argparse.Namespace) -> str:
 def _partition(args: argparse.Namespace) -> Partition | None:
     """Returns the partition, or None for the natural clients of a data set."""
     if args.dataset.name in NATURAL:
-        for flag in ("--clients", "--size-sigma"):
-            natural = f"{args.dataset.name} has natural clients, so add --partition iid, for example"
-            needs(args, flag, "--partition", natural)
+        why = f"{args.dataset.name} has natural clients, so add --partition iid, for example"
+        needs(args, "--clients", "--partition", why)
+        needs(args, "--size-sigma", "--partition", why)
         if args.partition is None:
             return None
-    spec = args.partition or PARTITION("iid")
-    for name, value in (("clients", args.clients), ("size-sigma", args.size_sigma)):
-        if value is not None and {"clients": "num_clients", "size-sigma": "size_sigma"}[name] not in spec.parameters:
+    spec, clients, sigma = args.partition or PARTITION("iid"), args.clients, args.size_sigma
+    for flag, option, value in (("--clients", "num_clients", clients), ("--size-sigma", "size_sigma", sigma)):
+        if value is not None and option not in spec.defaults:
             raise ConfigurationError(
-                f"--{name} has no effect on {spec.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
+                f"{flag} has no effect on {spec.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
             )
-    clients = 100 if args.clients is None else args.clients
-    return spec.using(num_clients=clients, seed=data_seed(args), size_sigma=args.size_sigma or 0.0).make()
+    return spec.using(num_clients=clients or 100, seed=data_seed(args), size_sigma=sigma or 0.0).make()
 
 
 def _model_spec(args: argparse.Namespace, data: FederatedData) -> Spec:
@@ -289,7 +284,7 @@ def _model_spec(args: argparse.Namespace, data: FederatedData) -> Spec:
     known = {"num_classes": classes, "input_shape": data.x.shape[1:]}
     known |= args.dataset.options  # options that the model has too, such as the vocabulary of agnews
     known |= {"cosine": True} if args.cosine else {}
-    known |= {"sizes": movielens.sizes(data)} if "sizes" in spec.parameters else {}
+    known |= {"sizes": movielens.sizes(data)} if "sizes" in spec.defaults else {}
     return spec.using(**known)
 
 
@@ -317,11 +312,6 @@ def _measure_every(args: argparse.Namespace) -> int:
             "smaller number"
         )
     return args.measure_every or 1
-
-
-def _bank(args: argparse.Namespace, algorithm: str) -> str:
-    """Returns where the client states of an algorithm are kept. A folder has one subfolder per algorithm."""
-    return args.bank if args.bank in BANKS else os.path.join(args.bank, file_name(algorithm))
 
 
 def summary(data: FederatedData) -> dict[str, Any]:

@@ -1,4 +1,22 @@
-"""`fedjax-drift plan`: says what a run needs on TPU slices or GPUs that are not here."""
+"""Says what a run needs on TPUs or GPUs that are not here.
+
+Compiles a round for TPU slices or GPUs that are not here, and prints the
+memory that it needs on each device, the collective operations, and the bytes
+that the devices exchange. Nothing is executed. Takes the options of
+fedjax-drift run. Needs a compiler: pip install "jax[tpu]" for TPUs; for GPUs,
+pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12, in the
+version of jax.
+
+examples:
+  fedjax-drift plan --topology v5e:4x4 --dataset femnist --clients 3400 \\
+      --rows-per-client 195 --cohort 3400 --algorithm scaffold --model lenet5
+  fedjax-drift plan --topology v5e:2x2,v5e:4x4,h100:8 --dataset cifar10 \\
+      --clients 100 --rows-per-client 500 --algorithm feddc --model resnet18
+  fedjax-drift plan --topology v5e:4x4 --dataset dialogue:length=512 \\
+      --clients 1000 --rows-per-client 64 --cohort 64 --algorithm scaffold \\
+      --model decoder:vocabulary=32000,length=512,width=2048,depth=18,heads=16,remat=true \\
+      --train lora:rank=8 --bfloat16 --batch-size 4 --devices-per-client 4
+"""
 
 from __future__ import annotations
 
@@ -13,34 +31,15 @@ import fedjax_drift as fd
 from fedjax_drift.cli.flags import PARTITION, add, add_run
 from fedjax_drift.cli.parsed_run import assemble, load_data
 from fedjax_drift.cli.values import count
-from fedjax_drift.data.datasets import OPTIONS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.simulation.plan import TooLargeError
 
-PLAN_EXAMPLES = """\
-examples:
-  fedjax-drift plan --topology v5e:4x4 --dataset femnist --clients 3400 \\
-      --rows-per-client 195 --cohort 3400 --algorithm scaffold --model lenet5
-  fedjax-drift plan --topology v5e:2x2,v5e:4x4,h100:8 --dataset cifar10 \\
-      --clients 100 --rows-per-client 500 --algorithm feddc --model resnet18
-  fedjax-drift plan --topology v5e:4x4 --dataset dialogue:length=512 \\
-      --clients 1000 --rows-per-client 64 --cohort 64 --algorithm scaffold \\
-      --model decoder:vocabulary=32000,length=512,width=2048,depth=18,heads=16,remat=true \\
-      --train lora:rank=8 --bfloat16 --batch-size 4 --devices-per-client 4
-"""
 DIGITS, PHOTOS = ("mnist", "fashion_mnist", "emnist", "femnist", "glyphs"), ("cifar10", "cifar100", "cinic10")
 SHAPES = dict.fromkeys(DIGITS, (28, 28, 1)) | dict.fromkeys(PHOTOS, (32, 32, 3)) | {"tiny_imagenet": (64, 64, 3)}
 
 
-def fill_plan(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --topology DEVICES[,DEVICES...] --dataset NAME --algorithm NAME [options]"
-    parser.description = textwrap.fill(
-        "Compiles a round for TPU slices or GPUs that are not here, and prints the memory that it needs on each "
-        "device, the collective operations, and the bytes that the devices exchange. Nothing is executed. Takes the "
-        'options of fedjax-drift run. Needs a compiler: pip install "jax[tpu]" for TPUs; for GPUs, pip install '
-        "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12, in the version of jax.",
-        78,
-    )
     group = add_run(parser)
     add(
         group, "--topology", "DEVICES[,DEVICES...]", "TPU slices, such as v5e:4x4 (16 chips) or v6e:16x16, and GPUs: "
@@ -50,10 +49,9 @@ def fill_plan(parser: argparse.ArgumentParser) -> None:
         group, "--rows-per-client", "N", "number of training examples of each client. The data set is then not read; "
         "only the shape of its images or texts is used", count,
     )  # fmt: skip
-    parser.set_defaults(command=plan_command)
 
 
-def plan_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     if args.topology is None:
         raise ConfigurationError("fedjax-drift plan needs --topology, got none: add --topology v5e:4x4, for example")
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine is not needed, and stays free
@@ -84,7 +82,7 @@ def _shapes(args: argparse.Namespace) -> fd.FederatedData:
     clients = 100 if args.clients is None else args.clients
     if dataset.name != "dialogue":
         return fd.FederatedData.of_shapes(clients, args.rows_per_client, SHAPES[dataset.name], test_rows=10_000)
-    tokens = (dataset.options.get("length", OPTIONS["dialogue"]["length"]),)
+    tokens = (dataset.options.get("length", dataset.defaults["length"]),)
     return fd.FederatedData.of_shapes(clients, args.rows_per_client, tokens, np.int32, 1000, label_shape=tokens)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.data.datasets import OPTIONS
+from fedjax_drift.cli.flags import DATASET
 from fedjax_drift.plots.bands import BANDS
 from fedjax_drift.records import by_seed
 
@@ -81,7 +81,8 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
         lines.append(f"{row}  {loss:#10.5g}  {end}")
         if any("client_mean_accuracy" in record for record in every):
             lines.append("  cohort's mean".ljust(width + 8) + "  " + _accuracies(seeds, "client_mean_accuracy"))
-        finals = [value for value, _ in _ends(seeds, "accuracy")]
+        evaluated = [[record["accuracy"] for record in history if "accuracy" in record] for history in seeds]
+        finals = [accuracies[-1] for accuracies in evaluated if accuracies]
         if len(finals) > 1:
             interval = f"± {100 * fd.statistics.mean(finals).half:.1f} %"
             lines.append(f"  {len(finals)} seeds".ljust(width + 8) + f"{interval:>10}  ({BANDS['interval'].words})")
@@ -104,17 +105,13 @@ def _met(runs: Mapping[str, Sequence[Any]], target: float) -> dict[str, str]:
     return said
 
 
-def _ends(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list[tuple[float, tuple[float, int]]]:
-    """Returns for each seed the last value, and the best value with its round."""
-    known = [[(record[key], record["round"]) for record in history if key in record] for history in seeds]
-    return [(pairs[-1][0], max(pairs, key=lambda pair: pair[0])) for pairs in known if pairs]
-
-
 def _accuracies(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> str:
-    ends = _ends(seeds, key)
+    """Returns the last value, the best value and its round, as means over the seeds."""
+    known = [[(record[key], record["round"]) for record in history if key in record] for history in seeds]
+    ends = [(pairs[-1][0], *max(pairs, key=lambda pair: pair[0])) for pairs in known if pairs]
     if not ends:
         return f"{'-':>8} {'-':>8}  {'-':>8}"
-    last, best, at = np.mean([(value, *pair) for value, pair in ends], axis=0)
+    last, best, at = np.mean(ends, axis=0)
     return f"{100 * last:6.1f} % {100 * best:6.1f} %  {at:8.4g}"
 
 
@@ -137,9 +134,9 @@ def listing(data_dir: str | None) -> str:
     lines = ["data set       labels  where"]
     lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['location']}" for entry in described]
     lines += ["", "Options, written NAME:key=value,key=value, with their defaults:"]
-    for name, options in OPTIONS.items():
-        if options:
-            listed = ", ".join(f"{option}={default}" for option, default in options.items())
+    for name in DATASET.factories:
+        if options := DATASET.known(name):
+            listed = ", ".join(f"{option}={parameter.default}" for option, parameter in options.items())
             lines += wrap(f"{name}: {listed}", "  ", "      ")
     for entry in described:
         if not entry["available"]:

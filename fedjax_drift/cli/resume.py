@@ -62,6 +62,11 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     return [*words[1:], *changes], args.resume
 
 
+def resume_words(output: Path) -> list[str]:
+    """Returns the words of the command that resumes the run in this folder."""
+    return ["fedjax-drift", "run", "--resume", str(output)]
+
+
 def absolute_paths(argv: Sequence[str]) -> list[str]:
     """Returns the words of a command with absolute paths, so that it can be repeated in another folder."""
     words, flags = [], ("--init", "--data-dir")

@@ -1,40 +1,5 @@
-"""`fedjax-drift run`: simulates algorithms one after another, logs the rounds and compares the algorithms."""
+"""Simulates algorithms on a data set, one after another, and compares them.
 
-from __future__ import annotations
-
-import argparse
-import contextlib
-import json
-import shlex
-import shutil
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
-
-import fedjax_drift as fd
-from fedjax_drift import checks
-from fedjax_drift.cli.flags import add, add_run, needs
-from fedjax_drift.cli.output import add_output, output_folder, write_results, written
-from fedjax_drift.cli.parsed_run import BANKS, ParsedRun, algorithm_specs, assemble, use_devices
-from fedjax_drift.cli.render import clients_table, heading, show_error, table, wrap, wrapped_command
-from fedjax_drift.cli.resume import Restored, absolute_paths, restored
-from fedjax_drift.cli.values import accuracy, count, count0, processes, seeds
-from fedjax_drift.devices.processes import first_does
-from fedjax_drift.disk import lock_folder, replace_file
-from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.records import by_seed
-from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
-from fedjax_drift.simulation.progress import watched
-from fedjax_drift.simulation.sweep import check_sweepable
-from fedjax_drift.simulation.until import Until, has_ended
-
-RUN_EXAMPLES = """\
 examples:
   fedjax-drift run --dataset mnist --partition dirichlet:0.3 --clients 100 \\
       --algorithm fedavg --algorithm fedprox:mu=0.01 --rounds 50
@@ -77,12 +42,44 @@ changed when a run is resumed. A larger --patience continues a run that
 --patience has ended.
 """
 
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import fedjax_drift as fd
+from fedjax_drift import checks
+from fedjax_drift.cli.flags import add, add_run, needs
+from fedjax_drift.cli.output import add_output, output_folder, write_results, written
+from fedjax_drift.cli.parsed_run import BANKS, ParsedRun, algorithm_specs, assemble, use_devices
+from fedjax_drift.cli.render import clients_table, heading, show_error, table, wrap, wrapped_command
+from fedjax_drift.cli.resume import Restored, absolute_paths, restored, resume_words
+from fedjax_drift.cli.values import accuracy, count, count0, processes, seeds
+from fedjax_drift.devices.processes import first_does
+from fedjax_drift.disk import lock_folder, replace_file
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
+from fedjax_drift.simulation.progress import watched
+from fedjax_drift.simulation.sweep import check_sweepable
+from fedjax_drift.simulation.until import Until, has_ended
+from fedjax_drift.types import Record
+
 
 # fmt: off
-def fill_run(parser: argparse.ArgumentParser) -> None:
-    """Adds the description and the flags of the command."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]\n       %(prog)s --resume OUTPUT"
-    parser.description = "Simulates algorithms on a data set, one after another, and compares them."
     group = add_run(parser)
     add(group, "--distributed", "HOST:PORT,P,I", "run as one of several processes that are started with the same "
         "command, for example by srun or mpirun. Without such a launcher, pass the address of the first process, the "
@@ -108,7 +105,6 @@ def fill_run(parser: argparse.ArgumentParser) -> None:
     add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; the last round is always saved", float, 60.0)
     add(group, "--keep", "K", "number of newest checkpoints to keep, in addition to the best one; 0: write no "
         "checkpoints", count0, 3)
-    parser.set_defaults(command=run)
 # fmt: on
 
 
@@ -132,25 +128,29 @@ class Job:
     until: Until | None
     progress: bool | None
 
-    def has_ended(self, history: Sequence[dict[str, Any]]) -> bool:
+    def rounds_done(self, history: Sequence[Record]) -> int:
+        """The number of rounds that an algorithm has done with every seed."""
+        return len(history) // len(self.seeds)
+
+    def is_done(self, history: Sequence[Record]) -> bool:
         """Whether an algorithm has done all rounds with every seed, or the rule has ended its runs."""
-        runs, rounds, until = by_seed(history), self.parsed.rounds, self.until
-        ended = [len(run) == rounds or (until is not None and has_ended(until, run)) for run in runs]
-        return len(runs) == len(self.seeds) and all(ended)
+        runs = [[record for record in history if record.get("seed", seed) == seed] for seed in self.seeds]
+        rounds, until = self.parsed.rounds, self.until
+        return all(len(run) == rounds or (until is not None and has_ended(until, run)) for run in runs)
 
     def train(
-        self, name: str, state: fd.ServerState | None, history: list[dict[str, Any]], log: fd.logs.Log
+        self, name: str, state: fd.ServerState | None, history: list[Record], log: fd.logs.Log
     ) -> dict[int, fd.ServerState]:
         """Runs an algorithm. Appends the records to the history and to the log. Returns the last state of each seed.
 
         state: where the run resumes. With several seeds, the sweep restores the states itself.
         """
-        parsed, sim, done = self.parsed, self.parsed.simulations[name], len(history) // len(self.seeds)
+        parsed, sim, done = self.parsed, self.parsed.simulations[name], self.rounds_done(history)
         if self.progress is False or not watched():  # no bar names the algorithm
             left = f"rounds {done + 1} to {parsed.rounds}" if done else f"{parsed.rounds} rounds"
             print(f"running {name}: {left}", flush=True)
 
-        def keep(record: dict[str, Any]) -> None:
+        def keep(record: Record) -> None:
             history.append(record)
             log({"algorithm": name, **record})
 
@@ -160,15 +160,9 @@ class Job:
             state = sim.init(jax.random.key(parsed.seed), parsed.params) if state is None else state
             state, _ = sim.run(state, parsed.rounds - done, parsed.eval_every, on_round=keep, **options)
             return {parsed.seed: state}
-        runs = sim.sweep(
-            parsed.rounds, self.seeds, parsed.eval_every, params=parsed.params,
-            on_round=lambda seed, _, record: keep({"seed": seed, **record}), **options,
-        )  # fmt: skip
+        options["on_round"] = lambda seed, _, record: keep({"seed": seed, **record})
+        runs = sim.sweep(parsed.rounds, self.seeds, parsed.eval_every, params=parsed.params, **options)
         return {run.seed: run.state for run in runs}
-
-    def model_files(self, name: str) -> dict[int, Path]:
-        """Returns the file of the parameters for each seed."""
-        return {seed: model_file(self.output, name, seed if len(self.seeds) > 1 else None) for seed in self.seeds}
 
     def scores(self, name: str, states: Mapping[int, fd.ServerState]) -> dict[str, np.ndarray]:
         """Returns the scores of each client, as means over the seeds."""
@@ -177,33 +171,31 @@ class Job:
         scores = [sim.evaluate_clients(state, fine_tune) for state in states.values()]
         return {key: np.mean([each[key] for each in scores], axis=0) for key in scores[0]}
 
+    def model_files(self, name: str) -> dict[int, Path]:
+        """Returns the file of the parameters for each seed."""
+        return {seed: model_file(self.output, name, seed if len(self.seeds) > 1 else None) for seed in self.seeds}
 
-def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[..., str] = table) -> Callable[[], int]:
+
+def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[..., str] = table) -> Callable[[], int]:
     """Checks the options and reads the data. Returns a function that runs the algorithms.
 
     final_table: ``final_table(records, target)`` is printed at the end.
     """
-    names = dict.fromkeys(spec.name for spec in algorithm_specs(args))
-    output = args.resume or output_folder(args, "-".join([args.dataset.name, *names])[:80])
+    output = args.resume or output_folder(args, args.dataset.name, *(spec.name for spec in algorithm_specs(args)))
     _check(args)
     if not args.distributed:
         use_devices(args.devices)
-    parsed, saves = (
-        assemble(args),
-        {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep},
-    )
-    for sim in parsed.simulations.values():
-        _check_simulation(args, sim)
+    parsed = assemble(args)
+    _check_simulations(args, parsed.simulations.values())
+    saves = {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep}
     folders = {name: output / "checkpoints" / f"{i}-{file_name(name)}" for i, name in enumerate(parsed.simulations, 1)}
     checkpoints = {name: fd.Checkpoints(folder, **saves) for name, folder in folders.items() if args.keep}
-    job = Job(
-        parsed, range(args.seed, args.seed + args.seeds), output, checkpoints, _until(args),
-        False if args.no_progress else None,
-    )  # fmt: skip
+    seeds, progress = range(args.seed, args.seed + args.seeds), False if args.no_progress else None
+    job = Job(parsed, seeds, output, checkpoints, _until(args), progress)
     config = {
         "command": shlex.join(["fedjax-drift", *absolute_paths(argv)]),
         **parsed.config,
-        "seeds": [*job.seeds],
+        "seeds": [*seeds],
         "target": args.target,
         "checkpoints": saves,
         "tensorboard": args.tensorboard,
@@ -211,11 +203,11 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(args.started)),
     }
     if args.resume:
-        earlier = json.loads((output / CONFIG).read_text())
-        config["started"] = earlier["started"]
-        if args.rounds < earlier["rounds"]:
+        resumed = json.loads((output / CONFIG).read_text())
+        config["started"] = resumed["started"]
+        if args.rounds < resumed["rounds"]:
             raise ConfigurationError(
-                f"--rounds must be at least {earlier['rounds']}, as in the resumed run, got {args.rounds}"
+                f"--rounds must be at least {resumed['rounds']}, as in the resumed run, got {args.rounds}"
             )
 
     def work() -> int:
@@ -224,7 +216,7 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
         with contextlib.ExitStack() as locked:  # no other process writes to the folder meanwhile
             first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
             if args.resume:
-                before = restored(parsed.simulations, checkpoints, job.seeds, args.rounds)
+                before = restored(parsed.simulations, checkpoints, seeds, args.rounds)
                 if not before:
                     checks.warn(f"{output} has no checkpoint yet: the run starts again from round 0")
             else:
@@ -254,18 +246,19 @@ def _check(args: argparse.Namespace) -> None:
         fd.logs.needs_tensorboard()
 
 
-def _check_simulation(args: argparse.Namespace, sim: fd.Simulation) -> None:
-    """Checks that the simulation can run with several seeds, and that its folder of client states is new."""
-    if args.seeds > 1:
+def _check_simulations(args: argparse.Namespace, simulations: Iterable[fd.Simulation]) -> None:
+    """Checks that the simulations can run with several seeds, and that their folders of client states are new."""
+    for sim in simulations:
         try:
-            check_sweepable(sim.setup)
+            if args.seeds > 1:
+                check_sweepable(sim.setup)
         except ValueError as error:
             raise ConfigurationError(f"--seeds {args.seeds}: {error}") from error
-    folder = None if sim.bank in BANKS or args.resume else Path(sim.bank)
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(
-            f"--bank must be a new or empty folder, got {args.bank}, which has {folder}: choose another folder"
-        )
+        bank = Path(sim.bank)
+        if sim.bank not in BANKS and not args.resume and bank.exists() and (not bank.is_dir() or any(bank.iterdir())):
+            raise ConfigurationError(
+                f"--bank must be a new or empty folder, got {args.bank}, which has {bank}: choose another folder"
+            )
 
 
 def _until(args: argparse.Namespace) -> Until | None:
@@ -286,53 +279,48 @@ def _delete(output: Path, folders: Mapping[str, Path]) -> None:
 
 
 def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], final_table: Callable[..., str]) -> int:
-    """Runs one algorithm after another, and reports. After Ctrl-C, it reports the completed rounds.
+    """Runs one algorithm after another. After Ctrl-C, it reports the completed rounds.
 
     With several processes, only the first writes files. If an algorithm fails, for example because its model has
     diverged, the next one runs.
 
     before: the states and histories of the algorithms that were restored.
     """
-    writes, resume = fd.distributed.is_first(), ["fedjax-drift", "run", "--resume", str(job.output)]
+    writes, is_resumed = fd.distributed.is_first(), bool(before)
     if writes:
         job.output.mkdir(parents=True, exist_ok=True)
         replace_file(job.output / CONFIG, json.dumps(config, indent=2) + "\n")
     print(heading(config, job.output), flush=True)
     records = {name: list(before[name][1]) if name in before else [] for name in config["algorithms"]}
     per_client: dict[str, dict[str, np.ndarray]] = {}
-    is_resumed, name, stopped, interrupted = bool(before), "", list[str](), False
+    name, stopped, interrupted = "", list[str](), False
     try:
         with fd.logs.Log(job.output, _lines(records), tensorboard=config["tensorboard"]) as log:
             for name, history in records.items():
-                files, done = job.model_files(name), len(history) // len(job.seeds)
-                if (
-                    job.has_ended(history)
-                    and all(file.exists() for file in files.values())
-                    and not config["per_client"]
-                ):
+                files, done = job.model_files(name), job.rounds_done(history)
+                if job.is_done(history) and all(map(Path.exists, files.values())) and not config["per_client"]:
                     early = "by --patience or --stop-at-target: a larger --patience or --target continues it"
-                    ended = f"was ended after {done} rounds {early}"
-                    print(name, f"has done its {done} rounds" if done == config["rounds"] else ended)
+                    all_done, ended = f"has done its {done} rounds", f"was ended after {done} rounds {early}"
+                    print(name, all_done if done == config["rounds"] else ended)
                     continue
                 try:
-                    state, _ = before.pop(name, (None, []))
-                    states = job.train(name, state, history, log)
-                    if config["per_client"] and job.has_ended(history):
+                    states = job.train(name, before.pop(name, (None, []))[0], history, log)
+                    if config["per_client"] and job.is_done(history):
                         per_client[name] = job.scores(name, states)
                     for seed, file in files.items() if writes else ():
                         with written(file, job.output) as new:
                             fd.models.save_params(states[seed].params, new, job.parsed.data)
                 except (ConfigurationError, FloatingPointError, OSError, MemoryError) as error:
-                    stopped.append(f"{name} after {len(history) // len(job.seeds)} of {config['rounds']} rounds")
+                    stopped.append(f"{name} after {job.rounds_done(history)} of {config['rounds']} rounds")
                     if writes:
                         show_error(f"stopped {stopped[-1]}: {error}")
                     continue
-                if not job.has_ended(history):  # Simulation.run returns normally after Ctrl-C
+                if not job.is_done(history):  # Simulation.run returns normally after Ctrl-C
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         interrupted = True
     except SystemExit as ending:  # SIGTERM: there is no time for plots
-        done, again = len(records[name]) // len(job.seeds), shlex.join(resume)
+        done, again = job.rounds_done(records[name]), shlex.join(resume_words(job.output))
         print(f"\nfedjax-drift: stopped {name} after {done} rounds; to resume: {again}", file=sys.stderr)
         return int(ending.code or 0)
     if is_resumed:  # the rounds of the algorithms may be out of order in the log
@@ -340,25 +328,38 @@ def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], f
             fd.logs.Log(job.output, _lines(records), tensorboard=config["tensorboard"]).close()
         except ValueError as error:  # the disk has no room for the sorted log
             checks.warn(str(error))
+    _report(config, job, records, per_client, stopped, interrupted, final_table)
+    return 130 if interrupted else 1 if stopped else 0
+
+
+def _lines(records: Mapping[str, Sequence[Record]]) -> list[Record]:
+    """Returns the records of all algorithms, as they are logged."""
+    return [{"algorithm": name, **record} for name, history in records.items() for record in history]
+
+
+def _report(
+    config: Mapping[str, Any],
+    job: Job,
+    records: Mapping[str, list[Record]],
+    per_client: Mapping[str, dict[str, np.ndarray]],
+    stopped: Sequence[str],
+    interrupted: bool,
+    final_table: Callable[..., str],
+) -> None:
+    """Writes the tables and plots, and prints the results."""
     records = {name: history for name, history in records.items() if history}
-    names = ["config.json", "rounds.jsonl", "rounds.csv"]
-    if writes:
-        names += write_results(job.output, records, per_client, config["target"], job.parsed.data)
+    files = ["config.json", "rounds.jsonl", "rounds.csv"]
+    if fd.distributed.is_first():
+        files += write_results(job.output, records, per_client, config["target"], job.parsed.data)
+        models = "seed-*/" * (len(job.seeds) > 1) + MODEL
         folders = [file_name(name) for name in config["algorithms"]]
-        seeds = "seed-*/" if len(job.seeds) > 1 else ""
-        names += [f"{folder}/{seeds}{MODEL}" for folder in folders if any((job.output / folder).glob(f"**/{MODEL}"))]
+        files += [f"{folder}/{models}" for folder in folders if any(job.output.glob(f"{folder}/{models}"))]
     if records:
         print("\n" + final_table(records, config["target"]))
     if any("accuracy" in scores for scores in per_client.values()):
         print("\n" + clients_table(per_client))
     closing = [f"stopped: {', '.join(stopped)}"] if stopped else []
-    closing.append(f"{'interrupted: ' if interrupted else ''}{job.output}: {', '.join(names)}")
+    closing.append(f"{'interrupted: ' * interrupted}{job.output}: {', '.join(files)}")
     print("", *(line for text in closing for line in wrap(text, "", "  ")), sep="\n")
     if interrupted and job.checkpoints:
-        print("to resume:", wrapped_command(resume), sep="\n")
-    return 130 if interrupted else 1 if stopped else 0
-
-
-def _lines(records: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns the records of all algorithms, as they are logged."""
-    return [{"algorithm": name, **record} for name, history in records.items() for record in history]
+        print("to resume:", wrapped_command(resume_words(job.output)), sep="\n")

@@ -1,4 +1,24 @@
-"""`fedjax-drift tune`: tries the same number of settings for every algorithm, and prints the best ones."""
+"""Tunes hyper-parameters with the same effort for every algorithm.
+
+Takes the options of fedjax-drift run.
+
+examples:
+  fedjax-drift tune --dataset mnist --partition dirichlet:0.1 --rounds 25 \\
+      --algorithm fedavg --algorithm fedprox:mu=0.1 --range fedprox:mu=1e-4:1
+  fedjax-drift tune --dataset glyphs:num_writers=100 --settings 16 \\
+      --algorithm fedavgm --range lr=0.01:0.3 --range fedavgm:beta=0.3:0.95:linear
+
+Every algorithm tries the same number of settings. A range without an algorithm
+is for all of them, and they get the same values. A value from a range replaces
+that of --algorithm. Learning rates are drawn from 0.01:1 unless --range lr=...
+is given. Draws are uniform in the logarithm, or with :linear in the value.
+
+A setting is scored by the mean of the last fifth of its evaluations, at least
+two, and then over the seeds. For algorithms with personal models, the score is
+the accuracy of these models. The examples that give the score are held out from
+the training examples (10 %, or --validation SHARE), so the test set chooses
+nothing. The output folder contains tuning.jsonl, with the score of each setting.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +26,6 @@ import argparse
 import inspect
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,32 +49,10 @@ VALIDATION = 0.1  # share of each client's training examples that gives the scor
 FILE = "tuning.jsonl"
 NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"(?:(\w+):)?(\w+)={NUMBER}:{NUMBER}(:linear)?")
-TUNE_EXAMPLES = """\
-examples:
-  fedjax-drift tune --dataset mnist --partition dirichlet:0.1 --rounds 25 \\
-      --algorithm fedavg --algorithm fedprox:mu=0.1 --range fedprox:mu=1e-4:1
-  fedjax-drift tune --dataset glyphs:num_writers=100 --settings 16 \\
-      --algorithm fedavgm --range lr=0.01:0.3 --range fedavgm:beta=0.3:0.95:linear
-
-Every algorithm tries the same number of settings. A range without an algorithm
-is for all of them, and they get the same values. A value from a range replaces
-that of --algorithm. Learning rates are drawn from 0.01:1 unless --range lr=...
-is given. Draws are uniform in the logarithm, or with :linear in the value.
-
-A setting is scored by the mean of the last fifth of its evaluations, at least
-two, and then over the seeds. For algorithms with personal models, the score is
-the accuracy of these models. The examples that give the score are held out from
-the training examples (10 %, or --validation SHARE), so the test set chooses
-nothing. The output folder contains tuning.jsonl, with the score of each setting.
-"""
 
 
-def fill_tune(parser: argparse.ArgumentParser) -> None:
-    """Adds the description and the flags of the command."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --dataset NAME --algorithm NAME --range [NAME:]OPTION=LOW:HIGH [options]"
-    parser.description = textwrap.fill(
-        "Tunes hyper-parameters with the same effort for every algorithm. Takes the options of fedjax-drift run.", 78
-    )
     group = add_run(parser)
     add_output(group)
     add(
@@ -66,14 +63,13 @@ def fill_tune(parser: argparse.ArgumentParser) -> None:
     add(group, "--settings", "N", "number of settings of each algorithm", count, 8)
     several = partial(count, lowest=2, highest=10_000)
     add(group, "--seeds", "N", "number of seeds of each setting, at least 2", several, len(fd.tuning.SEEDS))
-    parser.set_defaults(command=tune)
 
 
-def tune(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     """Checks the options and reads the data. Returns a function that tries the settings."""
     specs = algorithm_specs(args)
     shared, own = ranges(args.range or [], specs)
-    output = output_folder(args, "-".join(["tune", *dict.fromkeys(spec.name for spec in specs)])[:80])
+    output = output_folder(args, "tune", *(spec.name for spec in specs))
     if not args.eval_every:
         raise ConfigurationError("tune needs evaluations, got --eval-every 0: leave --eval-every 0 out")
     if args.validation is None and args.dataset.name != "movielens":  # its test examples are ranked in groups

@@ -29,13 +29,14 @@ class Spec(NamedTuple):
     options: dict[str, Any]
 
     @property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters of the factory."""
-        return inspect.signature(self.factory).parameters
+    def defaults(self) -> dict[str, Any]:
+        """The parameters of the factory, with their default values."""
+        return {name: parameter.default for name, parameter in inspect.signature(self.factory).parameters.items()}
 
-    def using(self, **defaults: Any) -> Spec:
-        """Adds options that the text does not have. Those that the factory does not have are left out."""
-        return self._replace(options={k: v for k, v in defaults.items() if k in self.parameters} | self.options)
+    def using(self, **options: Any) -> Spec:
+        """Adds those of the options that the factory has and the text does not."""
+        known = self.defaults
+        return self._replace(options={k: v for k, v in options.items() if k in known} | self.options)
 
     def make(self, *arguments: Any) -> Any:
         """Calls the factory with the options."""
@@ -54,14 +55,17 @@ class Choice:
     factories: Mapping[str, Callable[..., Any]]
     hidden: tuple[str, ...] = ()
 
+    def known(self, name: str) -> dict[str, inspect.Parameter]:
+        """Returns the options of a factory."""
+        parameters = inspect.signature(self.factories[name]).parameters
+        return {key: parameter for key, parameter in parameters.items() if key not in self.hidden}
+
     def __call__(self, text: str) -> Spec:
         name, *items = [part for part in re.split("[:,]", text) if part] or [""]
         if name not in self.factories:
             similar = nearest(name, self.factories)
             raise ArgumentTypeError(f"must be one of {listed(self.factories)}, got {name!r}{similar}")
-        signature = inspect.signature(self.factories[name]).parameters
-        known = {key: parameter for key, parameter in signature.items() if key not in self.hidden}
-        options: dict[str, Any] = {}
+        known, options = self.known(name), dict[str, Any]()
         for key, equals, value in (item.partition("=") for item in items):
             if not equals:  # dirichlet:0.3
                 key, value = next((k for k in known if k not in options), ""), key
