@@ -31,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    """Reads the data. Returns a function that plots them, or that lists the data sets."""
     if args.dataset is None:
         text = listing(args.data_dir)
         return lambda: print(text) or 0
@@ -39,6 +40,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
 
 def _draw(data: fd.FederatedData, partition: str, output: Path) -> int:
+    """Plots the clients, and prints their numbers."""
     output.mkdir(parents=True, exist_ok=True)
     fd.plots.federation(data, output / "federation.png")
     numbers = summary(data)

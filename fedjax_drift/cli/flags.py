@@ -16,7 +16,7 @@ import optax
 
 from fedjax_drift import checks
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, redeal, seed
+from fedjax_drift.cli.values import LOCAL, Choice, count, count0, plain, redeal, seed
 from fedjax_drift.data import augment, partition
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
@@ -50,21 +50,16 @@ def distribution(num_clients: int, file: str, seed: int = 0, min_per_label: int 
     return partition.distribution(num_clients, weights, seed, min_per_label)
 
 
-PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
-    "iid": partition.iid,
-    "dirichlet": partition.dirichlet,
-    "shards": partition.shards,
-    "classes": partition.classes,
-    "distribution": distribution,
-    "by_writer": partition.by_writer,
-}
+PARTITIONS = (
+    partition.iid, partition.dirichlet, partition.shards, partition.classes, distribution, partition.by_writer
+)  # fmt: skip
 OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
-AUGMENTATIONS = {"crop_and_flip": augment.crop_and_flip}
 DATASET = Choice(DATASETS, hidden=("data_dir", "seed", "natural"))
-PARTITION = Choice(PARTITIONS, hidden=("num_clients", "seed", "size_sigma"))
+PARTITION = Choice({factory.__name__: factory for factory in PARTITIONS}, hidden=("num_clients", "seed", "size_sigma"))
 MODEL = Choice(MODELS, hidden=("input_shape", "sizes"))
 TRAIN = Choice(TRAINED, hidden=("model", "base", "frozen_dtype"))
 OPTIMIZER = Choice(OPTIMIZERS, hidden=("mu_dtype",))
+AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
 
 
 class Parser(argparse.ArgumentParser):
@@ -170,7 +165,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--optimizer", SPEC, "optax optimizer of the clients, instead of SGD with momentum: one of "
         f"{', '.join(OPTIMIZERS)}. Its state is reset in every round", OPTIMIZER)
     add(group, "--augment", SPEC, "train on random variants of the images: one of "
-        f"{', '.join(AUGMENTATIONS)}; options are those of fd.augment.NAME", Choice(AUGMENTATIONS))
+        f"{', '.join(AUGMENT.factories)}; options are those of fd.augment.NAME", AUGMENT)
     add_parameters(group, Simulation, "on_nonfinite")
     group = parser.add_argument_group("client failures and privacy")
     add_parameters(group, Failures, *FAILURES)
@@ -190,7 +185,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "No effect on a GPU", count)
     add(group, "--devices-per-client", "N", "number of devices that train a client together, for a model of which a "
         "part is trained (--train) and that is too large for one device", count, 1)
-    add(group, "--lanes", "L", "number of clients that train side by side (vmap) on one device", lanes, "auto")
+    add(group, "--lanes", "L", "number of clients that train side by side (vmap) on one device", plain, "auto")
     group.add_argument("--bfloat16", action="store_true",
                        help="compute the networks in bfloat16; parameters stay float32")
     add(group, "--stream", None, "keep the data in host memory and send only the cohort's data in each round. auto "

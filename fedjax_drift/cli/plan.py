@@ -52,6 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    """Checks the options and describes the devices. Returns a function that prints the plans."""
     if args.topology is None:
         raise ConfigurationError("fedjax-drift plan needs --topology, got none: add --topology v5e:4x4, for example")
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine is not needed, and stays free
@@ -68,7 +69,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
 def _shapes(args: argparse.Namespace) -> fd.FederatedData:
     """Returns data of the right shape. Its partition has no effect."""
-    dataset = args.dataset
+    dataset, clients = args.dataset, args.clients or 100
     if dataset.name not in SHAPES and dataset.name != "dialogue":
         raise ConfigurationError(
             f"--rows-per-client needs a data set of images or text ({', '.join(SHAPES)}, dialogue), got "
@@ -79,7 +80,6 @@ def _shapes(args: argparse.Namespace) -> fd.FederatedData:
             f"--validation has no effect with --rows-per-client, got {args.validation}: leave it out"
         )
     args.partition = args.partition or PARTITION("iid")
-    clients = 100 if args.clients is None else args.clients
     if dataset.name != "dialogue":
         return fd.FederatedData.of_shapes(clients, args.rows_per_client, SHAPES[dataset.name], test_rows=10_000)
     tokens = (dataset.options.get("length", dataset.defaults["length"]),)
@@ -90,7 +90,7 @@ def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
     """Prints one plan after another, and at the end one line for each if there are several."""
     lines = []
     for (name, topology), sim in simulations.items():
-        lanes, cycles, needed, there, fits = "-", "-", "-", "-", "no"
+        lanes, cycles, needed, memory, fits = "-", "-", "-", "-", "no"
         try:
             plan = sim.plan()
         except TooLargeError as error:  # other devices may have more memory
@@ -98,13 +98,11 @@ def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
         else:
             text, fits = str(plan), "yes" if plan.fits else "no"
             lanes, cycles = str(plan.lanes), f"{plan.cycles * plan.steps:.2e}" if plan.cycles else "-"
-            needed, there = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
+            needed, memory = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
         print(f"{name} on {topology}\n{textwrap.indent(text, '  ')}\n", flush=True)
-        lines.append(f"{topology:12}{name:24}{lanes:>5}{cycles:>16}{needed:>12}{there:>5}  {fits}")
+        lines.append(f"{topology:12}{name:24}{lanes:>5}{cycles:>16}{needed:>12}{memory:>5}  {fits}")
     if len(lines) > 1:
         print(
-            "\n".join(
-                [f"{'devices':12}{'algorithm':24}lanes{'cycles a round':>16}{'GiB needed':>12}   of  fits", *lines]
-            )
+            f"{'devices':12}{'algorithm':24}lanes{'cycles a round':>16}{'GiB needed':>12}   of  fits", *lines, sep="\n"
         )
     return 0

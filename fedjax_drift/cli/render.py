@@ -30,31 +30,29 @@ NAME_WIDTH = 22  # columns for the name of an algorithm in the table, which then
 
 
 def heading(config: Mapping[str, Any], output: Path) -> str:
-    data, local, model = config["data"], config["local"], config["model"]
-    defaults = fd.LocalTraining()
-    changed = [f"{k} {v}" for k, v in local.items() if k not in ("epochs", "batch_size", "lr")
-               and v != getattr(defaults, k)]  # fmt: skip
+    data, local, model, part = config["data"], config["local"], config["model"], config["train"]
+    redeal, measure, devices = config["redeal"], config["measure"], config["devices"]
     epochs = f"{local['epochs']} epoch{'s' * (local['epochs'] > 1)}"
-    redeal, measure, where, part = config["redeal"], config["measure"], config["devices"], config.get("train")
-    together = f"{where['per_client']} for each client, " if where.get("per_client", 1) > 1 else ""
-    trained = f", {part['parameters']:,} trained ({part['name']})" if part else ""
-    failing = [f"{name.replace('_', ' ')} {value}" for name, value in config["failures"].items()
-               if value not in (None, 0.0) and (name, value) != ("over_selection", 1.0)]  # fmt: skip
+    usual = vars(fd.LocalTraining(local["epochs"], local["batch_size"], local["lr"])) | vars(fd.Failures())
+    changed = [f"{name} {value}" for name, value in local.items() if value != usual[name]]
+    failing = [f"{k.replace('_', ' ')} {value}" for k, value in config["failures"].items() if value != usual[k]]
     failing += [config["aggregation"]] * (config["aggregation"] != "mean")
-    how = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
-    dealt = "" if redeal is None else f", examples redistributed {how}"
+    trained = f", {part['parameters']:,} trained ({part['name']})" if part else ""
+    together = f"{devices['per_client']} for each client, " if devices["per_client"] > 1 else ""
+    method = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
+    redistributed = "" if redeal is None else f", examples redistributed {method}"
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
         "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
-        + ("validation" if config.get("validation") else "testing"),
+        + ("validation" if config["validation"] else "testing"),
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
-        f"{config['cohort_size']:,} per round ({config['sampling']}{dealt})",
+        f"{config['cohort_size']:,} per round ({config['sampling']}{redistributed})",
         "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
         "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
         **({"failures": ", ".join(failing)} if failing else {}),
         **measured,
-        "devices": f"{where['count']} ({where['platform']}), {together}lanes {config['lanes']}",
+        "devices": f"{devices['count']} ({devices['platform']}), {together}lanes {config['lanes']}",
         "output": str(output),
     })  # fmt: skip
 

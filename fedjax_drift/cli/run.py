@@ -66,7 +66,7 @@ from fedjax_drift.cli.output import add_output, output_folder, write_results, wr
 from fedjax_drift.cli.parsed_run import BANKS, ParsedRun, algorithm_specs, assemble, use_devices
 from fedjax_drift.cli.render import clients_table, heading, show_error, table, wrap, wrapped_command
 from fedjax_drift.cli.resume import Restored, absolute_paths, restored, resume_words
-from fedjax_drift.cli.values import accuracy, count, count0, processes, seeds
+from fedjax_drift.cli.values import accuracy, count, count0, number_of_seeds, processes
 from fedjax_drift.devices.processes import first_does
 from fedjax_drift.disk import lock_folder, replace_file
 from fedjax_drift.errors import ConfigurationError
@@ -87,7 +87,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_output(group)
     add(group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
         "the initial model, but not the partition. All seeds run side by side in one program. Tables and plots show "
-        "the mean over seeds and its 95 % confidence interval", seeds, 1)
+        "the mean over seeds and its 95 % confidence interval", number_of_seeds, 1)
     add(group, "--target", "ACCURACY",
         "target accuracy in 0..1: report and plot the first round that reaches this accuracy", accuracy)
     group.add_argument("--stop-at-target", action="store_true", help="end a run when it reaches the target accuracy")
@@ -182,6 +182,11 @@ def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[.
     final_table: ``final_table(records, target)`` is printed at the end.
     """
     output = args.resume or output_folder(args, args.dataset.name, *(spec.name for spec in algorithm_specs(args)))
+    earlier = json.loads((output / CONFIG).read_text()) if args.resume else {}
+    if args.rounds < earlier.get("rounds", 1):
+        raise ConfigurationError(
+            f"--rounds must be at least {earlier['rounds']}, as in the resumed run, got {args.rounds}"
+        )
     _check(args)
     if not args.distributed:
         use_devices(args.devices)
@@ -200,15 +205,8 @@ def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[.
         "checkpoints": saves,
         "tensorboard": args.tensorboard,
         "per_client": args.per_client,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(args.started)),
+        "started": earlier.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(args.started)),
     }
-    if args.resume:
-        resumed = json.loads((output / CONFIG).read_text())
-        config["started"] = resumed["started"]
-        if args.rounds < resumed["rounds"]:
-            raise ConfigurationError(
-                f"--rounds must be at least {resumed['rounds']}, as in the resumed run, got {args.rounds}"
-            )
 
     def work() -> int:
         mesh = next(iter(parsed.simulations.values())).mesh

@@ -114,13 +114,8 @@ def count(text: str, lowest: int = 1, highest: int = 2**31 - 1) -> int:
 
 
 count0 = partial(count, lowest=0)
-seeds = partial(count, highest=10_000)
+number_of_seeds = partial(count, highest=10_000)
 seed = partial(count, lowest=0, highest=2**32 - 1)
-
-
-def lanes(text: str) -> int | str:
-    """Reads auto or a number of lanes."""
-    return text if text == "auto" else count(text)
 
 
 def redeal(text: str) -> float | str:
