@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -106,7 +107,8 @@ def needs(args: argparse.Namespace, flag: str, other: str, example: str) -> None
     """Raises ConfigurationError if a flag is given without another flag that it needs."""
     value, needed = (getattr(args, name[2:].replace("-", "_")) for name in (flag, other))
     if value is not None and value is not False and not needed:
-        raise ConfigurationError(f"{flag} needs {other}, got {value} without it: {example}")
+        given = "none" if value is True else f"{value} without it"
+        raise ConfigurationError(f"{flag} needs {other}, got {given}: {example}")
 
 
 # fmt: off
@@ -167,7 +169,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--augment", SPEC, "train on random variants of the images: one of "
         f"{', '.join(AUGMENT.factories)}; options are those of fd.augment.NAME", AUGMENT)
     add_parameters(group, Simulation, "on_nonfinite")
-    group = parser.add_argument_group("client failures and privacy")
+    unit = "A deadline of 1 is the time of a client of mean size on a device of median speed."
+    group = parser.add_argument_group("client failures and privacy", textwrap.fill(unit, 76))
     add_parameters(group, Failures, *FAILURES)
     add(group, "--clip-updates", "NORM", "clip each client's message to this norm (default: no clipping)", float)
     add(group, "--noise-multiplier", "Z", "differential privacy: all clients have weight 1, and Gaussian noise with "

@@ -23,7 +23,8 @@ from fedjax_drift.cli.render import wrap, wrapped_command
 from fedjax_drift.cli.values import count, seed
 from fedjax_drift.errors import ConfigurationError
 
-# As in the experiments of SCAFFOLD (section 7). The result is the same with all learning rates that were tried.
+# The model is logistic regression, as in the experiments of SCAFFOLD (section 7). The algorithms are in the same order
+# with all learning rates that were tried.
 ALGORITHMS = ("fedavg", "scaffold", "feddc:alpha=0.1")
 TARGET = 0.75
 LAST = 10  # the table shows means over this number of rounds, because FedAvg's accuracy varies with the cohort
@@ -69,9 +70,8 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     words += [f"--output={args.output}"] if args.output else []
     words += ["--force"] * args.force + ["--no-progress"] * args.no_progress
     introduction = INTRODUCTION.format(clients=args.clients, rounds=args.rounds, cohort=cohort)
-    print(
-        textwrap.fill(introduction, 80), wrapped_command(["fedjax-drift", *words]), sep="\n\n", end="\n\n", flush=True
-    )
+    for text in (textwrap.fill(introduction, 80), wrapped_command(["fedjax-drift", *words])):
+        print(text, end="\n\n", flush=True)
     parser = Parser(prog="fedjax-drift run")
     run.add_flags(parser)
     simulate = run.start(parser.parse_args(words[1:]), words, table)

@@ -23,7 +23,6 @@ nothing. The output folder contains tuning.jsonl, with the score of each setting
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ import jax
 
 import fedjax_drift as fd
 from fedjax_drift import checks
-from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.flags import add, add_run
 from fedjax_drift.cli.output import add_output, output_folder, written
 from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, load_data, use_devices
@@ -140,11 +138,9 @@ def ranges(texts: Sequence[str], specs: Sequence[Spec]) -> tuple[dict[str, Range
             shared[checks.choice(f"the option of --range {text}", option, LOCAL)] = interval
             continue
         checks.choice(f"the algorithm of --range {text}", algorithm, [spec.name for spec in specs])
-        options = inspect.signature(ALGORITHMS[algorithm]).parameters
-        checks.choice(f"the option of --range {text}", option, options)
         for spec in specs:
             if spec.name == algorithm:
-                own[spec.text][option] = interval
+                own[spec.text][checks.choice(f"the option of --range {text}", option, spec.defaults)] = interval
     return shared, own
 
 
@@ -171,11 +167,11 @@ def commands(
     for spec in specs:
         if spec.text in scored:
             best = max(scored[spec.text], key=lambda result: result["score"])["setting"]
-            own = {name: f"{value:.4g}" for name, value in best.items() if name not in LOCAL}
-            options = ",".join(f"{name}={str(value).lower()}" for name, value in {**spec.options, **own}.items())
+            own = spec.options | {name: f"{value:.4g}" for name, value in best.items() if name not in LOCAL}
+            words = {name: "+".join(map(str, v)) if isinstance(v, tuple) else str(v) for name, v in own.items()}
+            options = ",".join(f"{name}={word}" for name, word in words.items())
             local = [word for name in LOCAL if name in best for word in (*_flags([name]), f"{best[name]:.4g}")]
-            algorithm = spec.name + f":{options}" * bool(options)
-            yield ["fedjax-drift", "run", *common, "--algorithm", algorithm, *local]
+            yield ["fedjax-drift", "run", *common, "--algorithm", spec.name + f":{options}" * bool(options), *local]
 
 
 def _flags(names: Iterable[str]) -> list[str]:
