@@ -17,7 +17,7 @@ import optax
 
 from fedjax_drift import checks
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.values import LOCAL, Choice, count, count0, plain, redeal, seed
+from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, redeal, seed
 from fedjax_drift.data import augment, partition
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
@@ -188,7 +188,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "No effect on a GPU", count)
     add(group, "--devices-per-client", "N", "number of devices that train a client together, for a model of which a "
         "part is trained (--train) and that is too large for one device", count, 1)
-    add(group, "--lanes", "L", "number of clients that train side by side (vmap) on one device", plain, "auto")
+    add(group, "--lanes", "L", "number of clients that train side by side (vmap) on one device", lanes, "auto")
     group.add_argument("--bfloat16", action="store_true",
                        help="compute the networks in bfloat16; parameters stay float32")
     add(group, "--stream", None, "keep the data in host memory and send only the cohort's data in each round. auto "

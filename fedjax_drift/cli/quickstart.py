@@ -23,8 +23,8 @@ from fedjax_drift.cli.render import wrap, wrapped_command
 from fedjax_drift.cli.values import count, seed
 from fedjax_drift.errors import ConfigurationError
 
-# The model is logistic regression, as in the experiments of SCAFFOLD (section 7). The result is the same with all learning
-# rates that were tried.
+# The model is logistic regression, as in the experiments of SCAFFOLD (section 7). The result is the same with all
+# learning rates that were tried.
 ALGORITHMS = ("fedavg", "scaffold", "feddc:alpha=0.1")
 TARGET = 0.75
 LAST = 10  # the table shows means over this number of rounds, because FedAvg's accuracy varies with the cohort

@@ -118,6 +118,11 @@ number_of_seeds = partial(count, highest=10_000)
 seed = partial(count, lowest=0, highest=2**32 - 1)
 
 
+def lanes(text: str) -> int | str:
+    """Reads auto, or a number of lanes."""
+    return text if text == "auto" else count(text)
+
+
 def redeal(text: str) -> float | str:
     """Reads evenly, or alpha > 0."""
     if text != "evenly" and not 0 < _number(text) < math.inf:
