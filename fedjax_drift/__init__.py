@@ -10,8 +10,9 @@
 1
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fedjax_drift import algorithms, data, errors, logs, models, plots, statistics, testing, tuning
-from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
 from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
@@ -38,6 +39,19 @@ from fedjax_drift.simulation.sweep import Run, grid, sweep
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Round, ServerState, Work, algorithm
 from fedjax_drift.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from fedjax_drift.cli.parsed_run import ParsedRun, parse_run
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Imports the command line when one of its names is first used, because most programs do not need it."""
+        if name not in ("ParsedRun", "parse_run"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fedjax_drift.cli import parsed_run
+
+        return getattr(parsed_run, name)
+
 
 __all__ = [
     "Algorithm",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -86,6 +88,13 @@ def test_modules_import_only_from_their_own_or_lower_layers() -> None:
             assert below <= {"types", "model", "tree", "leaves", "local", "checks", "errors", "algorithms", "data"}, (
                 f"{module}: {below}"
             )
+
+
+def test_the_package_does_not_import_the_command_line() -> None:
+    """`fd.parse_run` imports it when it is first used."""
+    program = "import sys, fedjax_drift as fd; print('fedjax_drift.cli' in sys.modules, fd.parse_run, fd.ParsedRun)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False <function parse_run")
 
 
 def test_the_code_is_counted(tmp_path) -> None:

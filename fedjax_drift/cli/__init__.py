@@ -1,26 +1,10 @@
 """The command line.
 
-`commands.py` parses a command. `run.py`, `data.py`, `plan.py` and `quickstart.py` execute the commands. `render.py`
-formats their output. `parsed_run.py` has the Python function `fd.parse_run`. These modules may import all other modules
-of the package.
+`commands.py` parses a command. `run.py`, `resume.py`, `tune.py`, `data.py`, `plan.py` and `quickstart.py` execute the
+commands. `flags.py` has the flags of a simulation, and `values.py` reads their values. `render.py` formats the printed
+output, and `output.py` writes the files. `parsed_run.py` has the Python function `fd.parse_run`.
+
+These modules may import all other modules of the package, and the package imports them only when they are used.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Returns the exit code:
-
-    - 0: success.
-    - 1: an algorithm could not continue.
-    - 2: invalid input, with one line on stderr.
-    - 130: stopped by Ctrl-C.
-    - 143: stopped by SIGTERM.
-    """
-    from fedjax_drift.cli.commands import main as run_command  # imported here, because it imports the whole library
-
-    return run_command(argv)
+from fedjax_drift.cli.commands import main as main

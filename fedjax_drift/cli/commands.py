@@ -10,6 +10,9 @@ creates every simulation.
 
 With --distributed several processes run the same command. Only the first process prints and writes files. All processes
 exit with the same code.
+
+Each command is a module. Its docstring is the help of the command. `add_flags` adds the flags of the command. `start`
+checks their values, and returns the function that does the work.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import argparse
 import contextlib
 import os
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 
@@ -26,47 +28,46 @@ import jax
 
 import fedjax_drift as fd
 from fedjax_drift.checks import nearest
-from fedjax_drift.cli.data import DATA_EXAMPLES, fill_data
+from fedjax_drift.cli import data, plan, quickstart, run, tune
 from fedjax_drift.cli.flags import Parser
-from fedjax_drift.cli.plan import PLAN_EXAMPLES, fill_plan
-from fedjax_drift.cli.quickstart import fill_quickstart
 from fedjax_drift.cli.render import show_error, show_warning
-from fedjax_drift.cli.run import RUN_EXAMPLES, fill_run, resumed
-from fedjax_drift.cli.tune import TUNE_EXAMPLES, fill_tune
+from fedjax_drift.cli.resume import resumed
 from fedjax_drift.devices.processes import agree
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
+COMMANDS = {"quickstart": quickstart, "run": run, "tune": tune, "data": data, "plan": plan}
 REFUSALS = (ConfigurationError, MissingPackageError, OSError)  # any other exception is a bug and prints a traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code, see `cli.main`."""
+    """Runs one command.
+
+    Returns the exit code:
+
+    - 0: success.
+    - 1: an algorithm could not continue.
+    - 2: invalid input, with one line on stderr.
+    - 130: stopped by Ctrl-C.
+    - 143: stopped by SIGTERM.
+    """
     if argv is None:  # called from the shell, not from Python
         with contextlib.suppress(OSError):  # without a cache folder every program is compiled
             fd.use_compilation_cache()
-    argv = sys.argv[1:] if argv is None else list(argv)
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
-            try:
-                argv, folder = resumed(argv)
-                args = parse(argv)
-                if folder is not None:
-                    args.resumed, args.output = True, folder
-                if getattr(args, "distributed", None):
-                    return _together(args, argv)
-                return args.command(args, argv)()
-            except BrokenPipeError:
-                raise
-            except REFUSALS as error:
-                show_error(error)
-                return 2
-        except KeyboardInterrupt:
-            print("fedjax-drift: interrupted", file=sys.stderr)
-            return 130
+            words, folder = resumed(sys.argv[1:] if argv is None else list(argv))
+            args = parse(words if folder is None else [*words, f"--resume={folder}"])
+            return _together(args, words) if getattr(args, "distributed", None) else args.command(args, words)()
         except BrokenPipeError:  # the reader of the output has exited, as in `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
+        except REFUSALS as error:
+            show_error(error)
+            return 2
+        except KeyboardInterrupt:
+            print("fedjax-drift: interrupted", file=sys.stderr)
+            return 130
 
 
 def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -77,7 +78,7 @@ def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except RuntimeError as error:
         raise ConfigurationError(f"--distributed: {error}") from error
     mesh, wrong = fd.clients_mesh(), None
-    (args.now,), _ = agree(mesh, [int(time.time())])  # for the name of the output folder
+    (args.started,), _ = agree(mesh, [args.started])  # for the name of the output folder
     with contextlib.nullcontext() if fd.distributed.is_first() else contextlib.redirect_stdout(None):
         try:
             work = args.command(args, argv)
@@ -90,19 +91,17 @@ def _together(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the values of the flags, and the command as `command`."""
     parser = Parser(prog="fedjax-drift", description="Federated learning for the study of drift.")
     parser.add_argument("--version", action="version", version=f"fedjax-drift {fd.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     subparsers = {}
-    for name, summary, epilog, fill in (
-        ("quickstart", "show client drift and its correction, in under a minute", None, fill_quickstart),
-        ("run", "simulate algorithms on a data set", RUN_EXAMPLES, fill_run),
-        ("tune", "tune algorithms with the same effort", TUNE_EXAMPLES, fill_tune),
-        ("data", "list the data sets, or plot the clients of a data set", DATA_EXAMPLES, fill_data),
-        ("plan", "say what a run needs on TPUs or GPUs that are not here", PLAN_EXAMPLES, fill_plan),
-    ):
-        subparsers[name] = commands.add_parser(name, help=summary, epilog=epilog)
-        fill(subparsers[name])
+    for name, module in COMMANDS.items():
+        description, examples, epilog = (module.__doc__ or "").partition("examples:\n")
+        summary = description.partition("\n")[0]
+        subparsers[name] = commands.add_parser(name, help=summary, description=description, epilog=examples + epilog)
+        module.add_flags(subparsers[name])
+        subparsers[name].set_defaults(command=module.start)
     if not argv:
         parser.print_help()
         parser.exit()

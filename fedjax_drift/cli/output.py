@@ -1,15 +1,15 @@
-"""The output folder: its path, and the files and plots in it."""
+"""The output folder: its path, and the tables and plots in it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import csv
-import functools
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,22 @@ from fedjax_drift.records import by_seed
 
 
 def add_output(group: Any, progress: bool = True) -> None:
+    """Adds the flags of the output. The time of the command names the folder."""
     add(group, "--output", "DIR", "new or empty folder for the results (default: runs/NAME-DATE-TIME)", Path)
     group.add_argument("--force", action="store_true", help="write into DIR even if it contains files")
     if progress:
         group.add_argument("--no-progress", action="store_true", help="no progress bars")
+    group.set_defaults(started=int(time.time()))
 
 
-def output_folder(args: argparse.Namespace, what: str) -> Path:
-    """Returns the output folder, which is not created yet.
+def output_folder(args: argparse.Namespace, *names: str) -> Path:
+    """Returns the output folder, which is not created yet. By default, it is named after the names and the time.
 
-    Raises ValueError if it cannot be written, or if files would be overwritten without --force.
+    Raises ConfigurationError if it cannot be written, or if files would be overwritten without --force.
     """
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(getattr(args, "now", None)))
-    path = args.output or Path("runs") / f"{what}-{stamp}"
-    if getattr(args, "resumed", False) or not fd.distributed.is_first():
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(args.started))
+    path = args.output or Path("runs") / f"{'-'.join(dict.fromkeys(names))[:80]}-{stamp}"
+    if not fd.distributed.is_first():
         return path
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"--output must be a folder, got the file {path}: choose another path")
@@ -67,59 +69,43 @@ def written(path: Path, output: Path) -> Iterator[Path]:
         checks.warn(f"{path} could not be written ({error.strerror}): free some disk space, then: {again}")
 
 
-def draw_runs(
-    records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, data: fd.FederatedData, output: Path
+def write_results(
+    output: Path,
+    records: Mapping[str, Sequence[Mapping[str, Any]]],
+    per_client: Mapping[str, Mapping[str, np.ndarray]],
+    target: float | None,
+    data: fd.FederatedData,
 ) -> list[str]:
-    """Writes the plots for which the records have numbers, and returns the file names."""
-    from fedjax_drift import plots
-
-    runs = {name: by_seed(history) for name, history in records.items()}
-    first = next(iter(runs.values()), [()])[0]  # for one seed, all algorithms have the same cohorts and labels
-    compared = (plots.curves, plots.updates, plots.drift, plots.agreement, plots.forgetting, plots.gain)
-    pictures = {draw.__name__: functools.partial(draw, runs) for draw in compared}
-    pictures["label_mix"] = functools.partial(plots.label_mix, first)
+    """Writes the tables and plots for which the records have numbers, and returns the names of the files."""
+    plots = fd.plots
+    files: dict[str, Callable[[Path], Any]] = {
+        "summary.csv": lambda path: path.write_text(fd.table(records, format="csv", target=target))
+    }
+    for draw in (plots.curves, plots.updates, plots.drift, plots.agreement, plots.forgetting, plots.gain):
+        files[f"{draw.__name__}.png"] = partial(draw, records)
+    first = next(map(by_seed, records.values()), [()])[0]  # for one seed, all algorithms have the same cohorts
+    files["label_mix.png"] = partial(plots.label_mix, first)
     if target is not None:
-        pictures["rounds_to_target"] = functools.partial(plots.rounds_to_target, runs, target)
-        pictures["drift_story"] = functools.partial(plots.drift_story, runs, target, data)
-    names = []
-    for name, draw in pictures.items():
-        path = output / f"{name}.png"
+        files["rounds_to_target.png"] = partial(plots.rounds_to_target, records, target)
+        files["drift_story.png"] = partial(plots.drift_story, records, target, data)
+    if per_client:
+        files["clients.csv"] = partial(_write_clients, per_client)
+        files["fairness.png"] = partial(plots.fairness, per_client)
+    for name, write in files.items():
         try:
-            with written(path, output) as new:
-                draw(new)
-            if path.exists():
-                names.append(path.name)
-        except ConfigurationError:  # the records have no numbers for this plot; an old plot is out of date
-            path.unlink(missing_ok=True)
-    return names
+            with written(output / name, output) as new:
+                write(new)
+        except ConfigurationError:  # the records have no numbers for this file; an old file is out of date
+            (output / name).unlink(missing_ok=True)
+    return [name for name in files if (output / name).exists()]
 
 
-def write_summary(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None, output: Path) -> list[str]:
-    """Writes the table of the algorithms, see `fd.table`. Returns its name, or nothing if nothing was evaluated."""
-    path = output / "summary.csv"
-    try:
-        text = fd.table({name: by_seed(history) for name, history in records.items()}, format="csv", target=target)
-    except ConfigurationError:  # nothing was evaluated; an old table is out of date
-        path.unlink(missing_ok=True)
-        return []
-    with written(path, output) as new:
-        new.write_text(text)
-    return [path.name] if path.exists() else []
-
-
-def write_clients(per_client: Mapping[str, Mapping[str, np.ndarray]], output: Path) -> list[str]:
-    """Writes the scores of every client, one line per client, and a plot of them. Returns the file names."""
-    if not per_client:
-        return []
-    from fedjax_drift import plots
-
+def _write_clients(per_client: Mapping[str, Mapping[str, np.ndarray]], path: Path) -> None:
+    """Writes the scores of every client, one line per client."""
     names = [*next(iter(per_client.values()))]
-    lines = [["algorithm", "client", *names]]
-    for algorithm, scores in per_client.items():
-        values = np.stack([scores[name] for name in names], axis=1)
-        lines += [[algorithm, str(i), *map(str, row)] for i, row in enumerate(values) if np.isfinite(row).any()]
-    with written(output / "clients.csv", output) as new, new.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(lines)
-    with written(output / "fairness.png", output) as new:
-        plots.fairness(per_client, new)
-    return [name for name in ("clients.csv", "fairness.png") if (output / name).exists()]
+    with path.open("w", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(["algorithm", "client", *names])
+        for algorithm, scores in per_client.items():
+            values = np.stack([scores[name] for name in names], axis=1)
+            lines.writerows([algorithm, i, *row] for i, row in enumerate(values) if np.isfinite(row).any())

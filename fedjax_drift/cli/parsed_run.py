@@ -1,15 +1,12 @@
-"""Turns the options of `fedjax-drift run` into simulations, for the command line and for Python (`fd.parse_run`)."""
+"""Turns the flags of `fedjax-drift run` into simulations, for the command line and for Python (`fd.parse_run`)."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import inspect
 import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,38 +16,26 @@ import optax
 from jax.sharding import Mesh
 
 from fedjax_drift import checks
-from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.flags import (
-    AUGMENTATIONS,
-    DECAYS,
-    DEFAULT_MODEL,
-    FAILURES,
-    FUNCTIONS,
-    HIDDEN,
-    LOCAL,
-    OPTIMIZERS,
-    PARTITIONS,
-    SWITCH,
-    Parser,
-    Spec,
-    add_run,
-    parse_spec,
-)
-from fedjax_drift.data import augment, datasets, movielens, partition
-from fedjax_drift.data.datasets import DATASETS, num_classes
+from fedjax_drift.cli.flags import DEFAULT_MODEL, FAILURES, MODEL, PARTITION, SWITCH, Parser, add_run, needs
+from fedjax_drift.cli.values import LOCAL, Spec
+from fedjax_drift.data import datasets, movielens
 from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.data.partition import Partition
 from fedjax_drift.devices.mesh import use_cpu_devices
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures.drift import MEASURES
-from fedjax_drift.model import Model
-from fedjax_drift.models import MODELS, TRAINED, num_parameters
+from fedjax_drift.models import num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
-from fedjax_drift.types import Algorithm, Params
+from fedjax_drift.types import Params
+
+NATURAL = ("glyphs", "femnist", "synthetic", "movielens", "dialogue")  # data sets with natural clients
+BANKS = ("auto", "device", "sharded", "host")  # values of --bank that are not folders
+SAME = ("rounds", "sampling", "validation", "standardize", "on_nonfinite", "eval_every", "seed", "bfloat16", "stream")
 
 
 class ParsedRun(NamedTuple):
@@ -107,9 +92,13 @@ def parse_run(
         parser.refuse(unknown[0], ": leave out the options of the command itself, such as --output and --seeds")
     if data is not None:
         checks.instance("data", data, FederatedData, "pass the data of an earlier parse_run, or leave it out")
-    numbers = _values(values, algorithm_specs(args))
+    if values is not None:
+        checks.instance("values", values, Mapping, 'pass {"lr": 0.1}, for example')  # type: ignore[type-abstract]
+        shared = set.intersection(*(set(spec.defaults) for spec in algorithm_specs(args)))
+        for name in values:
+            checks.choice("a name in values", name, [*LOCAL, *sorted(shared.difference(LOCAL))])
     use_devices(args.devices)
-    return assemble(args, data, numbers)
+    return assemble(args, data, values)
 
 
 def _words(words: Any) -> list[str]:
@@ -127,22 +116,8 @@ def _words(words: Any) -> list[str]:
     return list(words)
 
 
-def _values(values: Any, algorithms: Sequence[Spec]) -> dict[str, Any]:
-    """Checks that the names are options of local training, or hyper-parameters of every algorithm of the run."""
-    if values is None:
-        return {}
-    checks.instance("values", values, Mapping, 'pass {"lr": 0.1}, for example')  # type: ignore[type-abstract]
-    options = [set(inspect.signature(ALGORITHMS[each.name]).parameters) for each in algorithms]
-    for name in values:
-        checks.choice("a name in values", name, [*LOCAL, *sorted(set.intersection(*options).difference(LOCAL))])
-    return dict(values)
-
-
 def use_devices(number: int | None) -> None:
-    """Makes JAX use this number of CPU devices.
-
-    None means one device per core. If JAX has already started, as in a notebook, None keeps its devices.
-    """
+    """Makes JAX use this number of CPU devices. None: one per core, or those of a JAX that has already started."""
     try:
         use_cpu_devices(number)
     except RuntimeError as error:
@@ -151,9 +126,8 @@ def use_devices(number: int | None) -> None:
 
 
 def algorithm_specs(args: argparse.Namespace) -> list[Spec]:
-    """Returns the algorithms. Raises ConfigurationError if one is given twice."""
-    specs = [parse_spec("algorithm", text, ALGORITHMS) for text in args.algorithm]
-    names = [spec.text for spec in specs]
+    """Returns the algorithms. Raises ConfigurationError if two of them have the same text or folder."""
+    names = [spec.text for spec in args.algorithm]
     for name in names:
         if names.count(name) > 1:
             raise ConfigurationError(
@@ -165,7 +139,7 @@ def algorithm_specs(args: argparse.Namespace) -> list[Spec]:
                 f"--algorithm must have values with different folders, got {' and '.join(same)}, whose models would "
                 f"both be in {file_name(name)}: write a number in another way, such as 0.1, or use two runs"
             )
-    return specs
+    return args.algorithm
 
 
 def assemble(
@@ -178,107 +152,100 @@ def assemble(
 
     mesh: the devices. Default: all.
     """
-    dataset, written = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN), algorithm_specs(args)
-    values = dict(values or {})
-    trained = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
-    local = LocalTraining(
-        **trained,
-        optimizer=None if args.optimizer is None else optimizer(args.optimizer),
-        augment=None if args.augment is None else augmentation(args.augment),
-    )
-    algorithms = {each.text: _algorithm(each._replace(options=each.options | values)) for each in written}
+    specs, values = algorithm_specs(args), dict(values or {})
+    numbers = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
+    optimizer, augment = args.optimizer and _optimizer(args.optimizer), args.augment and args.augment.make()
+    local = LocalTraining(**numbers, optimizer=optimizer, augment=augment)
+    algorithms = {}
+    for spec in specs:
+        try:
+            algorithms[spec.text] = spec._replace(options=spec.options | values).make()
+        except ValueError as error:
+            raise ConfigurationError(f"algorithm {spec.text}: {error}") from error
     measure_every = _measure_every(args)
     data = load_data(args) if data is None else data
-    model_spec, model = _model(args, dataset, data)
+    model_spec = _model_spec(args, data)
+    model = model_spec.make()
     for name, algorithm in algorithms.items():
         if "cosine" in algorithm.requires and not model.cosine:
             raise ConfigurationError(
                 f"{name} needs a model whose logits are cosines, got {model_spec.name} without: add --cosine"
             )
-
-    computed = model.computing_in(jnp.bfloat16) if args.bfloat16 else model
     params = None if args.init is None else load_params(model, args.init)
-    part = (
-        None
-        if args.train is None
-        else parse_spec("train", args.train, TRAINED, hidden=("model", "base", "frozen_dtype"))
-    )
-    if part is not None:
-        stored = jnp.bfloat16 if args.bfloat16 else None
-        computed, params = TRAINED[part.name](computed, base=params, frozen_dtype=stored, **part.options), None
-    options = {"cohort_size": args.cohort, "lanes": args.lanes, "sampling": args.sampling}
-    options |= {"on_nonfinite": args.on_nonfinite, "measure": args.measure, "aggregation": _aggregation(args)}
-    options |= {name: getattr(args, name) for name in (*FAILURES, "devices_per_client")}
-    options["stream"] = SWITCH.get(args.stream, "auto")
+    trained, part = model.computing_in(jnp.bfloat16) if args.bfloat16 else model, None
+    if args.train is not None:
+        frozen_dtype = jnp.bfloat16 if args.bfloat16 else None
+        trained, params = args.train.using(base=params, frozen_dtype=frozen_dtype).make(trained), None
+        base = None if mesh is not None else trained.frozen[0].checksum  # a plan needs no parameters
+        part = {"name": args.train.name, **args.train.options, "parameters": num_parameters(trained), "base": base}
+    failures = {name: getattr(args, name) for name in FAILURES}
+    names = ("sampling", "on_nonfinite", "measure", "lanes", "devices_per_client")
+    options: dict[str, Any] = failures | {name: getattr(args, name) for name in names}
+    options |= {"stream": "auto" if args.stream == "auto" else SWITCH[args.stream], "aggregation": _aggregation(args)}
     simulations = {
-        name: Simulation(computed, data, algorithm, local=local, bank=_bank(args, name), mesh=mesh, **options)
+        name: Simulation(
+            trained,
+            data,
+            algorithm,
+            local=local,
+            cohort_size=args.cohort,
+            mesh=mesh,
+            **options,
+            bank=args.bank if args.bank in BANKS else os.path.join(args.bank, file_name(name)),
+        )  # fmt: skip
         for name, algorithm in algorithms.items()
     }
     first = next(iter(simulations.values()))
     config = {
-        "dataset": {"name": dataset.name, **dataset.options},
+        "dataset": {"name": args.dataset.name, **args.dataset.options},
         "partition": partition_text(args),
-        "source": datasets.locate(dataset.name, args.data_dir, **dataset.options),
+        "source": datasets.locate(args.dataset.name, args.data_dir, **args.dataset.options),
         "data": summary(data),
         "model": {"name": model_spec.name, **model_spec.options, "parameters": num_parameters(model)},
-        "train": None if part is None else _part(part, computed, planned=mesh is not None),
+        "train": part,
         "init": None if args.init is None else os.path.abspath(args.init),
-        "algorithms": {each.text: _resolved(each) for each in written},
-        "local": {f.name: getattr(local, f.name) for f in dataclasses.fields(local) if f.name not in FUNCTIONS}
-        | {name: getattr(args, name) for name in FUNCTIONS},
-        "rounds": args.rounds,
+        "algorithms": {spec.text: {"name": spec.name, **spec.defaults, **spec.options} for spec in specs},
+        "local": vars(local)
+        | {"optimizer": args.optimizer and args.optimizer.text, "augment": args.augment and args.augment.text},
         "cohort_size": args.cohort,
-        "sampling": args.sampling,
         "redeal": data.redeal,
-        "validation": args.validation,
-        "standardize": args.standardize,
-        "on_nonfinite": args.on_nonfinite,
-        "failures": {name: getattr(args, name) for name in FAILURES},
+        "failures": failures,
         "aggregation": first.aggregation.name,
         "measure": {"names": args.measure, "every": measure_every},
-        "eval_every": args.eval_every,
-        "seed": args.seed,
         "data_seed": data_seed(args),
         "lanes": first.lanes,
-        "bfloat16": args.bfloat16,
-        "stream": args.stream,
         "bank": {name: sim.bank for name, sim in simulations.items()},
-        "devices": {
-            "platform": jax.default_backend(), "count": jax.device_count(), "per_client": args.devices_per_client,
-        },
+        "devices": {"platform": jax.default_backend(), "count": jax.device_count()}
+        | {"per_client": args.devices_per_client},
         "processes": jax.process_count(),
-        "versions": {
-            **versions(), "numpy": np.__version__, "python": platform.python_version(),
-            "platform": platform.platform(),
-        },
+        "versions": versions()
+        | {"numpy": np.__version__, "python": platform.python_version(), "platform": platform.platform()},
+        **{name: getattr(args, name) for name in SAME},
     }  # fmt: skip
     return ParsedRun(simulations, data, params, config, args.rounds, args.eval_every, measure_every, args.seed)
 
 
 def load_data(args: argparse.Namespace) -> FederatedData:
     """Returns the federation that the options describe."""
-    dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
-    recipe = _partitioner(args, dataset)
-    standardize = SWITCH.get(args.standardize)
+    dataset, seed, standardize = args.dataset, data_seed(args), SWITCH[args.standardize]
     data = datasets.load(
-        dataset.name, recipe, args.data_dir, seed=data_seed(args), standardize=standardize, **dataset.options
+        dataset.name, _partition(args), args.data_dir, seed=seed, standardize=standardize, **dataset.options
     )
     if standardize and data.mean is None:
         raise ConfigurationError(
             f"--standardize yes needs images with a mean and a standard deviation, got {dataset.name}: leave it out"
         )
-    if getattr(args, "validation", None) is not None:
+    if args.validation is not None:
         if dataset.name == "movielens":
             raise ConfigurationError(
                 "--validation must be left out for movielens, whose test examples are ranked in groups, got "
                 f"{args.validation}"
             )
-        data = data.with_validation(args.validation, data_seed(args))
-    if getattr(args, "per_client", False) and data.test_sizes is None:
-        data = data.with_client_tests(data_seed(args))
-    if getattr(args, "redeal", None) is None:
-        return data
-    return data.redealt(None if args.redeal == "evenly" else args.redeal)
+        data = data.with_validation(args.validation, seed)
+    if getattr(args, "per_client", False) and data.test_sizes is None:  # only the command run has --per-client
+        data = data.with_client_tests(seed)
+    redeal = getattr(args, "redeal", None)  # the command data does not have --redeal
+    return data if redeal is None else data.redealt(None if redeal == "evenly" else redeal)
 
 
 def data_seed(args: argparse.Namespace) -> int:
@@ -288,118 +255,67 @@ def data_seed(args: argparse.Namespace) -> int:
 
 def partition_text(args: argparse.Namespace) -> str:
     """Returns the partition as text."""
-    recipe = _partitioner(args, parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN))
+    recipe = _partition(args)
     return repr(recipe) if recipe else "the data set's own clients"
 
 
-def _partitioner(args: argparse.Namespace, dataset: Spec) -> partition.Partition | None:
-    natural = dataset.name in ("glyphs", "femnist", "synthetic", "movielens", "dialogue")
-    if args.partition is None and natural:
-        for flag, value in (("--clients", args.clients), ("--size-sigma", args.size_sigma)):
-            if value is not None:
-                raise ConfigurationError(
-                    f"{flag} needs --partition, got {value}: {dataset.name} has natural clients, so add --partition "
-                    "iid, for example"
-                )
-        return None
-    hidden = ("num_clients", "seed", "size_sigma")
-    spec = parse_spec("partition", args.partition or "iid", PARTITIONS, hidden)
-    factory = PARTITIONS[spec.name]
-    given = {"num_clients": 100 if args.clients is None else args.clients, "seed": data_seed(args)}
-    given["size_sigma"] = 0.0 if args.size_sigma is None else args.size_sigma
-    takes = inspect.signature(factory).parameters
-    for key, flag in (("num_clients", "clients"), ("size_sigma", "size-sigma")):
-        value = args.clients if key == "num_clients" else args.size_sigma
-        if value is not None and key not in takes:
+def _partition(args: argparse.Namespace) -> Partition | None:
+    """Returns the partition, or None for the natural clients of a data set."""
+    if args.dataset.name in NATURAL:
+        why = f"{args.dataset.name} has natural clients, so add --partition iid, for example"
+        needs(args, "--clients", "--partition", why)
+        needs(args, "--size-sigma", "--partition", why)
+        if args.partition is None:
+            return None
+    spec, clients, sigma = args.partition or PARTITION("iid"), args.clients, args.size_sigma
+    for flag, option, value in (("--clients", "num_clients", clients), ("--size-sigma", "size_sigma", sigma)):
+        if value is not None and option not in spec.defaults:
             raise ConfigurationError(
-                f"--{flag} has no effect on {spec.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
+                f"{flag} has no effect on {spec.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
             )
-    return factory(**{k: v for k, v in given.items() if k in takes}, **spec.options)
+    return spec.using(num_clients=clients or 100, seed=data_seed(args), size_sigma=sigma or 0.0).make()
 
 
-def _model(args: argparse.Namespace, dataset: Spec, data: FederatedData) -> tuple[Spec, Model]:
-    spec = parse_spec("model", args.model or DEFAULT_MODEL[dataset.name], MODELS, hidden=("input_shape", "sizes"))
+def _model_spec(args: argparse.Namespace, data: FederatedData) -> Spec:
+    """Returns the model with all its options: those of the data, of the data set and of --model."""
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
-    classes = max(num_classes(dataset.name, **dataset.options), highest + 1)
-    options = {"num_classes": classes, "input_shape": data.x.shape[1:]}
-    options |= dataset.options  # options that the model has too, such as the vocabulary of agnews
-    options |= {"cosine": True} if args.cosine else {}
-    takes = inspect.signature(MODELS[spec.name]).parameters
-    options |= {"sizes": movielens.sizes(data)} if "sizes" in takes else {}
-    spec = spec._replace(options={k: v for k, v in options.items() if k in takes} | spec.options)
-    return spec, MODELS[spec.name](**spec.options)
+    classes = max(datasets.num_classes(args.dataset.name, **args.dataset.options), highest + 1)
+    spec = args.model or MODEL(DEFAULT_MODEL[args.dataset.name])
+    known = {"num_classes": classes, "input_shape": data.x.shape[1:]}
+    known |= args.dataset.options  # options that the model has too, such as the vocabulary of agnews
+    known |= {"cosine": True} if args.cosine else {}
+    known |= {"sizes": movielens.sizes(data)} if "sizes" in spec.defaults else {}
+    return spec.using(**known)
 
 
-def _part(part: Spec, model: Model, planned: bool) -> dict[str, Any]:
-    """The settings of the part of the model that is trained, with the checksum of the other parameters.
-
-    planned: whether the run is only planned, so that no parameters are needed.
-    """
-    base = None if planned else model.frozen[0].checksum
-    return {"name": part.name, **part.options, "parameters": num_parameters(model), "base": base}
+def _optimizer(spec: Spec) -> optax.GradientTransformation:
+    """Returns the optimizer. optax does not check its options."""
+    for name, value in spec.options.items():
+        if not isinstance(value, bool):
+            check = checks.fraction if name in ("b1", "b2", "decay") else checks.nonnegative
+            check(f"optimizer {spec.name}: {name}", value)
+    return spec.make()
 
 
 def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:
-    norm, noise = args.clip_updates, args.noise_multiplier
-    if noise is None:
-        return None if norm is None else aggregation.clipped(norm)
-    if norm is None:
-        raise ConfigurationError(
-            f"--noise-multiplier needs --clip-updates, got {noise} without it: add --clip-updates 1, for example"
-        )
-    return aggregation.private(norm, noise)
-
-
-def _algorithm(spec: Spec) -> Algorithm:
-    try:
-        return ALGORITHMS[spec.name](**spec.options)
-    except ValueError as error:
-        raise ConfigurationError(f"algorithm {spec.text}: {error}") from error
-
-
-def optimizer(text: str) -> optax.GradientTransformation:
-    """Returns the client optimizer for NAME[:key=value,...]."""
-    spec = parse_spec("optimizer", text, OPTIMIZERS, hidden=("mu_dtype",))
-    for key, value in spec.options.items():
-        if not isinstance(value, bool):
-            check = checks.fraction if key in DECAYS else checks.nonnegative
-            check(f"optimizer {spec.name}: {key}", value)
-    return OPTIMIZERS[spec.name](**spec.options)
-
-
-def augmentation(text: str) -> augment.Augment:
-    """An augmentation of the training images, NAME[:key=value,...]."""
-    spec = parse_spec("augmentation", text, AUGMENTATIONS)
-    return AUGMENTATIONS[spec.name](**spec.options)
+    needs(args, "--noise-multiplier", "--clip-updates", "add --clip-updates 1, for example")
+    if args.noise_multiplier is None:
+        return None if args.clip_updates is None else aggregation.clipped(args.clip_updates)
+    return aggregation.private(args.clip_updates, args.noise_multiplier)
 
 
 def _measure_every(args: argparse.Namespace) -> int:
-    every = args.measure_every
-    if every is not None and not args.measure:
+    needs(args, "--measure-every", "--measure", f"add --measure with one or more of {','.join(MEASURES)}")
+    if (args.measure_every or 1) > args.rounds:
         raise ConfigurationError(
-            f"--measure-every needs --measure, got {every}: add --measure with one or more of {','.join(MEASURES)}"
+            f"--measure-every must be in 1..{args.rounds}, the number of rounds, got {args.measure_every}: use a "
+            "smaller number"
         )
-    if every is not None and every > args.rounds:
-        raise ConfigurationError(
-            f"--measure-every must be in 1..{args.rounds}, the number of rounds, got {every}: use a smaller number"
-        )
-    return every or 1
-
-
-def _bank(args: argparse.Namespace, algorithm: str) -> str:
-    """Returns where the client states of an algorithm are kept. A folder has one subfolder per algorithm."""
-    where = args.bank
-    if where in ("auto", "device", "sharded", "host"):
-        return where
-    folder = Path(where) / file_name(algorithm)
-    if not args.resumed and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(
-            f"--bank must be a new or empty folder, got {where}, which has {folder}: choose another folder"
-        )
-    return str(folder)
+    return args.measure_every or 1
 
 
 def summary(data: FederatedData) -> dict[str, Any]:
+    """Returns the numbers of clients, examples and labels."""
     counts = data.label_counts()
     labels = (counts > 0).sum(axis=1)
     return {
@@ -411,8 +327,3 @@ def summary(data: FederatedData) -> dict[str, Any]:
         "sizes": {"min": int(data.sizes.min()), "median": float(np.median(data.sizes)), "max": int(data.sizes.max())},
         "labels_per_client": {"min": int(labels.min()), "mean": float(labels.mean()), "max": int(labels.max())},
     }
-
-
-def _resolved(spec: Spec) -> dict[str, Any]:
-    defaults = {k: p.default for k, p in inspect.signature(ALGORITHMS[spec.name]).parameters.items()}
-    return {"name": spec.name, **defaults, **spec.options}

@@ -1,23 +1,12 @@
-"""`fedjax-drift plan`: says what a run needs on TPU slices or GPUs that are not here."""
+"""Says what a run needs on TPUs or GPUs that are not here.
 
-from __future__ import annotations
+Compiles a round for TPU slices or GPUs that are not here, and prints the
+memory that it needs on each device, the collective operations, and the bytes
+that the devices exchange. Nothing is executed. Takes the options of
+fedjax-drift run. Needs a compiler: pip install "jax[tpu]" for TPUs; for GPUs,
+pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12, in the
+version of jax.
 
-import argparse
-import inspect
-import textwrap
-from collections.abc import Callable, Sequence
-
-import jax
-import numpy as np
-
-import fedjax_drift as fd
-from fedjax_drift.cli.flags import HIDDEN, add, add_run, count, parse_spec
-from fedjax_drift.cli.parsed_run import assemble, load_data
-from fedjax_drift.data.datasets import DATASETS
-from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.simulation.plan import TooLargeError
-
-PLAN_EXAMPLES = """\
 examples:
   fedjax-drift plan --topology v5e:4x4 --dataset femnist --clients 3400 \\
       --rows-per-client 195 --cohort 3400 --algorithm scaffold --model lenet5
@@ -28,19 +17,29 @@ examples:
       --model decoder:vocabulary=32000,length=512,width=2048,depth=18,heads=16,remat=true \\
       --train lora:rank=8 --bfloat16 --batch-size 4 --devices-per-client 4
 """
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+import fedjax_drift as fd
+from fedjax_drift.cli.flags import PARTITION, add, add_run
+from fedjax_drift.cli.parsed_run import assemble, load_data
+from fedjax_drift.cli.values import count
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.simulation.plan import TooLargeError
+
 DIGITS, PHOTOS = ("mnist", "fashion_mnist", "emnist", "femnist", "glyphs"), ("cifar10", "cifar100", "cinic10")
 SHAPES = dict.fromkeys(DIGITS, (28, 28, 1)) | dict.fromkeys(PHOTOS, (32, 32, 3)) | {"tiny_imagenet": (64, 64, 3)}
 
 
-def fill_plan(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --topology DEVICES[,DEVICES...] --dataset NAME --algorithm NAME [options]"
-    parser.description = textwrap.fill(
-        "Compiles a round for TPU slices or GPUs that are not here, and prints the memory that it needs on each "
-        "device, the collective operations, and the bytes that the devices exchange. Nothing is executed. Takes the "
-        'options of fedjax-drift run. Needs a compiler: pip install "jax[tpu]" for TPUs; for GPUs, pip install '
-        "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12, in the version of jax.",
-        78,
-    )
     group = add_run(parser)
     add(
         group, "--topology", "DEVICES[,DEVICES...]", "TPU slices, such as v5e:4x4 (16 chips) or v6e:16x16, and GPUs: "
@@ -50,10 +49,10 @@ def fill_plan(parser: argparse.ArgumentParser) -> None:
         group, "--rows-per-client", "N", "number of training examples of each client. The data set is then not read; "
         "only the shape of its images or texts is used", count,
     )  # fmt: skip
-    parser.set_defaults(command=plan_command)
 
 
-def plan_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    """Checks the options and describes the devices. Returns a function that prints the plans."""
     if args.topology is None:
         raise ConfigurationError("fedjax-drift plan needs --topology, got none: add --topology v5e:4x4, for example")
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine is not needed, and stays free
@@ -70,7 +69,7 @@ def plan_command(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], 
 
 def _shapes(args: argparse.Namespace) -> fd.FederatedData:
     """Returns data of the right shape. Its partition has no effect."""
-    dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
+    dataset, clients = args.dataset, args.clients or 100
     if dataset.name not in SHAPES and dataset.name != "dialogue":
         raise ConfigurationError(
             f"--rows-per-client needs a data set of images or text ({', '.join(SHAPES)}, dialogue), got "
@@ -80,11 +79,10 @@ def _shapes(args: argparse.Namespace) -> fd.FederatedData:
         raise ConfigurationError(
             f"--validation has no effect with --rows-per-client, got {args.validation}: leave it out"
         )
-    args.partition = "iid" if args.partition is None else args.partition
-    clients = 100 if args.clients is None else args.clients
+    args.partition = args.partition or PARTITION("iid")
     if dataset.name != "dialogue":
         return fd.FederatedData.of_shapes(clients, args.rows_per_client, SHAPES[dataset.name], test_rows=10_000)
-    tokens = (dataset.options.get("length", inspect.signature(DATASETS["dialogue"]).parameters["length"].default),)
+    tokens = (dataset.options.get("length", dataset.defaults["length"]),)
     return fd.FederatedData.of_shapes(clients, args.rows_per_client, tokens, np.int32, 1000, label_shape=tokens)
 
 
@@ -92,7 +90,7 @@ def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
     """Prints one plan after another, and at the end one line for each if there are several."""
     lines = []
     for (name, topology), sim in simulations.items():
-        lanes, cycles, needed, there, fits = "-", "-", "-", "-", "no"
+        lanes, cycles, needed, memory, fits = "-", "-", "-", "-", "no"
         try:
             plan = sim.plan()
         except TooLargeError as error:  # other devices may have more memory
@@ -100,13 +98,11 @@ def _print_plans(simulations: dict[tuple[str, str], fd.Simulation]) -> int:
         else:
             text, fits = str(plan), "yes" if plan.fits else "no"
             lanes, cycles = str(plan.lanes), f"{plan.cycles * plan.steps:.2e}" if plan.cycles else "-"
-            needed, there = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
+            needed, memory = f"{plan.total / 2**30:.2f}", f"{plan.memory / 2**30:.0f}"
         print(f"{name} on {topology}\n{textwrap.indent(text, '  ')}\n", flush=True)
-        lines.append(f"{topology:12}{name:24}{lanes:>5}{cycles:>16}{needed:>12}{there:>5}  {fits}")
+        lines.append(f"{topology:12}{name:24}{lanes:>5}{cycles:>16}{needed:>12}{memory:>5}  {fits}")
     if len(lines) > 1:
         print(
-            "\n".join(
-                [f"{'devices':12}{'algorithm':24}lanes{'cycles a round':>16}{'GiB needed':>12}   of  fits", *lines]
-            )
+            f"{'devices':12}{'algorithm':24}lanes{'cycles a round':>16}{'GiB needed':>12}   of  fits", *lines, sep="\n"
         )
     return 0

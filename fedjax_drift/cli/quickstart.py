@@ -1,8 +1,9 @@
-"""`fedjax-drift quickstart`: shows what client drift is, and that it can be corrected.
+"""Shows client drift and its correction, in under a minute.
 
-FedAvg and two algorithms that correct client drift run on clients with about two of ten digits each. The model is
-logistic regression, as in the experiments of SCAFFOLD (section 7). The command takes less than a minute. The result is
-the same with all learning rates that were tried.
+Each client has images of about two of the ten digits. The clients train
+logistic regression with fedavg, scaffold and feddc:alpha=0.1. The digits are
+generated, nothing is downloaded. The command prints a table. It writes the
+files of fedjax-drift run and drift_story.png, a plot of the results.
 """
 
 from __future__ import annotations
@@ -15,23 +16,18 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.cli.flags import Parser, add, count, seed
+from fedjax_drift.cli import run
+from fedjax_drift.cli.flags import Parser, add
 from fedjax_drift.cli.output import add_output
 from fedjax_drift.cli.render import wrap, wrapped_command
-from fedjax_drift.cli.run import fill_run, run
+from fedjax_drift.cli.values import count, seed
 from fedjax_drift.errors import ConfigurationError
 
+# The model is logistic regression, as in the experiments of SCAFFOLD (section 7). The result is the same with all
+# learning rates that were tried.
 ALGORITHMS = ("fedavg", "scaffold", "feddc:alpha=0.1")
 TARGET = 0.75
 LAST = 10  # the table shows means over this number of rounds, because FedAvg's accuracy varies with the cohort
-DESCRIPTION = f"""\
-Shows what client drift is, and that it can be corrected. Each client has images
-of about two of the ten digits. The clients train logistic regression with
-{", ".join(ALGORITHMS[:-1])} and {ALGORITHMS[-1]}. The digits are generated,
-nothing is downloaded. The command
-prints a table. It writes the files of fedjax-drift run and drift_story.png, a
-plot of the results.
-"""
 INTRODUCTION = """\
 {clients:,} clients have images of generated digits, about two of the ten digits each. In each of {rounds:,} rounds,
 {cohort:,} clients train a copy of the global model (logistic regression) on their own digits, and the server averages
@@ -47,24 +43,38 @@ Next steps: change the command above, for example with --partition iid (similar 
 --model mnist_2nn or --seeds 3. All options: fedjax-drift run --help"""
 
 
-def fill_quickstart(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
-    parser.description = DESCRIPTION
     add(parser, "--clients", "N", "number of clients", count, 50)
     add(parser, "--cohort", "K", "clients per round (default: 10, or all if there are fewer)", count)
     add(parser, "--rounds", "N", "number of rounds of each algorithm", count, 60)
     add(parser, "--seed", "N", "random seed of the digits, the partition, the cohorts and the initial model", seed, 0)
     add_output(parser)
-    parser.set_defaults(command=quickstart)
 
 
-def quickstart(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    words = run_words(args)
-    intro = textwrap.fill(introduction(args), 80)
-    print(intro, wrapped_command(["fedjax-drift", *words]), sep="\n\n", end="\n\n", flush=True)
+def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    """Prints the introduction, and checks the options. Returns a function that runs the algorithms."""
+    cohort = min(10, args.clients) if args.cohort is None else args.cohort
+    if cohort > args.clients:
+        raise ConfigurationError(
+            f"--cohort must be in 1..{args.clients} (all clients), got {cohort}: use a larger --clients"
+        )
+    # 0.03 is FedAvg's best learning rate among 0.01, 0.03, 0.1 and 0.3. alpha is that of the FedDC paper for digits.
+    words = [
+        "run", f"--dataset=glyphs:num_writers={4 * args.clients},num_classes=10", "--partition=shards:2",
+        f"--clients={args.clients}", "--model=linear", f"--cohort={cohort}", f"--rounds={args.rounds}",
+        "--epochs=5", "--batch-size=20", "--lr=0.03", f"--seed={args.seed}", f"--target={TARGET}",
+        "--measure=gradients", f"--measure-every={min(4, args.rounds)}",
+        *[f"--algorithm={name}" for name in ALGORITHMS],
+    ]  # fmt: skip
+    words += [f"--output={args.output}"] if args.output else []
+    words += ["--force"] * args.force + ["--no-progress"] * args.no_progress
+    introduction = INTRODUCTION.format(clients=args.clients, rounds=args.rounds, cohort=cohort)
+    for text in (textwrap.fill(introduction, 80), wrapped_command(["fedjax-drift", *words])):
+        print(text, end="\n\n", flush=True)
     parser = Parser(prog="fedjax-drift run")
-    fill_run(parser)
-    simulate = run(parser.parse_args(words[1:]), words, table)
+    run.add_flags(parser)
+    simulate = run.start(parser.parse_args(words[1:]), words, table)
 
     def work() -> int:
         code = simulate()
@@ -74,28 +84,6 @@ def quickstart(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], in
         return code
 
     return work
-
-
-def run_words(args: argparse.Namespace) -> list[str]:
-    """Returns the words after fedjax-drift. Raises ValueError if the cohort is larger than the federation."""
-    if args.cohort is not None and args.cohort > args.clients:
-        raise ConfigurationError(
-            f"--cohort must be in 1..{args.clients} (all clients), got {args.cohort}: use a larger --clients"
-        )
-    # 0.03 is FedAvg's best learning rate among 0.01, 0.03, 0.1 and 0.3. alpha is that of the FedDC paper for digits.
-    words = [
-        "run", f"--dataset=glyphs:num_writers={4 * args.clients},num_classes=10", "--partition=shards:2",
-        f"--clients={args.clients}", "--model=linear", f"--cohort={_cohort(args)}", f"--rounds={args.rounds}",
-        "--epochs=5", "--batch-size=20", "--lr=0.03", f"--seed={args.seed}", f"--target={TARGET}",
-        "--measure=gradients", f"--measure-every={min(4, args.rounds)}",
-        *[f"--algorithm={name}" for name in ALGORITHMS],
-    ]  # fmt: skip
-    words += [f"--output={args.output}"] if args.output else []
-    return words + ["--force"] * args.force + ["--no-progress"] * args.no_progress
-
-
-def introduction(args: argparse.Namespace) -> str:
-    return INTRODUCTION.format(clients=args.clients, rounds=args.rounds, cohort=_cohort(args))
 
 
 def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float) -> str:
@@ -115,10 +103,6 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float) -> 
         lines.append(f"{name:{width}}  {met:>14}  {100 * accuracy:6.1f} %  {drift:12.2g}")
     shown = min(LAST, max(map(len, records.values())))
     return "\n".join([*lines, f"Accuracy and client drift (FedEve, equation 4) are means of the last {shown} rounds."])
-
-
-def _cohort(args: argparse.Namespace) -> int:
-    return min(10, args.clients) if args.cohort is None else args.cohort
 
 
 def _mean(history: Sequence[Mapping[str, Any]], key: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
 import textwrap
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from fedjax_drift.data.datasets import DATASETS
+from fedjax_drift.cli.flags import DATASET
 from fedjax_drift.plots.bands import BANDS
 from fedjax_drift.records import by_seed
 
@@ -31,31 +30,29 @@ NAME_WIDTH = 22  # columns for the name of an algorithm in the table, which then
 
 
 def heading(config: Mapping[str, Any], output: Path) -> str:
-    data, local, model = config["data"], config["local"], config["model"]
-    defaults = fd.LocalTraining()
-    changed = [f"{k} {v}" for k, v in local.items() if k not in ("epochs", "batch_size", "lr")
-               and v != getattr(defaults, k)]  # fmt: skip
+    data, local, model, part = config["data"], config["local"], config["model"], config["train"]
+    redeal, measure, devices = config["redeal"], config["measure"], config["devices"]
     epochs = f"{local['epochs']} epoch{'s' * (local['epochs'] > 1)}"
-    redeal, measure, where, part = config["redeal"], config["measure"], config["devices"], config.get("train")
-    together = f"{where['per_client']} for each client, " if where.get("per_client", 1) > 1 else ""
-    trained = f", {part['parameters']:,} trained ({part['name']})" if part else ""
-    failing = [f"{name.replace('_', ' ')} {value}" for name, value in config["failures"].items()
-               if value not in (None, 0.0) and (name, value) != ("over_selection", 1.0)]  # fmt: skip
+    usual = vars(fd.LocalTraining(local["epochs"], local["batch_size"], local["lr"])) | vars(fd.Failures())
+    changed = [f"{name} {value}" for name, value in local.items() if value != usual[name]]
+    failing = [f"{k.replace('_', ' ')} {value}" for k, value in config["failures"].items() if value != usual[k]]
     failing += [config["aggregation"]] * (config["aggregation"] != "mean")
-    how = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
-    dealt = "" if redeal is None else f", examples redistributed {how}"
+    trained = f", {part['parameters']:,} trained ({part['name']})" if part else ""
+    together = f"{devices['per_client']} for each client, " if devices["per_client"] > 1 else ""
+    method = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
+    redistributed = "" if redeal is None else f", examples redistributed {method}"
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
         "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
-        + ("validation" if config.get("validation") else "testing"),
+        + ("validation" if config["validation"] else "testing"),
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
-        f"{config['cohort_size']:,} per round ({config['sampling']}{dealt})",
+        f"{config['cohort_size']:,} per round ({config['sampling']}{redistributed})",
         "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
         "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
         **({"failures": ", ".join(failing)} if failing else {}),
         **measured,
-        "devices": f"{where['count']} ({where['platform']}), {together}lanes {config['lanes']}",
+        "devices": f"{devices['count']} ({devices['platform']}), {together}lanes {config['lanes']}",
         "output": str(output),
     })  # fmt: skip
 
@@ -82,7 +79,8 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
         lines.append(f"{row}  {loss:#10.5g}  {end}")
         if any("client_mean_accuracy" in record for record in every):
             lines.append("  cohort's mean".ljust(width + 8) + "  " + _accuracies(seeds, "client_mean_accuracy"))
-        finals = [value for value, _ in _ends(seeds, "accuracy")]
+        evaluated = [[record["accuracy"] for record in history if "accuracy" in record] for history in seeds]
+        finals = [accuracies[-1] for accuracies in evaluated if accuracies]
         if len(finals) > 1:
             interval = f"± {100 * fd.statistics.mean(finals).half:.1f} %"
             lines.append(f"  {len(finals)} seeds".ljust(width + 8) + f"{interval:>10}  ({BANDS['interval'].words})")
@@ -105,17 +103,13 @@ def _met(runs: Mapping[str, Sequence[Any]], target: float) -> dict[str, str]:
     return said
 
 
-def _ends(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> list[tuple[float, tuple[float, int]]]:
-    """Returns for each seed the last value, and the best value with its round."""
-    known = [[(record[key], record["round"]) for record in history if key in record] for history in seeds]
-    return [(pairs[-1][0], max(pairs, key=lambda pair: pair[0])) for pairs in known if pairs]
-
-
 def _accuracies(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> str:
-    ends = _ends(seeds, key)
+    """Returns the last value, the best value and its round, as means over the seeds."""
+    known = [[(record[key], record["round"]) for record in history if key in record] for history in seeds]
+    ends = [(pairs[-1][0], *max(pairs, key=lambda pair: pair[0])) for pairs in known if pairs]
     if not ends:
         return f"{'-':>8} {'-':>8}  {'-':>8}"
-    last, best, at = np.mean([(value, *pair) for value, pair in ends], axis=0)
+    last, best, at = np.mean(ends, axis=0)
     return f"{100 * last:6.1f} % {100 * best:6.1f} %  {at:8.4g}"
 
 
@@ -138,11 +132,10 @@ def listing(data_dir: str | None) -> str:
     lines = ["data set       labels  where"]
     lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['location']}" for entry in described]
     lines += ["", "Options, written NAME:key=value,key=value, with their defaults:"]
-    for name, make in DATASETS.items():
-        parameters = [p for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        if parameters:
-            options = ", ".join(f"{p.name}={p.default}" for p in parameters)
-            lines += wrap(f"{name}: {options}", "  ", "      ")
+    for name in DATASET.factories:
+        if options := DATASET.known(name):
+            listed = ", ".join(f"{option}={parameter.default}" for option, parameter in options.items())
+            lines += wrap(f"{name}: {listed}", "  ", "      ")
     for entry in described:
         if not entry["available"]:
             lines += ["", f"To get {entry['name']}:"]
@@ -171,7 +164,3 @@ def wrapped_command(words: Sequence[str], width: int = 76) -> str:
         else:
             lines.append(f"{'      ' if lines else '  '}{word}")
     return " \\\n".join(lines)
-
-
-def rounds_to_do(done: int, rounds: int) -> str:
-    return f"rounds {done + 1} to {rounds}" if done else f"{rounds} rounds"

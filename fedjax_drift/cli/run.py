@@ -1,46 +1,5 @@
-"""`fedjax-drift run`: simulates algorithms one after another, logs the rounds and compares the algorithms."""
+"""Simulates algorithms on a data set, one after another, and compares them.
 
-from __future__ import annotations
-
-import argparse
-import contextlib
-import json
-import os
-import re
-import shlex
-import shutil
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
-
-import fedjax_drift as fd
-from fedjax_drift import checks
-from fedjax_drift.cli.flags import Parser, add, add_run, count, count0, seeds
-from fedjax_drift.cli.output import add_output, draw_runs, output_folder, write_clients, write_summary, written
-from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, use_devices
-from fedjax_drift.cli.render import clients_table, heading, rounds_to_do, show_error, table, wrap, wrapped_command
-from fedjax_drift.devices.processes import first_does, spans_processes
-from fedjax_drift.disk import lock_folder, replace_file, unused
-from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
-from fedjax_drift.simulation.progress import watched
-from fedjax_drift.simulation.sweep import check_sweepable
-from fedjax_drift.simulation.until import Until, has_ended
-from fedjax_drift.storage.checkpoint import restore_together, split_by_run
-
-# Options that may be changed with --resume.
-RESUMED = (
-    "--rounds", "--target", "--patience", "--devices", "--devices-per-client", "--lanes", "--stream", "--bank",
-    "--no-progress",
-)  # fmt: skip
-
-
-RUN_EXAMPLES = """\
 examples:
   fedjax-drift run --dataset mnist --partition dirichlet:0.3 --clients 100 \\
       --algorithm fedavg --algorithm fedprox:mu=0.01 --rounds 50
@@ -83,135 +42,191 @@ changed when a run is resumed. A larger --patience continues a run that
 --patience has ended.
 """
 
+from __future__ import annotations
 
-class Ended(NamedTuple):
-    """The results of an algorithm."""
+import argparse
+import contextlib
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-    states: dict[int, fd.ServerState]  # the last state of each seed
-    scores: dict[str, np.ndarray]  # the scores of each client, with --per-client
+import jax
+import numpy as np
+
+import fedjax_drift as fd
+from fedjax_drift import checks
+from fedjax_drift.cli.flags import add, add_run, needs
+from fedjax_drift.cli.output import add_output, output_folder, write_results, written
+from fedjax_drift.cli.parsed_run import BANKS, ParsedRun, algorithm_specs, assemble, use_devices
+from fedjax_drift.cli.render import clients_table, heading, show_error, table, wrap, wrapped_command
+from fedjax_drift.cli.resume import Restored, absolute_paths, restored, resume_words
+from fedjax_drift.cli.values import accuracy, count, count0, number_of_seeds, processes
+from fedjax_drift.devices.processes import first_does
+from fedjax_drift.disk import lock_folder, replace_file
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
+from fedjax_drift.simulation.progress import watched
+from fedjax_drift.simulation.sweep import check_sweepable
+from fedjax_drift.simulation.until import Until, has_ended
+from fedjax_drift.types import Record
 
 
-def fill_run(parser: argparse.ArgumentParser) -> None:
+# fmt: off
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]\n       %(prog)s --resume OUTPUT"
-    parser.description = "Simulates algorithms on a data set, one after another, and compares them."
     group = add_run(parser)
-    group.add_argument(
-        "--distributed",
-        nargs="?",
-        const=(None, None, None),
-        type=_processes,
-        metavar="HOST:PORT,P,I",
-        help="run as one of several processes that are started with the same command, for example by srun or mpirun. "
-        "Without such a launcher, pass the address of the first process, the number of processes P, and the index I "
-        "(0..P-1) of this process",
-    )
+    add(group, "--distributed", "HOST:PORT,P,I", "run as one of several processes that are started with the same "
+        "command, for example by srun or mpirun. Without such a launcher, pass the address of the first process, the "
+        "number of processes P, and the index I (0..P-1) of this process", processes, nargs="?", const=(None,) * 3)
     add_output(group)
-    add(
-        group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
+    add(group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
         "the initial model, but not the partition. All seeds run side by side in one program. Tables and plots show "
-        "the mean over seeds and its 95 %% confidence interval", seeds, 1,
-    )  # fmt: skip
-    add(
-        group,
-        "--target",
-        "ACCURACY",
-        "target accuracy in 0..1: report and plot the first round that reaches this accuracy",
-        _target,
-    )
+        "the mean over seeds and its 95 % confidence interval", number_of_seeds, 1)
+    add(group, "--target", "ACCURACY",
+        "target accuracy in 0..1: report and plot the first round that reaches this accuracy", accuracy)
     group.add_argument("--stop-at-target", action="store_true", help="end a run when it reaches the target accuracy")
-    add(
-        group, "--patience", "N", "end a run after N evaluations without a better accuracy (without accuracies: loss). "
-        "With --validation, they are evaluations on held-out training examples", count,
-    )  # fmt: skip
+    add(group, "--patience", "N", "end a run after N evaluations without a better accuracy (without accuracies: loss). "
+        "With --validation, they are evaluations on held-out training examples", count)
     group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     group.add_argument(
-        "--per-client", action="store_true", help="at the end, evaluate the global model and the client's own "
-        "model on each client's own test data. The own model is that of the algorithm (ditto, fedper), otherwise the "
-        "global model after one epoch on the client's training data. If the data have one common test set, it is "
-        "split: each client gets test data with the label mix of its training data. With several seeds the mean is "
-        "reported",
-    )  # fmt: skip
+        "--per-client", action="store_true", help="at the end, evaluate the global model and the client's own model on "
+        "each client's own test data. The own model is that of the algorithm (ditto, fedper), otherwise the global "
+        "model after one epoch on the client's training data. If the data have one common test set, it is split: each "
+        "client gets test data with the label mix of its training data. With several seeds the mean is reported")
     group = parser.add_argument_group("checkpoints")
-    add(group, "--resume", "OUTPUT", "resume the run in this folder; see below")
+    add(group, "--resume", "OUTPUT", "resume the run in this folder; see below", Path)
     add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: only --checkpoint-seconds)", count)
     add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; the last round is always saved", float, 60.0)
-    add(
-        group,
-        "--keep",
-        "K",
-        "number of newest checkpoints to keep, in addition to the best one; 0: write no checkpoints",
-        count0,
-        3,
-    )
-    parser.set_defaults(command=run)
+    add(group, "--keep", "K", "number of newest checkpoints to keep, in addition to the best one; 0: write no "
+        "checkpoints", count0, 3)
+# fmt: on
 
 
-def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
-    """Returns (argv, None) without --resume.
+@dataclass(frozen=True)
+class Job:
+    """A run whose options are checked.
 
-    With `run --resume OUTPUT`, returns (words, OUTPUT). The words are those of the command that created OUTPUT,
-    followed by the options of this command.
-
-    Raises ValueError if the run cannot be resumed.
+    Attributes:
+      parsed: The simulations.
+      seeds: The seeds of every algorithm.
+      output: The folder of the results.
+      checkpoints: Those of each algorithm. Empty with --keep 0.
+      until: The rule that ends a run early.
+      progress: As in `Simulation.run`.
     """
-    if argv[:1] != ["run"] or not any(word.partition("=")[0] == "--resume" for word in argv):
-        return argv, None
-    parser = Parser(prog="fedjax-drift run", add_help=False)
-    parser.add_argument("--resume", type=Path, required=True)
-    for flag in RESUMED:
-        numbers = {"--rounds": count, "--patience": count, "--target": _target}
-        parser.add_argument(
-            flag, **({"action": "store_true"} if flag == "--no-progress" else {"type": numbers.get(flag)})
-        )
-    # --distributed is not taken from the first command, because ports and numbers may differ.
-    parser.add_argument("--distributed", nargs="?", const=True)
-    args, unknown = parser.parse_known_args(argv[1:])
-    if unknown:
-        raise ConfigurationError(
-            f"with --resume only {', '.join(RESUMED)} and --distributed may be changed, got {unknown[0]!r}: leave it "
-            "out"
-        )
-    try:
-        config = json.loads((args.resume / CONFIG).read_text())
-        alone = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", config["command"])
-        command, rounds = shlex.split(alone)[1:], int(config["rounds"])
-    except FileNotFoundError as error:
-        raise ConfigurationError(
-            f"--resume must be the output folder of a run, got {args.resume}, which has no config.json: give the "
-            f"folder that the run printed. Paths are relative to {os.getcwd()}"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # RecursionError: thousands of brackets
-        raise ConfigurationError(
-            f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
-            "this run again from the beginning"
-        ) from error
-    if args.rounds is not None and args.rounds < rounds:
-        raise ConfigurationError(f"--rounds must be at least {rounds}, as in the resumed run, got {args.rounds}")
-    changed = [(flag, getattr(args, flag[2:].replace("-", "_"))) for flag in (*RESUMED, "--distributed")]
-    added = [flag if value is True else f"{flag}={value}" for flag, value in changed if value]
-    return command + added, args.resume
+
+    parsed: ParsedRun
+    seeds: Sequence[int]
+    output: Path
+    checkpoints: Mapping[str, fd.Checkpoints]
+    until: Until | None
+    progress: bool | None
+
+    def rounds_done(self, history: Sequence[Record]) -> int:
+        """The number of rounds that an algorithm has done with every seed."""
+        return len(history) // len(self.seeds)
+
+    def is_done(self, history: Sequence[Record]) -> bool:
+        """Whether an algorithm has done all rounds with every seed, or the rule has ended its runs."""
+        runs = [[record for record in history if record.get("seed", seed) == seed] for seed in self.seeds]
+        rounds, until = self.parsed.rounds, self.until
+        return all(len(run) == rounds or (until is not None and has_ended(until, run)) for run in runs)
+
+    def train(
+        self, name: str, state: fd.ServerState | None, history: list[Record], log: fd.logs.Log
+    ) -> dict[int, fd.ServerState]:
+        """Runs an algorithm. Appends the records to the history and to the log. Returns the last state of each seed.
+
+        state: where the run resumes. With several seeds, the sweep restores the states itself.
+        """
+        parsed, sim, done = self.parsed, self.parsed.simulations[name], self.rounds_done(history)
+        if self.progress is False or not watched():  # no bar names the algorithm
+            left = f"rounds {done + 1} to {parsed.rounds}" if done else f"{parsed.rounds} rounds"
+            print(f"running {name}: {left}", flush=True)
+
+        def keep(record: Record) -> None:
+            history.append(record)
+            log({"algorithm": name, **record})
+
+        options: dict[str, Any] = {"measure_every": parsed.measure_every, "checkpoints": self.checkpoints.get(name)}
+        options |= {"until": self.until, "progress": self.progress}
+        if len(self.seeds) == 1:
+            state = sim.init(jax.random.key(parsed.seed), parsed.params) if state is None else state
+            state, _ = sim.run(state, parsed.rounds - done, parsed.eval_every, on_round=keep, **options)
+            return {parsed.seed: state}
+        options["on_round"] = lambda seed, _, record: keep({"seed": seed, **record})
+        runs = sim.sweep(parsed.rounds, self.seeds, parsed.eval_every, params=parsed.params, **options)
+        return {run.seed: run.state for run in runs}
+
+    def scores(self, name: str, states: Mapping[int, fd.ServerState]) -> dict[str, np.ndarray]:
+        """Returns the scores of each client, as means over the seeds."""
+        sim = self.parsed.simulations[name]
+        fine_tune = 1 if sim.algorithm.personal is None else None
+        scores = [sim.evaluate_clients(state, fine_tune) for state in states.values()]
+        return {key: np.mean([each[key] for each in scores], axis=0) for key in scores[0]}
+
+    def model_files(self, name: str) -> dict[int, Path]:
+        """Returns the file of the parameters for each seed."""
+        return {seed: model_file(self.output, name, seed if len(self.seeds) > 1 else None) for seed in self.seeds}
 
 
-def _with_absolute_paths(argv: Sequence[str]) -> list[str]:
-    """The words of a command, so that it can be repeated in another folder."""
-    words, options = list(argv), ("--init", "--data-dir")
-    for i, word in enumerate(argv):
-        option, _, path = word.partition("=")
-        if path and option in options:
-            words[i] = f"{option}={os.path.abspath(path)}"
-        elif i > 0 and argv[i - 1] in options:
-            words[i] = os.path.abspath(word)
-    return words
-
-
-def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[..., str] = table) -> Callable[[], int]:
+def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[..., str] = table) -> Callable[[], int]:
     """Checks the options and reads the data. Returns a function that runs the algorithms.
 
     final_table: ``final_table(records, target)`` is printed at the end.
     """
-    specs = algorithm_specs(args)
-    output = output_folder(args, "-".join([args.dataset.partition(":")[0], *dict.fromkeys(s.name for s in specs)])[:80])
-    seeds = [args.seed + i for i in range(args.seeds)]
+    output = args.resume or output_folder(args, args.dataset.name, *(spec.name for spec in algorithm_specs(args)))
+    earlier = json.loads((output / CONFIG).read_text()) if args.resume else {}
+    if args.rounds < earlier.get("rounds", 1):
+        raise ConfigurationError(
+            f"--rounds must be at least {earlier['rounds']}, as in the resumed run, got {args.rounds}"
+        )
+    _check(args)
+    if not args.distributed:
+        use_devices(args.devices)
+    parsed = assemble(args)
+    _check_simulations(args, parsed.simulations.values())
+    saves = {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep}
+    folders = {name: output / "checkpoints" / f"{i}-{file_name(name)}" for i, name in enumerate(parsed.simulations, 1)}
+    checkpoints = {name: fd.Checkpoints(folder, **saves) for name, folder in folders.items() if args.keep}
+    seeds, progress = range(args.seed, args.seed + args.seeds), False if args.no_progress else None
+    job = Job(parsed, seeds, output, checkpoints, _until(args), progress)
+    config = {
+        "command": shlex.join(["fedjax-drift", *absolute_paths(argv)]),
+        **parsed.config,
+        "seeds": [*seeds],
+        "target": args.target,
+        "checkpoints": saves,
+        "tensorboard": args.tensorboard,
+        "per_client": args.per_client,
+        "started": earlier.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(args.started)),
+    }
+
+    def work() -> int:
+        mesh = next(iter(parsed.simulations.values())).mesh
+        before: dict[str, Restored] = {}
+        with contextlib.ExitStack() as locked:  # no other process writes to the folder meanwhile
+            first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
+            if args.resume:
+                before = restored(parsed.simulations, checkpoints, seeds, args.rounds)
+                if not before:
+                    checks.warn(f"{output} has no checkpoint yet: the run starts again from round 0")
+            else:
+                first_does(mesh, lambda: _delete(output, folders))
+            return simulate(config, job, before, final_table)
+
+    return work
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Checks the options that only this command has."""
+    needs(args, "--stop-at-target", "--target", "add --target 0.98, for example")
     if args.seeds > 1 and args.distributed:
         raise ConfigurationError(
             f"--seeds must be 1 with --distributed, got {args.seeds}: leave one of the two options out"
@@ -221,257 +236,128 @@ def run(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[...
             raise ConfigurationError(
                 f"{flag} needs evaluations, got {value} with --eval-every 0: leave --eval-every 0 out"
             )
-    if args.stop_at_target and args.target is None:
-        raise ConfigurationError("--stop-at-target needs a target, got none: pass --target 0.98, for example")
-    if not args.distributed:
-        use_devices(args.devices)
-    parsed = assemble(args)
-    simulations, params, config = parsed.simulations, parsed.params, parsed.config
-    if args.seeds > 1:
-        for sim in simulations.values():
-            try:
-                check_sweepable(sim.setup)
-            except ValueError as error:
-                raise ConfigurationError(f"--seeds {args.seeds}: {error}") from error
-    names = list(simulations)
-    config = {
-        "command": shlex.join(["fedjax-drift", *_with_absolute_paths(argv)]),
-        **config,
-        "seeds": seeds,
-        "target": args.target,
-        "checkpoints": {"every": args.checkpoint_every, "seconds": args.checkpoint_seconds, "keep": args.keep},
-        "tensorboard": args.tensorboard,
-        "per_client": args.per_client,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
+    if args.resume and not args.keep:
+        raise ConfigurationError(
+            f"--resume needs checkpoints, got {args.resume}, a run with --keep 0: start it again from the beginning"
+        )
     if args.tensorboard:
         fd.logs.needs_tensorboard()
-    checkpoints = _checkpoints(args, config, output)
-    progress = False if args.no_progress else None
-    until = _until(args)
 
-    def ended(history: list[dict[str, Any]]) -> bool:
-        each = [[record for record in history if record.get("seed", seed) == seed] for seed in seeds]
-        return all(len(one) == args.rounds or (until is not None and has_ended(until, one)) for one in each)
 
-    def work() -> int:
-        mesh = simulations[names[0]].mesh
-        before: dict[str, tuple[fd.ServerState | None, list[dict[str, Any]]]] = {}
-        with contextlib.ExitStack() as locked:  # no other process writes to the folder meanwhile
-            first_does(mesh, lambda: locked.enter_context(lock_folder(output / "checkpoints", "--output")))
-            if args.resumed:
-                config["started"] = json.loads((output / CONFIG).read_text())["started"]
-                before = _restored(simulations, checkpoints, seeds, args.rounds)
-                if not before:
-                    checks.warn(f"{output} has no checkpoint yet: the run starts again from round 0")
-            else:
-                first_does(mesh, lambda: _delete([kept.path for kept in checkpoints.values()], output, names))
-
-            def start(name: str, history: list[dict[str, Any]], on_round: Callable[[dict[str, Any]], None]) -> Ended:
-                sim, kept = simulations[name], checkpoints.get(name)
-                if len(seeds) > 1:
-                    runs = sim.sweep(
-                        args.rounds, seeds, args.eval_every, params=params, progress=progress, checkpoints=kept,
-                        on_round=lambda seed, _, record: on_round({"seed": seed, **record}),
-                        measure_every=config["measure"]["every"], until=until,
-                    )  # fmt: skip
-                    states = {run.seed: run.state for run in runs}
-                else:
-                    state, _ = before.pop(name, (None, []))
-                    state = sim.init(jax.random.key(args.seed), params) if state is None else state
-                    state, _ = sim.run(
-                        state, args.rounds - len(history), args.eval_every, progress=progress, on_round=on_round,
-                        measure_every=config["measure"]["every"], checkpoints=kept, until=until,
-                    )  # fmt: skip
-                    states = {args.seed: state}
-                if not args.per_client or not ended(history):
-                    return Ended(states, {})
-                fine_tune = 1 if sim.algorithm.personal is None else None
-                scores = [sim.evaluate_clients(state, fine_tune) for state in states.values()]
-                return Ended(states, {key: np.mean([each[key] for each in scores], axis=0) for key in scores[0]})
-
-            histories = {name: history for name, (_, history) in before.items()}
-            data = simulations[names[0]].data
-            return simulate(config, names, histories, start, ended, output, progress, data, final_table)
-
-    return work
+def _check_simulations(args: argparse.Namespace, simulations: Iterable[fd.Simulation]) -> None:
+    """Checks that the simulations can run with several seeds, and that their folders of client states are new."""
+    for sim in simulations:
+        try:
+            if args.seeds > 1:
+                check_sweepable(sim.setup)
+        except ValueError as error:
+            raise ConfigurationError(f"--seeds {args.seeds}: {error}") from error
+        bank = Path(sim.bank)
+        if sim.bank not in BANKS and not args.resume and bank.exists() and (not bank.is_dir() or any(bank.iterdir())):
+            raise ConfigurationError(
+                f"--bank must be a new or empty folder, got {args.bank}, which has {bank}: choose another folder"
+            )
 
 
 def _until(args: argparse.Namespace) -> Until | None:
-    """The rule of --stop-at-target and --patience that ends a run early, or None."""
-    rules = []
-    if args.stop_at_target:
-        rules.append(fd.until.reaches(accuracy=args.target))
+    """Returns the rule of --stop-at-target and --patience that ends a run early."""
+    rules = [fd.until.reaches(accuracy=args.target)] if args.stop_at_target else []
     if args.patience is not None:
         by_loss, by_accuracy = fd.until.stalls("loss", args.patience), fd.until.stalls("accuracy", args.patience)
         rules.append(lambda history: (by_accuracy if "accuracy" in history[-1] else by_loss)(history))
     return (lambda history: any(rule(history) for rule in rules)) if rules else None
 
 
-def _restored(
-    simulations: Mapping[str, fd.Simulation],
-    checkpoints: Mapping[str, fd.Checkpoints],
-    seeds: Sequence[int],
-    rounds: int,
-) -> dict[str, tuple[fd.ServerState | None, list[dict[str, Any]]]]:
-    """Returns the newest state and the history of each algorithm that has a checkpoint.
-
-    With several seeds, the sweep restores the states itself.
-    """
-    if len(seeds) > 1:
-        restored_sweeps = {}
-        for name, kept in checkpoints.items():
-            each = split_by_run(kept, [f"seed-{seed}" for seed in seeds])
-            _, histories = restore_together(each, [simulations[name].specification] * len(seeds), rounds)
-            records = [{"seed": seed, **r} for seed, history in zip(seeds, histories, strict=True) for r in history]
-            restored_sweeps[name] = (None, records)
-        return {name: pair for name, pair in restored_sweeps.items() if pair[1]}
-    restored = {name: kept.restore(simulations[name]) for name, kept in checkpoints.items() if kept.rounds}
-    for name in simulations.keys() - restored.keys():
-        bank = Path(simulations[name].bank)  # if it is a folder, it is for one process
-        if bank.is_dir() and not spans_processes(simulations[name].mesh):
-            bank.rename(unused(bank.with_name(bank.name + ".left")))
-    return dict(restored)
-
-
-def _delete(folders: Sequence[Path], output: Path, names: Sequence[str]) -> None:
-    """Deletes the files that --force replaces: checkpoints and models."""
-    for folder in folders:
+def _delete(output: Path, folders: Mapping[str, Path]) -> None:
+    """Deletes the checkpoints and models of an earlier run, which --force replaces."""
+    for name, folder in folders.items():
         shutil.rmtree(folder, ignore_errors=True)
-    for name in names:
         for file in (output / file_name(name)).glob(f"**/{MODEL}"):
             file.unlink()
 
 
-def _checkpoints(args: argparse.Namespace, config: Mapping[str, Any], output: Path) -> dict[str, fd.Checkpoints]:
-    """Returns the `Checkpoints` of each algorithm, or an empty dict with --keep 0."""
-    if args.resumed and not args.keep:
-        raise ConfigurationError(
-            f"--resume needs checkpoints, got {output}, a run with --keep 0: start it again from the beginning"
-        )
-    if not args.keep:
-        return {}
-    folders = {name: f"{i}-{file_name(name)}" for i, name in enumerate(config["algorithms"], 1)}
-    how = config["checkpoints"]
-    return {name: fd.Checkpoints(output / "checkpoints" / folder, **how) for name, folder in folders.items()}
-
-
-def simulate(
-    config: Mapping[str, Any],
-    names: Sequence[str],
-    before: Mapping[str, Sequence[dict[str, Any]]],
-    start: Callable[[str, list[dict[str, Any]], Callable[[dict[str, Any]], None]], Ended],
-    ended: Callable[[list[dict[str, Any]]], bool],
-    output: Path,
-    progress: bool | None,
-    data: fd.FederatedData,
-    final_table: Callable[..., str],
-) -> int:
+def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], final_table: Callable[..., str]) -> int:
     """Runs one algorithm after another. After Ctrl-C, it reports the completed rounds.
 
     With several processes, only the first writes files. If an algorithm fails, for example because its model has
     diverged, the next one runs.
 
-    before: the histories of the algorithms that were restored. start: ``start(name, history, on_round)`` runs an
-    algorithm. ended: ``ended(history)``, whether all rounds have been run, or the runs have ended early.
+    before: the states and histories of the algorithms that were restored.
     """
-    writes = fd.distributed.is_first()
+    writes, is_resumed = fd.distributed.is_first(), bool(before)
     if writes:
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            replace_file(output / CONFIG, json.dumps(config, indent=2) + "\n")
-        except OSError as error:  # no rounds have been run that could be lost
-            raise ConfigurationError(
-                f"--output must be a folder where files can be written, got {output} ({error.strerror}): choose "
-                "another folder"
-            ) from error
-    print(heading(config, output), flush=True)
-    resume = ["fedjax-drift", "run", "--resume", str(output)]
-    records: dict[str, list[dict[str, Any]]] = {name: list(before.get(name, [])) for name in names}
-    interrupted, stopped, several = False, [], len(config["seeds"]) > 1
+        job.output.mkdir(parents=True, exist_ok=True)
+        replace_file(job.output / CONFIG, json.dumps(config, indent=2) + "\n")
+    print(heading(config, job.output), flush=True)
+    records = {name: list(before[name][1]) if name in before else [] for name in config["algorithms"]}
     per_client: dict[str, dict[str, np.ndarray]] = {}
-
-    def lines() -> list[dict[str, Any]]:
-        return [{"algorithm": name, **record} for name, history in records.items() for record in history]
-
-    with fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]) as log:
-        for name, history in records.items():
-
-            def keep(record: dict[str, Any], name: str = name, history: list[dict[str, Any]] = history) -> None:
-                history.append(record)
-                log({"algorithm": name, **record})
-
-            files = [model_file(output, name, seed if several else None) for seed in config["seeds"]]
-            done = len(history) // len(files)
-            if ended(history) and all(file.exists() for file in files) and not config["per_client"]:
-                if done == config["rounds"]:
-                    print(f"{name} has done its {done} rounds")
-                else:
-                    why = "by --patience or --stop-at-target: a larger --patience or --target continues it"
-                    print(f"{name} was ended after {done} rounds {why}")
-                continue
-            if progress is False or not watched():  # no bar names the algorithm
-                print(f"running {name}: {rounds_to_do(done, config['rounds'])}", flush=True)
-            try:
-                end = start(name, history, keep)
-                per_client |= {name: end.scores} if end.scores else {}
-                if writes:
-                    for file, seed in zip(files, config["seeds"], strict=True):
-                        with written(file, output) as new:
-                            fd.models.save_params(end.states[seed].params, new, data)
-                interrupted = not ended(history)  # Simulation.run returns normally after Ctrl-C
-            except KeyboardInterrupt:
-                interrupted = True
-            except SystemExit as ending:  # SIGTERM: there is no time for plots
-                done = len(history) // len(files)
-                print(
-                    f"\nfedjax-drift: stopped {name} after {done} rounds; to resume: {shlex.join(resume)}",
-                    file=sys.stderr,
-                )
-                return int(ending.code or 0)
-            except (ConfigurationError, FloatingPointError, OSError, MemoryError) as error:
-                stopped.append(f"{name} after {len(history) // len(files)} of {config['rounds']} rounds")
-                if writes:
-                    show_error(f"stopped {stopped[-1]}: {error}")
-            if interrupted:
-                break
-    if before:  # the rounds of the algorithms may be out of order in the log
+    name, stopped, interrupted = "", list[str](), False
+    try:
+        with fd.logs.Log(job.output, _lines(records), tensorboard=config["tensorboard"]) as log:
+            for name, history in records.items():
+                files, done = job.model_files(name), job.rounds_done(history)
+                if job.is_done(history) and all(map(Path.exists, files.values())) and not config["per_client"]:
+                    early = "by --patience or --stop-at-target: a larger --patience or --target continues it"
+                    all_done, ended = f"has done its {done} rounds", f"was ended after {done} rounds {early}"
+                    print(name, all_done if done == config["rounds"] else ended)
+                    continue
+                try:
+                    states = job.train(name, before.pop(name, (None, []))[0], history, log)
+                    if config["per_client"] and job.is_done(history):
+                        per_client[name] = job.scores(name, states)
+                    for seed, file in files.items() if writes else ():
+                        with written(file, job.output) as new:
+                            fd.models.save_params(states[seed].params, new, job.parsed.data)
+                except (ConfigurationError, FloatingPointError, OSError, MemoryError) as error:
+                    stopped.append(f"{name} after {job.rounds_done(history)} of {config['rounds']} rounds")
+                    if writes:
+                        show_error(f"stopped {stopped[-1]}: {error}")
+                    continue
+                if not job.is_done(history):  # Simulation.run returns normally after Ctrl-C
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        interrupted = True
+    except SystemExit as ending:  # SIGTERM: there is no time for plots
+        done, again = job.rounds_done(records[name]), shlex.join(resume_words(job.output))
+        print(f"\nfedjax-drift: stopped {name} after {done} rounds; to resume: {again}", file=sys.stderr)
+        return int(ending.code or 0)
+    if is_resumed:  # the rounds of the algorithms may be out of order in the log
         try:
-            fd.logs.Log(output, lines(), tensorboard=config["tensorboard"]).close()
+            fd.logs.Log(job.output, _lines(records), tensorboard=config["tensorboard"]).close()
         except ValueError as error:  # the disk has no room for the sorted log
             checks.warn(str(error))
+    _report(config, job, records, per_client, stopped, interrupted, final_table)
+    return 130 if interrupted else 1 if stopped else 0
+
+
+def _lines(records: Mapping[str, Sequence[Record]]) -> list[Record]:
+    """Returns the records of all algorithms, as they are logged."""
+    return [{"algorithm": name, **record} for name, history in records.items() for record in history]
+
+
+def _report(
+    config: Mapping[str, Any],
+    job: Job,
+    records: Mapping[str, list[Record]],
+    per_client: Mapping[str, dict[str, np.ndarray]],
+    stopped: Sequence[str],
+    interrupted: bool,
+    final_table: Callable[..., str],
+) -> None:
+    """Writes the tables and plots, and prints the results."""
     records = {name: history for name, history in records.items() if history}
-    names_written = ["config.json", "rounds.jsonl", "rounds.csv"]
-    if writes:
-        names_written += write_summary(records, config["target"], output)
-        names_written += [*draw_runs(records, config["target"], data, output), *write_clients(per_client, output)]
-        folders = [file_name(name) for name in names if any((output / file_name(name)).glob(f"**/{MODEL}"))]
-        names_written += [f"{folder}/{'seed-*/' if several else ''}{MODEL}" for folder in folders]
+    files = ["config.json", "rounds.jsonl", "rounds.csv"]
+    if fd.distributed.is_first():
+        files += write_results(job.output, records, per_client, config["target"], job.parsed.data)
+        models = "seed-*/" * (len(job.seeds) > 1) + MODEL
+        folders = [file_name(name) for name in config["algorithms"]]
+        files += [f"{folder}/{models}" for folder in folders if any(job.output.glob(f"{folder}/{models}"))]
     if records:
         print("\n" + final_table(records, config["target"]))
     if any("accuracy" in scores for scores in per_client.values()):
         print("\n" + clients_table(per_client))
     closing = [f"stopped: {', '.join(stopped)}"] if stopped else []
-    closing.append(f"{'interrupted: ' if interrupted else ''}{output}: {', '.join(names_written)}")
-    lines_below = [line for text in closing for line in wrap(text, "", "  ")]
-    if interrupted and config["checkpoints"]["keep"] > 0:
-        lines_below += ["to resume:", wrapped_command(resume)]
-    print("", *lines_below, sep="\n")
-    return 130 if interrupted else 1 if stopped else 0
-
-
-def _processes(text: str) -> tuple[str, int, int]:
-    if not (match := re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", text)):
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT,P,I, such as node0:1234,4,0, got {text!r}")
-    return match[1], int(match[2]), int(match[3])
-
-
-def _target(text: str) -> float:
-    try:
-        accuracy = float(text)
-    except ValueError:
-        accuracy = -1.0
-    if not 0 < accuracy <= 1:
-        hint = f": {accuracy / 100:g} for {accuracy:g} %" if 1 < accuracy <= 100 else ""
-        raise argparse.ArgumentTypeError(f"must be an accuracy in 0..1, got {text!r}{hint}")
-    return accuracy
+    closing.append(f"{'interrupted: ' * interrupted}{job.output}: {', '.join(files)}")
+    print("", *(line for text in closing for line in wrap(text, "", "  ")), sep="\n")
+    if interrupted and job.checkpoints:
+        print("to resume:", wrapped_command(resume_words(job.output)), sep="\n")

@@ -1,36 +1,7 @@
-"""`fedjax-drift tune`: tries the same number of settings for every algorithm, and prints the best ones."""
+"""Tunes hyper-parameters with the same effort for every algorithm.
 
-from __future__ import annotations
+Takes the options of fedjax-drift run.
 
-import argparse
-import copy
-import inspect
-import json
-import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
-
-import jax
-
-import fedjax_drift as fd
-from fedjax_drift import checks
-from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.flags import HIDDEN, LOCAL, Spec, add, add_run, count, parse_spec
-from fedjax_drift.cli.output import add_output, output_folder, written
-from fedjax_drift.cli.parsed_run import ParsedRun, algorithm_specs, assemble, load_data, use_devices
-from fedjax_drift.cli.render import wrap, wrapped_command
-from fedjax_drift.data.datasets import DATASETS
-from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.simulation.sweep import check_sweepable
-from fedjax_drift.tuning import Range
-
-LR = Range(0.01, 1.0)  # the learning rates without --range lr=LOW:HIGH
-VALIDATION = 0.1  # share of each client's training examples that gives the score
-FILE = "tuning.jsonl"
-NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
-RANGE = re.compile(rf"(?:(\w+):)?(\w+)={NUMBER}:{NUMBER}(:linear)?")
-TUNE_EXAMPLES = """\
 examples:
   fedjax-drift tune --dataset mnist --partition dirichlet:0.1 --rounds 25 \\
       --algorithm fedavg --algorithm fedprox:mu=0.1 --range fedprox:mu=1e-4:1
@@ -49,52 +20,74 @@ the training examples (10 %, or --validation SHARE), so the test set chooses
 nothing. The output folder contains tuning.jsonl, with the score of each setting.
 """
 
+from __future__ import annotations
 
-def fill_tune(parser: argparse.ArgumentParser) -> None:
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+import fedjax_drift as fd
+from fedjax_drift import checks
+from fedjax_drift.cli.flags import add, add_run
+from fedjax_drift.cli.output import add_output, output_folder, written
+from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, load_data, use_devices
+from fedjax_drift.cli.render import wrap, wrapped_command
+from fedjax_drift.cli.values import LOCAL, Spec, count
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.simulation.sweep import check_sweepable
+from fedjax_drift.tuning import Range
+
+LR = Range(0.01, 1.0)  # the learning rates without --range lr=LOW:HIGH
+VALIDATION = 0.1  # share of each client's training examples that gives the score
+FILE = "tuning.jsonl"
+NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+RANGE = re.compile(rf"(?:(\w+):)?(\w+)={NUMBER}:{NUMBER}(:linear)?")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --dataset NAME --algorithm NAME --range [NAME:]OPTION=LOW:HIGH [options]"
-    parser.description = textwrap.fill(
-        "Tunes hyper-parameters with the same effort for every algorithm. Takes the options of fedjax-drift run.", 78
-    )
     group = add_run(parser)
     add_output(group)
-    group.add_argument(
-        "--range", action="append", default=[], dest="ranges", metavar="[NAME:]OPTION=LOW:HIGH[:linear]",
-        help="a range of an option of local training, such as lr=0.01:1, or of a hyper-parameter of the algorithm "
-        "NAME, such as fedprox:mu=1e-4:1. Give it several times for several options",
+    add(
+        group, "--range", "[NAME:]OPTION=LOW:HIGH[:linear]", "a range of an option of local training, such as "
+        "lr=0.01:1, or of a hyper-parameter of the algorithm NAME, such as fedprox:mu=1e-4:1. Give it several times "
+        "for several options", action="append",
     )  # fmt: skip
     add(group, "--settings", "N", "number of settings of each algorithm", count, 8)
-    add(group, "--seeds", "N", "number of seeds of each setting, at least 2", _seeds, len(fd.tuning.SEEDS))
-    parser.set_defaults(command=tune)
+    several = partial(count, lowest=2, highest=10_000)
+    add(group, "--seeds", "N", "number of seeds of each setting, at least 2", several, len(fd.tuning.SEEDS))
 
 
-def tune(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
+    """Checks the options and reads the data. Returns a function that tries the settings."""
     specs = algorithm_specs(args)
-    shared, own = ranges(args.ranges, specs)
-    output = output_folder(args, "-".join(["tune", *dict.fromkeys(spec.name for spec in specs)])[:80])
+    shared, own = ranges(args.range or [], specs)
+    output = output_folder(args, "tune", *(spec.name for spec in specs))
     if not args.eval_every:
         raise ConfigurationError("tune needs evaluations, got --eval-every 0: leave --eval-every 0 out")
-    dataset = parse_spec("data set", args.dataset, DATASETS, hidden=HIDDEN)
-    if args.validation is None and dataset.name != "movielens":  # its test examples are ranked in groups
+    if args.validation is None and args.dataset.name != "movielens":  # its test examples are ranked in groups
         args.validation = VALIDATION
     use_devices(args.devices)
     data = load_data(args)
-    each = {spec.text: copy.copy(args) for spec in specs}
-    for text, alone in each.items():
-        alone.algorithm = [text]
-        check_sweepable(assemble(alone, data).simulations[text].setup)
-    tried = {
-        spec.text: fd.tuning.settings(shared, own[spec.text], args.settings, args.dataset, spec.text) for spec in specs
-    }
+    parsed = assemble(args, data)
+    for sim in parsed.simulations.values():
+        check_sweepable(sim.setup)
+    tried = [fd.tuning.settings(shared, own[spec.text], args.settings, args.dataset.text, spec.text) for spec in specs]
+    score = partial(_scores, args, data, parsed.params)
 
     def work() -> int:
         output.mkdir(parents=True, exist_ok=True)
         scored: dict[str, list[dict[str, Any]]] = {}
-        for text, alone in each.items():
-            print(f"tuning {text}: {args.settings} settings, {args.seeds} seeds, {args.rounds} rounds", flush=True)
-            results = _scores(alone, data, text, tried[text])
-            if results is None:
+        for spec, settings in zip(specs, tried, strict=True):
+            print(f"tuning {spec.text}: {args.settings} settings, {args.seeds} seeds, {args.rounds} rounds", flush=True)
+            if (results := score(spec, settings)) is None:
                 break
-            scored[text] = results
+            scored[spec.text] = results
             lines = [json.dumps({"algorithm": name, **result}) for name, of in scored.items() for result in of]
             with written(output / FILE, output) as new:
                 new.write_text("\n".join(lines) + "\n")
@@ -102,7 +95,7 @@ def tune(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
             print("\n" + table(scored))
             print("\nto run the best settings on all training examples:")
             print("\n".join(wrapped_command(words) for words in commands(argv, specs, scored)))
-        interrupted = len(scored) < len(each)
+        interrupted = len(scored) < len(specs)
         files = f": {FILE}" if scored else ""
         print("", *wrap(f"{'interrupted: ' * interrupted}{output}{files}", "", "  "), sep="\n")
         return 130 if interrupted else 0
@@ -111,25 +104,23 @@ def tune(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 
 
 def _scores(
-    args: argparse.Namespace, data: fd.FederatedData, name: str, settings: Sequence[Mapping[str, float]]
+    args: argparse.Namespace, data: fd.FederatedData, params: Any, spec: Spec, settings: Sequence[Mapping[str, float]]
 ) -> list[dict[str, Any]] | None:
-    """Returns each setting with its score, or None after Ctrl-C."""
+    """Returns each setting of an algorithm with its score, or None after Ctrl-C."""
+    alone = argparse.Namespace(**{**vars(args), "algorithm": [spec]})
 
-    def parsed(**values: Any) -> ParsedRun:
-        return assemble(args, data, values)
+    def simulation(**values: Any) -> fd.Simulation:
+        return assemble(alone, data, values).simulations[spec.text]
 
-    first = fd.tuning.SEEDS[0]
-    runs = fd.sweep(
-        lambda **values: parsed(**values).simulations[name], args.rounds, range(first, first + args.seeds), settings,
-        args.eval_every, params=parsed().params, progress=False if args.no_progress else None,
-    )  # fmt: skip
+    seeds = range(fd.tuning.SEEDS[0], fd.tuning.SEEDS[0] + args.seeds)
+    progress = False if args.no_progress else None
+    runs = fd.sweep(simulation, args.rounds, seeds, settings, args.eval_every, params=params, progress=progress)
     if any(int(jax.device_get(run.state.round)) < args.rounds for run in runs):
         return None
     results = []
     for setting in settings:
         of_setting = [run for run in runs if dict(run.setting) == dict(setting)]
-        score = fd.tuning.score(parsed(**setting).simulations[name], of_setting)
-        results.append({"setting": dict(setting), "score": score})
+        results.append({"setting": dict(setting), "score": fd.tuning.score(simulation(**setting), of_setting)})
     return results
 
 
@@ -147,11 +138,9 @@ def ranges(texts: Sequence[str], specs: Sequence[Spec]) -> tuple[dict[str, Range
             shared[checks.choice(f"the option of --range {text}", option, LOCAL)] = interval
             continue
         checks.choice(f"the algorithm of --range {text}", algorithm, [spec.name for spec in specs])
-        options = inspect.signature(ALGORITHMS[algorithm]).parameters
-        checks.choice(f"the option of --range {text}", option, options)
         for spec in specs:
             if spec.name == algorithm:
-                own[spec.text][option] = interval
+                own[spec.text][checks.choice(f"the option of --range {text}", option, spec.defaults)] = interval
     return shared, own
 
 
@@ -178,16 +167,12 @@ def commands(
     for spec in specs:
         if spec.text in scored:
             best = max(scored[spec.text], key=lambda result: result["score"])["setting"]
-            own = {name: f"{value:.4g}" for name, value in best.items() if name not in LOCAL}
-            options = ",".join(f"{name}={str(value).lower()}" for name, value in {**spec.options, **own}.items())
+            own = spec.options | {name: f"{value:.4g}" for name, value in best.items() if name not in LOCAL}
+            words = {name: "+".join(map(str, v)) if isinstance(v, tuple) else str(v) for name, v in own.items()}
+            options = ",".join(f"{name}={word}" for name, word in words.items())
             local = [word for name in LOCAL if name in best for word in (*_flags([name]), f"{best[name]:.4g}")]
-            algorithm = spec.name + f":{options}" * bool(options)
-            yield ["fedjax-drift", "run", *common, "--algorithm", algorithm, *local]
+            yield ["fedjax-drift", "run", *common, "--algorithm", spec.name + f":{options}" * bool(options), *local]
 
 
 def _flags(names: Iterable[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names]
-
-
-def _seeds(text: str) -> int:
-    return count(text, 2, 10_000)
