@@ -12,7 +12,7 @@ from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 
 import fedjax_drift as fd
 from fedjax_drift import tree
-from fedjax_drift.round.cohort import plan
+from fedjax_drift.round.cohort import assign
 from fedjax_drift.round.engine import Client
 from fedjax_drift.round.train import executed_steps
 
@@ -110,7 +110,7 @@ def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  #
     @jax.jit
     def heard(deadline):
         engine = how._replace(failures=dataclasses.replace(how.failures, deadline=deadline))
-        return plan(engine, start, rows, jnp.arange(30)).cohort.id < 30
+        return assign(engine, start, rows, jnp.arange(30)).cohort.id < 30
 
     deadlines = np.geomspace(0.05, 10, 80)
     there = np.stack([heard(deadline) for deadline in deadlines])

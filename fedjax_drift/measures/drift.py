@@ -20,7 +20,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
-from fedjax_drift.round.cohort import Plan, deal_out, look_up, undealt
+from fedjax_drift.round.cohort import Assignment, at_places, in_cohort_order, look_up
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
 from fedjax_drift.round.round import Observer, observed_round, round_fn, unobserved
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
@@ -119,12 +119,12 @@ def observer(engine: Engine, names: Sequence[str]) -> Observer:
     )
 
 
-def shared_values(engine: Engine, names: Sequence[str], planned: Plan, arrays: Arrays) -> PyTree:
+def shared_values(engine: Engine, names: Sequence[str], assigned: Assignment, arrays: Arrays) -> PyTree:
     """The test examples and their global predictions, if a measure needs them."""
     if not {*TESTED} & {*names}:
         return ()
     assert arrays.test is not None
-    return arrays.test, predictions(engine, planned.shared.server.params, arrays.test)
+    return arrays.test, predictions(engine, assigned.shared.server.params, arrays.test)
 
 
 def update_and_measure(
@@ -190,18 +190,18 @@ def cosine(D: Params, mean_update: Params) -> jax.Array:
 
 
 def measures(
-    engine: Engine, names: Sequence[str], planned: Plan, states: PyTree, sums: PyTree, of_clients: dict[str, Any]
+    engine: Engine, names: Sequence[str], assigned: Assignment, states: PyTree, sums: PyTree, of_clients: dict[str, Any]
 ) -> dict[str, jax.Array]:
     """The measures of a round, after its clients have trained.
 
     states: the client states before the round. sums, of_clients: what `update_and_measure` returned for all clients.
     """
-    w, of_clients = planned.shared.server.params, dict(of_clients)
+    w, of_clients = assigned.shared.server.params, dict(of_clients)
     measured: dict[str, jax.Array] = {}
     if "labels" in names:
-        measured["label_mix"] = label_mix(engine, planned.shared, planned)
+        measured["label_mix"] = label_mix(engine, assigned.shared, assigned)
     if "gradients" in names:
-        measured |= gradients(engine, planned.shared, planned)
+        measured |= gradients(engine, assigned.shared, assigned)
     if left := with_means(names):
         models, weight = sums
         means = jax.tree.map(lambda s, like: (s / weight).astype(like.dtype), models, (w, trained(engine, w)))
@@ -212,10 +212,10 @@ def measures(
                 of_all = jax.vmap(of_all, (0, None))
             of_clients["update_cosine"] = of_all(of_clients.pop("update"), means[1])
         if left:
-            of_clients |= second_training(engine, left, planned, states, *means)
+            of_clients |= second_training(engine, left, assigned, states, *means)
     if of_clients:
         valid = of_clients.pop("valid")
-        of_cohort = partial(undealt, len(planned.cohort.id), planned.order, planned.empty)
+        of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
         for name, values in of_clients.items():
             seen = valid.reshape(*valid.shape, *[1] * (values.ndim - 3))
             measured[name] = of_cohort(jnp.where(seen, values, jnp.nan))
@@ -223,7 +223,7 @@ def measures(
 
 
 def second_training(
-    engine: Engine, names: set[str], planned: Plan, states: PyTree, w_S: Params, mean_update: Params
+    engine: Engine, names: set[str], assigned: Assignment, states: PyTree, w_S: Params, mean_update: Params
 ) -> dict[str, jax.Array]:
     """The measures that compare a model of every epoch with a mean over the cohort, leaves [D, G, L, E].
 
@@ -247,11 +247,11 @@ def second_training(
         result = update(engine, shared, old, work._replace(watch=after_epoch))
         return (), result.trained(engine.algorithm.name).measured, ()
 
-    shared = planned.shared._replace(extra=(w_S, mean_update))
-    return over_clients(engine, one, shared, planned.dealt, states)[1]
+    shared = assigned.shared._replace(extra=(w_S, mean_update))
+    return over_clients(engine, one, shared, assigned.placed, states)[1]
 
 
-def gradients(engine: Engine, shared: Shared, planned: Plan) -> dict[str, jax.Array]:
+def gradients(engine: Engine, shared: Shared, assigned: Assignment) -> dict[str, jax.Array]:
     """The measures of the gradients at the global model w, over all examples of all clients.
 
     With grad f = sum_i p_i grad F_i and p_i = n_i / n:
@@ -267,10 +267,10 @@ def gradients(engine: Engine, shared: Shared, planned: Plan) -> dict[str, jax.Ar
     """
     N = engine.num_clients
     n = round(engine.mean_size * N)  # the number of examples, without the padding on the devices
-    chosen = jnp.zeros(N + 1, bool).at[planned.cohort.id].set(True).at[N].set(False)
+    chosen = jnp.zeros(N + 1, bool).at[assigned.cohort.id].set(True).at[N].set(False)
     clients = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
-    clients = jax.tree.map(lambda a, held: a.at[planned.drawn].set(held, mode="drop"), clients, planned.held)
-    _, _, dealt = deal_out(engine, clients, clients.steps)
+    clients = jax.tree.map(lambda a, new: a.at[assigned.drawn].set(new, mode="drop"), clients, assigned.selected)
+    _, _, placed = at_places(engine, clients, clients.steps)
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         chosen, n_S, S = shared.extra
@@ -287,7 +287,7 @@ def gradients(engine: Engine, shared: Shared, planned: Plan) -> dict[str, jax.Ar
 
     sizes = jnp.where(chosen[clients.id], clients.size, 0)
     extra = (chosen, *(total.sum().astype(shared.lr.dtype) for total in (sizes, chosen)))
-    (sums, square), _, _ = over_clients(engine, one, shared._replace(extra=extra), dealt, ())
+    (sums, square), _, _ = over_clients(engine, one, shared._replace(extra=extra), placed, ())
     grad_f, weighted, uniform = sums
     norm2 = tree.dot(grad_f, grad_f)
     equal = square <= norm2  # rounding may make the sum smaller; this also covers 0 / 0
@@ -300,13 +300,13 @@ def gradients(engine: Engine, shared: Shared, planned: Plan) -> dict[str, jax.Ar
     }
 
 
-def label_mix(engine: Engine, shared: Shared, planned: Plan) -> jax.Array:
+def label_mix(engine: Engine, shared: Shared, assigned: Assignment) -> jax.Array:
     """float [C]: the share of each class in the cohort's examples."""
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         return label_counts(engine, client_work(engine, shared, client, longest)), (), ()
 
-    counts, _, _ = over_clients(engine, one, shared, planned.dealt, ())
+    counts, _, _ = over_clients(engine, one, shared, assigned.placed, ())
     return counts / counts.sum()
 
 

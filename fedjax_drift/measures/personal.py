@@ -20,7 +20,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.running_statistics import fine_tuned
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.cohort import deal_out, round_keys, undealt
+from fedjax_drift.round.cohort import FINE_TUNING, at_places, in_cohort_order, round_keys
 from fedjax_drift.round.engine import Client, Engine, Rows, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import score_rows
 from fedjax_drift.round.train import client_work, over_clients
@@ -124,9 +124,9 @@ def personal_scores(
     Returns a dict from each score (loss, accuracy, ...) to its sum over the test examples of each client, [C].
     """
     lr = engine.local.rate(state.round)
-    key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + 3)  # training uses 0..N + 2
+    key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + FINE_TUNING)
     shared = Shared(state.server, rows, key, state.round, lr, (tests, clients.id[0]))
-    order, empty, dealt = deal_out(engine, clients, clients.steps)
+    order, empty, placed = at_places(engine, clients, clients.steps)
     B = min(eval_batch_size, len(tests.x))
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -152,5 +152,5 @@ def personal_scores(
         zero = {name: jnp.zeros((), a.dtype) for name, a in jax.eval_shape(score, jnp.arange(B)).items()}
         return (), lax.fori_loop(0, -(-size // B), batch, zero), ()
 
-    _, sums, _ = over_clients(engine, one, shared, dealt, state.clients)
-    return jax.tree.map(partial(undealt, len(clients.id), order, empty), replicated(engine, sums))
+    _, sums, _ = over_clients(engine, one, shared, placed, state.clients)
+    return jax.tree.map(partial(in_cohort_order, len(clients.id), order, empty), replicated(engine, sums))

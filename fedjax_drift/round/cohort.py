@@ -2,7 +2,7 @@
 
 sample    selects K ids, uniformly without replacement or by Bernoulli sampling, unless the caller gives them
 fail      replaces clients that drop out or report too late by absent clients; stragglers get fewer steps
-deal      sorts the cohort by local steps, and assigns the clients to devices and groups
+assign    sorts the cohort by local steps, and assigns the clients to devices and groups
 
 A device has G groups of L lanes. It trains the groups one after another, and the L clients of a group side by side. The
 shape [D, G, L] has one place per client. An absent client is a placeholder with id N and without examples.
@@ -35,12 +35,16 @@ from fedjax_drift.round.exchange import back_and_forth
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.types import ServerState
 
+# fold_in(clients_key, i) is the key of client i in a round, for i < N. fold_in(clients_key, N + n) is the key for other
+# random numbers of the round:
+REDISTRIBUTION, FAILURES, NOISE, FINE_TUNING = 0, 1, 2, 3  # values of n
+
 # fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices. Round t uses
 # fold_in(state.key, t), and no round has the number DEVICE_SPEEDS.
 DEVICE_SPEEDS = 2**32 - 1
 
 
-class Plan(NamedTuple):
+class Assignment(NamedTuple):
     """The clients of a round, and the place at which each client trains.
 
     K' clients are selected, and K of them remain after failures. K' > K only with over-selection.
@@ -48,14 +52,14 @@ class Plan(NamedTuple):
 
     shared: Shared
     drawn: jax.Array  # int32 [K'], the selected ids; N marks an absent client
-    held: Client  # [K'], the selected clients, after `deal_anew` if examples are redistributed; absent if without any
+    selected: Client  # [K'], the selected clients, after `redistributed`; absent if a client has no example
     cohort: Client  # [K], the clients after failures; a client that does not report is absent
     order: jax.Array  # int32 [D, G, L], for each place the index in ``cohort`` of the client that trains there
     empty: jax.Array  # bool [D, G, L], True for places without a client
-    dealt: Client  # [D, G, L], the client at each place
+    placed: Client  # [D, G, L], the client at each place
 
 
-def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Array | Client | None) -> Plan:
+def assign(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Array | Client | None) -> Assignment:
     """Selects the round's cohort, unless it is given, and assigns it to devices, groups and lanes."""
     if rows is None:
         raise ConfigurationError(
@@ -67,24 +71,21 @@ def plan(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Arra
         cohort = look_up(engine, rows, sample(engine, cohort_key) if cohort is None else cohort.astype(jnp.int32))
     drawn = cohort.id
     if engine.redeal is not None:
-        rows, cohort = deal_anew(engine, engine.redeal, jax.random.fold_in(key, engine.num_clients), cohort, rows)
-    held = cohort
+        redeal_key = jax.random.fold_in(key, engine.num_clients + REDISTRIBUTION)
+        rows, cohort = redistributed(engine, engine.redeal, redeal_key, cohort, rows)
+    selected = cohort
     if engine.failures is not None:
         cohort = fail(engine, engine.failures, state.key, key, cohort)
     lr = engine.local.rate(state.round)
     # With sharded examples, stragglers are sorted by their full number of steps, because `rows_by_rank` assumes it.
     steps = cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size)
-    order, empty, dealt = deal_out(engine, cohort, steps)
-    order, dealt = replicated(engine, (order, dealt))
-    return Plan(Shared(state.server, rows, key, state.round, lr), drawn, held, cohort, order, empty, dealt)
+    order, empty, placed = at_places(engine, cohort, steps)
+    order, placed = replicated(engine, (order, placed))
+    return Assignment(Shared(state.server, rows, key, state.round, lr), drawn, selected, cohort, order, empty, placed)
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the key for sampling the cohort of round t, and the key of the clients.
-
-    fold_in(clients_key, i) is the key of client i. The numbers after the last client give the keys for redistribution
-    (N), failures (N + 1), the noise of a private aggregation (N + 2) and fine-tuning (N + 3).
-    """
+    """Returns the key for sampling the cohort of round t, and the key of the clients."""
     cohort_key, clients_key = jax.random.split(jax.random.fold_in(key, t))
     return cohort_key, clients_key
 
@@ -159,7 +160,7 @@ def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: 
     """
     absentee, mean = absent(engine), mean_steps(engine)
     speeds_key = jax.random.fold_in(state_key, DEVICE_SPEEDS)
-    key = jax.random.fold_in(clients_key, engine.num_clients + 1)
+    key = jax.random.fold_in(clients_key, engine.num_clients + FAILURES)
 
     def one(client: Client) -> tuple[Client, jax.Array]:
         drops, straggles, part = jax.random.uniform(jax.random.fold_in(key, client.id), (3,))
@@ -183,7 +184,7 @@ def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: 
     return cohort
 
 
-def deal_anew(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Client, rows: Rows) -> tuple[Rows, Client]:
+def redistributed(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Client, rows: Rows) -> tuple[Rows, Client]:
     """Pools the cohort's examples and redistributes them to its clients. A client that gets no example is absent."""
     M = len(rows.x)
     places, offset, size = redeal(
@@ -202,7 +203,7 @@ def deal_anew(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Client,
     return rows._replace(places=jnp.concatenate([jnp.arange(M, dtype=jnp.int32), places])), cohort
 
 
-def deal(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
+def places_of(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Assigns the cohort to the places [D, G, L]. ``steps`` [K] are the local steps of the clients.
 
     The cohort is sorted by local steps, in descending order, so that the L clients of a group finish together. The
@@ -217,17 +218,17 @@ def deal(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
     return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)
 
 
-def deal_out(engine: Engine, clients: Client, steps: jax.Array) -> tuple[jax.Array, jax.Array, Client]:
-    """Returns the two results of `deal`, and the client at each place, [D, G, L]. Empty places have absent clients."""
-    order, empty = deal(engine, steps)
-    dealt = jax.tree.map(lambda none, a: jnp.where(empty, none, a[order]), absent(engine), clients)
-    return order, empty, dealt
+def at_places(engine: Engine, clients: Client, steps: jax.Array) -> tuple[jax.Array, jax.Array, Client]:
+    """Returns the results of `places_of`, and the client at each place, [D, G, L]. Empty places have absent clients."""
+    order, empty = places_of(engine, steps)
+    placed = jax.tree.map(lambda none, a: jnp.where(empty, none, a[order]), absent(engine), clients)
+    return order, empty, placed
 
 
-def undealt(K: int, order: jax.Array, empty: jax.Array, values: jax.Array) -> jax.Array:
-    """The inverse of `deal`: values [D, G, L, ...] at the places -> [K, ...], in the order of the cohort.
+def in_cohort_order(K: int, order: jax.Array, empty: jax.Array, values: jax.Array) -> jax.Array:
+    """The inverse of `places_of`: values [D, G, L, ...] at the places -> [K, ...], in the order of the cohort.
 
-    order, empty: the results of `deal`.
+    order, empty: the results of `places_of`.
     """
     places = jnp.where(empty, K, order)
     return jnp.zeros((K, *values.shape[3:]), values.dtype).at[places].set(values, mode="drop")

@@ -2,7 +2,7 @@
 
 sample    selects the ids of the cohort [K] with the key of the state             cohort.py
 fail      some clients drop out, some do only a part of their local steps         cohort.py
-deal      assigns the cohort to D devices, with G groups of L clients per device  cohort.py
+assign    assigns the cohort to D devices, with G groups of L clients per device  cohort.py
           then, in a scan over the groups:
 fetch     the client states of a group, [N, ...] -> [L, ...]                      client_states.py
 train     the L clients of the group side by side (vmap)                          train.py
@@ -18,12 +18,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.cohort import Plan, plan, undealt
+from fedjax_drift.round.cohort import NOISE, Assignment, assign, in_cohort_order
 from fedjax_drift.round.engine import Arrays, Client, Engine, Rows, Shared, absent, partitionable, replicated
 from fedjax_drift.round.evaluate import evaluate
 from fedjax_drift.round.info import describe, with_metrics
@@ -34,24 +35,24 @@ from fedjax_drift.types import ClientResult, Metrics, Params, PyTree, Round, Ser
 class Observer(NamedTuple):
     """What a round measures of its own training (`measures.drift`). This does not change the result of the round.
 
-    before: ``before(planned, arrays)`` returns values that are the same for all clients, for `Shared.extra`.
+    before: ``before(assigned, arrays)`` returns values that are the same for all clients, for `Shared.extra`.
     update: ``update(shared, client, old, work) -> (result, terms, measured)`` trains one client, as `train.update`
       does.
-    after: ``after(planned, states, sums, measured)`` returns the measures. states: `ServerState.clients` before the
+    after: ``after(assigned, states, sums, measured)`` returns the measures. states: `ServerState.clients` before the
       round. sums: of the terms over the clients. measured: the values of each client, leaves [D, G, L, ...].
     """
 
-    before: Callable[[Plan, Arrays], PyTree]
+    before: Callable[[Assignment, Arrays], PyTree]
     update: Callable[[Shared, Client, PyTree, Work], tuple[ClientResult, PyTree, PyTree]]
-    after: Callable[[Plan, PyTree, PyTree, PyTree], Metrics]
+    after: Callable[[Assignment, PyTree, PyTree, PyTree], Metrics]
 
 
 def unobserved(engine: Engine) -> Observer:
     """Measures nothing."""
     return Observer(
-        before=lambda planned, arrays: (),
+        before=lambda assigned, arrays: (),
         update=lambda shared, client, old, work: (update(engine, shared, old, work), (), ()),
-        after=lambda planned, states, added, kept: {},
+        after=lambda assigned, states, added, kept: {},
     )
 
 
@@ -91,8 +92,8 @@ def observed_round(
 ) -> tuple[ServerState, dict, Metrics]:
     """Like `round_fn`. Also returns the measures of ``observer``."""
     algorithm, aggregation = engine.algorithm, engine.aggregation
-    planned = plan(engine, state, arrays.rows, cohort)
-    shared = planned.shared._replace(extra=observer.before(planned, arrays))
+    assigned = assign(engine, state, arrays.rows, cohort)
+    shared = assigned.shared._replace(extra=observer.before(assigned, arrays))
 
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """Trains one client. Returns values to be summed over the clients, values of this client, and its new state."""
@@ -113,16 +114,19 @@ def observed_round(
         return added, of_client, result.state
 
     (total, weight, count, sums), of_clients, clients = over_clients(
-        engine, train, shared, planned.dealt, state.clients
+        engine, train, shared, assigned.placed, state.clients
     )
     outcome, message_dtypes, metrics, measured = of_clients
     outcome, metrics = replicated(engine, (outcome, metrics))
+    chex.assert_rank([weight, count], 0)
+    chex.assert_shape([*outcome.values()], assigned.placed.id.shape)  # [D, G, L]
+    chex.assert_trees_all_equal_shapes_and_dtypes(clients, state.clients)
 
     N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
-    mean = aggregation.combine(total, weight, jax.random.fold_in(planned.shared.key, N + 2), K)
+    mean = aggregation.combine(total, weight, jax.random.fold_in(assigned.shared.key, N + NOISE), K)
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, message_dtypes)  # sums have the dtype of the weights
     participation = jnp.asarray(K / N, count.dtype) if private else count / N
-    context = Round(state.round, planned.shared.lr, participation, N, engine.mean_size)
+    context = Round(state.round, assigned.shared.lr, participation, N, engine.mean_size)
     server = tree.cast_like(
         algorithm.server_update(state.server, mean, context), state.server, f"{algorithm.name}: the updated server"
     )
@@ -136,20 +140,20 @@ def observed_round(
         )
         server = tree.select(any_answer, observed, server)
     if algorithm.finish is not None:
-        clients = finished(engine, server, planned, outcome["answered"], clients)
+        clients = finished(engine, server, assigned, outcome["answered"], clients)
 
-    info = describe(engine, planned, outcome)
-    of_cohort = partial(undealt, len(planned.cohort.id), planned.order, planned.empty)
+    info = describe(engine, assigned, outcome)
+    of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
     info = with_metrics(engine, info, jax.tree.map(of_cohort, metrics))
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
         info = with_metrics(engine, info, reported)
-    measures = observer.after(planned, state.clients, sums, measured)
+    measures = observer.after(assigned, state.clients, sums, measured)
     return ServerState(state.round + 1, state.key, server, clients), info, measures
 
 
-def finished(engine: Engine, server: Any, planned: Plan, answered: jax.Array, clients: PyTree) -> PyTree:
+def finished(engine: Engine, server: Any, assigned: Assignment, answered: jax.Array, clients: PyTree) -> PyTree:
     """All client states, after ``finish(server, state)`` of the algorithm for those of the aggregated clients.
 
     answered: bool [D, G, L], whether a client is aggregated.
@@ -161,6 +165,6 @@ def finished(engine: Engine, server: Any, planned: Plan, answered: jax.Array, cl
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         return (), (), tree.cast_like(finish(shared.server, state), state, what)
 
-    dealt = jax.tree.map(lambda a, none: jnp.where(answered, a, none), planned.dealt, absent(engine))
+    placed = jax.tree.map(lambda a, none: jnp.where(answered, a, none), assigned.placed, absent(engine))
     engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
-    return over_clients(engine, one, planned.shared._replace(server=server, rows=Rows(none, none)), dealt, clients)[2]
+    return over_clients(engine, one, assigned.shared._replace(server=server, rows=Rows(none, none)), placed, clients)[2]

@@ -42,16 +42,16 @@ def over_clients(
     engine: Engine,
     update: Callable[[Shared, Client, PyTree, jax.Array], tuple[PyTree, PyTree, PyTree]],
     shared: Shared,
-    dealt: Client,
+    placed: Client,
     states: PyTree,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Calls ``update(shared, client, state, longest) -> (added, kept, new_state)`` for each client in ``dealt``.
+    """Calls ``update(shared, client, state, longest) -> (added, kept, new_state)`` for each client in ``placed``.
 
     ``state`` is the client's state, and ``longest`` is the number of examples of the largest client in its group.
     ``new_state`` is () if the states do not change.
 
     Args:
-      dealt: [D, G, L].
+      placed: [D, G, L].
       states: the states of all clients, `ServerState.clients`; () if ``update`` needs none.
 
     Returns:
@@ -99,10 +99,10 @@ def over_clients(
     rows: Any = Rows(part, part, whole, whole, whole) if rows_sharded else whole
     shared_specs = Shared(*[whole] * len(Shared._fields))._replace(rows=rows)
     specs = (shared_specs, part, stored, whole), (whole, part, stored)
-    total, (kept, new), updated = on_each_device(engine, one_device, *specs)(shared, dealt, states, dealt)
+    total, (kept, new), updated = on_each_device(engine, one_device, *specs)(shared, placed, states, placed)
     if jax.tree.leaves(updated):
         return total, kept, updated
-    return total, kept, scatter(engine, states, dealt.place, new) if jax.tree.leaves(new) else states
+    return total, kept, scatter(engine, states, placed.place, new) if jax.tree.leaves(new) else states
 
 
 def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Shared, Client]:
@@ -174,15 +174,15 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
     )
 
 
-def executed_steps(engine: Engine, dealt: Client) -> jax.Array:
-    """int32 []: the local steps that the devices run for the clients ``dealt`` [D, G, L].
+def executed_steps(engine: Engine, placed: Client) -> jax.Array:
+    """int32 []: the local steps that the devices run for the clients ``placed`` [D, G, L].
 
     In every epoch, all L clients of a group run as many steps as the client of the group with the most steps in this
     epoch. The unused steps of the other clients are included.
     """
-    batches = -(-dealt.size // min(engine.local.batch_size, engine.max_size))[..., None]
+    batches = -(-placed.size // min(engine.local.batch_size, engine.max_size))[..., None]
     epochs = jnp.arange(engine.local.epochs)[None, None, None]
-    left = dealt.steps[..., None] - batches * epochs
+    left = placed.steps[..., None] - batches * epochs
     return jnp.clip(left, 0, batches).max(2).sum() * engine.lanes
 
 
