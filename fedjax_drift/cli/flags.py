@@ -23,7 +23,7 @@ from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS
 
-HIDDEN = ("data_dir", "seed", "natural")  # parameters of a loader that are not options after NAME:
+HIDDEN = ("request",)  # parameters of a loader that are not options after NAME:
 
 
 FUNCTIONS = ("optimizer", "augment")  # options of `LocalTraining` whose values are functions

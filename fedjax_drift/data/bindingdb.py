@@ -11,6 +11,7 @@ import numpy as np
 
 from fedjax_drift.data import lines
 from fedjax_drift.data.federated import Pair
+from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
 
 FILENAME = "BindingDB_All.tsv"
@@ -23,6 +24,17 @@ COLUMNS = (
 BINDS_BELOW = 30.0  # nM
 KD = re.compile(r"([<>]?)\s*(\d+\.?\d*(?:[eE][+-]?\d+)?)")
 CODES = bytes(byte - 32 if 32 < byte < 127 else 0 for byte in range(256))  # printable ASCII becomes 1..94
+
+
+def load(request: Request, *, ligand: int = 100, protein: int = 1000) -> Samples:
+    """BindingDB: whether a ligand binds a protein. 2 classes (1: Kd < 30 nM, our choice), int8 [ligand + protein].
+
+    An example has the first `ligand` characters of the SMILES string and the first `protein` characters of the sequence
+    of the first chain. Characters are encoded as 1..94 in ASCII order, and 0 is padding. There is one example per pair.
+    A random 20 % of the pairs (`seed`) are test examples. Reading all of `BindingDB_All.tsv` takes a few minutes.
+    Lines without a Kd value are skipped. (Liu et al., "BindingDB", Nucleic Acids Research 2007.)
+    """
+    return Samples(*read(request.folders, ligand, protein, request.seed))
 
 
 def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[Pair, Pair]:

@@ -16,9 +16,9 @@ import numpy as np
 from fedjax_drift.data import files, lines
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
+from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
 
-SIZES = ("1m", "latest-small")
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
 HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in the data folder"
 AGES = (1, 18, 25, 35, 45, 50, 56)  # ML-1M names an age group by its lowest age
@@ -37,24 +37,28 @@ class Ratings(NamedTuple):
     path: Path  # the file
 
 
-class Rows(NamedTuple):
-    """The examples, grouped by user: x int16 [M, 6 + H], y int32 [M]."""
+def load(
+    request: Request, *, size: str = "1m", history: int = 30, negatives: int = 4, test_negatives: int = 99
+) -> Samples:
+    """MovieLens as click-through prediction: 2 classes, int16 [6 + history], one client per user. For `fd.models.din`.
 
-    train: Pair
-    test: Pair  # blocks of 1 + test_negatives examples, the positive one first
-    user: np.ndarray  # [M], the user of each training example
-    test_user: np.ndarray  # [M_test], the user of each test example
+    An example has the ids of user, gender, age, occupation, zip code and candidate film, and those of the `history`
+    films that the user rated before the candidate. 0 means none or unknown.
 
+    Every rating is an example with label 1. For each rating, `negatives` films that the user never rated are added as
+    examples with label 0. The latest rating of each user is a test example, followed by `test_negatives` distinct
+    films with label 0, in the order that `fd.ranking` expects. These films are drawn with `seed` from all rated films.
 
-def read(places: Sequence[Path], size: str) -> Ratings:
-    """Reads the ratings from the first folder that has them.
-
-    Raises FileNotFoundError if no folder has them, and ValueError for damaged files.
+    size: "1m" is MovieLens 1M (`ml-1m/ratings.dat` and `users.dat`, as published by GroupLens; 6,040 users).
+        "latest-small" is `movielens_latest_small.npz` with user_id, movie_id and timestamp [R] (610 users without
+        profiles). (Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 2015. The protocol is
+        that of FedEve.)
     """
-    return _read_1m(places) if size == "1m" else _read_latest_small(places)
+    read = _read_1m if size == "1m" else _read_latest_small
+    return leave_latest_out(read(request.folders), history, negatives, test_negatives, request.seed)
 
 
-def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negatives: int, seed: int) -> Rows:
+def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negatives: int, seed: int) -> Samples:
     """Splits the ratings: the latest rating of each user is for test. Negative examples are drawn with ``seed``.
 
     An example is [user, gender, age, occupation, zip, candidate, history...]. The history has the last H = ``history``
@@ -89,11 +93,11 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
 
     drawn = rng.integers(0, free[user[~latest], None], ((~latest).sum(), negatives))
     different = [rng.choice(free[u], test_negatives, replace=False, shuffle=False) for u in user[latest]]
-    return Rows(
+    return Samples(
         train=rows(~latest, drawn),
         test=rows(latest, np.stack(different)),
-        user=np.repeat(user[~latest], 1 + negatives),
-        test_user=np.repeat(user[latest], 1 + test_negatives),
+        writer=np.repeat(user[~latest], 1 + negatives),
+        test_writer=np.repeat(user[latest], 1 + test_negatives),
     )
 
 
