@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_drift.data import lines
+from fedjax_drift.data import files
 from fedjax_drift.data.sources import Request, Samples
 
 FILENAME = "ag_news_csv/train.csv"
@@ -26,8 +26,8 @@ def load(request: Request, *, vocabulary: int = 20_000, length: int = 64) -> Sam
     with lines "class 1 to 4","title","description". (Zhang, Zhao and LeCun, "Character-level Convolutional Networks for
     Text Classification", NeurIPS 2015.)
     """
-    path = lines.find(FILENAME, request.folders, HOW)
-    test_path = lines.find("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
+    path = files.find_file(FILENAME, request.folders, HOW)
+    test_path = files.find_file("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
     (texts, y), (test_texts, y_test) = _texts(path), _texts(test_path)
     counts = Counter(word for words in texts for word in words)
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
@@ -46,13 +46,13 @@ def load(request: Request, *, vocabulary: int = 20_000, length: int = 64) -> Sam
 def _texts(path: Path) -> tuple[list[list[str]], np.ndarray]:
     """Returns the words of each title and description in lower case, and the classes, from 0."""
     texts, classes = [], []
-    with lines.opened(path) as file:
+    with files.opened_text(path) as file:
         rows = csv.reader(file, strict=True)
         for row in rows:
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
-                raise lines.damaged(rows.line_num, '"class 1 to 4","title","description"', ",".join(row))
+                raise files.wrong_line(rows.line_num, '"class 1 to 4","title","description"', ",".join(row))
             texts.append(WORD.findall(f"{row[1]} {row[2]}".lower()))
             classes.append(int(row[0]) - 1)
         if not texts:
-            raise lines.damaged(1, '"class 1 to 4","title","description"', "an empty file")
+            raise files.wrong_line(1, '"class 1 to 4","title","description"', "an empty file")
     return texts, np.array(classes, np.int32)

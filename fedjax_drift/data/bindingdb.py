@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_drift.data import lines
+from fedjax_drift.data import files
 from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
@@ -42,7 +42,7 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
 
     Raises FileNotFoundError, and ValueError for a damaged file or one without at least 2 measurements of Kd.
     """
-    path = lines.find(FILENAME, places, HOW)
+    path = files.find_file(FILENAME, places, HOW)
     pairs = measurements(path)
     if len(pairs) < 2:
         raise ConfigurationError(
@@ -63,24 +63,24 @@ def measurements(path: Path) -> dict[tuple[str, str], bool]:
     are skipped, too.
     """
     binds_of: dict[tuple[str, str], bool] = {}
-    with lines.opened(path, "latin-1") as file:
+    with files.opened_text(path, "latin-1") as file:
         header = file.readline().rstrip("\r\n").split("\t")
         places = [next((header.index(name) for name in names if name in header), None) for names in COLUMNS]
         if None in places:
-            raise lines.damaged(1, f"a header with {', '.join(names[0] for names in COLUMNS)}", "\t".join(header))
+            raise files.wrong_line(1, f"a header with {', '.join(names[0] for names in COLUMNS)}", "\t".join(header))
         columns = [place for place in places if place is not None]
         for number, line in enumerate(file, 2):
             if not line.endswith("\n"):
-                raise lines.damaged(number, "a complete line with a line end", line)
+                raise files.wrong_line(number, "a complete line with a line end", line)
             fields = line.rstrip("\r\n").split("\t", max(columns) + 1)
             if len(fields) <= max(columns):
-                raise lines.damaged(number, f"at least {max(columns) + 1} values, like the header", line)
+                raise files.wrong_line(number, f"at least {max(columns) + 1} values, like the header", line)
             smiles, protein, kd = (fields[column].strip() for column in columns)
             if not (smiles and protein and kd):
                 continue
             match = KD.fullmatch(kd)
             if match is None or math.isinf(float(match[2])):
-                raise lines.damaged(number, 'a Kd such as 12.5, ">10000" or none', kd)
+                raise files.wrong_line(number, 'a Kd such as 12.5, ">10000" or none', kd)
             if (binds := binding(match[1], float(match[2]))) is not None:
                 binds_of.setdefault((smiles, protein.replace(" ", "").upper()), binds)
     return binds_of

@@ -1,4 +1,4 @@
-"""Data files: npz files of users, and the cache.
+"""Data files: npz files and text files of users, and the cache.
 
 Every array is checked against a `Column` before it is used.
 """
@@ -6,6 +6,7 @@ Every array is checked against a `Column` before it is used.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import stat
@@ -14,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple, TextIO
 
 import numpy as np
 
@@ -81,6 +82,16 @@ def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
             ) from error
         return path
     return None
+
+
+def find_file(filename: str, places: Iterable[Path], instructions: str) -> Path:
+    """Returns the file in the first folder that has it. Raises FileNotFoundError with the instructions."""
+    places = list(places)
+    path = find([filename], places)
+    if path is None:
+        wanted = " or ".join(str(folder / filename) for folder in places)
+        raise FileNotFoundError(f"{wanted} does not exist: {instructions}")
+    return path
 
 
 def read_npz(path: Path, spec: Spec) -> Arrays:
@@ -156,6 +167,20 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             yield file
 
 
+@contextlib.contextmanager
+def opened_text(path: str | os.PathLike[str], encoding: str = "utf-8") -> Iterator[TextIO]:
+    """Opens a text file. Errors inside the context are converted by `plain_errors`."""
+    with opened(path) as file, io.TextIOWrapper(file, encoding, newline="") as text:
+        yield text
+
+
+def wrong_line(number: int, wanted: str, got: str) -> Wrong:
+    """Returns the error for line ``number``, counted from 1, of a file that is `opened`."""
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return Wrong(f"line {number} must be {wanted}, got {shown}: download it again, or correct it")
+
+
 def must_not_wait(path: str | os.PathLike[str]) -> None:
     """Raises `Wrong` for a pipe or a device, because reading it may block or never end."""
     mode = os.stat(path).st_mode
@@ -197,45 +222,43 @@ def one_line(text: object) -> str:
 def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
     """Checks the arrays and returns them, with a missing grey axis added. ValueErrors name the ``source``."""
     checked: Arrays = {}
-    rows: dict[str, tuple[str, int]] = {}
+    first: dict[str | None, str] = {}  # table -> its first array
     for key, column in spec.items():
         array = np.asarray(arrays[key])
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ConfigurationError(
-                f"{source}: {key} must be finite, got NaN or infinity: correct these rows or leave them out"
-            )
-        if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":
-            fix = "save pixels as uint8, 0 to 255" if column.dtype == "uint8" else "convert it"
-            raise ConfigurationError(f"{source}: {key} must be {column.dtype}, got {array.dtype}: {fix}")
-        if column.row[-1:] == (1,) and array.ndim == len(column.row):
-            array = array[..., None]
-        leading = 0 if column.table is None else 1
-        if array.ndim != leading + len(column.row) or array.shape[leading:] != column.row:
-            wanted = ", ".join([*["rows"] * leading, *map(str, column.row)])
-            raise ConfigurationError(
-                f"{source}: {key} must have shape [{wanted}], got {list(arrays[key].shape)}: reshape it"
-            )
-        if column.table is not None:
-            first, length = rows.setdefault(column.table, (key, len(array)))
-            if len(array) != length:
-                raise ConfigurationError(
-                    f"{source}: {key} must have as many rows as {first}, {length}, got {len(array)}: "
-                    "row i of both must belong to the same example"
-                )
-            if length == 0:
-                raise ConfigurationError(f"{source}: {key} must have at least 1 row, got 0: write the file again")
-        if column.lowest is not None and array.min() < column.lowest:
-            raise ConfigurationError(
-                f"{source}: {key} must be an integer >= {column.lowest}, got {array.min()}: copy or write the file "
-                "again"
-            )
-        if column.classes is not None and not (0 <= array.min() and array.max() < column.classes):
-            raise ConfigurationError(
-                f"{source}: {key} must be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: "
-                "renumber the labels, or check that this is the right file"
-            )
-        checked[key] = array
+        wrong = _wrong(array, column)
+        same = first.setdefault(column.table, key)
+        if not wrong and column.table is not None and len(array) != len(checked.get(same, array)):
+            wrong = f"have as many rows as {same}, {len(checked[same])}, got {len(array)}: "
+            wrong += "row i of both must belong to the same example"
+        if wrong:
+            raise ConfigurationError(f"{source}: {key} must {wrong}")
+        checked[key] = array[..., None] if _lacks_axis(array, column) else array
     return checked
+
+
+def _lacks_axis(array: np.ndarray, column: Column) -> bool:
+    """Whether an array has grey images without their last axis."""
+    return column.row[-1:] == (1,) and array.ndim == len(column.row)
+
+
+def _wrong(array: np.ndarray, column: Column) -> str:
+    """Returns what is wrong with an array, and a fix: "be ALLOWED, got VALUE: FIX". "" if nothing is wrong."""
+    rows, shape = ["rows"] if column.table else [], array.shape + (1,) * _lacks_axis(array, column)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return "be finite, got NaN or infinity: correct these rows or leave them out"
+    if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":
+        fix = "save pixels as uint8, 0 to 255" if column.dtype == "uint8" else "convert it"
+        return f"be {column.dtype}, got {array.dtype}: {fix}"
+    if len(shape) != len(rows) + len(column.row) or shape[len(rows) :] != column.row:
+        return f"have shape [{', '.join([*rows, *map(str, column.row)])}], got {list(array.shape)}: reshape it"
+    if array.size == 0:
+        return "have at least 1 row, got 0: write the file again"
+    if column.lowest is not None and array.min() < column.lowest:
+        return f"be an integer >= {column.lowest}, got {array.min()}: copy or write the file again"
+    if column.classes is not None and not 0 <= array.min() <= array.max() < column.classes:
+        fix = "renumber the labels, or check that this is the right file"
+        return f"be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: {fix}"
+    return ""
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_drift.data import files, lines
+from fedjax_drift.data import files
 from fedjax_drift.data.files import Arrays, Column
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
@@ -198,20 +198,20 @@ def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
     A label is the index of a WordNet id in the sorted wnids.txt. Raises FileNotFoundError if the text files are
     missing, and ValueError if they do not match the images.
     """
-    with lines.opened(folder / "wnids.txt") as file:
+    with files.opened_text(folder / "wnids.txt") as file:
         classes = sorted(file.read().split())
         label = {wnid: i for i, wnid in enumerate(classes)}
         if not label or len(label) < len(classes) or not all(re.fullmatch(r"\w+", wnid) for wnid in classes):
             raise files.Wrong("its lines must be different ids of letters and digits, got others: unpack it again")
     rows = []
-    with lines.opened(folder / "val" / "val_annotations.txt") as file:
+    with files.opened_text(folder / "val" / "val_annotations.txt") as file:
         for number, line in enumerate(file, 1):
             row = line.rstrip("\r\n").split("\t")
             if len(row) < 2 or row[1] not in label or not re.fullmatch(r"\w+\.JPEG", row[0]):
-                raise lines.damaged(number, "an image, a tab and an id of wnids.txt", line)
+                raise files.wrong_line(number, "an image, a tab and an id of wnids.txt", line)
             rows.append(row)
         if not rows:
-            raise lines.damaged(1, "an image, a tab and an id of wnids.txt", "an empty file")
+            raise files.wrong_line(1, "an image, a tab and an id of wnids.txt", "an empty file")
     train = list_folders(folder / "train", classes, os.path.join("images", "*.JPEG"))
     images = [str(folder / "val" / "images" / row[0]) for row in rows]
     return train, (images, np.array([label[row[1]] for row in rows], np.int32))

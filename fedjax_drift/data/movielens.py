@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_drift.data import files, lines
+from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import Request, Samples
@@ -164,8 +164,8 @@ def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, 
 
 
 def _read_1m(places: Sequence[Path]) -> Ratings:
-    path = lines.find(FILENAMES["1m"], places, f"{HOW}, or pass size='latest-small'")
-    users = lines.find("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
+    path = files.find_file(FILENAMES["1m"], places, f"{HOW}, or pass size='latest-small'")
+    users = files.find_file("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
     people = _matches(users, USER, "user::gender::age::occupation::zip as in ML-1M")
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)
     known = np.array(ids, int)
@@ -197,14 +197,14 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
 def _matches(path: Path, pattern: re.Pattern[str], wanted: str) -> list[tuple[str, ...]]:
     """Returns the groups of the pattern for each line of the file. Raises ValueError for a line that does not match."""
     groups = []
-    with lines.opened(path, "latin-1") as file:
+    with files.opened_text(path, "latin-1") as file:
         for number, line in enumerate(file, 1):
             match = pattern.fullmatch(line.rstrip("\r\n"))
             if match is None:
-                raise lines.damaged(number, wanted, line)
+                raise files.wrong_line(number, wanted, line)
             groups.append(match.groups())
         if not groups:
-            raise lines.damaged(1, wanted, "an empty file")
+            raise files.wrong_line(1, wanted, "an empty file")
     return groups
 
 
@@ -213,7 +213,7 @@ def _read_latest_small(places: Sequence[Path]) -> Ratings:
         "write it from ratings.csv of MovieLens ml-latest-small (GroupLens' site) with numpy.savez, arrays user_id, "
         "movie_id and timestamp [R], or pass size='1m'"
     )
-    path = lines.find(FILENAMES["latest-small"], places, instructions)
+    path = files.find_file(FILENAMES["latest-small"], places, instructions)
     spec = {"user_id": Column(lowest=1), "movie_id": Column(lowest=1), "timestamp": Column(lowest=0)}
     ids, movies, time = files.read_npz(path, spec).values()
     known, user = np.unique(ids, return_inverse=True)
