@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.data import files
-from fedjax_drift.errors import MissingPackageError
 
-INSTALL = "pip install msgpack h5py"
+INSTALL = "msgpack h5py"  # the packages that read these files
 
 
 class Rows(NamedTuple):
@@ -54,11 +52,3 @@ def pick(columns: Any, x: str, y: str) -> tuple[Any, Any]:
                 "pass the names of the columns as x= (inputs) and y= (labels)"
             )
     return columns[x], columns[y]
-
-
-def require(package: str, path: Path) -> None:
-    """Raises ImportError, with the pip command, unless the package that reads the file is installed."""
-    try:
-        __import__(package)
-    except ImportError as error:
-        raise MissingPackageError(f"reading {path} needs {package}: {INSTALL}") from error

@@ -174,7 +174,7 @@ def _numbers(values: Any, name: str) -> np.ndarray:
 
 def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
     """Reads the clients of one of FedJAX's SQLite files, in its order. Errors as in `from_fedjax`."""
-    client_rows.require("msgpack", path)
+    files.require("msgpack", f"reading {path}", client_rows.INSTALL)
     other = "read TensorFlow Federated's files with from_tff"
     with files.opened(path), databases.opened(path, ["federated_data"], other) as connection:
         query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"

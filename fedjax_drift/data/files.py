@@ -21,7 +21,7 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.disk import replacing
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 Arrays = dict[str, np.ndarray]
 UNPACKED = 2**30  # limit in bytes of compressed arrays: a small malicious file could otherwise fill the memory
@@ -213,6 +213,15 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
+def require(package: str, purpose: str, install: str = "") -> None:
+    """Raises ImportError, with the pip command, unless the package is installed."""
+    try:
+        __import__(package)
+    except ImportError as error:
+        name = package.replace("_", "-")
+        raise MissingPackageError(f"{purpose} needs {name}: pip install {install or name}") from error
+
+
 def one_line(text: object) -> str:
     """Returns a text or an error message, shortened to one line. An error without a message gives the name of its
     type."""
@@ -243,7 +252,8 @@ def _lacks_axis(array: np.ndarray, column: Column) -> bool:
 
 def _wrong(array: np.ndarray, column: Column) -> str:
     """Returns what is wrong with an array, and a fix: "be ALLOWED, got VALUE: FIX". "" if nothing is wrong."""
-    rows, shape = ["rows"] if column.table else [], array.shape + (1,) * _lacks_axis(array, column)
+    rows = [] if column.table is None else ["rows"]
+    shape = array.shape + (1,) * _lacks_axis(array, column)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         return "be finite, got NaN or infinity: correct these rows or leave them out"
     if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":

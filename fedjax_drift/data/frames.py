@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import tables
+from fedjax_drift.data import files, tables
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 
@@ -48,7 +48,7 @@ def from_pandas(
         message names the column. Or an argument has a wrong value.
       ImportError: pandas is not installed.
     """
-    tables.require("pandas", "from_pandas")
+    files.require("pandas", "from_pandas")
     tables.check_clients(client, partition)
     train = _table(frame, x, y, client, dtype)
     tests = None
@@ -56,7 +56,7 @@ def from_pandas(
         has_client = client is not None and client in getattr(test, "columns", ())
         with tables.naming("test"):
             tests = _table(test, x, y, client if has_client else None, dtype)
-    return tables.federation(train, tests, partition, client_tests, name, f"x={x!r}, y={y!r}")
+    return tables.from_table(train, tests, partition, client_tests, name, f"x={x!r}, y={y!r}")
 
 
 def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype: Any) -> tables.Table:

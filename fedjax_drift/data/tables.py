@@ -1,6 +1,6 @@
-"""The shared part of the readers of other libraries' data: examples in some order become a `FederatedData`.
+"""Tables of examples become federations: what the readers of other libraries' data share.
 
-A reader makes a `Table` of the training examples, one of the test examples, and calls `federation`.
+A reader makes a `Table` of the training examples, one of the test examples, and calls `from_table`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedjax_drift.data import image_files
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.partition import Partition as Partitioner
 from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, shards
-from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.errors import ConfigurationError
 
 FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer)
 FILL = "fill the missing values, or leave out their rows"
@@ -35,9 +35,13 @@ class Table(NamedTuple):
     """[M, ...]"""
     client: np.ndarray | None = None
     """[M], the client of each example, integers or strings. None if the source does not say."""
+    sizes: np.ndarray | None = None
+    """[N], the number of examples of each client, if the examples are already grouped by client."""
+    client_names: tuple[str, ...] | None = None
+    """The names of the N clients. With ``client``, the names are its values."""
 
 
-def federation(
+def from_table(
     train: Table,
     test: Table | None,
     partition: Partition | None,
@@ -45,29 +49,34 @@ def federation(
     name: str,
     columns: str,
 ) -> FederatedData:
-    """Creates a federation whose clients are those of the table, sorted, or those of a partition.
+    """Creates a federation whose clients are those of the table or those of a partition.
+
+    The clients of a table are sorted, unless the table is already grouped by client.
 
     client_tests: whether the test set is split by client. None: if all clients of the test set are training clients.
     columns: the names of the columns, for messages.
     """
-    rows = np.arange(len(train.y))
-    partitioner = by_writer() if partition is None else partition
-    with naming(columns):
-        parts = split(partitioner, train.y, train.client)
-        dealt = FederatedData.from_partition(rows, train.y, parts)  # its inputs are the order of the examples
-    ids = np.unique(train.client) if partition is None and train.client is not None else None
-    x = train.x(None if np.array_equal(dealt.x, rows) else dealt.x)
+    rows, ids, client_names = np.arange(len(train.y)), None, train.client_names
+    if partition is None and train.client is not None:
+        ids = np.unique(train.client)
+        client_names = tuple(map(str, ids))
+    with naming(columns):  # the inputs of this federation are the order of the examples
+        if train.sizes is not None:
+            order = FederatedData(rows, train.y, train.sizes)
+        else:
+            parts = split(by_writer() if partition is None else partition, train.y, train.client)
+            order = FederatedData.from_partition(rows, train.y, parts)
+    x = train.x(None if np.array_equal(order.x, rows) else order.x)
     x_test = y_test = test_sizes = None
     if test is not None:
-        order, test_sizes = _test_order(test.client, ids, client_tests)
-        x_test, y_test = test.x(order), test.y if order is None else test.y[order]
+        test_order, test_sizes = _test_order(test.client, ids, client_tests)
+        x_test, y_test = test.x(test_order), test.y if test_order is None else test.y[test_order]
+        test_sizes = test_sizes if test.sizes is None else test.sizes
     elif client_tests:
         raise ConfigurationError("client_tests=True needs a test set, got none: pass test=")
-    names = None if ids is None else tuple(map(str, ids))
+    tests: dict[str, Any] = {"x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
     with naming(columns):
-        return replace(
-            dealt, x=x, x_test=x_test, y_test=y_test, test_sizes=test_sizes, name=name, client_names=names
-        )  # fmt: skip
+        return replace(order, x=x, **tests, name=name, client_names=client_names)
 
 
 def _test_order(client: Any, ids: Any, client_tests: bool | None) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -166,8 +175,8 @@ def inputs(
 
     if len(columns) == 1 and columns[0].ndim > 1:
         (array,) = columns
-        kept = array.dtype.kind in "iu" or array.dtype in (np.float16, np.float32)
-        array = numbers(array, names[0], array.dtype if kept else np.float32)
+        narrow = array.dtype.kind in "iu" or array.dtype in (np.float16, np.float32)
+        array = numbers(array, names[0], array.dtype if narrow else np.float32)
         return array[..., None] if array.dtype == np.uint8 and array.ndim == 3 else array
     for column, name in zip(columns, names, strict=True):
         if column.ndim != 1:
@@ -256,15 +265,6 @@ def checked_dtype(dtype: Any) -> np.dtype | None:
             f"dtype must be an integer or a float dtype, got {checks.shown(dtype)}: or leave it out"
         )
     return result
-
-
-def require(package: str, reader: str) -> None:
-    """Raises ImportError, with the pip command, unless the package is installed."""
-    try:
-        __import__(package)
-    except ImportError as error:
-        name = package.replace("_", "-")
-        raise MissingPackageError(f"{reader} needs {name}: pip install {name}") from error
 
 
 @contextlib.contextmanager

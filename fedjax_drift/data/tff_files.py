@@ -68,7 +68,7 @@ def opened(path: Path) -> Iterator[Source]:
         file.seek(0)
         is_packed = start.startswith((XZ, LZMA)) or (path.suffix == ".lzma" and start != SQLITE)
         if not is_packed and start != SQLITE and path.suffix != ".sqlite":
-            client_rows.require("h5py", path)
+            files.require("h5py", f"reading {path}", client_rows.INSTALL)
             yield Source([], functools.partial(_read_h5, path, os.fstat(file.fileno()).st_size))
             return
         database = stack.enter_context(_unpacked(file)) if is_packed else path
