@@ -1,7 +1,7 @@
 """Federated data in other formats: LEAF's JSON, FedJAX's SQLite, TensorFlow Federated's SQLite and HDF5.
 
-A reader yields one `Rows` per client. `from_leaf`, `from_fedjax` and `from_tff` create a federation from any numeric
-columns.
+The functions read_... yield one `Client` after the other. `from_leaf`, `from_fedjax` and `from_tff` create a federation
+from any numeric columns.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import client_rows, databases, files, joining, tff_files
-from fedjax_drift.data.client_rows import Rows
+from fedjax_drift.data import client_rows, files, joining, tff_files
+from fedjax_drift.data.client_rows import Client
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.errors import ConfigurationError
 
@@ -43,8 +43,7 @@ def from_leaf(folder: FilePath) -> FederatedData:
     """
     folder = checks.path("folder", folder).absolute()
     has_test = any((folder / "test").glob("*.json"))
-    clients = _by_client(read_leaf(folder / "train"))
-    return _federation(clients, _by_client(read_leaf(folder / "test")) if has_test else None, folder)
+    return _federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else (), folder)
 
 
 def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
@@ -67,8 +66,8 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
     """
     _check_names(x, y)
     train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
-    clients = _by_client(read_fedjax(train_path, x, y))
-    return _federation(clients, None if test_path is None else _by_client(read_fedjax(test_path, x, y)), train_path)
+    tests = () if test_path is None else read_fedjax(test_path, x, y)
+    return _federation(read_fedjax(train_path, x, y), tests, train_path)
 
 
 def from_tff(
@@ -93,15 +92,15 @@ def from_tff(
     """
     _check_names(x, y)
     train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
-    tests = None
+    tests: Iterable[Client] = ()
     with tff_files.opened(train_path) as file:
         split = file.chosen(split, "train")
-        clients, test_split = _by_client(file.read(x, y, split)), tff_files.test_split(split)
+        clients, test_split = list(file.read(x, y, split)), (split or "train").replace("train", "test")
         if test_path is None and test_split != split and test_split in file.splits:
-            tests = _by_client(file.read(x, y, test_split))
+            tests = list(file.read(x, y, test_split))
     if test_path is not None:
         with tff_files.opened(test_path) as file:
-            tests = _by_client(file.read(x, y, file.chosen(None, test_split)))
+            tests = list(file.read(x, y, file.chosen(None, test_split)))
     return _federation(clients, tests, train_path)
 
 
@@ -111,19 +110,28 @@ def _check_names(x: Any, y: Any) -> None:
             raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
 
 
-def _federation(clients: dict[str, Pair], tests: dict[str, Pair] | None, path: Path) -> FederatedData:
+def _federation(clients: Iterable[Client], test_clients: Iterable[Client], path: Path) -> FederatedData:
+    """The test set is pooled if one of its clients is no training client."""
+    train, test = _by_name(clients), _by_name(test_clients)
     with files.plain_errors(path):
-        if clients:
-            _unify([clients, tests or {}])
-        if not tests:  # or all of its clients are without examples
-            return FederatedData.from_clients(clients, name=path.stem)
-        if tests.keys() <= clients.keys():
-            return FederatedData.from_clients(clients, test_clients=tests, name=path.stem)
-        pooled = FederatedData.from_clients(tests)
-        return FederatedData.from_clients(clients, (pooled.x, pooled.y), name=path.stem)
+        if train:
+            _unify(train, test)
+        if test.keys() <= train.keys():
+            return FederatedData.from_clients(train, test_clients=test or None, name=path.stem)
+        pooled = FederatedData.from_clients(test)
+        return FederatedData.from_clients(train, (pooled.x, pooled.y), name=path.stem)
 
 
-def _unify(parts: Sequence[dict[str, Pair]]) -> None:
+def _by_name(clients: Iterable[Client]) -> dict[str, Pair]:
+    pairs: dict[str, Pair] = {}
+    for client, x, y in clients:
+        if client in pairs:
+            raise ConfigurationError(f"client {client!r} must be in one file of the folder only, got two: remove one")
+        pairs[client] = (x, y)
+    return pairs
+
+
+def _unify(*parts: dict[str, Pair]) -> None:
     """Converts the inputs of all clients to one dtype, and the labels, too. Raises ValueError if a number changes."""
     for column, kind in enumerate(("inputs", "labels")):
         dtypes = {pair[column].dtype for part in parts for pair in part.values()}
@@ -134,16 +142,7 @@ def _unify(parts: Sequence[dict[str, Pair]]) -> None:
                 part[client] = (pair[0], array) if column else (array, pair[1])
 
 
-def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
-    clients: dict[str, Pair] = {}
-    for client, x, y in rows:
-        if client in clients:
-            raise ConfigurationError(f"client {client!r} must be in one file of the folder only, got two: remove one")
-        clients[client] = (x, y)
-    return clients
-
-
-def read_leaf(folder: Path) -> Iterator[Rows]:
+def read_leaf(folder: Path) -> Iterator[Client]:
     """Reads the clients of a folder with LEAF's JSON files, in the order of file names. Errors as in `from_leaf`."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
@@ -172,11 +171,11 @@ def _numbers(values: Any, name: str) -> np.ndarray:
     return checks.converted(name, array, np.float32, fix) if array.dtype.kind == "f" and array.ndim else array
 
 
-def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
+def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:
     """Reads the clients of one of FedJAX's SQLite files, in its order. Errors as in `from_fedjax`."""
     files.require("msgpack", f"reading {path}", client_rows.INSTALL)
     other = "read TensorFlow Federated's files with from_tff"
-    with files.opened(path), databases.opened(path, ["federated_data"], other) as connection:
+    with files.opened(path), client_rows.database(path, "federated_data", other=other) as connection:
         query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
         for client, data, rows in connection.execute(query):
             columns = client_rows.pick(_unpack(client, data), x, y)

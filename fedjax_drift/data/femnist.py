@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_drift.data import files, tff_files
-from fedjax_drift.data.client_rows import Rows
+from fedjax_drift.data.client_rows import Client
 from fedjax_drift.data.federated_files import read_fedjax, read_leaf
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import Request, Samples, pair
@@ -78,7 +78,7 @@ def _read(path: Path) -> files.Arrays:
     in the same folder. If there is no test file, the result has no test arrays. The data are converted once and kept in
     the cache until a file changes. Raises the errors of `from_leaf`, `from_fedjax` and `from_tff`.
     """
-    read: Callable[[Path], Iterator[Rows]]
+    read: Callable[[Path], Iterator[Client]]
     train, test = path, path.with_name(path.name.replace("_train", "_test"))
     if path.suffix == "":
         read, train, test = read_leaf, path / "train", path / "test"
@@ -121,7 +121,7 @@ def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.
     return spec
 
 
-def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> files.Arrays:
+def _by_writer(rows: Iterator[Client], place: Path, number: dict[str, int]) -> files.Arrays:
     """Returns the concatenated data, sorted by writer id. New writers get the next ids, which are added to
     ``number``."""
     pixels, labels, ids, sizes = bytearray(), bytearray(), [], []  # they grow in place, so there is one copy

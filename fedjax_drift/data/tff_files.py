@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import client_rows, databases, files
-from fedjax_drift.data.client_rows import Rows
+from fedjax_drift.data import client_rows, files
+from fedjax_drift.data.client_rows import Client
 from fedjax_drift.errors import ConfigurationError
 
 SQLITE, XZ, LZMA = b"SQLite format 3\0", b"\xfd7zXZ\0", b"]\0\0"
@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
     splits: list[str]
     """The names of the splits of a database. Empty for an HDF5 file, which has one split without a name."""
-    read: Callable[[str, str, str | None], Iterator[Rows]]
+    read: Callable[[str, str, str | None], Iterator[Client]]
     """``read(x, y, split)`` yields the clients of a split, sorted by name. x, y: the names of the columns."""
 
     def chosen(self, split: str | None, default: str) -> str | None:
@@ -50,11 +50,6 @@ class Source(NamedTuple):
             return None
         only = self.splits[0] if len(self.splits) == 1 else default
         return checks.choice("split", only if split is None else split, self.splits)
-
-
-def test_split(split: str | None) -> str:
-    """Returns the name of the test split that belongs to a training split, such as all_test for all_train."""
-    return (split or "train").replace("train", "test")
 
 
 @contextlib.contextmanager
@@ -72,8 +67,9 @@ def opened(path: Path) -> Iterator[Source]:
             yield Source([], functools.partial(_read_h5, path, os.fstat(file.fileno()).st_size))
             return
         database = stack.enter_context(_unpacked(file)) if is_packed else path
-        tables = ("examples", "client_metadata")
-        connection = stack.enter_context(databases.opened(database, tables, "read FedJAX's files with from_fedjax"))
+        other = "read FedJAX's files with from_fedjax"
+        tables = client_rows.database(database, "examples", "client_metadata", other=other)
+        connection = stack.enter_context(tables)
         splits = connection.execute("SELECT DISTINCT split_name FROM client_metadata")
         names = sorted(str(name) for (name,) in splits)
         yield Source(names, functools.partial(_read_sqlite, connection, os.path.getsize(database)))
@@ -82,7 +78,7 @@ def opened(path: Path) -> Iterator[Source]:
 # ---------------------------------------------------------------- SQLite
 
 
-def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, split: str | None) -> Iterator[Rows]:
+def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, split: str | None) -> Iterator[Client]:
     """size: of the database, in bytes."""
     counts = dict(
         connection.execute("SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?", [split])
@@ -208,7 +204,7 @@ def _unpacked(file: BinaryIO) -> Iterator[Path]:
 def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
     """Yields the parts of the unpacked database. Raises `Wrong` before it takes more space than there is."""
     unpacker, size, wanted, free = lzma.LZMADecompressor(memlimit=DICTIONARY), 0, None, 0
-    while not unpacker.eof:
+    while not unpacker.eof and (wanted is None or size <= wanted):
         packed = file.read(STEP) if unpacker.needs_input else b""
         if unpacker.needs_input and not packed:
             raise files.Wrong(f"it must be complete, got {size} unpacked bytes and no end: download it again")
@@ -221,13 +217,12 @@ def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
                 f"it must unpack to at most {free} bytes, the free space in {folder}, got at least {least}: make room, "
                 "or set FEDJAX_DRIFT_CACHE to another folder"
             )
-        if wanted is not None and size > wanted:
-            raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got more: download it again")
         yield part
+    if wanted not in (None, size):
+        got = "more" if size > (wanted or 0) else size
+        raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got {got}: download it again")
     if unpacker.unused_data or file.read(1):
         raise files.Wrong(f"it must end after {size} unpacked bytes, got more: download it again")
-    if wanted is not None and size != wanted:
-        raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got {size}: download it again")
 
 
 def _size_in_header(start: bytes) -> int | None:
@@ -242,13 +237,13 @@ def _size_in_header(start: bytes) -> int | None:
 # ---------------------------------------------------------------- HDF5
 
 
-def read_h5(path: Path, x: str, y: str) -> Iterator[Rows]:
+def read_h5(path: Path, x: str, y: str) -> Iterator[Client]:
     """Reads the clients of one HDF5 file, sorted by name. Errors as in `opened`."""
     with opened(path) as file:
         yield from file.read(x, y, None)
 
 
-def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterator[Rows]:
+def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterator[Client]:
     """size: of the file, in bytes."""
     import h5py
 
