@@ -87,15 +87,21 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
             "number, also for group of fd.ranking.scores"
         )
 
-    def rows(at: np.ndarray, drawn: np.ndarray) -> Pair:
+    def examples(at: np.ndarray, drawn: np.ndarray) -> Pair:
+        """For each of the ratings ``at``: an example with its film, and one for each film that was drawn."""
         candidates = np.column_stack([item[at], unrated(user[at], drawn)])
-        return _rows(ratings.profile[user[at]], candidates, seen[at])
+        x, y = np.empty((*candidates.shape, 6 + history), np.int16), np.zeros(candidates.shape, np.int32)
+        x[..., :5] = ratings.profile[user[at], None]
+        x[..., 5] = candidates
+        x[..., 6:] = seen[at, None]
+        y[:, 0] = 1
+        return x.reshape(-1, 6 + history), y.reshape(-1)
 
     drawn = rng.integers(0, free[user[~latest], None], ((~latest).sum(), negatives))
     different = [rng.choice(free[u], test_negatives, replace=False, shuffle=False) for u in user[latest]]
     return Samples(
-        train=rows(~latest, drawn),
-        test=rows(latest, np.stack(different)),
+        train=examples(~latest, drawn),
+        test=examples(latest, np.stack(different)),
         writer=np.repeat(user[~latest], 1 + negatives),
         test_writer=np.repeat(user[latest], 1 + test_negatives),
     )
@@ -109,26 +115,11 @@ def sizes(data: FederatedData) -> tuple[int, ...]:
     if data.x.ndim != 2 or data.x.dtype.kind not in "iu" or data.x.shape[1] < 7:
         raise ConfigurationError(
             f"din needs examples of at least 7 integer ids, got {data.x.dtype}{list(data.x.shape[1:])}: load "
-            "movielens, "
-            "or use another model"
+            "movielens, or use another model"
         )
     parts = [x.max(0) for x in (data.x, data.x_test) if x is not None]
     highest = np.max(parts, 0).astype(int)
     return (*(highest[:5] + 1).tolist(), int(highest[5:].max()) + 1)
-
-
-def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> Pair:
-    """Returns x int16 [P n, 6 + H] and y int32 [P n] for P positive examples with n candidates each.
-
-    profile: [P, 5]. candidates: [P, n], the positive one first. history: [P, H].
-    """
-    x = np.empty((*candidates.shape, 6 + history.shape[1]), np.int16)
-    x[..., :5] = profile[:, None]
-    x[..., 5] = candidates
-    x[..., 6:] = history[:, None]
-    y = np.zeros(candidates.shape, np.int32)
-    y[:, 0] = 1
-    return x.reshape(-1, x.shape[-1]), y.reshape(-1)
 
 
 def _histories(item: np.ndarray, before: np.ndarray, length: int) -> np.ndarray:
@@ -169,10 +160,9 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     people = _matches(users, USER, "user::gender::age::occupation::zip as in ML-1M")
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)
     known = np.array(ids, int)
-    if (twice := known[1:][known[1:] == known[:-1]]).size:
-        raise ConfigurationError(
-            f"cannot use {users}: user {twice[0]} must have one line, got several: download it again"
-        )
+    with files.plain_errors(users):
+        if (twice := known[1:][known[1:] == known[:-1]]).size:
+            raise files.Wrong(f"user {twice[0]} must have one line, got several: download it again")
     profile = np.column_stack([
         known,
         1 + (np.array(genders) == "M"),
@@ -181,16 +171,17 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
         1 + np.unique(zips, return_inverse=True)[1],
     ])  # fmt: skip
     rated = np.array(_matches(path, RATING, "user::movie::stars::seconds as in ML-1M"), np.int64)
-    if (early := rated[:, 3] < OPENED).any():
-        line = early.argmax()
-        raise ConfigurationError(
-            f"cannot use {path}: seconds must be an integer >= {OPENED} (1995), got {rated[line, 3]} in line "
-            f"{line + 1}: the file is truncated or not MovieLens, download it again"
-        )
     user = np.searchsorted(known, rated[:, 0]).clip(max=len(known) - 1)
-    if (strange := known[user] != rated[:, 0]).any():
-        line = strange.argmax()
-        raise ConfigurationError(f"cannot use {path}: the user {rated[line, 0]} of line {line + 1} is not in {users}")
+    with files.plain_errors(path):
+        if (early := rated[:, 3] < OPENED).any():
+            line = early.argmax()
+            raise files.Wrong(
+                f"seconds must be an integer >= {OPENED} (1995), got {rated[line, 3]} in line {line + 1}: the file is "
+                "truncated or not MovieLens, download it again"
+            )
+        if (strange := known[user] != rated[:, 0]).any():
+            line = strange.argmax()
+            raise files.Wrong(f"the user {rated[line, 0]} of line {line + 1} is not in {users}: download both again")
     return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
 
 
@@ -218,10 +209,9 @@ def _read_latest_small(places: Sequence[Path]) -> Ratings:
     ids, movies, time = files.read_npz(path, spec).values()
     known, user = np.unique(ids, return_inverse=True)
     item = np.unique(movies, return_inverse=True)[1] + 1  # 9,724 films, whose original ids go up to 193,609
-    profile = np.pad(known[:, None], ((0, 0), (0, 4)))
     for name, highest in (("user_id", known.max()), ("movie_id", item.max())):
         if highest >= 2**15:
             raise ConfigurationError(
                 f"cannot use {path}: {name} must be below {2**15}, got {highest}: use a smaller data set"
             )
-    return Ratings(user, item, time, profile, path)
+    return Ratings(user, item, time, np.pad(known[:, None], ((0, 0), (0, 4))), path)
