@@ -75,20 +75,16 @@ def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype
 
 
 def _numbers(frame: Any, name: str) -> np.ndarray:
-    import pandas as pd
+    from pandas.api import types
 
     column = _complete(frame, name)
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        raise ConfigurationError(
-            f"column {name!r} must be numeric, got categories: use their numbers, frame[{name!r}].cat.codes, or one "
-            "column per category, pandas.get_dummies(frame)"
-        )
-    if pd.api.types.is_bool_dtype(column.dtype):
+    is_category = column.dtype.name == "category"
+    if types.is_bool_dtype(column.dtype) and not is_category:
         return column.to_numpy(bool)
-    if not pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_complex_dtype(column.dtype):
-        raise ConfigurationError(f"column {name!r} must be numeric, got {_advice(column, f'frame[{name!r}]')}")
-    if pd.api.types.is_integer_dtype(column.dtype):
+    if types.is_integer_dtype(column.dtype):
         return _integers(column)
+    if not types.is_numeric_dtype(column.dtype) or types.is_complex_dtype(column.dtype) or is_category:
+        raise ConfigurationError(f"column {name!r} must be numeric, got {_advice(column, f'frame[{name!r}]')}")
     return column.to_numpy(np.float32 if column.dtype.itemsize <= 4 else np.float64)
 
 
@@ -107,6 +103,8 @@ def _advice(column: Any, name: str) -> str:
     import pandas as pd
 
     types = pd.api.types
+    if column.dtype.name == "category":
+        return f"categories: use their numbers, {name}.cat.codes, or one column per category, pandas.get_dummies(frame)"
     if types.is_datetime64_any_dtype(column.dtype):
         return f"dates: use the time since the first, ({name} - {name}.min()).dt.total_seconds()"
     if isinstance(column.dtype, pd.PeriodDtype):

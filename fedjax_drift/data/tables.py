@@ -165,30 +165,28 @@ def inputs(
     names: what messages call the columns, such as "column 'age'". rows: see `checks.converted`.
     """
     columns = list(columns)
-
-    def numbers(column: np.ndarray, name: str, default: Any) -> np.ndarray:
-        fix = "pass another dtype, or convert the numbers first"
+    is_array = len(columns) == 1 and columns[0].ndim > 1
+    converted = []
+    for column, name in zip(columns, names, strict=True):
+        kind, wrong = column.dtype.kind, ""
+        if not is_array and column.ndim != 1:
+            wrong = "one number per example to be stacked with other columns, got "
+            wrong += f"{column.dtype}{list(column.shape[1:])}: pass it alone"
+        elif not is_array and kind == "f" and not np.isfinite(column).all():
+            wrong = f"finite numbers, got NaN or infinity: {FILL}"
+        if wrong:
+            raise ConfigurationError(f"{name} must have {wrong}")
+        default, fix = np.dtype(np.float32), "pass another dtype, or convert the numbers first"
+        if is_array and (kind in "iu" or column.dtype == np.float16):
+            default = column.dtype
         if dtype is None:
             ids = 'convert measurements to floats first, and read ids as integers, dtype="int32"'
-            fix = "scale the numbers" if column.dtype.kind == "f" else ids
-        return checks.converted(name, column, default if dtype is None else dtype, fix, rows)
-
-    if len(columns) == 1 and columns[0].ndim > 1:
-        (array,) = columns
-        narrow = array.dtype.kind in "iu" or array.dtype in (np.float16, np.float32)
-        array = numbers(array, names[0], array.dtype if narrow else np.float32)
-        return array[..., None] if array.dtype == np.uint8 and array.ndim == 3 else array
-    for column, name in zip(columns, names, strict=True):
-        if column.ndim != 1:
-            raise ConfigurationError(
-                f"{name} must have one number per example to be stacked with other columns, got "
-                f"{column.dtype}{list(column.shape[1:])}: pass it alone"
-            )
-        if column.dtype.kind == "f" and not np.isfinite(column).all():
-            raise ConfigurationError(f"{name} must have finite numbers, got NaN or infinity: {FILL}")
-    if len(columns) == 1:
-        return numbers(columns[0], names[0], np.float32)[:, None]
-    return np.stack([numbers(*column, np.float32) for column in zip(columns, names, strict=True)], axis=-1)
+            fix = "scale the numbers" if kind == "f" else ids
+        converted.append(checks.converted(name, column, default if dtype is None else dtype, fix, rows))
+    if not is_array:
+        return converted[0][:, None] if len(converted) == 1 else np.stack(converted, axis=-1)
+    (array,) = converted
+    return array[..., None] if array.dtype == np.uint8 and array.ndim == 3 else array
 
 
 def labels(array: np.ndarray, name: str, rows: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
@@ -204,16 +202,15 @@ def pixels(image: Any, what: str, convert: str, scale: str) -> np.ndarray:
 
     what, convert, scale: for messages: the image, how to change its mode, and how to apply a function to it.
     """
+    wrong = ""
     if image_files.is_deep(image):
         numbers = "255 * numpy.asarray(image)" if image.mode == "F" else "numpy.asarray(image) // 257"
-        raise ConfigurationError(
-            f"{what} must have 8 bits per channel, got mode {image.mode!r}: scale the pixels to 0..255 {scale}, such "
-            f"as PIL.Image.fromarray(numpy.uint8({numbers}))"
-        )
-    if image.mode not in ("L", "RGB"):
-        raise ConfigurationError(
-            f"{what} must be grey or RGB (mode 'L' or 'RGB'), got mode {image.mode!r}: convert it with {convert}"
-        )
+        wrong = f"have 8 bits per channel, got mode {image.mode!r}: scale the pixels to 0..255 {scale}, such as "
+        wrong += f"PIL.Image.fromarray(numpy.uint8({numbers}))"
+    elif image.mode not in ("L", "RGB"):
+        wrong = f"be grey or RGB (mode 'L' or 'RGB'), got mode {image.mode!r}: convert it with {convert}"
+    if wrong:
+        raise ConfigurationError(f"{what} must {wrong}")
     try:
         return np.asarray(image).reshape(image.height, image.width, -1)
     except Exception as error:  # Pillow may read the pixels of a file only now
@@ -241,15 +238,14 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
     if not listed:
         raise ConfigurationError(f"x must be the name of a column, or a list of names, got {checks.shown(x)}")
     for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
-        if not isinstance(column, str) and not (name == "client" and column is None):
+        if isinstance(column, str) and column in known or name == "client" and column is None:
+            continue
+        wrong = f"one of the columns {checks.listed(known)}, got {column!r}{checks.nearest(column, known)}"
+        if not isinstance(column, str):
             is_label = isinstance(column, Hashable) and column in set(known)  # a column without text as its name
             fix = "rename the columns, frame.columns = frame.columns.map(str)" if is_label else "pass text"
-            raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: {fix}")
-        if column is not None and column not in known:
-            raise ConfigurationError(
-                f"{name} must be one of the columns {checks.listed(known)}, got {column!r}"
-                f"{checks.nearest(column, known)}"
-            )
+            wrong = f"the name of a column, got {checks.shown(column)}: {fix}"
+        raise ConfigurationError(f"{name} must be {wrong}")
     if len(listed) > 1 and y in listed:
         raise ConfigurationError(f"x must not have the column of the labels, got {y!r}: leave it out of x")
     return listed
