@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -81,9 +81,10 @@ class FederatedData:
             fix = "0.01 splits very unevenly, 100 almost evenly; None splits evenly"
             redeal = checks.positive("alpha", redeal, fix, computed=False)
             _check_classes(y, "redealt(alpha) needs")
-        checked = (x, y, sizes, x_test, y_test, test_sizes, mean, std, checks.text("name", self.name), redeal, names)
-        for field, value in zip(fields(self), checked, strict=True):
-            object.__setattr__(self, field.name, value)
+        checks.text("name", self.name)
+        checked = {"x": x, "y": y, "sizes": sizes, "x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
+        for name, value in (checked | {"mean": mean, "std": std, "redeal": redeal, "client_names": names}).items():
+            object.__setattr__(self, name, value)
 
     @property
     def has_images(self) -> bool:
@@ -284,7 +285,7 @@ class FederatedData:
     @property
     def decoding(self) -> Decoding:
         """`decode` as a value that can be compared."""
-        mean, std = (None if value is None else _tuple(value) for value in (self.mean, self.std))
+        mean, std = (None if value is None else tuple(value.ravel().tolist()) for value in (self.mean, self.std))
         return Decoding(self.has_images, mean, std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
@@ -433,8 +434,8 @@ class Decoding:
     """Converts stored inputs to model inputs. See `FederatedData.decode`. Two federations may have equal ones."""
 
     images: bool  # whether uint8 inputs are divided by 255
-    mean: float | tuple[float, ...] | None
-    std: float | tuple[float, ...] | None
+    mean: tuple[float, ...] | None  # one number, or one per channel
+    std: tuple[float, ...] | None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if x.dtype == jnp.uint8:
@@ -443,11 +444,6 @@ class Decoding:
             mean, std = (np.array(value, np.float32, ndmin=x.ndim) for value in (self.mean, self.std))
             x = (x - mean) / std
         return x
-
-
-def _tuple(value: np.ndarray) -> float | tuple[float, ...]:
-    numbers = value.tolist()
-    return tuple(numbers) if isinstance(numbers, list) else numbers
 
 
 def integers_as_int32(y: np.ndarray) -> np.ndarray:
