@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_drift.data import files
-from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
 
@@ -34,15 +33,7 @@ def load(request: Request, *, ligand: int = 100, protein: int = 1000) -> Samples
     A random 20 % of the pairs (`seed`) are test examples. Reading all of `BindingDB_All.tsv` takes a few minutes.
     Lines without a Kd value are skipped. (Liu et al., "BindingDB", Nucleic Acids Research 2007.)
     """
-    return Samples(*read(request.folders, ligand, protein, request.seed))
-
-
-def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[Pair, Pair]:
-    """Reads x int8 [M, ligand + protein] and y int32 [M], 1 = binds. A random 20 % (``seed``) are test examples.
-
-    Raises FileNotFoundError, and ValueError for a damaged file or one without at least 2 measurements of Kd.
-    """
-    path = files.find_file(FILENAME, places, HOW)
+    path = files.find_file(FILENAME, request.folders, HOW)
     pairs = measurements(path)
     if len(pairs) < 2:
         raise ConfigurationError(
@@ -52,8 +43,8 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
     x = np.concatenate([encoded(ligands, ligand), encoded(proteins, protein)], 1)
     y = np.array(list(pairs.values()), np.int32)
     tests = np.zeros(len(y), bool)
-    tests[np.random.default_rng(seed).permutation(len(y))[: max(1, round(0.2 * len(y)))]] = True
-    return (x[~tests], y[~tests]), (x[tests], y[tests])
+    tests[np.random.default_rng(request.seed).permutation(len(y))[: max(1, round(0.2 * len(y)))]] = True
+    return Samples((x[~tests], y[~tests]), (x[tests], y[tests]))
 
 
 def measurements(path: Path) -> dict[tuple[str, str], bool]:

@@ -334,7 +334,17 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
     Raises:
       ValueError: `data_dir` is not the path of a folder.
     """
-    return [_describe(name, data_dir) for name in NAMES]
+    described = []
+    for record in (record.variant({}) for record in RECORDS.values()):
+        name = record.name.partition("/")[0]
+        location, instructions = locate(name, data_dir), f'fd.datasets.load("{name}")'
+        if record.files:
+            instructions = f"put {' or '.join(record.files)} into data_dir"
+            instructions += f": {record.download}" if record.download else ""
+            instructions += f", or, online: {record.prepare}" if data_dir is None and name in tfds.HOSTS else ""
+        known = {"name": name, "classes": record.classes, "location": location, "available": location != "no"}
+        described.append(known | {"instructions": instructions})
+    return described
 
 
 def locate(name: str, data_dir: DataDir = None, **options: Any) -> str:
@@ -353,19 +363,3 @@ def locate(name: str, data_dir: DataDir = None, **options: Any) -> str:
         if path is None and any((tfds.default_dir() / record.name).glob("*/dataset_info.json")):
             return "tensorflow-datasets"
     return str(path) if path is not None and record.is_complete(path) else "no"
-
-
-def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
-    record, location = RECORDS[name].variant({}), locate(name, data_dir)
-    instructions = f'fd.datasets.load("{name}")'
-    if record.files:
-        instructions = f"put {' or '.join(record.files)} into data_dir"
-        instructions += f": {record.download}" if record.download else ""
-        instructions += f", or, online: {record.prepare}" if data_dir is None and name in tfds.HOSTS else ""
-    return {
-        "name": name,
-        "classes": record.classes,
-        "location": location,
-        "available": location != "no",
-        "instructions": instructions,
-    }

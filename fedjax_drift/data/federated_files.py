@@ -179,7 +179,10 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:
         query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
         for client, data, rows in connection.execute(query):
             columns = client_rows.pick(_unpack(client, data), x, y)
-            yield from client_rows.checked(_text(client), *columns, rows)
+            name = client.decode() if isinstance(client, bytes) else client
+            if not isinstance(name, str):
+                raise files.Wrong(f"client_id must be text, got {name!r}: download it again")
+            yield from client_rows.checked(name, *columns, rows)
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
@@ -203,10 +206,3 @@ def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
     if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns):
         raise files.Wrong(f"a client's data must be named columns, got a {type(columns).__name__}: download it again")
     return columns
-
-
-def _text(client: str | bytes) -> str:
-    client = client.decode() if isinstance(client, bytes) else client
-    if not isinstance(client, str):
-        raise files.Wrong(f"client_id must be text, got {client!r}: download it again")
-    return client

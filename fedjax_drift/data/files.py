@@ -271,13 +271,6 @@ def _wrong(array: np.ndarray, column: Column) -> str:
     return ""
 
 
-def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes an uncompressed npz atomically: a reader sees the complete file or no file. May raise OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new, open(new, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-
-
 def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
     """Returns the arrays of a file in the cache. If it is missing or damaged, `make()` computes them for the cache.
 
@@ -292,7 +285,9 @@ def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
         checks.warn(f"the cached data are computed again: {error}")
     arrays = check(make(), spec, filename)
     try:
-        write_npz(path, arrays)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new, open(new, "wb") as file:  # a reader sees the complete file or no file
+            np.savez(file, **arrays)  # type: ignore[arg-type]
     except OSError as error:
         checks.warn(
             f"{path} could not be written ({error.strerror or error}), so the data will be computed again next time: "
