@@ -13,7 +13,7 @@ from fedjax_drift.data import files
 from fedjax_drift.data.sources import Request, Samples
 
 FILENAME = "ag_news_csv/train.csv"
-HOW = "download AG's News (ag_news_csv.tar.gz, Zhang, Zhao and LeCun's version) and unpack it in data_dir"
+DOWNLOAD = "download AG's News (ag_news_csv.tar.gz, Zhang, Zhao and LeCun's version) and unpack it in data_dir"
 WORD = re.compile(r"[a-z]+|[0-9]+")
 UNKNOWN = 1  # 0 is padding
 
@@ -26,7 +26,7 @@ def load(request: Request, *, vocabulary: int = 20_000, length: int = 64) -> Sam
     with lines "class 1 to 4","title","description". (Zhang, Zhao and LeCun, "Character-level Convolutional Networks for
     Text Classification", NeurIPS 2015.)
     """
-    path = files.find_file(FILENAME, request.folders, HOW)
+    path = files.find_file(FILENAME, request.folders, DOWNLOAD)
     test_path = files.find_file("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
     (texts, y), (test_texts, y_test) = _texts(path), _texts(test_path)
     counts = Counter(word for words in texts for word in words)

@@ -14,7 +14,7 @@ from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
 
 FILENAME = "BindingDB_All.tsv"
-HOW = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
+DOWNLOAD = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
 COLUMNS = (
     ("Ligand SMILES",),
     ("BindingDB Target Chain Sequence", "BindingDB Target Chain Sequence 1"),  # older and newer dumps
@@ -33,7 +33,7 @@ def load(request: Request, *, ligand: int = 100, protein: int = 1000) -> Samples
     A random 20 % of the pairs (`seed`) are test examples. Reading all of `BindingDB_All.tsv` takes a few minutes.
     Lines without a Kd value are skipped. (Liu et al., "BindingDB", Nucleic Acids Research 2007.)
     """
-    path = files.find_file(FILENAME, request.folders, HOW)
+    path = files.find_file(FILENAME, request.folders, DOWNLOAD)
     pairs = measurements(path)
     if len(pairs) < 2:
         raise ConfigurationError(

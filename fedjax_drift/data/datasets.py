@@ -76,7 +76,7 @@ RECORDS = {
             lowest={"num_clients": 1, "num_rows": 2}, spreads=("alpha", "beta"),
             selector="variant", variants={"feddyn": {}, "fedprox": {"classes": 10}},
         ),
-        DataSet("glyphs", glyphs.load, 62, lowest={"num_writers": 1, "num_classes": 1}),
+        DataSet("glyphs", glyphs.load, 62, shape=(28, 28, 1), lowest={"num_writers": 1, "num_classes": 1}),
         DataSet(
             "dialogue", dialogue.load, 28, lowest={"num_clients": 1, "num_rows": 2, "length": 1}, spreads=("alpha",)
         ),
@@ -131,16 +131,16 @@ RECORDS = {
         ),
         DataSet(
             "movielens", movielens.load, 2, parts={"ratings.dat": ("users.dat",)},
-            download=f"{movielens.HOW}; with size=latest-small, movielens_latest_small.npz is read instead",
+            download=f"{movielens.DOWNLOAD}; with size=latest-small, movielens_latest_small.npz is read instead",
             lowest={"history": 1, "negatives": 1, "test_negatives": 1},
             selector="size", variants={size: {"files": (name,)} for size, name in movielens.FILENAMES.items()},
         ),
         DataSet(
-            "agnews", agnews.load, 4, (agnews.FILENAME,), parts={"train.csv": ("test.csv",)}, download=agnews.HOW,
+            "agnews", agnews.load, 4, (agnews.FILENAME,), parts={"train.csv": ("test.csv",)}, download=agnews.DOWNLOAD,
             lowest={"vocabulary": 3, "length": 1},
         ),
         DataSet(
-            "bindingdb", bindingdb.load, 2, (bindingdb.FILENAME,), download=bindingdb.HOW,
+            "bindingdb", bindingdb.load, 2, (bindingdb.FILENAME,), download=bindingdb.DOWNLOAD,
             lowest={"ligand": 1, "protein": 1},
         ),
     )
@@ -151,7 +151,7 @@ DATASETS = {name: record.read for name, record in RECORDS.items()}
 
 def load(
     name: str,
-    partition: tables.Partition | None = None,
+    partition: tables.Partitioner | None = None,
     data_dir: DataDir = None,
     *,
     standardize: bool | None = None,
@@ -224,7 +224,7 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _partitioned(
-    name: str, samples: Samples, partitioner: tables.Partition, normalisation: Normalisation | None
+    name: str, samples: Samples, partitioner: tables.Partitioner, normalisation: Normalisation | None
 ) -> FederatedData:
     (x, y), test, writer, test_writer, _ = samples
     mean, std = normalisation or (None, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from fedjax_drift.data import files, tff_files
 from fedjax_drift.data.client_rows import Client
 from fedjax_drift.data.federated_files import read_fedjax, read_leaf
 from fedjax_drift.data.files import Column
-from fedjax_drift.data.sources import Request, Samples, pair
+from fedjax_drift.data.sources import DataSet, Request, Samples, pair
 from fedjax_drift.errors import ConfigurationError
 
 FILES = {
@@ -48,11 +48,10 @@ def load(request: Request, *, source: str = "auto") -> Samples:
     """
     path = request.path(". Or use glyphs, which needs no file")
     if path.name in FILES["npz"]:
-        spec = {"x": Column("uint8", (28, 28, 1)), "y": Column(classes=62), "writer": Column()}
-        x, y, writer = files.read_npz(path, spec).values()
+        x, y, writer = files.read_npz(path, request.dataset.spec("", writers=True)).values()
         return _hold_out(255 - x, y, writer, request.seed)
     try:
-        a = _read(path)
+        a = _read(path, request.dataset)
     except FileNotFoundError as error:
         raise request.incomplete(path, error) from error
     if "x_test" not in a:
@@ -71,7 +70,7 @@ def _hold_out(x: np.ndarray, y: np.ndarray, writer: np.ndarray, seed: int) -> Sa
     return Samples(pair(x[train], y[train]), pair(x[test], y[test]), writer[train], writer[test])
 
 
-def _read(path: Path) -> files.Arrays:
+def _read(path: Path, dataset: DataSet) -> files.Arrays:
     """Reads x uint8 [M, 28, 28, 1] (255 = ink), y [M] and writer [M] (sorted), and x_test, y_test and writer_test.
 
     path: LEAF's folder with train and test; TFF's database; or the training file of FedJAX or TFF, with the test file
@@ -103,22 +102,7 @@ def _read(path: Path) -> files.Arrays:
                 for key, column in _by_writer(rows, places[part], number).items()
             }
 
-    return files.cached(f"{path.stem}_{files.stamp(sources)}.npz", writers_spec(places), convert)
-
-
-def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.Spec:
-    """Returns the requirements for the arrays of a data set of handwritten characters.
-
-    The arrays are x, y and writer, once with each suffix in ``parts``: x_test, y_test and writer_test for "_test".
-    """
-    spec: dict[str, Column] = {}
-    for part in parts:
-        spec |= {
-            f"x{part}": Column("uint8", (28, 28, 1), part),
-            f"y{part}": Column(table=part, classes=62),
-            f"writer{part}": Column(table=part, classes=num_writers),
-        }
-    return spec
+    return files.cached(f"{path.stem}_{files.stamp(sources)}.npz", dataset.spec(*places, writers=True), convert)
 
 
 def _by_writer(rows: Iterator[Client], place: Path, number: dict[str, int]) -> files.Arrays:

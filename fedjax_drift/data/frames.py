@@ -18,7 +18,7 @@ def from_pandas(
     x: str | Sequence[str],
     y: str,
     client: str | None = None,
-    partition: tables.Partition | None = None,
+    partition: tables.Partitioner | None = None,
     test: Any = None,
     *,
     dtype: Any = None,

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_drift.data import files
-from fedjax_drift.data.femnist import writers_spec
 from fedjax_drift.data.sources import Request, Samples, of_classes, pair
 from fedjax_drift.errors import ConfigurationError
 
@@ -77,7 +76,7 @@ def load(request: Request, *, num_writers: int = 3400, num_classes: int | None =
     def generate() -> files.Arrays:
         return make_glyphs(num_writers, request.seed, progress=num_writers >= 500)._asdict()
 
-    spec = writers_spec(("", "_test"), num_writers)
+    spec = request.dataset.spec("", "_test", writers=True, num_writers=num_writers)
     a = files.cached(f"glyphs_{num_writers}_{request.seed}_v{_VERSION}.npz", spec, generate)
     train, test = pair(a["x"], a["y"]), pair(a["x_test"], a["y_test"])
     writer, test_writer = a["writer"], a["writer_test"]

@@ -22,7 +22,7 @@ def from_huggingface(
     x: str | Sequence[str],
     y: str,
     client: str | None = None,
-    partition: tables.Partition | None = None,
+    partition: tables.Partitioner | None = None,
     test: Any = None,
     *,
     split: str = "train",

@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_drift.data import files, image_files, tfds
 from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.files import Column
-from fedjax_drift.data.sources import DataSet, Request, Samples, of_classes, pair
+from fedjax_drift.data.sources import Request, Samples, of_classes, pair
 from fedjax_drift.errors import ConfigurationError
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -20,6 +20,7 @@ IDX_PARTS = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test
 EMNIST = {"letters": 26, "byclass": 62, "balanced": 47, "digits": 10}  # split -> number of classes
 CIFAR10, BATCHES = "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6))
 TINY_IMAGENET = ("wnids.txt", "train", "val/images", "val/val_annotations.txt")
+SPLITS = "_train", "_test"
 MNIST_ORDER = 3121080559  # crc32 of the 60,000 training labels in their official order, as bytes
 
 Readers = Mapping[str, Callable[[Path], files.Arrays]]
@@ -134,7 +135,7 @@ def cifar10(request: Request) -> Samples:
         # The name is not cifar10.npz, so that lossy pixels are never used in place of the original ones.
         filename = f"{path.stem}_{files.fingerprint(path)}.npz"
         kind = path.stem.rpartition("_")[2]
-        return files.cached(filename, _spec(request.dataset), lambda: image_files.decode_npz(path, kind, 10, 32))
+        return files.cached(filename, request.dataset.spec(*SPLITS), lambda: image_files.decode_npz(path, kind, 10, 32))
 
     readers = {
         CIFAR10: lambda path: image_files.read_cifar(path, BATCHES, "test_batch", "labels"),
@@ -212,21 +213,13 @@ def _pairs(
     if path is None:
         a = _from_tfds(request, convert)
     elif path.name == f"{dataset.filename}.npz":
-        a = files.read_npz(path, _spec(dataset))
+        a = files.read_npz(path, dataset.spec(*SPLITS))
     else:
         try:
-            a = files.check((readers or {})[path.name](path), _spec(dataset), path)
+            a = files.check((readers or {})[path.name](path), dataset.spec(*SPLITS), path)
         except FileNotFoundError as error:
             raise request.incomplete(path, error) from error
     return pair(a["x_train"], a["y_train"]), pair(a["x_test"], a["y_test"])
-
-
-def _spec(dataset: DataSet) -> files.Spec:
-    spec: dict[str, Column] = {}
-    for split in ("train", "test"):
-        spec[f"x_{split}"] = Column("uint8", dataset.shape, split)
-        spec[f"y_{split}"] = Column(table=split, classes=dataset.classes)
-    return spec
 
 
 def _from_tfds(request: Request, convert: Callable[[files.Arrays], files.Arrays]) -> files.Arrays:
@@ -245,7 +238,9 @@ def _from_tfds(request: Request, convert: Callable[[files.Arrays], files.Arrays]
     if request.data_dir is not None:
         raise request.absent(f"{by_hand}, or leave data_dir out to use tensorflow-datasets")
     try:
-        return files.cached(f"{dataset.filename}_tfds.npz", _spec(dataset), lambda: convert(tfds.read(dataset.name)))
+        return files.cached(
+            f"{dataset.filename}_tfds.npz", dataset.spec(*SPLITS), lambda: convert(tfds.read(dataset.name))
+        )
     except FileNotFoundError as error:
         online = f"on a machine with a network, {dataset.prepare}"
         fix = f"{by_hand}, or, {online} (tensorflow-datasets has no data on this machine: {error})"

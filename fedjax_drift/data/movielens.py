@@ -20,7 +20,7 @@ from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
 
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
-HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in the data folder"
+DOWNLOAD = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in the data folder"
 AGES = (1, 18, 25, 35, 45, 50, 56)  # ML-1M names an age group by its lowest age
 USER = re.compile(rf"([1-9]\d{{0,3}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)", re.ASCII)
 RATING = re.compile(r"([1-9]\d{0,3})::([1-9]\d{0,3})::([1-5])::(\d{1,12})", re.ASCII)
@@ -155,7 +155,7 @@ def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, 
 
 
 def _read_1m(places: Sequence[Path]) -> Ratings:
-    path = files.find_file(FILENAMES["1m"], places, f"{HOW}, or pass size='latest-small'")
+    path = files.find_file(FILENAMES["1m"], places, f"{DOWNLOAD}, or pass size='latest-small'")
     users = files.find_file("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
     people = _matches(users, USER, "user::gender::age::occupation::zip as in ML-1M")
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)

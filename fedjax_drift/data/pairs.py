@@ -19,7 +19,7 @@ ClientOf = Sequence[int] | Sequence[str] | np.ndarray | Callable[[int], int | st
 def from_torch(
     dataset: Any,
     client_of: ClientOf | None = None,
-    partition: tables.Partition | None = None,
+    partition: tables.Partitioner | None = None,
     test: Any = None,
     *,
     test_client_of: ClientOf | None = None,

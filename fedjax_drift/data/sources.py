@@ -16,6 +16,7 @@ import numpy as np
 
 from fedjax_drift.data import files
 from fedjax_drift.data.federated import Pair
+from fedjax_drift.data.files import Column, Spec
 from fedjax_drift.errors import ConfigurationError
 
 DataDir = str | os.PathLike[str] | None
@@ -76,6 +77,19 @@ class DataSet:
         if not self.selector:
             return self
         return replace(self, **self.variants[(self.options | dict(options))[self.selector]])
+
+    def spec(self, *parts: str, writers: bool = False, num_writers: int | None = None) -> Spec:
+        """Returns the requirements for the images x and labels y of each part, and for their writers.
+
+        parts: the ends of the names of the arrays, such as "_train". num_writers: None if it is unknown.
+        """
+        spec: dict[str, Column] = {}
+        for part in parts:
+            spec[f"x{part}"] = Column("uint8", self.shape, part)
+            spec[f"y{part}"] = Column(table=part, classes=self.classes)
+            if writers:
+                spec[f"writer{part}"] = Column(table=part, classes=num_writers)
+        return spec
 
     def find(self, data_dir: DataDir) -> Path | None:
         """Returns the first of the files that exists, or None."""

@@ -15,15 +15,14 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import image_files
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.data.partition import Partition as Partitioner
-from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, shards
+from fedjax_drift.data.partition import Partition, by_writer, classes, dirichlet, distribution, iid, shards
 from fedjax_drift.errors import ConfigurationError
 
 FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer)
 FILL = "fill the missing values, or leave out their rows"
 IGNORE_LABELS = ("iid", "by_writer")  # partitioners that work for any labels
 
-Partition = Callable[..., list[np.ndarray]]
+Partitioner = Callable[..., list[np.ndarray]]
 
 
 class Table(NamedTuple):
@@ -44,7 +43,7 @@ class Table(NamedTuple):
 def from_table(
     train: Table,
     test: Table | None,
-    partition: Partition | None,
+    partition: Partitioner | None,
     client_tests: bool | None,
     name: str,
     columns: str,
@@ -117,9 +116,9 @@ def check_partitioner(partition: Any) -> None:
         )
 
 
-def split(partitioner: Partition, y: np.ndarray, writer: np.ndarray | None) -> list[np.ndarray]:
+def split(partitioner: Partitioner, y: np.ndarray, writer: np.ndarray | None) -> list[np.ndarray]:
     """Returns the examples of each client. Labels that are not classes are for partitioners that ignore them."""
-    if isinstance(partitioner, Partitioner) and (y.ndim != 1 or y.dtype.kind not in "iu"):
+    if isinstance(partitioner, Partition) and (y.ndim != 1 or y.dtype.kind not in "iu"):
         if partitioner.name not in IGNORE_LABELS:
             raise ConfigurationError(
                 f"partition must be fd.partition.iid for labels that are not one integer per example, got "
