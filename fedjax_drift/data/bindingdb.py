@@ -57,13 +57,14 @@ def measurements(path: Path) -> dict[tuple[str, str], bool]:
     with files.opened_text(path, "latin-1") as file:
         header = file.readline().rstrip("\r\n").split("\t")
         places = [next((header.index(name) for name in names if name in header), None) for names in COLUMNS]
-        if None in places:
-            raise files.wrong_line(1, f"a header with {', '.join(names[0] for names in COLUMNS)}", "\t".join(header))
         columns = [place for place in places if place is not None]
+        if len(columns) < len(COLUMNS):
+            wanted = f"a header with {', '.join(names[0] for names in COLUMNS)}"
+            raise files.wrong_line(1, wanted, "\t".join(header))
         for number, line in enumerate(file, 2):
+            fields = line.rstrip("\r\n").split("\t", max(columns) + 1)
             if not line.endswith("\n"):
                 raise files.wrong_line(number, "a complete line with a line end", line)
-            fields = line.rstrip("\r\n").split("\t", max(columns) + 1)
             if len(fields) <= max(columns):
                 raise files.wrong_line(number, f"at least {max(columns) + 1} values, like the header", line)
             smiles, protein, kd = (fields[column].strip() for column in columns)

@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, TextIO
+from typing import BinaryIO, Literal, NamedTuple, TextIO, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from fedjax_drift.disk import replacing
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 Arrays = dict[str, np.ndarray]
+Parsed = TypeVar("Parsed")
 UNPACKED = 2**30  # limit in bytes of compressed arrays: a small malicious file could otherwise fill the memory
 
 
@@ -148,14 +149,13 @@ def must_fit(what: str, size: int, available: int | None) -> None:
     Uncompressed arrays must not exceed the `available` bytes of the file. Compressed arrays (`available` is None)
     must not exceed `UNPACKED`.
     """
-    if available is None and size > UNPACKED:
-        fix = "copy the file again, or write it uncompressed with numpy.savez"
-        raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: {fix}")
-    if available is not None and size > available:
-        raise Wrong(
-            f"{what} must have at most {available} bytes, the number of stored bytes, got {size}: copy or write the "
-            "file again"
-        )
+    if size > (UNPACKED if available is None else available):
+        allowed = f"have at most {available} bytes, the number of stored bytes"
+        fix = "copy or write the file again"
+        if available is None:
+            allowed = f"unpack to at most {UNPACKED} bytes"
+            fix = "copy the file again, or write it uncompressed with numpy.savez"
+        raise Wrong(f"{what} must {allowed}, got {size}: {fix}")
 
 
 @contextlib.contextmanager
@@ -181,6 +181,25 @@ def wrong_line(number: int, wanted: str, got: str) -> Wrong:
     return Wrong(f"line {number} must be {wanted}, got {shown}: download it again, or correct it")
 
 
+def parsed_lines(
+    path: Path, parse: Callable[[str], Parsed | None], wanted: str, encoding: str = "utf-8"
+) -> list[Parsed]:
+    """Returns the results of ``parse(line)`` for the lines of a text file, which must not be empty.
+
+    Raises ValueError, with the number of the line, if a result is None. wanted: what the message calls a legal line.
+    """
+    results = []
+    with opened_text(path, encoding) as file:
+        for number, line in enumerate(file, 1):
+            result = parse(line.rstrip("\r\n"))
+            if result is None:
+                raise wrong_line(number, wanted, line)
+            results.append(result)
+        if not results:
+            raise wrong_line(1, wanted, "an empty file")
+    return results
+
+
 def must_not_wait(path: str | os.PathLike[str]) -> None:
     """Raises `Wrong` for a pipe or a device, because reading it may block or never end."""
     mode = os.stat(path).st_mode
@@ -199,18 +218,17 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (FileNotFoundError, ImportError):
         raise
-    except (Wrong, ConfigurationError) as error:
-        if os.fspath(path) in str(error):
-            raise
-        raise ConfigurationError(f"cannot use {path}: {error}") from error
     except Exception as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise ConfigurationError(
-                f"cannot read {path}: {error.strerror}: check the file and its permissions"
-            ) from error
-        raise ConfigurationError(
+        message = (
             f"{path} is damaged, truncated, too large or of another kind ({one_line(error)}): copy or write it again"
-        ) from error
+        )
+        if isinstance(error, Wrong | ConfigurationError):
+            if os.fspath(path) in str(error):
+                raise
+            message = f"cannot use {path}: {error}"
+        elif isinstance(error, OSError) and error.strerror:
+            message = f"cannot read {path}: {error.strerror}: check the file and its permissions"
+        raise ConfigurationError(message) from error
 
 
 def require(package: str, purpose: str, install: str = "") -> None:

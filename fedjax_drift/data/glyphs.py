@@ -6,6 +6,7 @@ No download is needed: the skeletons of the characters come from the fonts that 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.sources import Request, Samples, of_classes, pair
-from fedjax_drift.errors import ConfigurationError
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"  # LEAF's class order
 
@@ -112,11 +113,8 @@ def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) 
     Raises:
         ValueError: if `num_writers` < 1 or `seed` < 0.
     """
-    if num_writers < 1:
-        raise ConfigurationError(f"num_writers must be >= 1, got {num_writers}: FEMNIST has 3400")
-    if seed < 0:
-        raise ConfigurationError(f"seed must be >= 0, got {seed}: use any non-negative integer such as 0")
-
+    num_writers = checks.integer("num_writers", num_writers, 1, fix="FEMNIST has 3400")
+    seed = checks.integer("seed", seed, 0, math.inf)
     atlas = _atlas()
     seeds = [np.random.SeedSequence(seed, spawn_key=(w,)) for w in range(num_writers)]
     rngs = [np.random.default_rng(s) for s in seeds]

@@ -202,15 +202,12 @@ def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
         label = {wnid: i for i, wnid in enumerate(classes)}
         if not label or len(label) < len(classes) or not all(re.fullmatch(r"\w+", wnid) for wnid in classes):
             raise files.Wrong("its lines must be different ids of letters and digits, got others: unpack it again")
-    images, labels, wanted = [], [], "an image, a tab and an id of wnids.txt"
-    with files.opened_text(folder / "val" / "val_annotations.txt") as file:
-        for number, line in enumerate(file, 1):
-            name, *rest = line.rstrip("\r\n").split("\t")
-            if not rest or rest[0] not in label or not re.fullmatch(r"\w+\.JPEG", name):
-                raise files.wrong_line(number, wanted, line)
-            images.append(str(folder / "val" / "images" / name))
-            labels.append(label[rest[0]])
-        if not images:
-            raise files.wrong_line(1, wanted, "an empty file")
+
+    def annotation(line: str) -> tuple[str, int] | None:
+        name, wnid = (*line.split("\t"), "")[:2]
+        return (name, label[wnid]) if wnid in label and re.fullmatch(r"\w+\.JPEG", name) else None
+
+    wanted = "an image, a tab and an id of wnids.txt"
+    names, labels = zip(*files.parsed_lines(folder / "val" / "val_annotations.txt", annotation, wanted), strict=True)
     train = list_folders(folder / "train", classes, os.path.join("images", "*.JPEG"))
-    return train, (images, np.array(labels, np.int32))
+    return train, ([str(folder / "val" / "images" / name) for name in names], np.array(labels, np.int32))

@@ -157,7 +157,8 @@ def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, 
 def _read_1m(places: Sequence[Path]) -> Ratings:
     path = files.find_file(FILENAMES["1m"], places, f"{DOWNLOAD}, or pass size='latest-small'")
     users = files.find_file("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
-    people = _matches(users, USER, "user::gender::age::occupation::zip as in ML-1M")
+    wanted = "user::gender::age::occupation::zip as in ML-1M"
+    people = [match.groups() for match in files.parsed_lines(users, USER.fullmatch, wanted, "latin-1")]
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)
     known = np.array(ids, int)
     with files.plain_errors(users):
@@ -170,7 +171,9 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
         1 + np.array(occupations, int),
         1 + np.unique(zips, return_inverse=True)[1],
     ])  # fmt: skip
-    rated = np.array(_matches(path, RATING, "user::movie::stars::seconds as in ML-1M"), np.int64)
+    wanted = "user::movie::stars::seconds as in ML-1M"
+    lines = files.parsed_lines(path, RATING.fullmatch, wanted, "latin-1")
+    rated = np.array([match.groups() for match in lines], np.int64)
     user = np.searchsorted(known, rated[:, 0]).clip(max=len(known) - 1)
     with files.plain_errors(path):
         if (early := rated[:, 3] < OPENED).any():
@@ -183,20 +186,6 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
             line = strange.argmax()
             raise files.Wrong(f"the user {rated[line, 0]} of line {line + 1} is not in {users}: download both again")
     return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
-
-
-def _matches(path: Path, pattern: re.Pattern[str], wanted: str) -> list[tuple[str, ...]]:
-    """Returns the groups of the pattern for each line of the file. Raises ValueError for a line that does not match."""
-    groups = []
-    with files.opened_text(path, "latin-1") as file:
-        for number, line in enumerate(file, 1):
-            match = pattern.fullmatch(line.rstrip("\r\n"))
-            if match is None:
-                raise files.wrong_line(number, wanted, line)
-            groups.append(match.groups())
-        if not groups:
-            raise files.wrong_line(1, wanted, "an empty file")
-    return groups
 
 
 def _read_latest_small(places: Sequence[Path]) -> Ratings:
