@@ -72,13 +72,16 @@ RECORDS = {
     record.name: record
     for record in (
         DataSet(
-            "synthetic", linear.load, 5,
+            "synthetic", linear.load, 5, by_writer=True,
             lowest={"num_clients": 1, "num_rows": 2}, spreads=("alpha", "beta"),
             selector="variant", variants={"feddyn": {}, "fedprox": {"classes": 10}},
         ),
-        DataSet("glyphs", glyphs.load, 62, shape=(28, 28, 1), lowest={"num_writers": 1, "num_classes": 1}),
         DataSet(
-            "dialogue", dialogue.load, 28, lowest={"num_clients": 1, "num_rows": 2, "length": 1}, spreads=("alpha",)
+            "glyphs", glyphs.load, 62, (), (28, 28, 1), by_writer=True, lowest={"num_writers": 1, "num_classes": 1}
+        ),
+        DataSet(
+            "dialogue", dialogue.load, 28, by_writer=True,
+            lowest={"num_clients": 1, "num_rows": 2, "length": 1}, spreads=("alpha",),
         ),
         DataSet("mnist", images.mnist, 10, ("mnist.npz",), (28, 28, 1), ((0.1307,), (0.3081,))),
         DataSet("fashion_mnist", images.fashion_mnist, 10, ("fashion_mnist.npz",), (28, 28, 1), ((0.286,), (0.353,))),
@@ -115,7 +118,7 @@ RECORDS = {
             download="download tiny-imagenet-200.zip from the page of Stanford's course CS231n, and unpack it there",
         ),
         DataSet(
-            "femnist", femnist.load, 62, shape=(28, 28, 1), normalisation=femnist.NORMALISATION,
+            "femnist", femnist.load, 62, (), (28, 28, 1), femnist.NORMALISATION, standardize=False, by_writer=True,
             parts={"leaf_femnist": ("leaf_femnist/train",)},
             download="run LEAF's data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample, and copy its folders "
             "data/train and data/test into leaf_femnist; or copy federated_emnist_{train,test}.sqlite, which "
@@ -130,7 +133,7 @@ RECORDS = {
             },
         ),
         DataSet(
-            "movielens", movielens.load, 2, parts={"ratings.dat": ("users.dat",)},
+            "movielens", movielens.load, 2, by_writer=True, parts={"ratings.dat": ("users.dat",)},
             download=f"{movielens.DOWNLOAD}; with size=latest-small, movielens_latest_small.npz is read instead",
             lowest={"history": 1, "negatives": 1, "test_negatives": 1},
             selector="size", variants={size: {"files": (name,)} for size, name in movielens.FILENAMES.items()},
@@ -187,12 +190,11 @@ def load(
     options, record = _checked(name, options), RECORDS[name]
     tables.check_partitioner(partition)
     files.folders(data_dir)
-    standardize = name != "femnist" if standardize is None else checks.flag("standardize", standardize)
+    standardize = record.standardize if standardize is None else checks.flag("standardize", standardize)
     seed = checks.integer("seed", seed, 0, math.inf)
 
     samples = DATASETS[name](Request(record.variant(options), data_dir, seed, partition == by_writer()), **options)
-    natural = partition is None and samples.writer is not None
-    partitioner = partition or (by_writer() if natural else iid(100, seed))
+    partitioner = partition or (by_writer() if record.by_writer else iid(100, seed))
     normalisation = samples.normalisation or record.normalisation if standardize else None
     return _partitioned(name, samples, partitioner, normalisation)
 

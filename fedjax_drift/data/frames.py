@@ -143,12 +143,12 @@ def _clients(frame: Any, name: str) -> np.ndarray:
 
 def _complete(frame: Any, name: str) -> Any:
     """Returns a column. Raises ValueError if it has missing values, or if several columns have this name."""
-    column = frame[name]
+    column, wrong = frame[name], ""
     if column.ndim != 1:
-        raise ConfigurationError(f"column {name!r} must be one column, got {column.shape[1]} of this name: rename them")
-    if (missing := column.isna()).any():
-        raise ConfigurationError(
-            f"column {name!r} must have no missing values, got {missing.sum()}, the first in row {missing.argmax()}: "
-            f"{tables.FILL}, frame.dropna()"
-        )
+        wrong = f"be one column, got {column.shape[1]} of this name: rename them"
+    elif (missing := column.isna()).any():
+        wrong = f"have no missing values, got {missing.sum()}, the first in row {missing.argmax()}: {tables.FILL}, "
+        wrong += "frame.dropna()"
+    if wrong:
+        raise ConfigurationError(f"column {name!r} must {wrong}")
     return column

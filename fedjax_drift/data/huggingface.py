@@ -113,16 +113,17 @@ def check_dataset(name: str, dataset: Any) -> Any:
     """Returns the data set. Raises ValueError unless it is a `datasets.Dataset` with examples."""
     import datasets
 
+    wrong = ""
     if not isinstance(dataset, datasets.Dataset):
         is_stream = isinstance(dataset, datasets.IterableDataset)
         fix = "load it without streaming=True" if is_stream else "make one, for example with Dataset.from_dict"
-        raise ConfigurationError(f"{name} must be a datasets.Dataset, got a {type(dataset).__name__}: {fix}")
-    if dataset.format["type"] == "custom":
-        raise ConfigurationError(
-            f"{name} must have no transform (set_transform), because it would not be applied: use dataset.map"
-        )
-    if len(dataset) == 0:
-        raise ConfigurationError(f"{name} must have at least 1 example, got 0")
+        wrong = f"be a datasets.Dataset, got a {type(dataset).__name__}: {fix}"
+    elif dataset.format["type"] == "custom":
+        wrong = "have no transform (set_transform), because it would not be applied: use dataset.map"
+    elif len(dataset) == 0:
+        wrong = "have at least 1 example, got 0"
+    if wrong:
+        raise ConfigurationError(f"{name} must {wrong}")
     return dataset
 
 

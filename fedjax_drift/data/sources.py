@@ -30,7 +30,7 @@ class Samples(NamedTuple):
     train: Pair
     test: Pair
     writer: np.ndarray | None = None
-    """[M] the writer or user of each training example. If given, one client per writer is the default partition."""
+    """[M] the writer or user of each training example."""
     test_writer: np.ndarray | None = None
     """[M_test] the writer of each test example. Both `writer` and `test_writer` are then sorted."""
     normalisation: Normalisation | None = None
@@ -52,7 +52,11 @@ class DataSet:
     shape: tuple[int, ...] = ()
     """The shape of an image. () if the examples are no images."""
     normalisation: Normalisation | None = None
-    """None if they are unknown."""
+    """None if it is unknown."""
+    standardize: bool = True
+    """Whether images with a mean and a standard deviation are standardised by default."""
+    by_writer: bool = False
+    """Whether the default partition is one client per writer, user or speaker."""
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of a file or folder -> what must exist with it, relative to the folder that has it."""
     download: str = ""
@@ -96,7 +100,7 @@ class DataSet:
         return files.find(self.files, files.folders(data_dir))
 
     def is_complete(self, path: Path) -> bool:
-        """Whether everything exists that must exist with a file or folder."""
+        """Whether all parts of the data set exist. path: its first file or its folder."""
         return all((path.parent / part).exists() for part in self.parts.get(path.name, ()))
 
     @property
