@@ -239,8 +239,9 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
     for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
         if isinstance(column, str) and column in known or name == "client" and column is None:
             continue
-        wrong = f"one of the columns {checks.listed(known)}, got {column!r}{checks.nearest(column, known)}"
-        if not isinstance(column, str):
+        if isinstance(column, str):
+            wrong = f"one of the columns {checks.listed(known)}, got {column!r}{checks.nearest(column, known)}"
+        else:
             is_label = isinstance(column, Hashable) and column in set(known)  # a column without text as its name
             fix = "rename the columns, frame.columns = frame.columns.map(str)" if is_label else "pass text"
             wrong = f"the name of a column, got {checks.shown(column)}: {fix}"
