@@ -20,29 +20,18 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import (
-    agnews,
-    bindingdb,
-    dialogue,
-    femnist,
-    files,
-    glyphs,
-    images,
-    movielens,
-    tables,
-    tfds,
-)
+from fedjax_drift.data import agnews, bindingdb, dialogue, femnist, files, glyphs, images, movielens, tables, tfds
 from fedjax_drift.data import synthetic as linear
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
 from fedjax_drift.data.federated_files import from_leaf as from_leaf
-from fedjax_drift.data.federated_files import from_tff as from_tff
 from fedjax_drift.data.flower import from_flwr as from_flwr
 from fedjax_drift.data.frames import from_pandas as from_pandas
 from fedjax_drift.data.huggingface import from_huggingface as from_huggingface
 from fedjax_drift.data.pairs import from_torch as from_torch
 from fedjax_drift.data.partition import by_writer, iid
 from fedjax_drift.data.sources import DataDir, DataSet, Normalisation, Request, Samples
+from fedjax_drift.data.tff_files import from_tff as from_tff
 from fedjax_drift.errors import ConfigurationError
 
 __all__ = [

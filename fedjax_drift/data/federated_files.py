@@ -1,13 +1,17 @@
-"""Federated data in other formats: LEAF's JSON, FedJAX's SQLite, TensorFlow Federated's SQLite and HDF5.
+"""Federated data in the formats of LEAF (JSON) and FedJAX (SQLite), and what these share with TFF's formats.
 
-The functions read_... yield one `Client` after the other. `from_leaf`, `from_fedjax` and `from_tff` create a federation
-from any numeric columns.
+The functions read_... yield one `Client` after the other. `from_leaf` and `from_fedjax` create a federation from any
+numeric columns. Files may be damaged or hostile: errors are `files.Wrong`, to which `files.opened` adds the name of the
+file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
+import urllib.parse
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,13 +20,16 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import client_rows, files, joining, tff_files
-from fedjax_drift.data.client_rows import Client
+from fedjax_drift.data import files, joining
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.errors import ConfigurationError
 
 FilePath = str | os.PathLike[str]
+Client = tuple[str, np.ndarray, np.ndarray]
+"""The name, the inputs [n, ...] and the labels [n, ...] of a client in one file, n >= 1."""
 
+INSTALL = "msgpack h5py"  # the packages that read these formats
+VALUE = 2**30  # limit in bytes of one value of a database
 CLIENT_BYTES = 2**27  # limit of the unpacked data of one client in FedJAX's format; femnist needs at most 2 MB
 NDARRAY = 1  # FedJAX's msgpack extension type of a numeric array
 
@@ -43,7 +50,7 @@ def from_leaf(folder: FilePath) -> FederatedData:
     """
     folder = checks.path("folder", folder).absolute()
     has_test = any((folder / "test").glob("*.json"))
-    return _federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else (), folder)
+    return federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else (), folder)
 
 
 def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
@@ -64,53 +71,19 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
       ValueError: a file is damaged or has another format, or a column is missing or contains text.
       ImportError: msgpack is not installed.
     """
-    _check_names(x, y)
+    check_names(x, y)
     train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
     tests = () if test_path is None else read_fedjax(test_path, x, y)
-    return _federation(read_fedjax(train_path, x, y), tests, train_path)
+    return federation(read_fedjax(train_path, x, y), tests, train_path)
 
 
-def from_tff(
-    train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label", *, split: str | None = None
-) -> FederatedData:
-    """Creates a federation from TensorFlow Federated's files. TensorFlow is not needed.
-
-    Since 2021, they are SQLite databases such as emnist_all.sqlite, which may be packed (emnist_all.sqlite.lzma).
-    Before, they were HDF5 files with one group examples/<client> per client, which need h5py.
-
-    The clients are sorted by name. The test set, the columns and the errors are as in `from_fedjax`. A database has no
-    shapes: x is [M, length], float32 or int64, so give images their shape with
-    ``dataclasses.replace(data, x=data.x.reshape(-1, 28, 28, 1), x_test=data.x_test.reshape(-1, 28, 28, 1))``.
-
-    Args:
-      train: a file with the training examples. A packed file is unpacked to a temporary file in the cache.
-      test: a file with the test examples. Default: those in the file ``train``, if it is a database that has a split
-        like ``split``, but with "test" instead of "train" in its name. Otherwise there is no test set.
-      x, y: names of the columns of the inputs and the labels, for example x="image" for CIFAR-100.
-      split: the split of a database, such as "all_train" or "digits_only_train" of EMNIST. Default: its only split, or
-        "train".
-    """
-    _check_names(x, y)
-    train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
-    tests: Iterable[Client] = ()
-    with tff_files.opened(train_path) as file:
-        split = file.chosen(split, "train")
-        clients, test_split = list(file.read(x, y, split)), (split or "train").replace("train", "test")
-        if test_path is None and test_split != split and test_split in file.splits:
-            tests = list(file.read(x, y, test_split))
-    if test_path is not None:
-        with tff_files.opened(test_path) as file:
-            tests = list(file.read(x, y, file.chosen(None, test_split)))
-    return _federation(clients, tests, train_path)
-
-
-def _check_names(x: Any, y: Any) -> None:
+def check_names(x: Any, y: Any) -> None:
     for name, column in (("x", x), ("y", y)):
         if not isinstance(column, str):
             raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
 
 
-def _federation(clients: Iterable[Client], test_clients: Iterable[Client], path: Path) -> FederatedData:
+def federation(clients: Iterable[Client], test_clients: Iterable[Client], path: Path) -> FederatedData:
     """The test set is pooled if one of its clients is no training client."""
     train, test = _by_name(clients), _by_name(test_clients)
     with files.plain_errors(path):
@@ -142,6 +115,59 @@ def _unify(*parts: dict[str, Pair]) -> None:
                 part[client] = (pair[0], array) if column else (array, pair[1])
 
 
+def checked_client(client: str, x: Any, y: Any, rows: int) -> Iterator[Client]:
+    """Yields one `Client`, or nothing if it has no examples. Labels like 5.0, which are whole, become int64.
+
+    Raises `Wrong` unless x and y are numeric and have ``rows`` rows.
+    """
+    for kind, array in (("inputs", x), ("labels", y)):
+        wrong = ""
+        if not isinstance(array, np.ndarray) or array.size and array.dtype.kind not in "biuf":
+            wrong = "be numbers: encode text as integers, and write the file again"
+        elif array.shape[:1] != (rows,):
+            wrong = f"have {rows} rows, got {list(array.shape)}: copy or write the file again"
+        if wrong:
+            raise files.Wrong(f"the {kind} of client {client!r} must {wrong}")
+    if rows:
+        is_whole = y.dtype.kind == "f" and bool((np.abs(y) < 2**53).all() and (y == np.floor(y)).all())
+        yield client, x, y.astype(np.int64) if is_whole else y
+
+
+def column_pair(columns: Any, x: str, y: str) -> tuple[Any, Any]:
+    """Returns the columns of the inputs and the labels. Raises `Wrong` if there is none of this name."""
+    for key in (x, y):
+        if key not in columns:
+            raise files.Wrong(
+                f"it has no column {key!r}, only {checks.listed(columns) or 'none'}{checks.nearest(key, columns)}: "
+                "pass the names of the columns as x= (inputs) and y= (labels)"
+            )
+    return columns[x], columns[y]
+
+
+@contextlib.contextmanager
+def database(path: Path, *tables: str, other: str) -> Iterator[sqlite3.Connection]:
+    """Opens an SQLite database for reading. Raises `Wrong` if it is damaged or lacks a table.
+
+    other: the reader to suggest. A view is no table, because its query may never end.
+    """
+    # immutable: SQLite reads no other file and waits for no lock.
+    uri = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=ro&immutable=1"
+    query = "SELECT sql FROM sqlite_master WHERE name = ? COLLATE NOCASE"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(os.path.getsize(path), 4096), VALUE))
+            for table in tables:
+                statements = "; ".join(str(sql) for (sql,) in connection.execute(query, [table]))
+                if not statements.startswith("CREATE TABLE "):
+                    got = files.one_line(statements or "no such table")
+                    raise files.Wrong(f"it must have a table {table}, got {got}: download it again, or {other}")
+            if (result := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise files.Wrong(f"it is damaged ({files.one_line(result)}): download it again")
+            yield connection
+    except sqlite3.Error as error:
+        raise files.Wrong(f"it is damaged or of another kind ({error}): download it again, or {other}") from error
+
+
 def read_leaf(folder: Path) -> Iterator[Client]:
     """Reads the clients of a folder with LEAF's JSON files, in the order of file names. Errors as in `from_leaf`."""
     paths = sorted(folder.glob("*.json"))
@@ -155,7 +181,7 @@ def read_leaf(folder: Path) -> Iterator[Client]:
             for client, rows in zip(content["users"], content["num_samples"], strict=True):
                 columns = content["user_data"].pop(client)  # pop: parsed JSON takes 30 times the memory of an image
                 x, y = (_numbers(columns[key], f"{key} of client {client!r}") for key in ("x", "y"))
-                yield from client_rows.checked(client, x, y, rows)
+                yield from checked_client(client, x, y, rows)
 
 
 def _numbers(values: Any, name: str) -> np.ndarray:
@@ -173,16 +199,16 @@ def _numbers(values: Any, name: str) -> np.ndarray:
 
 def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:
     """Reads the clients of one of FedJAX's SQLite files, in its order. Errors as in `from_fedjax`."""
-    files.require("msgpack", f"reading {path}", client_rows.INSTALL)
+    files.require("msgpack", f"reading {path}", INSTALL)
     other = "read TensorFlow Federated's files with from_tff"
-    with files.opened(path), client_rows.database(path, "federated_data", other=other) as connection:
+    with files.opened(path), database(path, "federated_data", other=other) as connection:
         query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
         for client, data, rows in connection.execute(query):
-            columns = client_rows.pick(_unpack(client, data), x, y)
+            columns = column_pair(_unpack(client, data), x, y)
             name = client.decode() if isinstance(client, bytes) else client
             if not isinstance(name, str):
                 raise files.Wrong(f"client_id must be text, got {name!r}: download it again")
-            yield from client_rows.checked(name, *columns, rows)
+            yield from checked_client(name, *columns, rows)
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:

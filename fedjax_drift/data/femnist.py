@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_drift.data import files, tff_files
-from fedjax_drift.data.client_rows import Client
-from fedjax_drift.data.federated_files import read_fedjax, read_leaf
+from fedjax_drift.data.federated_files import Client, read_fedjax, read_leaf
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import DataSet, Request, Samples, pair
 from fedjax_drift.errors import ConfigurationError

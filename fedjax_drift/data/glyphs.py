@@ -125,11 +125,7 @@ def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) 
 
     def empty(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         total, writers = int(sizes.sum()), np.arange(num_writers, dtype=np.int32)
-        return (
-            np.empty((total, _SIDE, _SIDE), np.uint8),
-            np.empty(total, np.uint8),
-            np.repeat(writers, sizes),
-        )
+        return np.empty((total, _SIDE, _SIDE), np.uint8), np.empty(total, np.uint8), np.repeat(writers, sizes)
 
     data = Glyphs(*empty(train), *empty(test))
     train_end, test_end = np.cumsum(train), np.cumsum(test)

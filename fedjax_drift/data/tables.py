@@ -41,12 +41,7 @@ class Table(NamedTuple):
 
 
 def from_table(
-    train: Table,
-    test: Table | None,
-    partition: Partitioner | None,
-    client_tests: bool | None,
-    name: str,
-    columns: str,
+    train: Table, test: Table | None, partition: Partitioner | None, client_tests: bool | None, name: str, columns: str
 ) -> FederatedData:
     """Creates a federation whose clients are those of the table or those of a partition.
 
