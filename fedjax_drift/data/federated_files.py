@@ -205,10 +205,7 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:
         query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
         for client, data, rows in connection.execute(query):
             columns = column_pair(_unpack(client, data), x, y)
-            name = client.decode() if isinstance(client, bytes) else client
-            if not isinstance(name, str):
-                raise files.Wrong(f"client_id must be text, got {name!r}: download it again")
-            yield from checked_client(name, *columns, rows)
+            yield from checked_client(client.decode() if isinstance(client, bytes) else str(client), *columns, rows)
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
@@ -228,7 +225,4 @@ def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
             f"the data of client {client!r} must be complete and at most {CLIENT_BYTES} bytes unpacked, got "
             f"{'more' if len(data) == CLIENT_BYTES else 'incomplete data'}: download it again"
         )
-    columns = msgpack.unpackb(data, ext_hook=array)
-    if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns):
-        raise files.Wrong(f"a client's data must be named columns, got a {type(columns).__name__}: download it again")
-    return columns
+    return msgpack.unpackb(data, ext_hook=array)

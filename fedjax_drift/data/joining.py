@@ -18,9 +18,9 @@ Pair = tuple[np.ndarray, np.ndarray]
 def aligned(test_clients: Any, clients: Any) -> Any:
     """Returns the test examples of the clients as a list. If they have names, those left out get empty arrays."""
     if isinstance(test_clients, Mapping) != isinstance(clients, Mapping):
-        wanted = "dict with client names" if isinstance(clients, Mapping) else "list"
+        kind, names = ("dict", " with client names") if isinstance(clients, Mapping) else ("list", "")
         raise ConfigurationError(
-            f"test_clients must be a {wanted}, because clients is a {wanted[:4]}, got a {type(test_clients).__name__}: "
+            f"test_clients must be a {kind}{names}, because clients is a {kind}, got a {type(test_clients).__name__}: "
             "use lists or dicts for both"
         )
     if not isinstance(clients, Mapping):
