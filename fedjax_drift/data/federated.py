@@ -66,8 +66,7 @@ class FederatedData:
         if sizes.min() < 1:
             empty = int(sizes.argmin()) if names is None else names[int(sizes.argmin())]
             raise ConfigurationError(
-                f"every client needs at least 1 example, but client {empty} is empty: leave it out, or use a "
-                "partitioner with min_size >= 1"
+                f"every client needs at least 1 example, but client {empty} is empty: leave it out"
             )
         x_test, y_test, test_sizes, redeal = self.x_test, self.y_test, self.test_sizes, self.redeal
         if x_test is not None or y_test is not None:
