@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_drift import checks
-from fedjax_drift.data import lines
+from fedjax_drift.data import files
 from fedjax_drift.devices.distributed import is_first
 from fedjax_drift.disk import replace_file
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
@@ -255,7 +255,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = checks.path("path", path, "the folder of a log, or a file of JSON lines")
     path = path / "rounds.jsonl" if os.path.isdir(path) else path
     try:
-        with lines.opened(path) as file:
+        with files.opened_text(path) as file:
             text = file.read()
     except FileNotFoundError as error:
         raise ConfigurationError(

@@ -147,8 +147,10 @@ def test_the_command_line_reports_a_damaged_file_in_one_line(tmp_path: Path, mon
 # ---------------------------------------------------------------- arguments
 
 LEGAL = {"variant": "feddyn", "split": "letters", "source": "npz", "size": "1m", "valid": True, "iid_sol": True}
-LEGAL |= {"iid_data": True} | dict.fromkeys(datasets.SPREADS, 1.0) | datasets.LOWEST
-OPTIONS = [(name, option) for name, options in datasets.OPTIONS.items() for option in options]
+LEGAL["iid_data"] = True
+for record in datasets.RECORDS.values():
+    LEGAL |= dict.fromkeys(record.spreads, 1.0) | record.lowest
+OPTIONS = [(name, option) for name, record in datasets.RECORDS.items() for option in record.options]
 
 
 @pytest.mark.parametrize("name, option", OPTIONS)
@@ -159,7 +161,7 @@ def test_options_are_checked_before_any_file_is_read(tmp_path: Path, monkeypatch
     monkeypatch.setitem(datasets.DATASETS, name, read)
     wrong: list[object] = [[1], {}, "12", -1, np.nan, object()]
     wrong += [] if option in ("valid", "iid_sol", "iid_data") else [True]
-    wrong += [None] if datasets.OPTIONS[name][option] is not None else []
+    wrong += [None] if datasets.RECORDS[name].options[option] is not None else []
     for value in wrong:
         for call in (fd.datasets.load, fd.datasets.locate, fd.datasets.num_classes):
             with pytest.raises(ValueError, match=f"^{option} must be "):

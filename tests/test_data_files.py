@@ -19,7 +19,7 @@ import pytest
 import fedjax_drift as fd
 from fedjax_drift import cli
 from fedjax_drift.cli.flags import DEFAULT_MODEL
-from fedjax_drift.data import datasets, federated_files, files, image_files, images, tfds
+from fedjax_drift.data import datasets, femnist, files, image_files, images, tfds
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.partition import iid
 
@@ -57,12 +57,13 @@ def test_a_missing_data_set_names_its_download_and_folder(tmp_path, monkeypatch,
 
     monkeypatch.setattr(tfds, "read", unprepared)
     folders = (tmp_path, tmp_path / "cache")
-    places = f"{' or '.join(datasets.FILES[name])} in {' or '.join(map(str, folders))}, which does not exist"
+    record = datasets.RECORDS[name].variant({})
+    places = f"{' or '.join(record.files)} in {' or '.join(map(str, folders))}, which does not exist"
     with pytest.raises(FileNotFoundError, match=said) as error:
         load(name, **options)
-    assert places in str(error.value) and datasets.GET[name] in str(error.value)
+    assert places in str(error.value) and record.download in str(error.value)
     row = {row["name"]: row for row in datasets.describe()}[name]
-    assert not row["available"] and datasets.GET[name] in row["instructions"]
+    assert not row["available"] and record.download in row["instructions"]
 
 
 def test_missing_files_are_named_according_to_the_options(monkeypatch) -> None:
@@ -449,13 +450,13 @@ def test_femnist_of_other_projects_is_inverted_and_keeps_its_writers(tmp_path: P
     assert data.x_test is not None
     np.testing.assert_array_equal(data.x_test[..., 0], wanted)
     with monkeypatch.context() as patch:
-        patch.setattr(federated_files, "_by_writer", None)  # must not be called again
+        patch.setattr(femnist, "_by_writer", None)  # must not be called again
         np.testing.assert_array_equal(load("femnist", source=source.split()[0]).x, data.x)
     assert len(list((tmp_path / "cache").iterdir())) == 1  # no unpacked file is left
     assert load("femnist", iid(2)).test_sizes is None
     assert load("femnist", standardize=True).mean == pytest.approx(0.0365, abs=1e-4)
     location = {row["name"]: row for row in datasets.describe()}["femnist"]["location"]
-    assert location.endswith(datasets.FEMNIST[source.split()[0]])
+    assert location.endswith(femnist.FILES[source.split()[0]])
 
 
 @pytest.mark.parametrize("source", WRITTEN)
@@ -748,7 +749,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_command_line_supports_every_data_set(tmp_path: Path) -> None:
-    assert set(DEFAULT_MODEL) == set(datasets.NAMES) == set(datasets.CLASSES)
+    assert set(DEFAULT_MODEL) == set(datasets.NAMES)
     assert datasets.num_classes("emnist", split="digits") == 10 == datasets.num_classes("emnist", num_classes=10)
     assert datasets.locate("emnist") == "no"
     write_emnist(tmp_path)

@@ -86,7 +86,7 @@ def test_characters_can_be_recognised_across_writers(glyphs: Glyphs) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_writers must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="num_writers must be an integer >= 1, got 0"):
         make_glyphs(0)
-    with pytest.raises(ValueError, match="seed must be >= 0, got -1"):
+    with pytest.raises(ValueError, match="seed must be an integer >= 0, got -1"):
         make_glyphs(1, seed=-1)

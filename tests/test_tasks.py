@@ -19,6 +19,8 @@ from jax import lax
 import fedjax_drift as fd
 from fedjax_drift import cli
 from fedjax_drift.data import bindingdb, movielens
+from fedjax_drift.data.datasets import RECORDS
+from fedjax_drift.data.sources import Request
 from fedjax_drift.models import layers
 
 # ---------------------------------------------------------------- scores
@@ -319,7 +321,8 @@ def test_bindingdb_uses_pairs_with_a_conclusive_kd(tmp_path: Path) -> None:
     binding_file(tmp_path, rows, [*HEADER[:4], "BindingDB Target Chain Sequence 1"])
     assert bindingdb.measurements(path) == telling
 
-    (x, y), (x_test, y_test) = bindingdb.read([tmp_path], 4, 5, seed=0)
+    request = Request(RECORDS["bindingdb"], tmp_path, seed=0, by_writer=False)
+    (x, y), (x_test, y_test), *_ = bindingdb.load(request, ligand=4, protein=5)
     assert len(y) == 3 and len(y_test) == 1 and x.dtype == np.int8
     text = ["".join(chr(c + 32) if c else "." for c in row) for row in [*x, *x_test]]
     assert dict(zip(text, [*y, *y_test], strict=True)) == {
@@ -328,7 +331,7 @@ def test_bindingdb_uses_pairs_with_a_conclusive_kd(tmp_path: Path) -> None:
         "O...MKV..": 0,
         "[Na+MMMMM": 1,
     }
-    assert (bindingdb.read([tmp_path], 4, 5, seed=0)[0][0] == x).all()
+    assert (bindingdb.load(request, ligand=4, protein=5).train[0] == x).all()
 
     with pytest.raises(FileNotFoundError, match=r"BindingDB_All\.tsv does not exist: download all of BindingDB"):
         fd.datasets.load("bindingdb", data_dir=tmp_path / "elsewhere")

@@ -55,7 +55,7 @@ PARTITIONS = (
     partition.iid, partition.dirichlet, partition.shards, partition.classes, distribution, partition.by_writer
 )  # fmt: skip
 OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
-DATASET = Choice(DATASETS, hidden=("data_dir", "seed", "natural"))
+DATASET = Choice(DATASETS, hidden=("request",))
 PARTITION = Choice({factory.__name__: factory for factory in PARTITIONS}, hidden=("num_clients", "seed", "size_sigma"))
 MODEL = Choice(MODELS, hidden=("input_shape", "sizes"))
 TRAIN = Choice(TRAINED, hidden=("model", "base", "frozen_dtype"))

@@ -21,11 +21,7 @@ SIZE_RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def assign_by_turns(
-    rng: np.random.Generator,
-    y: np.ndarray,
-    class_sizes: np.ndarray,
-    sizes: np.ndarray,
-    mixes: np.ndarray,
+    rng: np.random.Generator, y: np.ndarray, class_sizes: np.ndarray, sizes: np.ndarray, mixes: np.ndarray
 ) -> np.ndarray:
     """Assigns the examples in turns. Returns the client of each example.
 

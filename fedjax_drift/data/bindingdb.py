@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_drift.data import lines
-from fedjax_drift.data.federated import Pair
+from fedjax_drift.data import files
+from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
 
 FILENAME = "BindingDB_All.tsv"
-HOW = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
+DOWNLOAD = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
 COLUMNS = (
     ("Ligand SMILES",),
     ("BindingDB Target Chain Sequence", "BindingDB Target Chain Sequence 1"),  # older and newer dumps
@@ -25,12 +25,15 @@ KD = re.compile(r"([<>]?)\s*(\d+\.?\d*(?:[eE][+-]?\d+)?)")
 CODES = bytes(byte - 32 if 32 < byte < 127 else 0 for byte in range(256))  # printable ASCII becomes 1..94
 
 
-def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[Pair, Pair]:
-    """Reads x int8 [M, ligand + protein] and y int32 [M], 1 = binds. A random 20 % (``seed``) are test examples.
+def load(request: Request, *, ligand: int = 100, protein: int = 1000) -> Samples:
+    """BindingDB: whether a ligand binds a protein. 2 classes (1: Kd < 30 nM, our choice), int8 [ligand + protein].
 
-    Raises FileNotFoundError, and ValueError for a damaged file or one without at least 2 measurements of Kd.
+    An example has the first `ligand` characters of the SMILES string and the first `protein` characters of the sequence
+    of the first chain. Characters are encoded as 1..94 in ASCII order, and 0 is padding. There is one example per pair.
+    A random 20 % of the pairs (`seed`) are test examples. Reading all of `BindingDB_All.tsv` takes a few minutes.
+    Lines without a Kd value are skipped. (Liu et al., "BindingDB", Nucleic Acids Research 2007.)
     """
-    path = lines.find(FILENAME, places, HOW)
+    path = files.find_file(FILENAME, request.folders, DOWNLOAD)
     pairs = measurements(path)
     if len(pairs) < 2:
         raise ConfigurationError(
@@ -40,8 +43,8 @@ def read(places: Sequence[Path], ligand: int, protein: int, seed: int) -> tuple[
     x = np.concatenate([encoded(ligands, ligand), encoded(proteins, protein)], 1)
     y = np.array(list(pairs.values()), np.int32)
     tests = np.zeros(len(y), bool)
-    tests[np.random.default_rng(seed).permutation(len(y))[: max(1, round(0.2 * len(y)))]] = True
-    return (x[~tests], y[~tests]), (x[tests], y[tests])
+    tests[np.random.default_rng(request.seed).permutation(len(y))[: max(1, round(0.2 * len(y)))]] = True
+    return Samples((x[~tests], y[~tests]), (x[tests], y[tests]))
 
 
 def measurements(path: Path) -> dict[tuple[str, str], bool]:
@@ -51,24 +54,25 @@ def measurements(path: Path) -> dict[tuple[str, str], bool]:
     are skipped, too.
     """
     binds_of: dict[tuple[str, str], bool] = {}
-    with lines.opened(path, "latin-1") as file:
+    with files.opened_text(path, "latin-1") as file:
         header = file.readline().rstrip("\r\n").split("\t")
         places = [next((header.index(name) for name in names if name in header), None) for names in COLUMNS]
-        if None in places:
-            raise lines.damaged(1, f"a header with {', '.join(names[0] for names in COLUMNS)}", "\t".join(header))
         columns = [place for place in places if place is not None]
+        if len(columns) < len(COLUMNS):
+            wanted = f"a header with {', '.join(names[0] for names in COLUMNS)}"
+            raise files.wrong_line(1, wanted, "\t".join(header))
         for number, line in enumerate(file, 2):
-            if not line.endswith("\n"):
-                raise lines.damaged(number, "a complete line with a line end", line)
             fields = line.rstrip("\r\n").split("\t", max(columns) + 1)
+            if not line.endswith("\n"):
+                raise files.wrong_line(number, "a complete line with a line end", line)
             if len(fields) <= max(columns):
-                raise lines.damaged(number, f"at least {max(columns) + 1} values, like the header", line)
+                raise files.wrong_line(number, f"at least {max(columns) + 1} values, like the header", line)
             smiles, protein, kd = (fields[column].strip() for column in columns)
             if not (smiles and protein and kd):
                 continue
             match = KD.fullmatch(kd)
             if match is None or math.isinf(float(match[2])):
-                raise lines.damaged(number, 'a Kd such as 12.5, ">10000" or none', kd)
+                raise files.wrong_line(number, 'a Kd such as 12.5, ">10000" or none', kd)
             if (binds := binding(match[1], float(match[2]))) is not None:
                 binds_of.setdefault((smiles, protein.replace(" ", "").upper()), binds)
     return binds_of

@@ -5,8 +5,7 @@ $FEDJAX_DRIFT_DATA, then the cache). These are npz files or the files that the a
 is no file, `mnist`, `fashion_mnist`, `emnist` (except the letters split), `cifar10` and `cifar100` are read from
 tensorflow-datasets.
 
-`DATASETS` has one loader per data set: (data_dir, seed, natural, *, options of the data set) -> `Samples`. natural:
-whether the caller asked for ``by_writer()``. `mnist` then also reads the writers of its examples.
+`RECORDS` has the facts about every data set.
 
 `from_leaf`, `from_fedjax` and `from_tff` read federations from your own files. `from_huggingface`, `from_flwr`,
 `from_pandas` and `from_torch` read the data sets of other libraries.
@@ -14,38 +13,25 @@ whether the caller asked for ``by_writer()``. `mnist` then also reads the writer
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import dialogue, files, generated, images, movielens, tables, tasks, tfds
+from fedjax_drift.data import agnews, bindingdb, dialogue, femnist, files, glyphs, images, movielens, tables, tfds
+from fedjax_drift.data import synthetic as linear
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
 from fedjax_drift.data.federated_files import from_leaf as from_leaf
-from fedjax_drift.data.federated_files import from_tff as from_tff
-from fedjax_drift.data.femnist import femnist
 from fedjax_drift.data.flower import from_flwr as from_flwr
 from fedjax_drift.data.frames import from_pandas as from_pandas
 from fedjax_drift.data.huggingface import from_huggingface as from_huggingface
 from fedjax_drift.data.pairs import from_torch as from_torch
 from fedjax_drift.data.partition import by_writer, iid
-from fedjax_drift.data.sources import (
-    EMNIST,
-    FEMNIST,
-    FILES,
-    GET,
-    DataDir,
-    Samples,
-    filenames,
-    flat,
-    is_complete,
-    prepare,
-    tfds_name,
-)
+from fedjax_drift.data.sources import DataDir, DataSet, Normalisation, Request, Samples
+from fedjax_drift.data.tff_files import from_tff as from_tff
 from fedjax_drift.errors import ConfigurationError
 
 __all__ = [
@@ -70,70 +56,94 @@ def __dir__() -> list[str]:
     return __all__
 
 
-DATASETS: dict[str, Callable[..., Samples]] = {
-    "synthetic": generated.synthetic,
-    "glyphs": generated.glyphs,
-    "dialogue": generated.dialogue,
-    "mnist": images.mnist,
-    "fashion_mnist": images.fashion_mnist,
-    "emnist": images.emnist,
-    "cifar10": images.cifar10,
-    "cifar100": images.cifar100,
-    "cinic10": images.cinic10,
-    "tiny_imagenet": images.tiny_imagenet,
-    "femnist": femnist,
-    "movielens": tasks.load_movielens,
-    "agnews": tasks.load_agnews,
-    "bindingdb": tasks.load_bindingdb,
-}
-NAMES = tuple(DATASETS)
-OPTIONS = {
-    name: {key: p.default for key, p in inspect.signature(loader).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    for name, loader in DATASETS.items()
-}  # data set -> option -> default
-CLASSES = {
-    "synthetic": 5,
-    "glyphs": 62,
-    "dialogue": 28,
-    "mnist": 10,
-    "fashion_mnist": 10,
-    "emnist": EMNIST["letters"],
-    "cifar10": 10,
-    "cifar100": 100,
-    "cinic10": 10,
-    "tiny_imagenet": 200,
-    "femnist": 62,
-    "movielens": 2,
-    "agnews": 4,
-    "bindingdb": 2,
-}  # data set -> number of classes with the default options
-# Checks of the options: one of some names, an integer with a lower bound, or a standard deviation. The others are
-# True or False.
-CHOICES = {
-    "variant": tuple(generated.VARIANTS),
-    "split": tuple(EMNIST),
-    "source": ("auto", *FEMNIST),
-    "size": movielens.SIZES,
-}
-LOWEST = {
-    "num_clients": 1,
-    "num_rows": 2,
-    "num_writers": 1,
-    "num_classes": 1,
-    "history": 1,
-    "negatives": 1,
-    "test_negatives": 1,
-    "vocabulary": 3,
-    "length": 1,
-    "ligand": 1,
-    "protein": 1,
-}
-SPREADS = ("alpha", "beta")
+CIFAR_PAGE = "from Alex Krizhevsky's page (University of Toronto), and unpack it there"
+RECORDS = {
+    record.name: record
+    for record in (
+        DataSet(
+            "synthetic", linear.load, 5, by_writer=True,
+            lowest={"num_clients": 1, "num_rows": 2}, spreads=("alpha", "beta"),
+            selector="variant", variants={"feddyn": {}, "fedprox": {"classes": 10}},
+        ),
+        DataSet(
+            "glyphs", glyphs.load, 62, (), (28, 28, 1), by_writer=True, lowest={"num_writers": 1, "num_classes": 1}
+        ),
+        DataSet(
+            "dialogue", dialogue.load, 28, by_writer=True,
+            lowest={"num_clients": 1, "num_rows": 2, "length": 1}, spreads=("alpha",),
+        ),
+        DataSet("mnist", images.mnist, 10, ("mnist.npz",), (28, 28, 1), ((0.1307,), (0.3081,))),
+        DataSet("fashion_mnist", images.fashion_mnist, 10, ("fashion_mnist.npz",), (28, 28, 1), ((0.286,), (0.353,))),
+        DataSet(
+            "emnist", images.emnist, 26, shape=(28, 28, 1), lowest={"num_classes": 1},
+            download="download the EMNIST data set in the binary format, gzip.zip, from its page at NIST, and put the "
+            "four files emnist-SPLIT-{train,test}-{images-idx3,labels-idx1}-ubyte.gz there",
+            selector="split", variants={split: images.emnist_split(split) for split in images.EMNIST},
+        ),
+        DataSet(
+            "cifar10", images.cifar10, 10,
+            ("cifar10.npz", images.CIFAR10, "cifar10_png.npz", "cifar10_webp.npz", "cifar10_jpeg.npz"),
+            (32, 32, 3), ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
+            parts={images.CIFAR10: tuple(f"{images.CIFAR10}/{batch}" for batch in (*images.BATCHES, "test_batch"))},
+            download=f"download the Python version of CIFAR-10 {CIFAR_PAGE}",
+        ),
+        DataSet(
+            "cifar100", images.cifar100, 100, ("cifar100.npz", "cifar-100-python"),
+            (32, 32, 3), ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+            parts={"cifar-100-python": ("cifar-100-python/train", "cifar-100-python/test")},
+            download=f"download the Python version of CIFAR-100 {CIFAR_PAGE}",
+        ),
+        DataSet(
+            "cinic10", images.cinic10, 10, ("CINIC-10",),
+            (32, 32, 3), ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
+            parts={"CINIC-10": ("CINIC-10/train", "CINIC-10/test")},
+            download="download CINIC-10.tar.gz from Edinburgh DataShare, and unpack it into a new folder CINIC-10 "
+            "there",
+        ),
+        DataSet(
+            "tiny_imagenet", images.tiny_imagenet, 200, ("tiny-imagenet-200",),
+            (64, 64, 3), ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
+            parts={"tiny-imagenet-200": tuple(f"tiny-imagenet-200/{part}" for part in images.TINY_IMAGENET)},
+            download="download tiny-imagenet-200.zip from the page of Stanford's course CS231n, and unpack it there",
+        ),
+        DataSet(
+            "femnist", femnist.load, 62, (), (28, 28, 1), femnist.NORMALISATION, standardize=False, by_writer=True,
+            parts={"leaf_femnist": ("leaf_femnist/train",)},
+            download="run LEAF's data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample, and copy its folders "
+            "data/train and data/test into leaf_femnist; or copy federated_emnist_{train,test}.sqlite, which "
+            "fedjax.datasets.emnist downloads, or emnist_all.sqlite, which tff.simulation.datasets.emnist.load_data "
+            "downloads into ~/.tff, or the packed emnist_all.sqlite.lzma, or fed_emnist_{train,test}.h5, which TFF "
+            "downloaded before 2021; or write femnist_writers.npz with numpy.savez: x uint8 [M, 28, 28], 255 = "
+            "background, y and writer [M]",
+            selector="source",
+            variants={
+                "auto": {"files": sum(femnist.FILES.values(), ())},
+                **{source: {"files": names} for source, names in femnist.FILES.items()},
+            },
+        ),
+        DataSet(
+            "movielens", movielens.load, 2, by_writer=True, parts={"ratings.dat": ("users.dat",)},
+            download=f"{movielens.DOWNLOAD}; with size=latest-small, movielens_latest_small.npz is read instead",
+            lowest={"history": 1, "negatives": 1, "test_negatives": 1},
+            selector="size", variants={size: {"files": (name,)} for size, name in movielens.FILENAMES.items()},
+        ),
+        DataSet(
+            "agnews", agnews.load, 4, (agnews.FILENAME,), parts={"train.csv": ("test.csv",)}, download=agnews.DOWNLOAD,
+            lowest={"vocabulary": 3, "length": 1},
+        ),
+        DataSet(
+            "bindingdb", bindingdb.load, 2, (bindingdb.FILENAME,), download=bindingdb.DOWNLOAD,
+            lowest={"ligand": 1, "protein": 1},
+        ),
+    )
+}  # fmt: skip
+NAMES = tuple(RECORDS)
+DATASETS = {name: record.read for name, record in RECORDS.items()}
 
 
 def load(
     name: str,
-    partition: tables.Partition | None = None,
+    partition: tables.Partitioner | None = None,
     data_dir: DataDir = None,
     *,
     standardize: bool | None = None,
@@ -166,48 +176,49 @@ def load(
       FileNotFoundError: the data are not on this machine. The message names the file and says how to get it.
       ImportError: the source needs a package that is not installed.
     """
-    options = _checked(name, options)
+    options, record = _checked(name, options), RECORDS[name]
     tables.check_partitioner(partition)
     files.folders(data_dir)
-    standardize = name != "femnist" if standardize is None else checks.flag("standardize", standardize)
+    standardize = record.standardize if standardize is None else checks.flag("standardize", standardize)
     seed = checks.integer("seed", seed, 0, math.inf)
 
-    samples = DATASETS[name](data_dir, seed, partition == by_writer(), **options)
-    natural = partition is None and samples.writer is not None
-    partitioner = partition or (by_writer() if natural else iid(100, seed))
-    return _partitioned(name, samples, partitioner, standardize)
+    samples = DATASETS[name](Request(record.variant(options), data_dir, seed, partition == by_writer()), **options)
+    partitioner = partition or (by_writer() if record.by_writer else iid(100, seed))
+    normalisation = samples.normalisation or record.normalisation if standardize else None
+    return _partitioned(name, samples, partitioner, normalisation)
 
 
 def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options as Python values. Raises ValueError for an unknown name or option and for an illegal
     value."""
-    checks.choice("name", name, NAMES)
-    known, checked = OPTIONS[name], dict(options)
+    record = RECORDS[checks.choice("name", name, NAMES)]
+    known, checked = record.options, dict(options)
     for option, value in options.items():
         if option not in known:
             listed = f"the options of {name} are {checks.listed(known)}" if known else f"{name} has no options"
             raise ConfigurationError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
         if value is None and known[option] is None:
             continue
-        if option in CHOICES:
-            checks.choice(option, value, CHOICES[option])
-        elif option in LOWEST:
-            checked[option] = checks.integer(option, value, LOWEST[option])
-        elif option in SPREADS:
+        if option == record.selector:
+            checks.choice(option, value, record.variants)
+        elif option in record.lowest:
+            checked[option] = checks.integer(option, value, record.lowest[option])
+        elif option in record.spreads:
             checked[option] = checks.nonnegative(option, value, "it is a standard deviation, for example 1.0")
         else:
             checks.flag(option, value)
     if checked.get("num_classes") is not None:
-        highest = _all_classes(name, checked)
-        of = checked.get("split", "letters") if name == "emnist" else name
-        checks.integer("num_classes", checked["num_classes"], 1, highest, f"these are the classes of {of}")
+        variant = record.variant(checked)
+        fix = f"these are the classes of {variant.name.rpartition('/')[2]}"
+        checks.integer("num_classes", checked["num_classes"], 1, variant.classes, fix)
     return checked
 
 
-def _partitioned(name: str, samples: Samples, partitioner: tables.Partition, standardize: bool) -> FederatedData:
-    (x, y), test, writer, test_writer, mean, std = samples
-    if not standardize:
-        mean = std = None
+def _partitioned(
+    name: str, samples: Samples, partitioner: tables.Partitioner, normalisation: Normalisation | None
+) -> FederatedData:
+    (x, y), test, writer, test_writer, _ = samples
+    mean, std = normalisation or (None, None)
     if partitioner != by_writer() or writer is None or (writer[1:] < writer[:-1]).any():
         parts = tables.split(partitioner, y, writer)
         return FederatedData.from_partition(x, y, parts, test, mean=mean, std=std, name=name)
@@ -293,14 +304,7 @@ def dialogue_entropy(num_clients: int = 100, alpha: float = 1.0, seed: int = 0) 
 def num_classes(name: str, **options: Any) -> int:
     """Returns the number of classes of a data set with these options of `load`. Raises the ValueErrors of `load`."""
     options = _checked(name, options)
-    return options.get("num_classes") or _all_classes(name, options)
-
-
-def _all_classes(name: str, options: Mapping[str, Any]) -> int:
-    """Returns the number of classes of a data set before ``num_classes=`` reduces it."""
-    if name == "emnist":
-        return EMNIST[options.get("split", "letters")]
-    return generated.VARIANTS[options.get("variant", "feddyn")][1] if name == "synthetic" else CLASSES[name]
+    return options.get("num_classes") or RECORDS[name].variant(options).classes
 
 
 def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
@@ -321,7 +325,17 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
     Raises:
       ValueError: `data_dir` is not the path of a folder.
     """
-    return [_describe(name, data_dir) for name in NAMES]
+    described = []
+    for record in (record.variant({}) for record in RECORDS.values()):
+        name = record.name.partition("/")[0]
+        location, instructions = locate(name, data_dir), f'fd.datasets.load("{name}")'
+        if record.files:
+            instructions = f"put {' or '.join(record.files)} into data_dir"
+            instructions += f": {record.download}" if record.download else ""
+            instructions += f", or, online: {record.prepare}" if data_dir is None and name in tfds.HOSTS else ""
+        known = {"name": name, "classes": record.classes, "location": location, "available": location != "no"}
+        described.append(known | {"instructions": instructions})
+    return described
 
 
 def locate(name: str, data_dir: DataDir = None, **options: Any) -> str:
@@ -331,27 +345,12 @@ def locate(name: str, data_dir: DataDir = None, **options: Any) -> str:
     if a file of them is missing. Raises the ValueErrors of `load`.
     """
     options, _ = _checked(name, options), files.folders(data_dir)
-    if name not in FILES:
+    record = RECORDS[name].variant(options)
+    if not record.files:
         return "made on the spot"
-    path = files.find(filenames(name, **options), files.folders(data_dir))
-    if path is None and data_dir is None and (published := tfds_name(name, **options)) in tfds.HOSTS:
-        path = files.find((f"{flat(published)}_tfds.npz",), [files.cache_dir()])
-        if path is None and any((tfds.default_dir() / published).glob("*/dataset_info.json")):
+    path = record.find(data_dir)
+    if path is None and data_dir is None and record.name in tfds.HOSTS:
+        path = files.find((f"{record.filename}_tfds.npz",), [files.cache_dir()])
+        if path is None and any((tfds.default_dir() / record.name).glob("*/dataset_info.json")):
             return "tensorflow-datasets"
-    return "no" if path is None or not is_complete(path) else str(path)
-
-
-def _describe(name: str, data_dir: DataDir) -> dict[str, Any]:
-    instructions = f'fd.datasets.load("{name}")'
-    if name in FILES:
-        instructions = f"put {' or '.join(filenames(name))} into data_dir"
-        instructions += f": {GET[name]}" if name in GET else ""
-        instructions += f", or, online: {prepare(name)}" if data_dir is None and name in tfds.HOSTS else ""
-    location = locate(name, data_dir)
-    return {
-        "name": name,
-        "classes": CLASSES[name],
-        "location": location,
-        "available": location != "no",
-        "instructions": instructions,
-    }
+    return str(path) if path is not None and record.is_complete(path) else "no"

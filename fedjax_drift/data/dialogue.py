@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fedjax_drift.data.sources import Request, Samples
+
 WORDS = (
     "a all and art as be but by come day death dost eyes fair father fear for friend from give good grace hand hath "
     "have he heart heaven her here his honour i in is it king know lady let life light like lord love make man me more "
@@ -21,6 +23,29 @@ WORDS = (
     "then they thou thy time to tongue true what when which will with word world you"
 ).split()
 CHARACTERS = " abcdefghijklmnopqrstuvwxyz"  # the ids 1, 2, ...; 0 is padding and does not occur
+
+
+def load(
+    request: Request, *, num_clients: int = 100, num_rows: int = 50, length: int = 64, alpha: float = 1.0
+) -> Samples:
+    """Generated text of `num_clients` speakers, for language models such as `fd.models.decoder`: 28 character ids.
+
+    An example is a passage of `length` characters, int32 [length]. Its labels are the characters that follow each of
+    them, int32 [length]. The ids are 1 for a space and 2..27 for a..z. The id 0 does not occur. A speaker has
+    `num_rows` >= 2 passages, of which 10 %, at least one, are the speaker's test examples.
+
+    Speakers use the same 88 words, and order them by Markov chains. The log-odds that word j follows word i are
+    2 G_ij + alpha S_ij with standard normal entries, where G is the same for all speakers and S belongs to one.
+    alpha >= 0 makes speakers differ. `fd.datasets.dialogue_entropy` gives the entropy rates, which no model's loss can
+    be below.
+    """
+    rng = np.random.default_rng([request.seed, 1])
+    texts = [passages(chain, num_rows, length + 1, rng) for chain in speakers(num_clients, alpha, request.seed)]
+    rows = np.concatenate(texts)
+    writer = np.repeat(np.arange(num_clients, dtype=np.int32), num_rows)
+    is_test = np.arange(len(rows)) % num_rows < max(1, num_rows // 10)
+    x, y = rows[:, :-1], rows[:, 1:]
+    return Samples((x[~is_test], y[~is_test]), (x[is_test], y[is_test]), writer[~is_test], writer[is_test])
 
 
 def speakers(num_clients: int, alpha: float, seed: int) -> Iterator[np.ndarray]:
@@ -56,11 +81,11 @@ def passages(chain: np.ndarray, rows: int, length: int, rng: np.random.Generator
     share = stationary(chain)
     current = rng.choice(len(WORDS), rows, p=share / share.sum())
     upper = chain.cumsum(1)
-    said = [current]
+    words = [current]
     for _ in range(length // 2 + longest):  # a word has at least two characters with its space
         draws = rng.random((rows, 1))
         current = np.minimum((upper[current] < draws).sum(1), len(WORDS) - 1)
-        said.append(current)
+        words.append(current)
     starts = rng.integers(longest, size=rows)
-    ids = spelled[np.stack(said, 1)].reshape(rows, -1)
+    ids = spelled[np.stack(words, 1)].reshape(rows, -1)
     return np.stack([row[row > 0][start : start + length] for row, start in zip(ids, starts, strict=True)])

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -59,74 +58,32 @@ class FederatedData:
     """N distinct names, one per client. None if the clients only have ids."""
 
     def __post_init__(self) -> None:
-        def replace_fields(**checked: Any) -> None:
-            for name, value in checked.items():
-                object.__setattr__(self, name, value)
-
         x, y = joining.checked_pair(self.x, self.y, "training data")
-        replace_fields(x=x, y=y, sizes=joining.counts(self.sizes, "sizes", len(x)))
-        if len(self.sizes) == 0:
-            raise ConfigurationError("a federation needs at least 1 client, got 0: pass one (x, y) pair per client")
-        if self.sizes.min() < 1:
+        sizes = joining.counts(self.sizes, "sizes", len(x))
+        names, N = self.client_names, len(sizes)
+        if names is not None:
+            names = joining.checked_names(names, N)
+        if sizes.min() < 1:
+            empty = int(sizes.argmin()) if names is None else names[int(sizes.argmin())]
             raise ConfigurationError(
-                f"every client needs at least 1 example, but client {int(self.sizes.argmin())} is empty: leave it out, "
-                "or use a partitioner with min_size >= 1"
+                f"every client needs at least 1 example, but client {empty} is empty: leave it out"
             )
-        if (self.x_test is None) != (self.y_test is None):
-            raise ConfigurationError("a test set needs both inputs and labels: pass test=(x, y)")
-        if self.x_test is not None and self.y_test is not None:
-            x_test, y_test = joining.checked_pair(self.x_test, self.y_test, "test data")
-            replace_fields(x_test=x_test, y_test=y_test)
-            for kind, train, test in (("inputs", self.x, self.x_test), ("labels", self.y, self.y_test)):
-                same_dtype = train.dtype == test.dtype or kind == "labels"
-                if test.shape[1:] != train.shape[1:] or not same_dtype:
-                    raise ConfigurationError(
-                        f"test {kind} must have the dtype and shape of the training {kind}, {joining.row(train)} per "
-                        f"example, got {joining.row(test)}: convert both in the same way"
-                    )
-        if self.test_sizes is not None:
-            tests = joining.counts(self.test_sizes, "test_sizes", 0 if self.x_test is None else len(self.x_test))
-            if len(tests) != len(self.sizes):
-                raise ConfigurationError(
-                    f"test_sizes must have {len(self.sizes)} numbers, one per client, got {len(tests)}"
-                )
-            replace_fields(test_sizes=tests)
+        x_test, y_test, test_sizes, redeal = self.x_test, self.y_test, self.test_sizes, self.redeal
+        if x_test is not None or y_test is not None:
+            x_test, y_test = joining.checked_test(x_test, y_test, x, y)
+        if test_sizes is not None:
+            test_sizes = joining.counts(test_sizes, "test_sizes", 0 if x_test is None else len(x_test), N)
         if (self.mean is None) != (self.std is None):
             raise ConfigurationError("standardising needs both mean and std: pass both, or neither")
-        for name, value in (("mean", self.mean), ("std", self.std)):
-            if value is None:
-                continue
-            if self.x.dtype != np.uint8:
-                raise ConfigurationError(
-                    f"{name} must be None unless the inputs are uint8 images, got inputs of {self.x.dtype}: "
-                    "standardise them yourself"
-                )
-            per_channel = np.asarray(checks.array(name, [value])[0], np.float32)
-            if per_channel.shape not in ((), self.x.shape[-1:]) or not np.isfinite(per_channel).all():
-                raise ConfigurationError(
-                    f"{name} must be a finite number, or {self.x.shape[-1]} of them, one per channel, got {value}"
-                )
-            if name == "std" and not (per_channel > 0).all():
-                raise ConfigurationError(
-                    f"std must be > 0, got {value}: pass the standard deviation of the pixels, scaled to [0, 1]"
-                )
-            replace_fields(**{name: per_channel})
-        checks.text("name", self.name)
-        if self.redeal is not None and not (isinstance(self.redeal, str) and self.redeal == "evenly"):
+        mean, std = joining.per_channel("mean", self.mean, x), joining.per_channel("std", self.std, x)
+        if redeal is not None and not (isinstance(redeal, str) and redeal == "evenly"):
             fix = "0.01 splits very unevenly, 100 almost evenly; None splits evenly"
-            replace_fields(redeal=checks.positive("alpha", self.redeal, fix, computed=False))
-            _check_classes(self.y, "redealt(alpha) needs")
-        if self.client_names is not None:
-            is_list = isinstance(self.client_names, Sequence) and not isinstance(self.client_names, str | bytes)
-            is_list |= isinstance(self.client_names, np.ndarray) and self.client_names.ndim == 1
-            is_list = is_list and all(isinstance(name, str | Integral) for name in self.client_names)
-            names = tuple(map(str, self.client_names)) if is_list else ()
-            if len(names) != len(self.sizes) or len(set(names)) < len(names):
-                got = f"{len(names)}, of which {len(set(names))} differ" if is_list else checks.shown(self.client_names)
-                raise ConfigurationError(
-                    f"client_names must be {len(self.sizes)} different names, one per client, got {got}"
-                )
-            replace_fields(client_names=names)
+            redeal = checks.positive("alpha", redeal, fix, computed=False)
+            _check_classes(y, "redealt(alpha) needs")
+        checks.text("name", self.name)
+        checked = {"x": x, "y": y, "sizes": sizes, "x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
+        for name, value in (checked | {"mean": mean, "std": std, "redeal": redeal, "client_names": names}).items():
+            object.__setattr__(self, name, value)
 
     @property
     def has_images(self) -> bool:
@@ -199,29 +156,23 @@ class FederatedData:
         (('ann', 'bob'), 1)
         """
         client_names = None
+        if test_clients is not None:
+            test_clients = joining.aligned(test_clients, clients)
         if isinstance(clients, Mapping):
-            client_names = tuple(map(str, clients))
-            test_clients = joining.in_order(test_clients, clients)
-            clients = list(clients.values())
-        elif isinstance(test_clients, Mapping):
-            raise ConfigurationError(
-                "test_clients must be a list, because clients is a list, got a dict: use lists or dicts for both"
-            )
-        x, y, sizes = joining.concatenate(clients, "client", client_names, allow_empty=False)
+            client_names, clients = tuple(map(str, clients)), list(clients.values())
+        x, y, sizes = joining.concatenate(clients, "client", client_names)
+        x_test, y_test = (None, None) if test is None else joining.as_pair(test, "test")
         test_sizes = None
         if test_clients is not None:
             if test is not None:
                 raise ConfigurationError(
                     "pass either test or test_clients, got both: evaluate pools test_clients, so leave test out"
                 )
-            joining.check_list(test_clients, "test client")
-            if len(test_clients) != len(clients):
+            x_test, y_test, test_sizes = joining.concatenate(test_clients, "test client", client_names)
+            if len(test_sizes) != len(sizes):
                 raise ConfigurationError(
-                    f"test_clients must have {len(clients)} pairs, one per client, got {len(test_clients)}"
+                    f"test_clients must have {len(sizes)} pairs, one per client, got {len(test_sizes)}"
                 )
-            *pooled, test_sizes = joining.concatenate(test_clients, "test client", client_names, allow_empty=True)
-            test = (pooled[0], pooled[1])
-        x_test, y_test = joining.optional_pair(test)
         return cls(x, y, sizes, x_test, y_test, test_sizes, mean, std, name, client_names=client_names)
 
     @classmethod
@@ -247,7 +198,7 @@ class FederatedData:
         """
         x, y = joining.checked_pair(x, y, "training data")
         rows, sizes = joining.join_parts(parts, len(x), "parts")
-        x_test, y_test = joining.optional_pair(test)
+        x_test, y_test = (None, None) if test is None else joining.as_pair(test, "test")
         test_sizes = None
         if test_parts is not None:
             if x_test is None or y_test is None:
@@ -333,7 +284,7 @@ class FederatedData:
     @property
     def decoding(self) -> Decoding:
         """`decode` as a value that can be compared."""
-        mean, std = (None if value is None else _tuple(value) for value in (self.mean, self.std))
+        mean, std = (None if value is None else tuple(value.ravel().tolist()) for value in (self.mean, self.std))
         return Decoding(self.has_images, mean, std)
 
     def redealt(self, alpha: float | None = None) -> FederatedData:
@@ -401,23 +352,19 @@ class FederatedData:
         fix = "0.1 holds out a tenth of the examples of each client"
         share = checks.number("share", share, "in (0, 1)", lambda v: 0 < v < 1, fix, computed=False)
         rng = np.random.default_rng(checks.integer("seed", seed, 0, math.inf))
-        held = np.minimum(np.round(share * self.sizes).astype(np.int64), self.sizes - 1)
-        if self.sizes.max() == 1:
-            raise ConfigurationError(
-                "with_validation needs a client with at least 2 examples, got clients with 1 each: use fewer clients"
-            )
-        if not held.any():
+        test_sizes = np.minimum(np.round(share * self.sizes).astype(np.int64), self.sizes - 1)
+        if not test_sizes.any():
             raise ConfigurationError(
                 f"with_validation must hold out at least one example, got share={share} of at most {self.sizes.max()} "
-                "examples per client: use a larger share"
+                "examples per client: use a larger share, or fewer clients"
             )
         client = np.repeat(np.arange(self.num_clients), self.sizes)
         rows = np.lexsort((rng.random(len(client)), client))  # grouped by client, in random order within a client
-        is_held = np.arange(len(rows)) < np.repeat(self.offsets + held, self.sizes)
-        train, test = np.sort(rows[~is_held]), np.sort(rows[is_held])
+        is_test = np.arange(len(rows)) < np.repeat(self.offsets + test_sizes, self.sizes)
+        train, test = np.sort(rows[~is_test]), np.sort(rows[is_test])
         return replace(
-            self, x=self.x[train], y=self.y[train], sizes=self.sizes - held,
-            x_test=self.x[test], y_test=self.y[test], test_sizes=held,
+            self, x=self.x[train], y=self.y[train], sizes=self.sizes - test_sizes,
+            x_test=self.x[test], y_test=self.y[test], test_sizes=test_sizes,
         )  # fmt: skip
 
     def with_validation_clients(self, share: float = 0.1, seed: int = 0) -> FederatedData:
@@ -441,13 +388,12 @@ class FederatedData:
             raise ConfigurationError(
                 "with_validation_clients needs at least 2 clients, got 1: use with_validation, which holds out examples"
             )
-        is_held = rng.permutation(N) < min(max(round(share * N), 1), N - 1)
-        of_held = np.repeat(is_held, self.sizes)
-        names = self.client_names
+        is_test = rng.permutation(N) < min(max(round(share * N), 1), N - 1)
+        of_test, names = np.repeat(is_test, self.sizes), self.client_names
         return replace(
-            self, x=self.x[~of_held], y=self.y[~of_held], sizes=self.sizes[~is_held],
-            x_test=self.x[of_held], y_test=self.y[of_held], test_sizes=None,
-            client_names=None if names is None else tuple(names[i] for i in np.flatnonzero(~is_held)),
+            self, x=self.x[~of_test], y=self.y[~of_test], sizes=self.sizes[~is_test],
+            x_test=self.x[of_test], y_test=self.y[of_test], test_sizes=None,
+            client_names=None if names is None else tuple(names[i] for i in np.flatnonzero(~is_test)),
         )  # fmt: skip
 
     def label_counts(self) -> np.ndarray:
@@ -487,8 +433,8 @@ class Decoding:
     """Converts stored inputs to model inputs. See `FederatedData.decode`. Two federations may have equal ones."""
 
     images: bool  # whether uint8 inputs are divided by 255
-    mean: float | tuple[float, ...] | None
-    std: float | tuple[float, ...] | None
+    mean: tuple[float, ...] | None  # one number, or one per channel
+    std: tuple[float, ...] | None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if x.dtype == jnp.uint8:
@@ -497,11 +443,6 @@ class Decoding:
             mean, std = (np.array(value, np.float32, ndmin=x.ndim) for value in (self.mean, self.std))
             x = (x - mean) / std
         return x
-
-
-def _tuple(value: np.ndarray) -> float | tuple[float, ...]:
-    numbers = value.tolist()
-    return tuple(numbers) if isinstance(numbers, list) else numbers
 
 
 def integers_as_int32(y: np.ndarray) -> np.ndarray:
@@ -515,9 +456,9 @@ def integers_as_int32(y: np.ndarray) -> np.ndarray:
 
 def _check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:
     """several: whether an example may have several labels."""
-    if not np.issubdtype(y.dtype, np.integer) or (y.ndim != 1 and not several):
-        raise ConfigurationError(
-            f"{needs} integer labels{'' if several else ', one per example'}, got {y.dtype}{list(y.shape)}"
-        )
-    if y.min() < 0:
-        raise ConfigurationError(f"{needs} labels >= 0, got {y.min()}: number the classes from 0")
+    if np.issubdtype(y.dtype, np.integer) and (y.ndim == 1 or several):
+        wrong = f"labels >= 0, got {y.min()}: number the classes from 0" if y.min() < 0 else ""
+    else:
+        wrong = f"integer labels{'' if several else ', one per example'}, got {y.dtype}{list(y.shape)}"
+    if wrong:
+        raise ConfigurationError(f"{needs} {wrong}")

@@ -1,31 +1,35 @@
-"""Federated data in other formats: LEAF's JSON, FedJAX's SQLite, TensorFlow Federated's SQLite and HDF5.
+"""Federated data in the formats of LEAF (JSON) and FedJAX (SQLite), and what these share with TFF's formats.
 
-A reader yields one `Rows` per client. `from_leaf`, `from_fedjax` and `from_tff` create a federation from any numeric
-columns.
+The functions read_... yield one `Client` after the other. `from_leaf` and `from_fedjax` create a federation from any
+numeric columns. Files may be damaged or hostile: errors are `files.Wrong`, to which `files.opened` adds the name of the
+file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
+import sqlite3
+import urllib.parse
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import client_rows, databases, files, joining, tff_files
-from fedjax_drift.data.client_rows import Rows
+from fedjax_drift.data import files, joining
 from fedjax_drift.data.federated import FederatedData, Pair
-from fedjax_drift.data.files import Column
 from fedjax_drift.errors import ConfigurationError
 
 FilePath = str | os.PathLike[str]
+Client = tuple[str, np.ndarray, np.ndarray]
+"""The name, the inputs [n, ...] and the labels [n, ...] of a client in one file, n >= 1."""
 
+INSTALL = "msgpack h5py"  # the packages that read these formats
+VALUE = 2**30  # limit in bytes of one value of a database
 CLIENT_BYTES = 2**27  # limit of the unpacked data of one client in FedJAX's format; femnist needs at most 2 MB
 NDARRAY = 1  # FedJAX's msgpack extension type of a numeric array
 
@@ -46,8 +50,7 @@ def from_leaf(folder: FilePath) -> FederatedData:
     """
     folder = checks.path("folder", folder).absolute()
     has_test = any((folder / "test").glob("*.json"))
-    clients = _by_client(read_leaf(folder / "train"))
-    return _federation(clients, _by_client(read_leaf(folder / "test")) if has_test else None, folder)
+    return federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else (), folder)
 
 
 def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
@@ -68,65 +71,40 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
       ValueError: a file is damaged or has another format, or a column is missing or contains text.
       ImportError: msgpack is not installed.
     """
-    _check_names(x, y)
+    check_names(x, y)
     train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
-    clients = _by_client(read_fedjax(train_path, x, y))
-    return _federation(clients, None if test_path is None else _by_client(read_fedjax(test_path, x, y)), train_path)
+    tests = () if test_path is None else read_fedjax(test_path, x, y)
+    return federation(read_fedjax(train_path, x, y), tests, train_path)
 
 
-def from_tff(
-    train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label", *, split: str | None = None
-) -> FederatedData:
-    """Creates a federation from TensorFlow Federated's files. TensorFlow is not needed.
-
-    Since 2021, they are SQLite databases such as emnist_all.sqlite, which may be packed (emnist_all.sqlite.lzma).
-    Before, they were HDF5 files with one group examples/<client> per client, which need h5py.
-
-    The clients are sorted by name. The test set, the columns and the errors are as in `from_fedjax`. A database has no
-    shapes: x is [M, length], float32 or int64, so give images their shape with
-    ``dataclasses.replace(data, x=data.x.reshape(-1, 28, 28, 1), x_test=data.x_test.reshape(-1, 28, 28, 1))``.
-
-    Args:
-      train: a file with the training examples. A packed file is unpacked to a temporary file in the cache.
-      test: a file with the test examples. Default: those in the file ``train``, if it is a database that has a split
-        like ``split``, but with "test" instead of "train" in its name. Otherwise there is no test set.
-      x, y: names of the columns of the inputs and the labels, for example x="image" for CIFAR-100.
-      split: the split of a database, such as "all_train" or "digits_only_train" of EMNIST. Default: its only split, or
-        "train".
-    """
-    _check_names(x, y)
-    train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
-    tests = None
-    with tff_files.opened(train_path) as file:
-        split = file.chosen(split, "train")
-        clients, test_split = _by_client(file.read(x, y, split)), tff_files.test_split(split)
-        if test_path is None and test_split != split and test_split in file.splits:
-            tests = _by_client(file.read(x, y, test_split))
-    if test_path is not None:
-        with tff_files.opened(test_path) as file:
-            tests = _by_client(file.read(x, y, file.chosen(None, test_split)))
-    return _federation(clients, tests, train_path)
-
-
-def _check_names(x: Any, y: Any) -> None:
+def check_names(x: Any, y: Any) -> None:
     for name, column in (("x", x), ("y", y)):
         if not isinstance(column, str):
             raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
 
 
-def _federation(clients: dict[str, Pair], tests: dict[str, Pair] | None, path: Path) -> FederatedData:
+def federation(clients: Iterable[Client], test_clients: Iterable[Client], path: Path) -> FederatedData:
+    """The test set is pooled if one of its clients is no training client."""
+    train, test = _by_name(clients), _by_name(test_clients)
     with files.plain_errors(path):
-        if clients:
-            _unify([clients, tests or {}])
-        if not tests:  # or all of its clients are without examples
-            return FederatedData.from_clients(clients, name=path.stem)
-        if tests.keys() <= clients.keys():
-            return FederatedData.from_clients(clients, test_clients=tests, name=path.stem)
-        pooled = FederatedData.from_clients(tests)
-        return FederatedData.from_clients(clients, (pooled.x, pooled.y), name=path.stem)
+        if train:
+            _unify(train, test)
+        if test.keys() <= train.keys():
+            return FederatedData.from_clients(train, test_clients=test or None, name=path.stem)
+        pooled = FederatedData.from_clients(test)
+        return FederatedData.from_clients(train, (pooled.x, pooled.y), name=path.stem)
 
 
-def _unify(parts: Sequence[dict[str, Pair]]) -> None:
+def _by_name(clients: Iterable[Client]) -> dict[str, Pair]:
+    pairs: dict[str, Pair] = {}
+    for client, x, y in clients:
+        if client in pairs:
+            raise ConfigurationError(f"client {client!r} must be in one file of the folder only, got two: remove one")
+        pairs[client] = (x, y)
+    return pairs
+
+
+def _unify(*parts: dict[str, Pair]) -> None:
     """Converts the inputs of all clients to one dtype, and the labels, too. Raises ValueError if a number changes."""
     for column, kind in enumerate(("inputs", "labels")):
         dtypes = {pair[column].dtype for part in parts for pair in part.values()}
@@ -137,99 +115,60 @@ def _unify(parts: Sequence[dict[str, Pair]]) -> None:
                 part[client] = (pair[0], array) if column else (array, pair[1])
 
 
-def _by_client(rows: Iterator[Rows]) -> dict[str, Pair]:
-    clients: dict[str, Pair] = {}
-    for client, x, y in rows:
-        if client in clients:
-            raise ConfigurationError(f"client {client!r} must be in one file of the folder only, got two: remove one")
-        clients[client] = (x, y)
-    return clients
+def checked_client(client: str, x: Any, y: Any, rows: int) -> Iterator[Client]:
+    """Yields one `Client`, or nothing if it has no examples. Labels like 5.0, which are whole, become int64.
 
-
-def read_femnist(path: Path) -> files.Arrays:
-    """Reads x uint8 [M, 28, 28, 1] (255 = ink), y [M] and writer [M] (sorted), and x_test, y_test and writer_test.
-
-    path: LEAF's folder with train and test; TFF's database; or the training file of FedJAX or TFF, with the test file
-    in the same folder. If there is no test file, the result has no test arrays. The data are converted once and kept in
-    the cache until a file changes. Raises the errors of `from_leaf`, `from_fedjax` and `from_tff`.
+    Raises `Wrong` unless x and y are numeric and have ``rows`` rows.
     """
-    read: Callable[[Path], Iterator[Rows]]
-    train, test = path, path.with_name(path.name.replace("_train", "_test"))
-    if path.suffix == "":
-        read, train, test = read_leaf, path / "train", path / "test"
-    else:
-        read = functools.partial(read_fedjax if path.suffix == ".sqlite" else tff_files.read_h5, x="pixels", y="label")
-    has_both = path.name.startswith("emnist_all.")  # TFF's database has both parts
-    places = {"": train} | ({"_test": test} if has_both or test.exists() else {})
-    sources = [file for place in places.values() for file in (sorted(place.glob("*.json")) or [place])]
-
-    def convert() -> files.Arrays:
-        number: dict[str, int] = {}
-        with contextlib.ExitStack() as stack:
-            if has_both:
-                file = stack.enter_context(tff_files.opened(path))
-                splits = {part: file.chosen(f"all{part or '_train'}", "all_train") for part in places}
-                clients = {part: file.read("pixels", "label", split) for part, split in splits.items()}
-            else:
-                clients = {part: read(place) for part, place in places.items()}
-            return {
-                f"{key}{part}": column
-                for part, rows in clients.items()
-                for key, column in _by_writer(rows, places[part], number).items()
-            }
-
-    return files.cached(f"{path.stem}_{files.stamp(sources)}.npz", writers_spec(places), convert)
+    for kind, array in (("inputs", x), ("labels", y)):
+        wrong = ""
+        if not isinstance(array, np.ndarray) or array.size and array.dtype.kind not in "biuf":
+            wrong = "be numbers: encode text as integers, and write the file again"
+        elif array.shape[:1] != (rows,):
+            wrong = f"have {rows} rows, got {list(array.shape)}: copy or write the file again"
+        if wrong:
+            raise files.Wrong(f"the {kind} of client {client!r} must {wrong}")
+    if rows:
+        is_whole = y.dtype.kind == "f" and bool((np.abs(y) < 2**53).all() and (y == np.floor(y)).all())
+        yield client, x, y.astype(np.int64) if is_whole else y
 
 
-def writers_spec(parts: Iterable[str], num_writers: int | None = None) -> files.Spec:
-    """Returns the requirements for the arrays of a data set of handwritten characters.
+def column_pair(columns: Any, x: str, y: str) -> tuple[Any, Any]:
+    """Returns the columns of the inputs and the labels. Raises `Wrong` if there is none of this name."""
+    for key in (x, y):
+        if key not in columns:
+            raise files.Wrong(
+                f"it has no column {key!r}, only {checks.listed(columns) or 'none'}{checks.nearest(key, columns)}: "
+                "pass the names of the columns as x= (inputs) and y= (labels)"
+            )
+    return columns[x], columns[y]
 
-    The arrays are x, y and writer, once with each suffix in ``parts``: x_test, y_test and writer_test for "_test".
+
+@contextlib.contextmanager
+def database(path: Path, *tables: str, other: str) -> Iterator[sqlite3.Connection]:
+    """Opens an SQLite database for reading. Raises `Wrong` if it is damaged or lacks a table.
+
+    other: the reader to suggest. A view is no table, because its query may never end.
     """
-    spec: dict[str, Column] = {}
-    for part in parts:
-        spec |= {
-            f"x{part}": Column("uint8", (28, 28, 1), part),
-            f"y{part}": Column(table=part, classes=62),
-            f"writer{part}": Column(table=part, classes=num_writers),
-        }
-    return spec
+    # immutable: SQLite reads no other file and waits for no lock.
+    uri = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=ro&immutable=1"
+    query = "SELECT sql FROM sqlite_master WHERE name = ? COLLATE NOCASE"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(os.path.getsize(path), 4096), VALUE))
+            for table in tables:
+                statements = "; ".join(str(sql) for (sql,) in connection.execute(query, [table]))
+                if not statements.startswith("CREATE TABLE "):
+                    got = files.one_line(statements or "no such table")
+                    raise files.Wrong(f"it must have a table {table}, got {got}: download it again, or {other}")
+            if (result := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise files.Wrong(f"it is damaged ({files.one_line(result)}): download it again")
+            yield connection
+    except sqlite3.Error as error:
+        raise files.Wrong(f"it is damaged or of another kind ({error}): download it again, or {other}") from error
 
 
-def _by_writer(rows: Iterator[Rows], place: Path, number: dict[str, int]) -> files.Arrays:
-    """Returns the concatenated data, sorted by writer id. New writers get the next ids, which are added to
-    ``number``."""
-    pixels, labels, ids, sizes = bytearray(), bytearray(), [], []  # they grow in place, so there is one copy
-    for client, x, y in rows:
-        name = f"{place}: client {client!r}"
-        writer = client.rpartition(":")[2]  # FedJAX prefixes LEAF's name with a hash and a colon
-        files.check({"labels": y}, {"labels": Column(classes=62)}, name)
-        pixels += _ink(x, name).tobytes()
-        labels += y.astype(np.uint8).tobytes()
-        ids.append(number.setdefault(writer, len(number)))
-        sizes.append(len(y))
-    if not ids:
-        raise ConfigurationError(f"{place} must have at least 1 example, got none: copy or download it again")
-    images = np.frombuffer(pixels, np.uint8).reshape(-1, 28, 28, 1)
-    arrays = {"x": images, "y": np.frombuffer(labels, np.uint8), "writer": np.repeat(ids, sizes)}
-    if ids == sorted(ids):
-        return arrays
-    order = np.argsort(arrays["writer"], kind="stable")
-    return {key: array[order] for key, array in arrays.items()}
-
-
-def _ink(x: np.ndarray, name: str) -> np.ndarray:
-    """Converts pixels in [0, 1], where 1 is background, to uint8 [n, 28, 28, 1], where 255 is ink.
-
-    The conversion is exact, because the published pixels are bytes / 255.
-    """
-    if x[0].size != 28 * 28 or not (0 <= x.min() and x.max() <= 1):
-        got = f"{list(x.shape[1:])}" + (f", {x.min()}..{x.max()}" if x.size else "")
-        raise ConfigurationError(f"{name} must have images of 28 x 28 numbers in 0..1, got {got}: is it FEMNIST?")
-    return np.rint(255 * (1 - x.reshape(-1, 28, 28, 1))).astype(np.uint8)
-
-
-def read_leaf(folder: Path) -> Iterator[Rows]:
+def read_leaf(folder: Path) -> Iterator[Client]:
     """Reads the clients of a folder with LEAF's JSON files, in the order of file names. Errors as in `from_leaf`."""
     paths = sorted(folder.glob("*.json"))
     if not paths:
@@ -242,7 +181,7 @@ def read_leaf(folder: Path) -> Iterator[Rows]:
             for client, rows in zip(content["users"], content["num_samples"], strict=True):
                 columns = content["user_data"].pop(client)  # pop: parsed JSON takes 30 times the memory of an image
                 x, y = (_numbers(columns[key], f"{key} of client {client!r}") for key in ("x", "y"))
-                yield from client_rows.checked(client, x, y, rows)
+                yield from checked_client(client, x, y, rows)
 
 
 def _numbers(values: Any, name: str) -> np.ndarray:
@@ -258,15 +197,15 @@ def _numbers(values: Any, name: str) -> np.ndarray:
     return checks.converted(name, array, np.float32, fix) if array.dtype.kind == "f" and array.ndim else array
 
 
-def read_fedjax(path: Path, x: str, y: str) -> Iterator[Rows]:
+def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:
     """Reads the clients of one of FedJAX's SQLite files, in its order. Errors as in `from_fedjax`."""
-    client_rows.require("msgpack", path)
+    files.require("msgpack", f"reading {path}", INSTALL)
     other = "read TensorFlow Federated's files with from_tff"
-    with files.opened(path), databases.opened(path, ["federated_data"], other) as connection:
+    with files.opened(path), database(path, "federated_data", other=other) as connection:
         query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
         for client, data, rows in connection.execute(query):
-            columns = client_rows.pick(_unpack(client, data), x, y)
-            yield from client_rows.checked(_text(client), *columns, rows)
+            columns = column_pair(_unpack(client, data), x, y)
+            yield from checked_client(client.decode() if isinstance(client, bytes) else str(client), *columns, rows)
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
@@ -286,14 +225,4 @@ def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
             f"the data of client {client!r} must be complete and at most {CLIENT_BYTES} bytes unpacked, got "
             f"{'more' if len(data) == CLIENT_BYTES else 'incomplete data'}: download it again"
         )
-    columns = msgpack.unpackb(data, ext_hook=array)
-    if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns):
-        raise files.Wrong(f"a client's data must be named columns, got a {type(columns).__name__}: download it again")
-    return columns
-
-
-def _text(client: str | bytes) -> str:
-    client = client.decode() if isinstance(client, bytes) else client
-    if not isinstance(client, str):
-        raise files.Wrong(f"client_id must be text, got {client!r}: download it again")
-    return client
+    return msgpack.unpackb(data, ext_hook=array)

@@ -1,4 +1,4 @@
-"""Data files: npz files of users, and the cache.
+"""Data files: npz files and text files of users, and the cache.
 
 Every array is checked against a `Column` before it is used.
 """
@@ -6,6 +6,7 @@ Every array is checked against a `Column` before it is used.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import stat
@@ -14,15 +15,16 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple, TextIO, TypeVar
 
 import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.disk import replacing
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 Arrays = dict[str, np.ndarray]
+Parsed = TypeVar("Parsed")
 UNPACKED = 2**30  # limit in bytes of compressed arrays: a small malicious file could otherwise fill the memory
 
 
@@ -83,6 +85,16 @@ def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
     return None
 
 
+def find_file(filename: str, places: Iterable[Path], instructions: str) -> Path:
+    """Returns the file in the first folder that has it. Raises FileNotFoundError with the instructions."""
+    places = list(places)
+    path = find([filename], places)
+    if path is None:
+        wanted = " or ".join(str(folder / filename) for folder in places)
+        raise FileNotFoundError(f"{wanted} does not exist: {instructions}")
+    return path
+
+
 def read_npz(path: Path, spec: Spec) -> Arrays:
     """Reads and checks the arrays of an npz file that are named in `spec`. Other arrays are not read.
 
@@ -137,14 +149,13 @@ def must_fit(what: str, size: int, available: int | None) -> None:
     Uncompressed arrays must not exceed the `available` bytes of the file. Compressed arrays (`available` is None)
     must not exceed `UNPACKED`.
     """
-    if available is None and size > UNPACKED:
-        fix = "copy the file again, or write it uncompressed with numpy.savez"
-        raise Wrong(f"{what} must unpack to at most {UNPACKED} bytes, got {size}: {fix}")
-    if available is not None and size > available:
-        raise Wrong(
-            f"{what} must have at most {available} bytes, the number of stored bytes, got {size}: copy or write the "
-            "file again"
-        )
+    if size > (UNPACKED if available is None else available):
+        allowed = f"have at most {available} bytes, the number of stored bytes"
+        fix = "copy or write the file again"
+        if available is None:
+            allowed = f"unpack to at most {UNPACKED} bytes"
+            fix = "copy the file again, or write it uncompressed with numpy.savez"
+        raise Wrong(f"{what} must {allowed}, got {size}: {fix}")
 
 
 @contextlib.contextmanager
@@ -154,6 +165,39 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         must_not_wait(path)
         with open(path, "rb") as file:
             yield file
+
+
+@contextlib.contextmanager
+def opened_text(path: str | os.PathLike[str], encoding: str = "utf-8") -> Iterator[TextIO]:
+    """Opens a text file. Errors inside the context are converted by `plain_errors`."""
+    with opened(path) as file, io.TextIOWrapper(file, encoding, newline="") as text:
+        yield text
+
+
+def wrong_line(number: int, wanted: str, got: str) -> Wrong:
+    """Returns the error for line ``number``, counted from 1, of a file that is `opened`."""
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return Wrong(f"line {number} must be {wanted}, got {shown}: download it again, or correct it")
+
+
+def parsed_lines(
+    path: Path, parse: Callable[[str], Parsed | None], wanted: str, encoding: str = "utf-8"
+) -> list[Parsed]:
+    """Returns the results of ``parse(line)`` for the lines of a text file, which must not be empty.
+
+    Raises ValueError, with the number of the line, if a result is None. wanted: what the message calls a legal line.
+    """
+    results = []
+    with opened_text(path, encoding) as file:
+        for number, line in enumerate(file, 1):
+            result = parse(line.rstrip("\r\n"))
+            if result is None:
+                raise wrong_line(number, wanted, line)
+            results.append(result)
+        if not results:
+            raise wrong_line(1, wanted, "an empty file")
+    return results
 
 
 def must_not_wait(path: str | os.PathLike[str]) -> None:
@@ -174,18 +218,26 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (FileNotFoundError, ImportError):
         raise
-    except (Wrong, ConfigurationError) as error:
-        if os.fspath(path) in str(error):
-            raise
-        raise ConfigurationError(f"cannot use {path}: {error}") from error
     except Exception as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise ConfigurationError(
-                f"cannot read {path}: {error.strerror}: check the file and its permissions"
-            ) from error
-        raise ConfigurationError(
+        message = (
             f"{path} is damaged, truncated, too large or of another kind ({one_line(error)}): copy or write it again"
-        ) from error
+        )
+        if isinstance(error, Wrong | ConfigurationError):
+            if os.fspath(path) in str(error):
+                raise
+            message = f"cannot use {path}: {error}"
+        elif isinstance(error, OSError) and error.strerror:
+            message = f"cannot read {path}: {error.strerror}: check the file and its permissions"
+        raise ConfigurationError(message) from error
+
+
+def require(package: str, purpose: str, install: str = "") -> None:
+    """Raises ImportError, with the pip command, unless the package is installed."""
+    try:
+        __import__(package)
+    except ImportError as error:
+        name = package.replace("_", "-")
+        raise MissingPackageError(f"{purpose} needs {name}: pip install {install or name}") from error
 
 
 def one_line(text: object) -> str:
@@ -197,52 +249,44 @@ def one_line(text: object) -> str:
 def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
     """Checks the arrays and returns them, with a missing grey axis added. ValueErrors name the ``source``."""
     checked: Arrays = {}
-    rows: dict[str, tuple[str, int]] = {}
+    first: dict[str | None, str] = {}  # table -> its first array
     for key, column in spec.items():
         array = np.asarray(arrays[key])
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ConfigurationError(
-                f"{source}: {key} must be finite, got NaN or infinity: correct these rows or leave them out"
-            )
-        if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":
-            fix = "save pixels as uint8, 0 to 255" if column.dtype == "uint8" else "convert it"
-            raise ConfigurationError(f"{source}: {key} must be {column.dtype}, got {array.dtype}: {fix}")
-        if column.row[-1:] == (1,) and array.ndim == len(column.row):
-            array = array[..., None]
-        leading = 0 if column.table is None else 1
-        if array.ndim != leading + len(column.row) or array.shape[leading:] != column.row:
-            wanted = ", ".join([*["rows"] * leading, *map(str, column.row)])
-            raise ConfigurationError(
-                f"{source}: {key} must have shape [{wanted}], got {list(arrays[key].shape)}: reshape it"
-            )
-        if column.table is not None:
-            first, length = rows.setdefault(column.table, (key, len(array)))
-            if len(array) != length:
-                raise ConfigurationError(
-                    f"{source}: {key} must have as many rows as {first}, {length}, got {len(array)}: "
-                    "row i of both must belong to the same example"
-                )
-            if length == 0:
-                raise ConfigurationError(f"{source}: {key} must have at least 1 row, got 0: write the file again")
-        if column.lowest is not None and array.min() < column.lowest:
-            raise ConfigurationError(
-                f"{source}: {key} must be an integer >= {column.lowest}, got {array.min()}: copy or write the file "
-                "again"
-            )
-        if column.classes is not None and not (0 <= array.min() and array.max() < column.classes):
-            raise ConfigurationError(
-                f"{source}: {key} must be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: "
-                "renumber the labels, or check that this is the right file"
-            )
-        checked[key] = array
+        wrong = _wrong(array, column)
+        same = first.setdefault(column.table, key)
+        if not wrong and column.table is not None and len(array) != len(checked.get(same, array)):
+            wrong = f"have as many rows as {same}, {len(checked[same])}, got {len(array)}: "
+            wrong += "row i of both must belong to the same example"
+        if wrong:
+            raise ConfigurationError(f"{source}: {key} must {wrong}")
+        checked[key] = array[..., None] if _lacks_axis(array, column) else array
     return checked
 
 
-def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes an uncompressed npz atomically: a reader sees the complete file or no file. May raise OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new, open(new, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+def _lacks_axis(array: np.ndarray, column: Column) -> bool:
+    """Whether an array has grey images without their last axis."""
+    return column.row[-1:] == (1,) and array.ndim == len(column.row)
+
+
+def _wrong(array: np.ndarray, column: Column) -> str:
+    """Returns what is wrong with an array, and a fix: "be ALLOWED, got VALUE: FIX". "" if nothing is wrong."""
+    rows = [] if column.table is None else ["rows"]
+    shape = array.shape + (1,) * _lacks_axis(array, column)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return "be finite, got NaN or infinity: correct these rows or leave them out"
+    if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":
+        fix = "save pixels as uint8, 0 to 255" if column.dtype == "uint8" else "convert it"
+        return f"be {column.dtype}, got {array.dtype}: {fix}"
+    if len(shape) != len(rows) + len(column.row) or shape[len(rows) :] != column.row:
+        return f"have shape [{', '.join([*rows, *map(str, column.row)])}], got {list(array.shape)}: reshape it"
+    if array.size == 0:
+        return "have at least 1 row, got 0: write the file again"
+    if column.lowest is not None and array.min() < column.lowest:
+        return f"be an integer >= {column.lowest}, got {array.min()}: copy or write the file again"
+    if column.classes is not None and not 0 <= array.min() <= array.max() < column.classes:
+        fix = "renumber the labels, or check that this is the right file"
+        return f"be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: {fix}"
+    return ""
 
 
 def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
@@ -259,7 +303,9 @@ def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:
         checks.warn(f"the cached data are computed again: {error}")
     arrays = check(make(), spec, filename)
     try:
-        write_npz(path, arrays)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new, open(new, "wb") as file:  # a reader sees the complete file or no file
+            np.savez(file, **arrays)  # type: ignore[arg-type]
     except OSError as error:
         checks.warn(
             f"{path} could not be written ({error.strerror or error}), so the data will be computed again next time: "

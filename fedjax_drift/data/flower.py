@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import arrow, tables
+from fedjax_drift.data import files, huggingface, tables
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 
@@ -46,18 +45,11 @@ def from_flwr(
       ValueError: as in `from_huggingface`; or a partition is empty.
       ImportError: flwr-datasets is not installed.
     """
-    tables.require("flwr_datasets", "from_flwr")
-    options = arrow.reading(length, padding, truncate, dtype)
-    partitioner, tests = _partitioners(source, split, test)
-    inputs, labels, sizes = _read(partitioner, x, y, options)
-    x_test = y_test = test_sizes = None
-    if tests is not None:
-        x_test, y_test, test_sizes = _read(tests, x, y, options)
-        test_sizes = test_sizes if _has_partitions(tests) else None
-    natural = getattr(partitioner, "partition_id_to_natural_id", None)
-    names = None if natural is None else tuple(str(natural[i]) for i in range(len(sizes)))
-    with tables.naming(f"x={x!r}, y={y!r}"):
-        return FederatedData(inputs, labels, sizes, x_test, y_test, test_sizes, name=name, client_names=names)
+    files.require("flwr_datasets", "from_flwr")
+    options = huggingface.conversion(length, padding, truncate, dtype)
+    partitioner, test = _partitioners(source, split, test)
+    train, tests = _table(partitioner, x, y, options), None if test is None else _table(test, x, y, options)
+    return tables.from_table(train, tests, None, None, name, f"x={x!r}, y={y!r}")
 
 
 def _partitioners(source: Any, split: str, test: Any) -> tuple[Any, Any]:
@@ -77,7 +69,7 @@ def _partitioners(source: Any, split: str, test: Any) -> tuple[Any, Any]:
         raise ConfigurationError(
             f"source must be a FederatedDataset, or a Partitioner whose dataset is set, got {checks.shown(source)}"
         )
-    return source, test if test is None or _has_partitions(test) else arrow.check_dataset("test", test)
+    return source, test if test is None or _has_partitions(test) else huggingface.check_dataset("test", test)
 
 
 def _split(source: Any, name: str) -> Any:
@@ -94,15 +86,15 @@ def _has_partitions(source: Any) -> bool:
     return isinstance(source, Partitioner) and source.is_dataset_assigned()
 
 
-def _read(
-    source: Any, x: str | Sequence[str], y: str, options: arrow.Reading
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the inputs, the labels, and the sizes of the partitions. A `datasets.Dataset` is one partition."""
-    parts = [source.load_partition(i) for i in range(source.num_partitions)] if _has_partitions(source) else [source]
-    sizes = np.array([len(part) for part in parts])
-    tables.column_names(x, y, None, parts[0].column_names)
-    parts = [arrow.check_dataset("the partition", part) for part in parts if len(part)]
-    inputs = itertools.chain.from_iterable(arrow.inputs(part, x, options) for part in parts)
-    labels = itertools.chain.from_iterable(arrow.labels(part, y, options) for part in parts)
-    rows = int(sizes.sum())
-    return tables.gather(inputs, rows, None, f"column {x!r}"), tables.gather(labels, rows, None, f"column {y!r}"), sizes
+def _table(source: Any, x: str | Sequence[str], y: str, options: huggingface.Conversion) -> tables.Table:
+    """Returns the examples of a `datasets.Dataset`, or of the partitions of a Partitioner."""
+    import datasets
+
+    if not _has_partitions(source):
+        return huggingface.table(source, x, y, None, options)
+    parts = [source.load_partition(i) for i in range(source.num_partitions)]
+    examples = datasets.concatenate_datasets([part for part in parts if len(part)] or parts[:1])
+    natural = getattr(source, "partition_id_to_natural_id", None)
+    names = None if natural is None else tuple(str(natural[i]) for i in range(len(parts)))
+    table = huggingface.table(huggingface.check_dataset("the partition", examples), x, y, None, options)
+    return table._replace(sizes=np.array([len(part) for part in parts]), client_names=names)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import tables
+from fedjax_drift.data import files, tables
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 
@@ -18,7 +18,7 @@ def from_pandas(
     x: str | Sequence[str],
     y: str,
     client: str | None = None,
-    partition: tables.Partition | None = None,
+    partition: tables.Partitioner | None = None,
     test: Any = None,
     *,
     dtype: Any = None,
@@ -48,7 +48,7 @@ def from_pandas(
         message names the column. Or an argument has a wrong value.
       ImportError: pandas is not installed.
     """
-    tables.require("pandas", "from_pandas")
+    files.require("pandas", "from_pandas")
     tables.check_clients(client, partition)
     train = _table(frame, x, y, client, dtype)
     tests = None
@@ -56,7 +56,7 @@ def from_pandas(
         has_client = client is not None and client in getattr(test, "columns", ())
         with tables.naming("test"):
             tests = _table(test, x, y, client if has_client else None, dtype)
-    return tables.federation(train, tests, partition, client_tests, name, f"x={x!r}, y={y!r}")
+    return tables.from_table(train, tests, partition, client_tests, name, f"x={x!r}, y={y!r}")
 
 
 def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype: Any) -> tables.Table:
@@ -75,20 +75,16 @@ def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype
 
 
 def _numbers(frame: Any, name: str) -> np.ndarray:
-    import pandas as pd
+    from pandas.api import types
 
     column = _complete(frame, name)
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        raise ConfigurationError(
-            f"column {name!r} must be numeric, got categories: use their numbers, frame[{name!r}].cat.codes, or one "
-            "column per category, pandas.get_dummies(frame)"
-        )
-    if pd.api.types.is_bool_dtype(column.dtype):
+    is_category = column.dtype.name == "category"
+    if types.is_bool_dtype(column.dtype) and not is_category:
         return column.to_numpy(bool)
-    if not pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_complex_dtype(column.dtype):
-        raise ConfigurationError(f"column {name!r} must be numeric, got {_advice(column, f'frame[{name!r}]')}")
-    if pd.api.types.is_integer_dtype(column.dtype):
+    if types.is_integer_dtype(column.dtype):
         return _integers(column)
+    if not types.is_numeric_dtype(column.dtype) or types.is_complex_dtype(column.dtype) or is_category:
+        raise ConfigurationError(f"column {name!r} must be numeric, got {_advice(column, f'frame[{name!r}]')}")
     return column.to_numpy(np.float32 if column.dtype.itemsize <= 4 else np.float64)
 
 
@@ -107,6 +103,8 @@ def _advice(column: Any, name: str) -> str:
     import pandas as pd
 
     types = pd.api.types
+    if column.dtype.name == "category":
+        return f"categories: use their numbers, {name}.cat.codes, or one column per category, pandas.get_dummies(frame)"
     if types.is_datetime64_any_dtype(column.dtype):
         return f"dates: use the time since the first, ({name} - {name}.min()).dt.total_seconds()"
     if isinstance(column.dtype, pd.PeriodDtype):
@@ -145,12 +143,12 @@ def _clients(frame: Any, name: str) -> np.ndarray:
 
 def _complete(frame: Any, name: str) -> Any:
     """Returns a column. Raises ValueError if it has missing values, or if several columns have this name."""
-    column = frame[name]
+    column, wrong = frame[name], ""
     if column.ndim != 1:
-        raise ConfigurationError(f"column {name!r} must be one column, got {column.shape[1]} of this name: rename them")
-    if (missing := column.isna()).any():
-        raise ConfigurationError(
-            f"column {name!r} must have no missing values, got {missing.sum()}, the first in row {missing.argmax()}: "
-            f"{tables.FILL}, frame.dropna()"
-        )
+        wrong = f"be one column, got {column.shape[1]} of this name: rename them"
+    elif (missing := column.isna()).any():
+        wrong = f"have no missing values, got {missing.sum()}, the first in row {missing.argmax()}: {tables.FILL}, "
+        wrong += "frame.dropna()"
+    if wrong:
+        raise ConfigurationError(f"column {name!r} must {wrong}")
     return column

@@ -1,13 +1,20 @@
-"""Federations from data sets of Hugging Face (datasets)."""
+"""Federations from data sets of Hugging Face (datasets), whose columns are Arrow arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import arrow, tables
+from fedjax_drift.data import files, image_files, tables
 from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.errors import ConfigurationError
+
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
+ROWS = 1024  # examples that are read at once if they are decoded or copied
 
 
 def from_huggingface(
@@ -15,7 +22,7 @@ def from_huggingface(
     x: str | Sequence[str],
     y: str,
     client: str | None = None,
-    partition: tables.Partition | None = None,
+    partition: tables.Partitioner | None = None,
     test: Any = None,
     *,
     split: str = "train",
@@ -60,17 +67,16 @@ def from_huggingface(
         numbers that the dtype can't hold. The message names the column. Or an argument has a wrong value.
       ImportError: datasets is not installed.
     """
-    tables.require("datasets", "from_huggingface")
+    files.require("datasets", "from_huggingface")
     tables.check_clients(client, partition)
-    train, tests = _splits(dataset, split, test)
-    options = arrow.reading(length, padding, truncate, dtype)
-    test_table = None
-    if tests is not None:
-        test_client = client if client in tests.column_names else None
+    train, test = _splits(dataset, split, test)
+    options, tests = conversion(length, padding, truncate, dtype), None
+    if test is not None:
         with tables.naming("test"):
-            test_table = arrow.table(tests, x, y, test_client, options)
-    train_table = arrow.table(train, x, y, client, options)
-    return tables.federation(train_table, test_table, partition, client_tests, name, f"x={x!r}, y={y!r}")
+            tests = table(test, x, y, client if client in test.column_names else None, options)
+    return tables.from_table(
+        table(train, x, y, client, options), tests, partition, client_tests, name, f"x={x!r}, y={y!r}"
+    )
 
 
 def _splits(dataset: Any, split: str, test: Any) -> tuple[Any, Any]:
@@ -84,4 +90,212 @@ def _splits(dataset: Any, split: str, test: Any) -> tuple[Any, Any]:
         elif isinstance(test, str):
             test = dataset[checks.choice("test", test, dataset)]
         dataset = dataset[split]
-    return arrow.check_dataset("dataset", dataset), None if test is None else arrow.check_dataset("test", test)
+    return check_dataset("dataset", dataset), None if test is None else check_dataset("test", test)
+
+
+class Conversion(NamedTuple):
+    """The conversion of columns to arrays. See `from_huggingface`."""
+
+    length: int | None
+    padding: int
+    truncate: bool
+    dtype: np.dtype | None
+
+
+def conversion(length: int | None, padding: int, truncate: bool, dtype: Any) -> Conversion:
+    """Returns the checked options."""
+    length = None if length is None else checks.integer("length", length, 1)
+    padding = checks.integer("padding", padding, -(2**31), checks.LARGE)
+    return Conversion(length, padding, checks.flag("truncate", truncate), tables.checked_dtype(dtype))
+
+
+def check_dataset(name: str, dataset: Any) -> Any:
+    """Returns the data set. Raises ValueError unless it is a `datasets.Dataset` with examples."""
+    import datasets
+
+    wrong = ""
+    if not isinstance(dataset, datasets.Dataset):
+        is_stream = isinstance(dataset, datasets.IterableDataset)
+        fix = "load it without streaming=True" if is_stream else "make one, for example with Dataset.from_dict"
+        wrong = f"be a datasets.Dataset, got a {type(dataset).__name__}: {fix}"
+    elif dataset.format["type"] == "custom":
+        wrong = "have no transform (set_transform), because it would not be applied: use dataset.map"
+    elif len(dataset) == 0:
+        wrong = "have at least 1 example, got 0"
+    if wrong:
+        raise ConfigurationError(f"{name} must {wrong}")
+    return dataset
+
+
+def table(dataset: Any, x: str | Sequence[str], y: str, client: str | None, options: Conversion) -> tables.Table:
+    """Returns the columns of a data set of M examples as a table."""
+    tables.column_names(x, y, client, dataset.column_names)
+    return tables.Table(
+        lambda rows: tables.gather(inputs(dataset, x, options, rows is None), len(dataset), rows, f"column {x!r}"),
+        tables.gather(labels(dataset, y, options), len(dataset), None, f"column {y!r}"),
+        None if client is None else clients(dataset, client),
+    )
+
+
+def inputs(dataset: Any, x: str | Sequence[str], options: Conversion, whole: bool = True) -> Iterator[np.ndarray]:
+    """Yields the inputs of consecutive examples, [n, ...].
+
+    whole: whether a contiguous piece of the table is one block, which then is a view if its dtype does not change.
+    """
+    names = [x] if isinstance(x, str) else list(x)
+    titles = [f"column {name!r}" for name in names]
+    fix = "convert it to numbers with dataset.map, for example by a tokenizer"
+    for rows, columns in _batches(dataset, names, whole):
+        arrays = [_array(columns[name], rows, dataset.features[name], name, options, fix) for name in names]
+        yield tables.inputs(arrays, titles, options.dtype, rows)
+
+
+def labels(dataset: Any, y: str, options: Conversion) -> Iterator[np.ndarray]:
+    """Yields the labels of consecutive examples, [n] or [n, length]."""
+    import datasets
+
+    fix = f"number the classes with dataset.class_encode_column({y!r})"
+    is_class = isinstance(dataset.features[y], datasets.ClassLabel)
+    for rows, columns in _batches(dataset, [y]):
+        array = _array(columns[y], rows, dataset.features[y], y, options, fix)
+        array = tables.labels(array, f"column {y!r}", rows)
+        if is_class and array.min() < 0:
+            raise ConfigurationError(
+                f"column {y!r} must have classes >= 0, got {array.min()}, which stands for an unknown label: leave "
+                "these examples out with dataset.filter, or, if it is the test set, pass another one as test="
+            )
+        yield array
+
+
+def clients(dataset: Any, name: str) -> np.ndarray:
+    """Returns the client of each example [M], integers or strings."""
+    import pyarrow as pa
+
+    parts = []
+    for _, columns in _batches(dataset, [name]):
+        column = columns[name]
+        _check_complete(column, name)
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            encoded = column.dictionary_encode()
+            parts.append(np.array(encoded.dictionary.to_pylist(), str)[encoded.indices.to_numpy()])
+        elif pa.types.is_integer(column.type):
+            parts.append(column.to_numpy())
+        else:
+            raise ConfigurationError(f"column {name!r} must have integers or strings as clients, got {column.type}")
+    return np.concatenate(parts)
+
+
+def _batches(dataset: Any, names: Sequence[str], whole: bool = True) -> Iterator[tuple[range, dict[str, Any]]]:
+    """Yields the numbers of consecutive examples, and their columns as Arrow arrays.
+
+    The arrays are views unless rows of the data set were selected.
+    """
+    import datasets
+
+    view = dataset.select_columns(list(dict.fromkeys(names))).with_format("arrow")
+    in_order = dataset._indices is None
+    whole &= not any(isinstance(dataset.features[name], datasets.Image) for name in names)
+    begin = 0
+    for part in [view[:]] if in_order else view.iter(ROWS):
+        for batch in part.to_batches(None if whole else ROWS):
+            if batch.num_rows:
+                rows = range(begin, begin := begin + batch.num_rows)
+                yield rows, dict(zip(batch.schema.names, batch.columns, strict=True))
+
+
+def _array(column: Any, rows: range, feature: Any, name: str, options: Conversion, fix: str) -> np.ndarray:
+    import datasets
+
+    if not isinstance(feature, datasets.Image):
+        return _numbers(column, name, options, fix)
+    _check_complete(column, name)
+    convert, images = f"dataset.cast_column({name!r}, datasets.Image(mode='RGB'))", []
+    for row, one in zip(rows, column.to_pylist(), strict=True):
+        what = f"column {name!r}: the image in row {row}"
+        try:
+            image = datasets.Image().decode_example(one)
+            deep = image_files.is_deep(image)  # changing its mode would clip the pixels
+            image = image.convert(feature.mode) if feature.mode and not deep else image
+        except Exception as error:  # Pillow raises various errors for damaged images
+            raise ConfigurationError(f"{what} can't be read ({files.one_line(error)}): leave it out") from error
+        images.append(tables.pixels(image, what, convert, "with dataset.map"))
+        tables.check_alike(what, images[-1], images[0], convert)
+    return np.stack(images)
+
+
+def _numbers(column: Any, name: str, options: Conversion, fix: str, is_inner: bool = False) -> np.ndarray:
+    """Returns numbers [n], or lists of numbers [n, ...]. The outer lists are padded if a length is given."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    kind, is_kind = column.type, pa.types
+    _check_complete(column, name)
+    if is_kind.is_integer(kind) or is_kind.is_floating(kind) or is_kind.is_boolean(kind):
+        return column.to_numpy(zero_copy_only=False)
+    if not (is_kind.is_list(kind) or is_kind.is_large_list(kind) or is_kind.is_fixed_size_list(kind)):
+        raise ConfigurationError(
+            f"column {name!r} must have numbers, or lists of numbers, got {_advice(column, name, fix)}"
+        )
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    values = _numbers(column.flatten(), name, options, fix, is_inner=True)
+    if options.length is not None and not is_inner:
+        return _padded(values, lengths, name, options)
+    if len(lengths) and lengths.min() < lengths.max():
+        raise ConfigurationError(
+            f"column {name!r} must have lists of one length, got {lengths.min()} to {lengths.max()}: pass length=, "
+            "to which shorter lists are padded"
+        )
+    return values.reshape(len(lengths), *lengths[:1], *values.shape[1:])
+
+
+def _advice(column: Any, name: str, fix: str) -> str:
+    """Returns what a column has that is not numeric, and how to make it numeric. fix: the fix for text."""
+    import pyarrow as pa
+
+    kind, is_kind = column.type, pa.types
+    types = {is_kind.is_decimal: "float64", is_kind.is_date32: "int32", is_kind.is_temporal: "int64"}
+    if is_kind.is_string(kind) or is_kind.is_large_string(kind):
+        texts = column[:1000].to_pylist()
+        others = [text for text in texts if not NUMBER.fullmatch(text)]
+        if 0 < len(others) < len(texts) / 2:
+            number = f"None if row[{name!r}] == {others[0]!r} else float(row[{name!r}])"
+            return (
+                f"text that is numbers and {checks.shown(others[0])}: correct the text, or make it missing with "
+                f"dataset.map(lambda row: {{{name!r}: {number}}}), and {tables.FILL} with dataset.filter"
+            )
+        if not others:
+            types = {is_kind.is_string: "float32" if any("." in text for text in texts) else "int64"}
+    dtype = next((dtype for test, dtype in types.items() if test(kind)), None)
+    return f"{kind}: {fix if dtype is None else f'dataset.cast_column({name!r}, datasets.Value({dtype!r}))'}"
+
+
+def _padded(values: np.ndarray, lengths: np.ndarray, name: str, options: Conversion) -> np.ndarray:
+    """Returns the lists, whose values are consecutive, padded or cut to options.length."""
+    length = options.length or 0
+    if lengths.max() > length and not options.truncate:
+        raise ConfigurationError(
+            f"column {name!r} must have lists of at most length={length} values, got {lengths.max()}: use a larger "
+            "length, or truncate=True"
+        )
+    if (lengths == length).all():
+        return values.reshape(len(lengths), length, *values.shape[1:])
+    with np.errstate(all="ignore"):
+        padding = np.array(options.padding).astype(values.dtype)
+    if padding.item() != options.padding:
+        raise ConfigurationError(
+            f"padding must be in the range of {values.dtype}, the dtype of column {name!r}, got {options.padding}"
+        )
+    padded = np.full((len(lengths), length, *values.shape[1:]), padding)
+    place = np.arange(length)
+    is_value = place < lengths[:, None]
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    padded[is_value] = values[(starts[:, None] + place)[is_value]]
+    return padded
+
+
+def _check_complete(column: Any, name: str) -> None:
+    if column.null_count:
+        raise ConfigurationError(
+            f"column {name!r} must have no missing values, got {column.null_count}: {tables.FILL} with dataset.filter"
+        )

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_drift.data import files, lines
+from fedjax_drift.data import files
 from fedjax_drift.data.files import Arrays, Column
-from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.errors import ConfigurationError
 
 FORMATS = ("PNG", "WEBP", "JPEG")  # Pillow decodes no other: fewer decoders for damaged files to reach
 Listing = tuple[list[str], np.ndarray]
@@ -31,11 +31,13 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
     Raises FileNotFoundError if there is no file, and ValueError if it is damaged, truncated or of another kind.
     """
     with files.opened(path) as packed, gzip.open(packed) as file:
-        header = file.read(4 + 4 * axes)
+        header, wrong = file.read(4 + 4 * axes), ""
         if header[:3] != b"\0\0\x08":  # two zeros, then the type: 8 is unsigned bytes
-            raise files.Wrong("it is not an idx file of bytes: copy the original file of the authors")
-        if header[3:4] != bytes([axes]) or len(header) < 4 + 4 * axes:
-            raise files.Wrong(f"its header must have the lengths of {axes} axes, got others: copy it again")
+            wrong = "it is not an idx file of bytes: copy the original file of the authors"
+        elif header[3:4] != bytes([axes]) or len(header) < 4 + 4 * axes:
+            wrong = f"its header must have the lengths of {axes} axes, got others: copy it again"
+        if wrong:
+            raise files.Wrong(wrong)
         shape = np.frombuffer(header, ">u4", offset=4).tolist()
         files.must_fit("its array", size := math.prod(shape), None)
         content = file.read(size + 1)  # reads to the end of the file, where the checksum is
@@ -101,15 +103,13 @@ def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
         except Exception as error:  # a damaged pickle can raise any exception
             why = files.one_line(error)
             raise files.Wrong(f"it is damaged or not a pickle of plain arrays ({why}): unpack it again") from error
-        wanted = ("data", labels)
-        if not isinstance(content, dict) or not all(key.encode() in content for key in wanted):
-            raise files.Wrong(f"it must have {' and '.join(wanted)}: unpack the Python version of the archive again")
-        x, y = (content[key.encode()] for key in wanted)
+        if not isinstance(content, dict) or not {b"data", labels.encode()} <= content.keys():
+            raise files.Wrong(f"it must have data and {labels}: unpack the Python version of the archive again")
+        x, y = content[b"data"], content[labels.encode()]
         if not isinstance(x, np.ndarray) or not isinstance(y, list) or not all(isinstance(one, int) for one in y):
             raise files.Wrong(f"data must be an array and {labels} a list of integers: unpack the archive again")
-        y = np.array(y)
     spec = {"data": Column("uint8", (3 * 32 * 32,)), labels: Column()}
-    x, y = files.check({"data": x, labels: y}, spec, path).values()
+    x, y = files.check({"data": x, labels: np.array(y)}, spec, path).values()
     return np.ascontiguousarray(x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), y
 
 
@@ -129,13 +129,13 @@ def decode_npz(path: Path, key: str, classes: int, side: int) -> Arrays:
     }
     encoded, offsets, labels, n_train = files.read_npz(path, spec).values()
     m, n = len(labels), int(n_train)
-    offsets = offsets.astype(np.int64)  # signed, so that np.diff can be negative
-    if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(encoded) or (np.diff(offsets) <= 0).any():
-        raise ConfigurationError(
-            f"{path}: offsets must increase from 0 to {len(encoded)} in {m} steps: copy or write the file again"
-        )
-    if not 0 < n < m:
-        raise ConfigurationError(f"{path}: n_train must be in 1..{m - 1}, got {n}: leave examples for the test set")
+    steps, wrong = np.diff(offsets.astype(np.int64)), ""  # signed, so that a difference can be negative
+    if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(encoded) or (steps <= 0).any():
+        wrong = f"offsets must increase from 0 to {len(encoded)} in {m} steps: copy or write the file again"
+    elif not 0 < n < m:
+        wrong = f"n_train must be in 1..{m - 1}, got {n}: leave examples for the test set"
+    if wrong:
+        raise ConfigurationError(f"{path}: {wrong}")
     x = np.empty((m, side, side, 3), np.uint8)
     for i in range(m):
         x[i] = _decode(encoded[offsets[i] : offsets[i + 1]].tobytes(), side, f"{path}: image {i}")
@@ -162,10 +162,8 @@ def is_deep(image: Any) -> bool:
 
 
 def _decode(content: bytes, side: int, name: str) -> np.ndarray:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingPackageError(f"decoding {name} needs Pillow: pip install pillow") from error
+    from PIL import Image
+
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             size, mode, deep = image.size, image.mode, is_deep(image)
@@ -175,9 +173,10 @@ def _decode(content: bytes, side: int, name: str) -> np.ndarray:
     except Exception as error:  # Pillow raises SyntaxError, struct.error and others for a broken image
         why = files.one_line(error)
         raise ConfigurationError(f"{name} is not a readable image ({why}): copy or write the file again") from error
+    wrong = f"be {side} x {side}, got {size[0]} x {size[1]}: resize it"
     if deep:
-        raise ConfigurationError(f"{name} must have 8 bits per channel, got mode {mode!r}: save it with 8 bits")
-    raise ConfigurationError(f"{name} must be {side} x {side}, got {size[0]} x {size[1]}: resize it")
+        wrong = f"have 8 bits per channel, got mode {mode!r}: save it with 8 bits"
+    raise ConfigurationError(f"{name} must {wrong}")
 
 
 def list_folders(folder: Path, classes: Sequence[str], pattern: str) -> Listing:
@@ -198,20 +197,17 @@ def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
     A label is the index of a WordNet id in the sorted wnids.txt. Raises FileNotFoundError if the text files are
     missing, and ValueError if they do not match the images.
     """
-    with lines.opened(folder / "wnids.txt") as file:
+    with files.opened_text(folder / "wnids.txt") as file:
         classes = sorted(file.read().split())
         label = {wnid: i for i, wnid in enumerate(classes)}
         if not label or len(label) < len(classes) or not all(re.fullmatch(r"\w+", wnid) for wnid in classes):
             raise files.Wrong("its lines must be different ids of letters and digits, got others: unpack it again")
-    rows = []
-    with lines.opened(folder / "val" / "val_annotations.txt") as file:
-        for number, line in enumerate(file, 1):
-            row = line.rstrip("\r\n").split("\t")
-            if len(row) < 2 or row[1] not in label or not re.fullmatch(r"\w+\.JPEG", row[0]):
-                raise lines.damaged(number, "an image, a tab and an id of wnids.txt", line)
-            rows.append(row)
-        if not rows:
-            raise lines.damaged(1, "an image, a tab and an id of wnids.txt", "an empty file")
+
+    def annotation(line: str) -> tuple[str, int] | None:
+        name, wnid = (*line.split("\t"), "")[:2]
+        return (name, label[wnid]) if wnid in label and re.fullmatch(r"\w+\.JPEG", name) else None
+
+    wanted = "an image, a tab and an id of wnids.txt"
+    names, labels = zip(*files.parsed_lines(folder / "val" / "val_annotations.txt", annotation, wanted), strict=True)
     train = list_folders(folder / "train", classes, os.path.join("images", "*.JPEG"))
-    images = [str(folder / "val" / "images" / row[0]) for row in rows]
-    return train, (images, np.array([label[row[1]] for row in rows], np.int32))
+    return train, ([str(folder / "val" / "images" / name) for name in names], np.array(labels, np.int32))

@@ -5,38 +5,29 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedjax_drift.data import files, image_files, tfds
 from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.files import Column
-from fedjax_drift.data.sources import (
-    EMNIST,
-    FILES,
-    GET,
-    DataDir,
-    Samples,
-    absent,
-    filenames,
-    flat,
-    folder,
-    incomplete,
-    of_classes,
-    pair,
-    prepare,
-    tfds_name,
-)
+from fedjax_drift.data.sources import Request, Samples, of_classes, pair
 from fedjax_drift.errors import ConfigurationError
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+IDX_PARTS = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
+EMNIST = {"letters": 26, "byclass": 62, "balanced": 47, "digits": 10}  # split -> number of classes
+CIFAR10, BATCHES = "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6))
+TINY_IMAGENET = ("wnids.txt", "train", "val/images", "val/val_annotations.txt")
+SPLITS = "_train", "_test"
 MNIST_ORDER = 3121080559  # crc32 of the 60,000 training labels in their official order, as bytes
 
 Readers = Mapping[str, Callable[[Path], files.Arrays]]
 """File or folder name -> the function that reads x_train, y_train, x_test and y_test from it."""
 
 
-def mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
+def mnist(request: Request) -> Samples:
     """Handwritten digits: 10 classes, 60,000 + 10,000 uint8 [28, 28, 1], 255 = ink; mean 0.1307, std 0.3081.
 
     `mnist.npz`: x_train uint8 [M, 28, 28], y_train [M], x_test, y_test. `by_writer()` also needs `mnist_writers.npz` in
@@ -44,17 +35,19 @@ def mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     written by other writers, so the test set is pooled. (LeCun, Cortes and Burges, "The MNIST database of handwritten
     digits"; the writers are those of QMNIST: Yadav and Bottou, "Cold Case: The Lost MNIST Digits", NeurIPS 2019.)
     """
-    samples = _samples("mnist", 10, (28, 28, 1), data_dir, (0.1307,), (0.3081,))
-    if not natural:
-        return samples
-    y = samples.train[1]
-    image_file = files.find(FILES["mnist"], files.folders(data_dir))
-    if image_file is None:
+    train, test = _pairs(request)
+    return Samples(train, test, _mnist_writers(request, train[1]) if request.by_writer else None)
+
+
+def _mnist_writers(request: Request, y: np.ndarray) -> np.ndarray:
+    """Returns the writer of each training example, [M]."""
+    path = request.dataset.find(request.data_dir)
+    if path is None:
         raise FileNotFoundError(
             "by_writer() needs mnist.npz in its official order and mnist_writers.npz in the same folder, because "
             "tensorflow-datasets shuffles the examples: pass this folder as data_dir, or use another partition"
         )
-    writers = image_file.with_name("mnist_writers.npz")
+    writers = path.with_name("mnist_writers.npz")
     try:
         writer = files.read_npz(writers, {"writer_train": Column()})["writer_train"]
     except FileNotFoundError as error:
@@ -62,31 +55,29 @@ def mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
             f"by_writer() reads the writers of mnist from {writers}, which does not exist: write it from the extended "
             "labels of QMNIST (numpy.savez with writer_train, one id per training example), or use another partition"
         ) from error
-    if len(writer) != len(y):
-        raise ConfigurationError(
-            f"{writers}: writer_train must have as many rows as {image_file}, {len(y)}, got {len(writer)}: "
-            "row i of both must belong to the same example"
-        )
+    files.check(
+        {"y_train": y, "writer_train": writer},
+        {"y_train": Column(), "writer_train": Column()},
+        f"{path} and {writers.name}",
+    )
     if len(y) == 60_000 and zlib.crc32(y.astype(np.uint8).tobytes()) != MNIST_ORDER:
         raise ConfigurationError(
-            f"{image_file}: by_writer() needs the examples in MNIST's official order, got another order: "
+            f"{path}: by_writer() needs the examples in MNIST's official order, got another order: "
             "write the file from the original idx files"
         )
-    return samples._replace(writer=writer)
+    return writer
 
 
-def fashion_mnist(data_dir: DataDir, seed: int, natural: bool) -> Samples:
+def fashion_mnist(request: Request) -> Samples:
     """Zalando's articles: 10 classes, 60,000 + 10,000 uint8 [28, 28, 1]; mean 0.2860, std 0.3530.
 
     `fashion_mnist.npz`: x_train uint8 [M, 28, 28], y_train [M], x_test, y_test. (Xiao, Rasul and Vollgraf,
     arXiv 1708.07747.)
     """
-    return _samples("fashion_mnist", 10, (28, 28, 1), data_dir, (0.2860,), (0.3530,))
+    return Samples(*_pairs(request))
 
 
-def emnist(
-    data_dir: DataDir, seed: int, natural: bool, *, split: str = "letters", num_classes: int | None = None
-) -> Samples:
+def emnist(request: Request, *, split: str = "letters", num_classes: int | None = None) -> Samples:
     """Handwritten characters: uint8 [28, 28, 1], 255 = ink, upright; mean and std of the loaded training pixels.
 
     split: "letters" (26 classes, upper and lower case in one class, 124,800 + 20,800 examples), "byclass" (62 classes,
@@ -99,7 +90,6 @@ def emnist(
     The letters split is not read from tensorflow-datasets, which only has its first 88,800 training and 14,800 test
     examples. (Cohen et al., arXiv 1702.05373.)
     """
-    classes_used = num_classes or EMNIST[split]
 
     def normalised(published: files.Arrays) -> files.Arrays:
         """Transposes the published images, and subtracts 1 from the labels of letters, which start at 1."""
@@ -107,14 +97,20 @@ def emnist(
         first = 1 if split == "letters" else 0
         return upright | {key: published[key].astype(np.int32) - first for key in ("y_train", "y_test")}
 
-    _, idx = filenames("emnist", split=split)
-    readers = {idx: lambda path: normalised(image_files.read_idx_pairs(path))}
-    name = tfds_name("emnist", split=split)
-    train, test = _pairs(name, EMNIST[split], (28, 28, 1), data_dir, readers, normalised)
-    train = of_classes(train, train[1] < classes_used, "training", classes_used)
-    test = of_classes(test, test[1] < classes_used, "test", classes_used)
+    idx = request.dataset.files[1]
+    train, test = _pairs(request, {idx: lambda path: normalised(image_files.read_idx_pairs(path))}, normalised)
+    if num_classes is not None:
+        train = of_classes(train, train[1] < num_classes, "training", num_classes)
+        test = of_classes(test, test[1] < num_classes, "test", num_classes)
     mean, std = _mean_and_std(train[0])
-    return Samples(train, test, mean=(mean,), std=(std,))
+    return Samples(train, test, normalisation=((mean,), (std,)))
+
+
+def emnist_split(split: str) -> dict[str, Any]:
+    """Returns the fields of the record of emnist that depend on the split."""
+    idx = [f"emnist-{split}-{part}-ubyte.gz" for part in IDX_PARTS]
+    files = (f"emnist_{split}.npz", idx[0])
+    return {"name": f"emnist/{split}", "classes": EMNIST[split], "files": files, "parts": {idx[0]: tuple(idx[1:])}}
 
 
 def _mean_and_std(x: np.ndarray) -> tuple[float, float]:
@@ -125,7 +121,7 @@ def _mean_and_std(x: np.ndarray) -> tuple[float, float]:
     return mean, float(np.sqrt(weight @ (value - mean) ** 2))
 
 
-def cifar10(data_dir: DataDir, seed: int, natural: bool) -> Samples:
+def cifar10(request: Request) -> Samples:
     """Small photographs: 10 classes, 50,000 + 10,000 uint8 [32, 32, 3]; mean and std as in the code of FedDC's authors.
 
     Read from `cifar10.npz` (x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test), from the authors' folder
@@ -138,29 +134,27 @@ def cifar10(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     def decoded(path: Path) -> files.Arrays:
         # The name is not cifar10.npz, so that lossy pixels are never used in place of the original ones.
         filename = f"{path.stem}_{files.fingerprint(path)}.npz"
-        spec = _spec(10, (32, 32, 3))
-        return files.cached(filename, spec, lambda: image_files.decode_npz(path, path.stem.rpartition("_")[2], 10, 32))
+        kind = path.stem.rpartition("_")[2]
+        return files.cached(filename, request.dataset.spec(*SPLITS), lambda: image_files.decode_npz(path, kind, 10, 32))
 
-    batches = [f"data_batch_{i}" for i in range(1, 6)]
     readers = {
-        "cifar-10-batches-py": lambda path: image_files.read_cifar(path, batches, "test_batch", "labels"),
+        CIFAR10: lambda path: image_files.read_cifar(path, BATCHES, "test_batch", "labels"),
         **{f"cifar10_{kind}.npz": decoded for kind in ("png", "webp", "jpeg")},
     }
-    return _samples("cifar10", 10, (32, 32, 3), data_dir, (0.491, 0.482, 0.447), (0.247, 0.243, 0.262), readers)
+    return Samples(*_pairs(request, readers))
 
 
-def cifar100(data_dir: DataDir, seed: int, natural: bool) -> Samples:
+def cifar100(request: Request) -> Samples:
     """Small photographs: 100 (fine) classes, 50,000 + 10,000 uint8 [32, 32, 3]; mean and std as in FedDC's code.
 
     Read from `cifar100.npz` (x_train uint8 [M, 32, 32, 3], y_train [M], x_test, y_test) or from the authors' folder
     `cifar-100-python`. (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.)
     """
-    readers = {"cifar-100-python": lambda path: image_files.read_cifar(path, ["train"], "test", "fine_labels")}
-    mean, std = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
-    return _samples("cifar100", 100, (32, 32, 3), data_dir, mean, std, readers)
+    read = {"cifar-100-python": lambda path: image_files.read_cifar(path, ["train"], "test", "fine_labels")}
+    return Samples(*_pairs(request, read))
 
 
-def cinic10(data_dir: DataDir, seed: int, natural: bool, *, valid: bool = False) -> Samples:
+def cinic10(request: Request, *, valid: bool = False) -> Samples:
     """The classes of CIFAR-10, from CIFAR-10 and ImageNet: 90,000 + 90,000 uint8 [32, 32, 3]; the authors' mean, std.
 
     valid: if True, the 90,000 validation examples are training examples, too.
@@ -168,7 +162,7 @@ def cinic10(data_dir: DataDir, seed: int, natural: bool, *, valid: bool = False)
     Read from the folder `CINIC-10/{train,valid,test}/<class>/*.png`. The images are decoded on the first use (half a
     minute) and kept in the cache. (Darlow et al., arXiv 1810.03505.)
     """
-    root = folder("cinic10", data_dir)
+    root = request.path()
 
     def part(name: str) -> Pair:
         listing = image_files.list_folders(root / name, CIFAR10_CLASSES, "*.png")
@@ -178,11 +172,10 @@ def cinic10(data_dir: DataDir, seed: int, natural: bool, *, valid: bool = False)
     if valid:
         x, y = (np.concatenate(columns) for columns in zip(train, part("valid"), strict=True))
         train = (x, y)
-    mean, std = (0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)
-    return Samples(train, part("test"), mean=mean, std=std)
+    return Samples(train, part("test"))
 
 
-def tiny_imagenet(data_dir: DataDir, seed: int, natural: bool) -> Samples:
+def tiny_imagenet(request: Request) -> Samples:
     """Photographs: 200 classes of ImageNet, 100,000 + 10,000 uint8 [64, 64, 3]; the usual mean and std.
 
     Read from the folder `tiny-imagenet-200`: the classes are the sorted ids in wnids.txt, the training images are
@@ -190,14 +183,12 @@ def tiny_imagenet(data_dir: DataDir, seed: int, natural: bool) -> Samples:
     test images have no labels. The images are decoded on the first use (half a minute) and kept in the cache. (Le and
     Yang, "Tiny ImageNet Visual Recognition Challenge", 2015.)
     """
-    root = folder("tiny_imagenet", data_dir)
+    root = request.path()
     try:
         train, valid = image_files.list_tiny_imagenet(root)
-        pairs = _decoded("tiny_imagenet_train", train, 64), _decoded("tiny_imagenet_val", valid, 64)
+        return Samples(_decoded("tiny_imagenet_train", train, 64), _decoded("tiny_imagenet_val", valid, 64))
     except FileNotFoundError as error:
-        raise incomplete("tiny_imagenet", root, error) from error
-    mean, std = (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)
-    return Samples(*pairs, mean=mean, std=std)
+        raise request.incomplete(root, error) from error
 
 
 def _decoded(name: str, listing: image_files.Listing, side: int) -> Pair:
@@ -208,74 +199,49 @@ def _decoded(name: str, listing: image_files.Listing, side: int) -> Pair:
     return pair(files.cached(filename, spec, lambda: {"x": image_files.decode_files(paths, side)})["x"], labels)
 
 
-def _samples(
-    name: str,
-    classes: int,
-    shape: tuple[int, ...],
-    data_dir: DataDir,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    readers: Readers | None = None,
-) -> Samples:
-    train, test = _pairs(name, classes, shape, data_dir, readers or {})
-    return Samples(train, test, mean=mean, std=std)
-
-
 def _pairs(
-    name: str,
-    classes: int,
-    shape: tuple[int, ...],
-    data_dir: DataDir,
-    readers: Readers,
+    request: Request,
+    readers: Readers | None = None,
     convert: Callable[[files.Arrays], files.Arrays] = lambda arrays: arrays,
 ) -> tuple[Pair, Pair]:
-    """Returns training and test examples from NAME.npz, from a file of `readers`, or from tensorflow-datasets."""
-    spec = _spec(classes, shape)
-    npz = f"{flat(name)}.npz"
-    path = files.find((npz, *readers), files.folders(data_dir))
+    """Returns training and test examples from NAME.npz, from a file of `readers`, or from tensorflow-datasets.
+
+    convert: a function of the arrays of tensorflow-datasets.
+    """
+    dataset = request.dataset
+    path = dataset.find(request.data_dir)
     if path is None:
-        a = _from_tfds(name, (npz, *readers), data_dir, spec, convert)
-    elif path.name == npz:
-        a = files.read_npz(path, spec)
+        a = _from_tfds(request, convert)
+    elif path.name == f"{dataset.filename}.npz":
+        a = files.read_npz(path, dataset.spec(*SPLITS))
     else:
         try:
-            a = files.check(readers[path.name](path), spec, path)
+            a = files.check((readers or {})[path.name](path), dataset.spec(*SPLITS), path)
         except FileNotFoundError as error:
-            raise incomplete(name, path, error) from error
+            raise request.incomplete(path, error) from error
     return pair(a["x_train"], a["y_train"]), pair(a["x_test"], a["y_test"])
 
 
-def _spec(classes: int, shape: tuple[int, ...]) -> files.Spec:
-    spec: dict[str, Column] = {}
-    for split in ("train", "test"):
-        spec[f"x_{split}"] = Column("uint8", shape, split)
-        spec[f"y_{split}"] = Column(table=split, classes=classes)
-    return spec
-
-
-def _from_tfds(
-    name: str,
-    wanted: tuple[str, ...],
-    data_dir: DataDir,
-    spec: files.Spec,
-    convert: Callable[[files.Arrays], files.Arrays],
-) -> files.Arrays:
+def _from_tfds(request: Request, convert: Callable[[files.Arrays], files.Arrays]) -> files.Arrays:
     """Returns the converted arrays of tensorflow-datasets, which are kept in the cache.
 
     Raises FileNotFoundError with instructions if there are no data.
     """
-    shape = ", ".join(str(length) for length in spec["x_train"].row if length > 1)
-    by_hand = f'write it with numpy.savez("{wanted[0]}", x_train=..., y_train=..., x_test=..., y_test=...), uint8 '
-    by_hand += f"[M, {shape}]"
-    if (download := GET.get(name.partition("/")[0])) is not None:
-        by_hand = f"{download}, or {by_hand}"
-    if name not in tfds.HOSTS:
-        raise absent(name, wanted, data_dir, by_hand)
-    if data_dir is not None:
-        raise absent(name, wanted, data_dir, f"{by_hand}, or leave data_dir out to use tensorflow-datasets")
+    dataset = request.dataset
+    shape = ", ".join(str(length) for length in dataset.shape if length > 1)
+    by_hand = f'write it with numpy.savez("{dataset.files[0]}", x_train=..., y_train=..., x_test=..., y_test=...), '
+    by_hand += f"uint8 [M, {shape}]"
+    if dataset.download:
+        by_hand = f"{dataset.download}, or {by_hand}"
+    if dataset.name not in tfds.HOSTS:
+        raise request.absent(by_hand)
+    if request.data_dir is not None:
+        raise request.absent(f"{by_hand}, or leave data_dir out to use tensorflow-datasets")
     try:
-        return files.cached(f"{flat(name)}_tfds.npz", spec, lambda: convert(tfds.read(name)))
+        return files.cached(
+            f"{dataset.filename}_tfds.npz", dataset.spec(*SPLITS), lambda: convert(tfds.read(dataset.name))
+        )
     except FileNotFoundError as error:
-        online = f"on a machine with a network, {prepare(name)}"
+        online = f"on a machine with a network, {dataset.prepare}"
         fix = f"{by_hand}, or, {online} (tensorflow-datasets has no data on this machine: {error})"
-        raise absent(name, wanted, data_dir, fix) from None  # the message has the reason
+        raise request.absent(fix) from None  # the message has the reason

@@ -15,15 +15,16 @@ from fedjax_drift.errors import ConfigurationError
 Pair = tuple[np.ndarray, np.ndarray]
 
 
-def in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] | None:
-    """Returns the test examples of named clients, in the order of the clients. Clients left out get empty arrays."""
-    if test_clients is None:
-        return None
-    if not isinstance(test_clients, Mapping):
+def aligned(test_clients: Any, clients: Any) -> Any:
+    """Returns the test examples of the clients as a list. If they have names, those left out get empty arrays."""
+    if isinstance(test_clients, Mapping) != isinstance(clients, Mapping):
+        kind, names = ("dict", " with client names") if isinstance(clients, Mapping) else ("list", "")
         raise ConfigurationError(
-            f"test_clients must be a dict with client names, because clients is a dict, got a "
-            f"{type(test_clients).__name__}"
+            f"test_clients must be a {kind}{names}, because clients is a {kind}, got a {type(test_clients).__name__}: "
+            "use lists or dicts for both"
         )
+    if not isinstance(clients, Mapping):
+        return test_clients
     if unknown := [name for name in test_clients if name not in clients]:
         near = checks.nearest(unknown[0], map(str, clients))
         raise ConfigurationError(f"test_clients must have names of clients, got {unknown[0]!r}{near}")
@@ -31,15 +32,40 @@ def in_order(test_clients: Any, clients: Mapping[Any, Pair]) -> Sequence[Pair] |
     return [test_clients.get(name, empty) for name in clients]
 
 
-def _pair(pair: Pair, what: str) -> Pair:
+def checked_names(names: Any, num_clients: int) -> tuple[str, ...]:
+    """Returns the names of the clients as strings. Raises ValueError unless there are N different ones."""
+    is_list = isinstance(names, Sequence) and not isinstance(names, str | bytes)
+    is_list |= isinstance(names, np.ndarray) and names.ndim == 1
+    is_list = is_list and all(isinstance(name, str | Integral) for name in names)
+    texts = tuple(map(str, names)) if is_list else ()
+    if len(texts) != num_clients or len(set(texts)) < len(texts):
+        got = f"{len(texts)}, of which {len(set(texts))} differ" if is_list else checks.shown(names)
+        raise ConfigurationError(f"client_names must be {num_clients} different names, one per client, got {got}")
+    return texts
+
+
+def per_channel(name: str, value: Any, x: np.ndarray) -> np.ndarray | None:
+    """Returns the mean or the standard deviation of uint8 images, float32 [] or [C]."""
+    if value is None:
+        return None
+    numbers, channels, wrong = np.asarray(checks.array(name, [value])[0], np.float32), x.shape[-1], ""
+    if x.dtype != np.uint8:
+        wrong = f"be None unless the inputs are uint8 images, got inputs of {x.dtype}: standardise them yourself"
+    elif numbers.shape not in ((), (channels,)) or not np.isfinite(numbers).all():
+        wrong = f"be a finite number, or {channels} of them, one per channel, got {value}"
+    elif name == "std" and not (numbers > 0).all():
+        wrong = f"be > 0, got {value}: pass the standard deviation of the pixels, scaled to [0, 1]"
+    if wrong:
+        raise ConfigurationError(f"{name} must {wrong}")
+    return numbers
+
+
+def as_pair(pair: Any, what: str) -> Pair:
+    """Returns a pair of arrays. Raises ValueError unless it is one."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
         raise ConfigurationError(f"{what} must be a pair (inputs, labels), got a {type(pair).__name__}{size}")
     return checks.array(f"{what}: inputs", pair[0]), checks.array(f"{what}: labels", pair[1])
-
-
-def optional_pair(pair: Pair | None) -> tuple[np.ndarray | None, np.ndarray | None]:
-    return (None, None) if pair is None else _pair(pair, "test")
 
 
 def row(rows: np.ndarray) -> str:
@@ -48,33 +74,51 @@ def row(rows: np.ndarray) -> str:
 
 def checked_pair(x: Any, y: Any, what: str) -> Pair:
     """Returns the pair as arrays. Raises ValueError unless they are finite and have the same length, at least 1."""
-    x, y = _pair((x, y), what)
+    x, y = as_pair((x, y), what)
+    wrong = ""
     if len(x) != len(y):
-        raise ConfigurationError(f"{what} must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels")
-    if len(x) == 0:
-        raise ConfigurationError(f"{what} must have at least 1 example, got 0")
-    for array, kind in ((x, "inputs"), (y, "labels")):
-        if array.dtype.kind not in "biu" and (bad := _first_nonfinite(array)) is not None:
-            raise ConfigurationError(
-                f"{what}: {kind} must be finite, but example {bad} has NaN or infinity: correct it or leave it out"
-            )
+        wrong = f" must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels"
+    elif len(x) == 0:
+        wrong = " must have at least 1 example, got 0"
+    for kind, array in (("inputs", x), ("labels", y)):
+        if not wrong and array.dtype.kind not in "biu" and (bad := _first_nonfinite(array)) is not None:
+            wrong = f": {kind} must be finite, but example {bad} has NaN or infinity: correct it or leave it out"
+    if wrong:
+        raise ConfigurationError(f"{what}{wrong}")
     return x, y
 
 
-def counts(values: Any, name: str, total: int) -> np.ndarray:
-    """Returns the number of examples of each client, int32 [N]. Raises ValueError unless they sum to ``total``."""
+def checked_test(x_test: Any, y_test: Any, x: np.ndarray, y: np.ndarray) -> Pair:
+    """Returns the test set as arrays. Raises ValueError unless they fit to the training examples."""
+    x_test, y_test = checked_pair(x_test, y_test, "test data")
+    for kind, train, test in (("inputs", x, x_test), ("labels", y, y_test)):
+        if test.shape[1:] != train.shape[1:] or kind == "inputs" and train.dtype != test.dtype:
+            raise ConfigurationError(
+                f"test {kind} must have the dtype and shape of the training {kind}, {row(train)} per example, got "
+                f"{row(test)}: convert both in the same way"
+            )
+    return x_test, y_test
+
+
+def counts(values: Any, name: str, total: int, length: int | None = None) -> np.ndarray:
+    """Returns the number of examples of each client, int32 [N]. Raises ValueError unless they sum to ``total``.
+
+    length: N, or None if any is allowed.
+    """
     numbers = checks.array(name, values)
     numbers = numbers if numbers.size else np.zeros(0, int)
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise ConfigurationError(f"{name} must be integers, one per client, got {numbers.dtype}{list(numbers.shape)}")
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= min(total, checks.LARGE):
+    wrong = ""
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or length not in (None, len(numbers)):
+        allowed = "integers" if length is None else f"{length} integers"
+        wrong = f"be {allowed}, one per client, got {numbers.dtype}{list(numbers.shape)}"
+    elif len(numbers) and not 0 <= numbers.min() <= numbers.max() <= min(total, checks.LARGE):
         most = f"{total}, the number of examples" if total <= checks.LARGE else checks.LARGE
-        raise ConfigurationError(f"{name} must be in 0..{most}, got {numbers.min()}..{numbers.max()}")
-    if (counted := int(numbers.sum())) != total:
-        raise ConfigurationError(
-            f"{name} must sum to {total}, the number of examples, got {counted}: build the federation with "
-            "from_clients or from_partition"
-        )
+        wrong = f"be in 0..{most}, got {numbers.min()}..{numbers.max()}"
+    elif (counted := int(numbers.sum())) != total:
+        wrong = f"sum to {total}, the number of examples, got {counted}: build the federation with from_clients or "
+        wrong += "from_partition"
+    if wrong:
+        raise ConfigurationError(f"{name} must {wrong}")
     return numbers.astype(np.int32)
 
 
@@ -88,41 +132,43 @@ def _first_nonfinite(array: np.ndarray) -> int | None:
     return None
 
 
-def concatenate(
-    clients: Sequence[Pair], what: str, names: Sequence[Any] | None, *, allow_empty: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def concatenate(clients: Any, what: str, names: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the inputs and the labels of all clients, and the number of examples of each.
 
     Integer labels of different dtypes get a common one. Other dtypes and shapes must not differ. The empty arrays of a
     client without examples may have any. names: what messages call the clients. Default: 0, 1, ...
     """
-    check_list(clients, what)
-    titles = [f"{what} {name}" for name in (range(len(clients)) if names is None else names)]
-    pairs = [_pair(pair, title) for pair, title in zip(clients, titles, strict=True)]
-    if not pairs:
+    if not isinstance(clients, Sequence) or isinstance(clients, str | bytes | range):
+        raise ConfigurationError(
+            f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}"
+        )
+    if not clients:
         raise ConfigurationError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
+    titles = [f"{what} {name}" for name in (range(len(clients)) if names is None else names)]
+    pairs = [as_pair(pair, title) for pair, title in zip(clients, titles, strict=True)]
+    usual = Counter(_form(*pair) for pair in pairs if len(pair[0])).most_common(1)
     for title, (x, y) in zip(titles, pairs, strict=True):
+        wrong = ""
         if len(x) != len(y):
-            raise ConfigurationError(f"{title} must have as many inputs as labels, got {len(x)} and {len(y)}")
-        if len(x) == 0 and not allow_empty:
-            raise ConfigurationError(f"every client needs at least 1 example, but {title} is empty: leave it out")
+            wrong = f"as many inputs as labels, got {len(x)} and {len(y)}"
+        elif len(x) and _form(x, y) != usual[0][0]:
+            first_x, first_y = next(pair for pair in pairs if len(pair[0]) and _form(*pair) == usual[0][0])
+            wrong = f"the dtypes and shapes of the other clients, inputs {row(first_x)} and labels {row(first_y)}, got "
+            wrong += f"{row(x)} and {row(y)}: use the same dtype and shape per example for every client"
+        if wrong:
+            raise ConfigurationError(f"{title} must have {wrong}")
     sizes = np.array([len(x) for x, _ in pairs])
-    filled = [(title, *pair) for title, pair in zip(titles, pairs, strict=True) if len(pair[0])]
-    if not filled:
+    examples = [(title, *pair) for title, pair in zip(titles, pairs, strict=True) if len(pair[0])]
+    if not examples:
         return pairs[0][0][:0], pairs[0][1][:0], sizes
-    forms = [(x.dtype, x.shape[1:], y.dtype.kind in "biu", y.shape[1:]) for _, x, y in filled]
-    usual = Counter(forms).most_common(1)[0][0]
-    for form, (title, x, y) in zip(forms, filled, strict=True):
-        if form != usual:
-            _, usual_x, usual_y = filled[forms.index(usual)]
-            raise ConfigurationError(
-                f"{title} must have the dtypes and shapes of the other clients, inputs {row(usual_x)} and labels "
-                f"{row(usual_y)}, got {row(x)} and {row(y)}: use the same dtype and shape per example for every "
-                "client"
-            )
-    dtype = common_dtype({y.dtype for _, _, y in filled})
-    labels = [checks.converted(f"{title}: labels", y, dtype, "number the classes from 0") for title, _, y in filled]
-    return np.concatenate([x for _, x, _ in filled]), np.concatenate(labels), sizes
+    dtype = common_dtype({y.dtype for _, _, y in examples})
+    labels = [checks.converted(f"{title}: labels", y, dtype, "number the classes from 0") for title, _, y in examples]
+    return np.concatenate([x for _, x, _ in examples]), np.concatenate(labels), sizes
+
+
+def _form(x: np.ndarray, y: np.ndarray) -> tuple:
+    """What must be the same for all clients. Labels of different integer dtypes are converted."""
+    return x.dtype, x.shape[1:], y.dtype.kind in "biu", y.shape[1:]
 
 
 def common_dtype(dtypes: Collection[np.dtype]) -> np.dtype:
@@ -135,39 +181,29 @@ def common_dtype(dtypes: Collection[np.dtype]) -> np.dtype:
     return widest if floats or widest.kind != "f" else np.dtype(np.int64)  # NumPy has float64 for int64 and uint64
 
 
-def check_list(clients: Any, what: str) -> None:
-    if not isinstance(clients, Sequence) or isinstance(clients, str | bytes | range):
-        raise ConfigurationError(
-            f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}"
-        )
-
-
-def join_parts(parts: Sequence[np.ndarray], rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+def join_parts(parts: Any, rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the example indices of all clients, int64, and the number of examples of each client."""
+    no_list = isinstance(parts, str | bytes | Mapping) or not isinstance(parts, Iterable)
+    no_list |= getattr(parts, "ndim", 1) == 0
+    parts, got = parts if no_list else list(parts), ""
     if callable(parts):
-        raise ConfigurationError(
-            f"{what} must be one array of example indices per client, got a function: if it is a partitioner, call it "
-            f"with the labels, {what}=partitioner(y)"
-        )
-    no_list = isinstance(parts, str | bytes | Mapping) or isinstance(parts, np.ndarray) and parts.ndim == 0
-    if no_list or not isinstance(parts, Iterable):
-        raise ConfigurationError(f"{what} must be one array of example indices per client, got {checks.shown(parts)}")
-    parts = list(parts)
-    if any(isinstance(part, Integral) for part in parts):
-        raise ConfigurationError(
-            f"{what} must be one array of example indices per client, got one number per example: if these are the "
-            f"clients, pass {what}=[np.flatnonzero(owner == i) for i in np.unique(owner)]"
-        )
+        got = f"a function: if it is a partitioner, call it with the labels, {what}=partitioner(y)"
+    elif no_list:
+        got = checks.shown(parts)
+    elif any(isinstance(part, Integral) for part in parts):
+        got = "one number per example: if these are the clients, "
+        got += f"pass {what}=[np.flatnonzero(owner == i) for i in np.unique(owner)]"
+    elif not parts:
+        got = "none: pass at least 1 client"
+    if got:
+        raise ConfigurationError(f"{what} must be one array of example indices per client, got {got}")
     arrays = [checks.array(f"{what}[{i}]", part) for i, part in enumerate(parts)]
-    if not arrays:
-        raise ConfigurationError(f"{what} must have at least 1 client, got none")
     for i, part in enumerate(arrays):
-        if part.ndim != 1 or (len(part) and not np.issubdtype(part.dtype, np.integer)):
-            raise ConfigurationError(
-                f"{what}[{i}] must be a list of example indices, got {part.dtype}{list(part.shape)}"
-            )
-        if len(part) and not (0 <= part.min() and part.max() < rows):
-            raise ConfigurationError(
-                f"{what}[{i}] must have example indices in 0..{rows - 1}, got {part.min()}..{part.max()}"
-            )
-    sizes = np.array([len(part) for part in arrays])
-    return np.concatenate(arrays).astype(np.int64), sizes
+        wrong = ""
+        if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
+            wrong = f"be a list of example indices, got {part.dtype}{list(part.shape)}"
+        elif len(part) and not 0 <= part.min() <= part.max() < rows:
+            wrong = f"have example indices in 0..{rows - 1}, got {part.min()}..{part.max()}"
+        if wrong:
+            raise ConfigurationError(f"{what}[{i}] must {wrong}")
+    return np.concatenate(arrays).astype(np.int64), np.array([len(part) for part in arrays])

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_drift.data import files, lines
+from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
+from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
 
-SIZES = ("1m", "latest-small")
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
-HOW = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in the data folder"
+DOWNLOAD = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in the data folder"
 AGES = (1, 18, 25, 35, 45, 50, 56)  # ML-1M names an age group by its lowest age
 USER = re.compile(rf"([1-9]\d{{0,3}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)", re.ASCII)
 RATING = re.compile(r"([1-9]\d{0,3})::([1-9]\d{0,3})::([1-5])::(\d{1,12})", re.ASCII)
@@ -37,24 +37,28 @@ class Ratings(NamedTuple):
     path: Path  # the file
 
 
-class Rows(NamedTuple):
-    """The examples, grouped by user: x int16 [M, 6 + H], y int32 [M]."""
+def load(
+    request: Request, *, size: str = "1m", history: int = 30, negatives: int = 4, test_negatives: int = 99
+) -> Samples:
+    """MovieLens as click-through prediction: 2 classes, int16 [6 + history], one client per user. For `fd.models.din`.
 
-    train: Pair
-    test: Pair  # blocks of 1 + test_negatives examples, the positive one first
-    user: np.ndarray  # [M], the user of each training example
-    test_user: np.ndarray  # [M_test], the user of each test example
+    An example has the ids of user, gender, age, occupation, zip code and candidate film, and those of the `history`
+    films that the user rated before the candidate. 0 means none or unknown.
 
+    Every rating is an example with label 1. For each rating, `negatives` films that the user never rated are added as
+    examples with label 0. The latest rating of each user is a test example, followed by `test_negatives` distinct
+    films with label 0, in the order that `fd.ranking` expects. These films are drawn with `seed` from all rated films.
 
-def read(places: Sequence[Path], size: str) -> Ratings:
-    """Reads the ratings from the first folder that has them.
-
-    Raises FileNotFoundError if no folder has them, and ValueError for damaged files.
+    size: "1m" is MovieLens 1M (`ml-1m/ratings.dat` and `users.dat`, as published by GroupLens; 6,040 users).
+        "latest-small" is `movielens_latest_small.npz` with user_id, movie_id and timestamp [R] (610 users without
+        profiles). (Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 2015. The protocol is
+        that of FedEve.)
     """
-    return _read_1m(places) if size == "1m" else _read_latest_small(places)
+    read = _read_1m if size == "1m" else _read_latest_small
+    return leave_latest_out(read(request.folders), history, negatives, test_negatives, request.seed)
 
 
-def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negatives: int, seed: int) -> Rows:
+def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negatives: int, seed: int) -> Samples:
     """Splits the ratings: the latest rating of each user is for test. Negative examples are drawn with ``seed``.
 
     An example is [user, gender, age, occupation, zip, candidate, history...]. The history has the last H = ``history``
@@ -83,17 +87,23 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
             "number, also for group of fd.ranking.scores"
         )
 
-    def rows(at: np.ndarray, drawn: np.ndarray) -> Pair:
+    def examples(at: np.ndarray, drawn: np.ndarray) -> Pair:
+        """For each of the ratings ``at``: an example with its film, and one for each film that was drawn."""
         candidates = np.column_stack([item[at], unrated(user[at], drawn)])
-        return _rows(ratings.profile[user[at]], candidates, seen[at])
+        x, y = np.empty((*candidates.shape, 6 + history), np.int16), np.zeros(candidates.shape, np.int32)
+        x[..., :5] = ratings.profile[user[at], None]
+        x[..., 5] = candidates
+        x[..., 6:] = seen[at, None]
+        y[:, 0] = 1
+        return x.reshape(-1, 6 + history), y.reshape(-1)
 
     drawn = rng.integers(0, free[user[~latest], None], ((~latest).sum(), negatives))
     different = [rng.choice(free[u], test_negatives, replace=False, shuffle=False) for u in user[latest]]
-    return Rows(
-        train=rows(~latest, drawn),
-        test=rows(latest, np.stack(different)),
-        user=np.repeat(user[~latest], 1 + negatives),
-        test_user=np.repeat(user[latest], 1 + test_negatives),
+    return Samples(
+        train=examples(~latest, drawn),
+        test=examples(latest, np.stack(different)),
+        writer=np.repeat(user[~latest], 1 + negatives),
+        test_writer=np.repeat(user[latest], 1 + test_negatives),
     )
 
 
@@ -105,26 +115,11 @@ def sizes(data: FederatedData) -> tuple[int, ...]:
     if data.x.ndim != 2 or data.x.dtype.kind not in "iu" or data.x.shape[1] < 7:
         raise ConfigurationError(
             f"din needs examples of at least 7 integer ids, got {data.x.dtype}{list(data.x.shape[1:])}: load "
-            "movielens, "
-            "or use another model"
+            "movielens, or use another model"
         )
     parts = [x.max(0) for x in (data.x, data.x_test) if x is not None]
     highest = np.max(parts, 0).astype(int)
     return (*(highest[:5] + 1).tolist(), int(highest[5:].max()) + 1)
-
-
-def _rows(profile: np.ndarray, candidates: np.ndarray, history: np.ndarray) -> Pair:
-    """Returns x int16 [P n, 6 + H] and y int32 [P n] for P positive examples with n candidates each.
-
-    profile: [P, 5]. candidates: [P, n], the positive one first. history: [P, H].
-    """
-    x = np.empty((*candidates.shape, 6 + history.shape[1]), np.int16)
-    x[..., :5] = profile[:, None]
-    x[..., 5] = candidates
-    x[..., 6:] = history[:, None]
-    y = np.zeros(candidates.shape, np.int32)
-    y[:, 0] = 1
-    return x.reshape(-1, x.shape[-1]), y.reshape(-1)
 
 
 def _histories(item: np.ndarray, before: np.ndarray, length: int) -> np.ndarray:
@@ -160,15 +155,15 @@ def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, 
 
 
 def _read_1m(places: Sequence[Path]) -> Ratings:
-    path = lines.find(FILENAMES["1m"], places, f"{HOW}, or pass size='latest-small'")
-    users = lines.find("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
-    people = _matches(users, USER, "user::gender::age::occupation::zip as in ML-1M")
+    path = files.find_file(FILENAMES["1m"], places, f"{DOWNLOAD}, or pass size='latest-small'")
+    users = files.find_file("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
+    wanted = "user::gender::age::occupation::zip as in ML-1M"
+    people = [match.groups() for match in files.parsed_lines(users, USER.fullmatch, wanted, "latin-1")]
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)
     known = np.array(ids, int)
-    if (twice := known[1:][known[1:] == known[:-1]]).size:
-        raise ConfigurationError(
-            f"cannot use {users}: user {twice[0]} must have one line, got several: download it again"
-        )
+    with files.plain_errors(users):
+        if (twice := known[1:][known[1:] == known[:-1]]).size:
+            raise files.Wrong(f"user {twice[0]} must have one line, got several: download it again")
     profile = np.column_stack([
         known,
         1 + (np.array(genders) == "M"),
@@ -176,32 +171,21 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
         1 + np.array(occupations, int),
         1 + np.unique(zips, return_inverse=True)[1],
     ])  # fmt: skip
-    rated = np.array(_matches(path, RATING, "user::movie::stars::seconds as in ML-1M"), np.int64)
-    if (early := rated[:, 3] < OPENED).any():
-        line = early.argmax()
-        raise ConfigurationError(
-            f"cannot use {path}: seconds must be an integer >= {OPENED} (1995), got {rated[line, 3]} in line "
-            f"{line + 1}: the file is truncated or not MovieLens, download it again"
-        )
+    wanted = "user::movie::stars::seconds as in ML-1M"
+    lines = files.parsed_lines(path, RATING.fullmatch, wanted, "latin-1")
+    rated = np.array([match.groups() for match in lines], np.int64)
     user = np.searchsorted(known, rated[:, 0]).clip(max=len(known) - 1)
-    if (strange := known[user] != rated[:, 0]).any():
-        line = strange.argmax()
-        raise ConfigurationError(f"cannot use {path}: the user {rated[line, 0]} of line {line + 1} is not in {users}")
+    with files.plain_errors(path):
+        if (early := rated[:, 3] < OPENED).any():
+            line = early.argmax()
+            raise files.Wrong(
+                f"seconds must be an integer >= {OPENED} (1995), got {rated[line, 3]} in line {line + 1}: the file is "
+                "truncated or not MovieLens, download it again"
+            )
+        if (strange := known[user] != rated[:, 0]).any():
+            line = strange.argmax()
+            raise files.Wrong(f"the user {rated[line, 0]} of line {line + 1} is not in {users}: download both again")
     return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
-
-
-def _matches(path: Path, pattern: re.Pattern[str], wanted: str) -> list[tuple[str, ...]]:
-    """Returns the groups of the pattern for each line of the file. Raises ValueError for a line that does not match."""
-    groups = []
-    with lines.opened(path, "latin-1") as file:
-        for number, line in enumerate(file, 1):
-            match = pattern.fullmatch(line.rstrip("\r\n"))
-            if match is None:
-                raise lines.damaged(number, wanted, line)
-            groups.append(match.groups())
-        if not groups:
-            raise lines.damaged(1, wanted, "an empty file")
-    return groups
 
 
 def _read_latest_small(places: Sequence[Path]) -> Ratings:
@@ -209,15 +193,14 @@ def _read_latest_small(places: Sequence[Path]) -> Ratings:
         "write it from ratings.csv of MovieLens ml-latest-small (GroupLens' site) with numpy.savez, arrays user_id, "
         "movie_id and timestamp [R], or pass size='1m'"
     )
-    path = lines.find(FILENAMES["latest-small"], places, instructions)
+    path = files.find_file(FILENAMES["latest-small"], places, instructions)
     spec = {"user_id": Column(lowest=1), "movie_id": Column(lowest=1), "timestamp": Column(lowest=0)}
     ids, movies, time = files.read_npz(path, spec).values()
     known, user = np.unique(ids, return_inverse=True)
     item = np.unique(movies, return_inverse=True)[1] + 1  # 9,724 films, whose original ids go up to 193,609
-    profile = np.pad(known[:, None], ((0, 0), (0, 4)))
     for name, highest in (("user_id", known.max()), ("movie_id", item.max())):
         if highest >= 2**15:
             raise ConfigurationError(
                 f"cannot use {path}: {name} must be below {2**15}, got {highest}: use a smaller data set"
             )
-    return Ratings(user, item, time, profile, path)
+    return Ratings(user, item, time, np.pad(known[:, None], ((0, 0), (0, 4))), path)

@@ -19,7 +19,7 @@ ClientOf = Sequence[int] | Sequence[str] | np.ndarray | Callable[[int], int | st
 def from_torch(
     dataset: Any,
     client_of: ClientOf | None = None,
-    partition: tables.Partition | None = None,
+    partition: tables.Partitioner | None = None,
     test: Any = None,
     *,
     test_client_of: ClientOf | None = None,
@@ -58,7 +58,7 @@ def from_torch(
     channels_first = checks.flag("channels_first", channels_first)
     train = _table("dataset", dataset, client_of, channels_first)
     tests = None if test is None else _table("test", test, test_client_of, channels_first)
-    return tables.federation(train, tests, partition, client_tests, name, "dataset")
+    return tables.from_table(train, tests, partition, client_tests, name, "dataset")
 
 
 def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_first: bool) -> tables.Table:

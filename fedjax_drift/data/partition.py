@@ -185,16 +185,9 @@ def dirichlet(
         )
     default = 10 if prior == "class" else 1
     min_size = default if min_size is None else checks.integer("min_size", min_size, 1)
-    arguments = {
-        "num_clients": num_clients,
-        "alpha": alpha,
-        "seed": seed,
-        "prior": prior,
-        "size_sigma": size_sigma,
-        "min_size": min_size,
-    }
-    capped = checks.flag("capped", capped)
-    if not capped:
+    arguments = {"num_clients": num_clients, "alpha": alpha, "seed": seed, "prior": prior, "size_sigma": size_sigma}
+    arguments["min_size"] = min_size
+    if not checks.flag("capped", capped):
         if prior != "class":
             raise ConfigurationError(f"capped=False needs prior='class', got prior={prior!r}: leave capped out")
         arguments["capped"] = False
@@ -316,26 +309,24 @@ def distribution(num_clients: int, weights: Weights, seed: int = 0, min_per_labe
     """
     num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
     min_per_label = checks.integer("min_per_label", min_per_label, 0)
-    table = checks.array("weights", weights)
+    table, wrong = checks.array("weights", weights), ""
     if table.ndim != 2 or len(table) != num_clients or table.shape[1] == 0:
-        raise ConfigurationError(
-            f"weights must have shape [{num_clients}, C], one row per client and one column per label, got "
-            f"{list(table.shape)}: transpose it, or use another num_clients"
+        wrong = f"have shape [{num_clients}, C], one row per client and one column per label, got {list(table.shape)}: "
+        wrong += "transpose it, or use another num_clients"
+    elif not np.isfinite(table).all() or not (table >= 0).all():
+        wrong = f"be finite numbers >= 0, got {table.min()}..{table.max()}"
+    elif not (positive := (table > 0).any(axis=1)).all():
+        client = int(np.argmin(positive))
+        wrong = f"have a number > 0 for every client, got none for client {client}: leave it out of weights"
+    elif not (positive := (table > 0).any(axis=0)).all():
+        label = int(np.argmin(positive))
+        wrong = (
+            f"have a number > 0 for every label, got none for label {label}: leave it out of weights and of the data"
         )
-    if not np.isfinite(table).all() or not (table >= 0).all():
-        raise ConfigurationError(f"weights must be finite numbers >= 0, got {table.min()}..{table.max()}")
-    for axis, what in ((1, "client"), (0, "label")):
-        if not (positive := (table > 0).any(axis)).all():
-            raise ConfigurationError(
-                f"weights must have a number > 0 for every {what}, got none for {what} {int(np.argmin(positive))}: "
-                "leave it out of weights" + (" and of the data" if what == "label" else "")
-            )
-    arguments = {
-        "num_clients": num_clients,
-        "weights": tuple(map(tuple, table.tolist())),
-        "seed": seed,
-        "min_per_label": min_per_label,
-    }
+    if wrong:
+        raise ConfigurationError(f"weights must {wrong}")
+    arguments = {"num_clients": num_clients, "weights": tuple(map(tuple, table.tolist())), "seed": seed}
+    arguments["min_per_label"] = min_per_label
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         require_rows(y.size, num_clients, "min_size", 1)

@@ -1,6 +1,6 @@
-"""The shared part of the readers of other libraries' data: examples in some order become a `FederatedData`.
+"""Tables of examples become federations: what the readers of other libraries' data share.
 
-A reader makes a `Table` of the training examples, one of the test examples, and calls `federation`.
+A reader makes a `Table` of the training examples, one of the test examples, and calls `from_table`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import image_files
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.data.partition import Partition as Partitioner
-from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, shards
-from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.data.partition import Partition, by_writer, classes, dirichlet, distribution, iid, shards
+from fedjax_drift.errors import ConfigurationError
 
 FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer)
 FILL = "fill the missing values, or leave out their rows"
 IGNORE_LABELS = ("iid", "by_writer")  # partitioners that work for any labels
 
-Partition = Callable[..., list[np.ndarray]]
+Partitioner = Callable[..., list[np.ndarray]]
 
 
 class Table(NamedTuple):
@@ -35,39 +34,43 @@ class Table(NamedTuple):
     """[M, ...]"""
     client: np.ndarray | None = None
     """[M], the client of each example, integers or strings. None if the source does not say."""
+    sizes: np.ndarray | None = None
+    """[N], the number of examples of each client, if the examples are already grouped by client."""
+    client_names: tuple[str, ...] | None = None
+    """The names of the N clients. With ``client``, the names are its values."""
 
 
-def federation(
-    train: Table,
-    test: Table | None,
-    partition: Partition | None,
-    client_tests: bool | None,
-    name: str,
-    columns: str,
+def from_table(
+    train: Table, test: Table | None, partition: Partitioner | None, client_tests: bool | None, name: str, columns: str
 ) -> FederatedData:
-    """Creates a federation whose clients are those of the table, sorted, or those of a partition.
+    """Creates a federation whose clients are those of the table or those of a partition.
+
+    The clients of a table are sorted, unless the table is already grouped by client.
 
     client_tests: whether the test set is split by client. None: if all clients of the test set are training clients.
     columns: the names of the columns, for messages.
     """
-    rows = np.arange(len(train.y))
-    partitioner = by_writer() if partition is None else partition
-    with naming(columns):
-        parts = split(partitioner, train.y, train.client)
-        dealt = FederatedData.from_partition(rows, train.y, parts)  # its inputs are the order of the examples
-    ids = np.unique(train.client) if partition is None and train.client is not None else None
-    x = train.x(None if np.array_equal(dealt.x, rows) else dealt.x)
+    rows, ids, client_names = np.arange(len(train.y)), None, train.client_names
+    if partition is None and train.client is not None:
+        ids = np.unique(train.client)
+        client_names = tuple(map(str, ids))
+    with naming(columns):  # the inputs of this federation are the order of the examples
+        if train.sizes is not None:
+            order = FederatedData(rows, train.y, train.sizes)
+        else:
+            parts = split(by_writer() if partition is None else partition, train.y, train.client)
+            order = FederatedData.from_partition(rows, train.y, parts)
+    x = train.x(None if np.array_equal(order.x, rows) else order.x)
     x_test = y_test = test_sizes = None
     if test is not None:
-        order, test_sizes = _test_order(test.client, ids, client_tests)
-        x_test, y_test = test.x(order), test.y if order is None else test.y[order]
+        test_order, test_sizes = _test_order(test.client, ids, client_tests)
+        x_test, y_test = test.x(test_order), test.y if test_order is None else test.y[test_order]
+        test_sizes = test_sizes if test.sizes is None else test.sizes
     elif client_tests:
         raise ConfigurationError("client_tests=True needs a test set, got none: pass test=")
-    names = None if ids is None else tuple(map(str, ids))
+    tests: dict[str, Any] = {"x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
     with naming(columns):
-        return replace(
-            dealt, x=x, x_test=x_test, y_test=y_test, test_sizes=test_sizes, name=name, client_names=names
-        )  # fmt: skip
+        return replace(order, x=x, **tests, name=name, client_names=client_names)
 
 
 def _test_order(client: Any, ids: Any, client_tests: bool | None) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -108,9 +111,9 @@ def check_partitioner(partition: Any) -> None:
         )
 
 
-def split(partitioner: Partition, y: np.ndarray, writer: np.ndarray | None) -> list[np.ndarray]:
+def split(partitioner: Partitioner, y: np.ndarray, writer: np.ndarray | None) -> list[np.ndarray]:
     """Returns the examples of each client. Labels that are not classes are for partitioners that ignore them."""
-    if isinstance(partitioner, Partitioner) and (y.ndim != 1 or y.dtype.kind not in "iu"):
+    if isinstance(partitioner, Partition) and (y.ndim != 1 or y.dtype.kind not in "iu"):
         if partitioner.name not in IGNORE_LABELS:
             raise ConfigurationError(
                 f"partition must be fd.partition.iid for labels that are not one integer per example, got "
@@ -156,30 +159,28 @@ def inputs(
     names: what messages call the columns, such as "column 'age'". rows: see `checks.converted`.
     """
     columns = list(columns)
-
-    def numbers(column: np.ndarray, name: str, default: Any) -> np.ndarray:
-        fix = "pass another dtype, or convert the numbers first"
+    is_array = len(columns) == 1 and columns[0].ndim > 1
+    converted = []
+    for column, name in zip(columns, names, strict=True):
+        kind, wrong = column.dtype.kind, ""
+        if not is_array and column.ndim != 1:
+            wrong = "one number per example to be stacked with other columns, got "
+            wrong += f"{column.dtype}{list(column.shape[1:])}: pass it alone"
+        elif not is_array and kind == "f" and not np.isfinite(column).all():
+            wrong = f"finite numbers, got NaN or infinity: {FILL}"
+        if wrong:
+            raise ConfigurationError(f"{name} must have {wrong}")
+        default, fix = np.dtype(np.float32), "pass another dtype, or convert the numbers first"
+        if is_array and (kind in "iu" or column.dtype == np.float16):
+            default = column.dtype
         if dtype is None:
             ids = 'convert measurements to floats first, and read ids as integers, dtype="int32"'
-            fix = "scale the numbers" if column.dtype.kind == "f" else ids
-        return checks.converted(name, column, default if dtype is None else dtype, fix, rows)
-
-    if len(columns) == 1 and columns[0].ndim > 1:
-        (array,) = columns
-        kept = array.dtype.kind in "iu" or array.dtype in (np.float16, np.float32)
-        array = numbers(array, names[0], array.dtype if kept else np.float32)
-        return array[..., None] if array.dtype == np.uint8 and array.ndim == 3 else array
-    for column, name in zip(columns, names, strict=True):
-        if column.ndim != 1:
-            raise ConfigurationError(
-                f"{name} must have one number per example to be stacked with other columns, got "
-                f"{column.dtype}{list(column.shape[1:])}: pass it alone"
-            )
-        if column.dtype.kind == "f" and not np.isfinite(column).all():
-            raise ConfigurationError(f"{name} must have finite numbers, got NaN or infinity: {FILL}")
-    if len(columns) == 1:
-        return numbers(columns[0], names[0], np.float32)[:, None]
-    return np.stack([numbers(*column, np.float32) for column in zip(columns, names, strict=True)], axis=-1)
+            fix = "scale the numbers" if kind == "f" else ids
+        converted.append(checks.converted(name, column, default if dtype is None else dtype, fix, rows))
+    if not is_array:
+        return converted[0][:, None] if len(converted) == 1 else np.stack(converted, axis=-1)
+    (array,) = converted
+    return array[..., None] if array.dtype == np.uint8 and array.ndim == 3 else array
 
 
 def labels(array: np.ndarray, name: str, rows: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
@@ -195,16 +196,15 @@ def pixels(image: Any, what: str, convert: str, scale: str) -> np.ndarray:
 
     what, convert, scale: for messages: the image, how to change its mode, and how to apply a function to it.
     """
+    wrong = ""
     if image_files.is_deep(image):
         numbers = "255 * numpy.asarray(image)" if image.mode == "F" else "numpy.asarray(image) // 257"
-        raise ConfigurationError(
-            f"{what} must have 8 bits per channel, got mode {image.mode!r}: scale the pixels to 0..255 {scale}, such "
-            f"as PIL.Image.fromarray(numpy.uint8({numbers}))"
-        )
-    if image.mode not in ("L", "RGB"):
-        raise ConfigurationError(
-            f"{what} must be grey or RGB (mode 'L' or 'RGB'), got mode {image.mode!r}: convert it with {convert}"
-        )
+        wrong = f"have 8 bits per channel, got mode {image.mode!r}: scale the pixels to 0..255 {scale}, such as "
+        wrong += f"PIL.Image.fromarray(numpy.uint8({numbers}))"
+    elif image.mode not in ("L", "RGB"):
+        wrong = f"be grey or RGB (mode 'L' or 'RGB'), got mode {image.mode!r}: convert it with {convert}"
+    if wrong:
+        raise ConfigurationError(f"{what} must {wrong}")
     try:
         return np.asarray(image).reshape(image.height, image.width, -1)
     except Exception as error:  # Pillow may read the pixels of a file only now
@@ -232,15 +232,15 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
     if not listed:
         raise ConfigurationError(f"x must be the name of a column, or a list of names, got {checks.shown(x)}")
     for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
-        if not isinstance(column, str) and not (name == "client" and column is None):
+        if isinstance(column, str) and column in known or name == "client" and column is None:
+            continue
+        if isinstance(column, str):
+            wrong = f"one of the columns {checks.listed(known)}, got {column!r}{checks.nearest(column, known)}"
+        else:
             is_label = isinstance(column, Hashable) and column in set(known)  # a column without text as its name
             fix = "rename the columns, frame.columns = frame.columns.map(str)" if is_label else "pass text"
-            raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: {fix}")
-        if column is not None and column not in known:
-            raise ConfigurationError(
-                f"{name} must be one of the columns {checks.listed(known)}, got {column!r}"
-                f"{checks.nearest(column, known)}"
-            )
+            wrong = f"the name of a column, got {checks.shown(column)}: {fix}"
+        raise ConfigurationError(f"{name} must be {wrong}")
     if len(listed) > 1 and y in listed:
         raise ConfigurationError(f"x must not have the column of the labels, got {y!r}: leave it out of x")
     return listed
@@ -256,15 +256,6 @@ def checked_dtype(dtype: Any) -> np.dtype | None:
             f"dtype must be an integer or a float dtype, got {checks.shown(dtype)}: or leave it out"
         )
     return result
-
-
-def require(package: str, reader: str) -> None:
-    """Raises ImportError, with the pip command, unless the package is installed."""
-    try:
-        __import__(package)
-    except ImportError as error:
-        name = package.replace("_", "-")
-        raise MissingPackageError(f"{reader} needs {name}: pip install {name}") from error
 
 
 @contextlib.contextmanager

@@ -31,15 +31,15 @@ def default_dir() -> Path:
     return Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
 
 
-def read(name: str, directory: Path | None = None) -> files.Arrays:
+def read(name: str) -> files.Arrays:
     """Reads x_train uint8 [M, ...], y_train [M], x_test and y_test of an image data set of tensorflow-datasets.
 
-    `directory` defaults to `default_dir()`. Prepared array_record data are read without TensorFlow. Other data are
+    Prepared array_record data are read without TensorFlow. Other data are
     downloaded and prepared if TensorFlow is installed (tensorflow-datasets 4.9.10 needs it once, to encode the images).
     The examples have the shuffled order of tensorflow-datasets. Raises FileNotFoundError, without waiting for the
     network, if there are no data and they can't be prepared. Raises ValueError for data that only TensorFlow can read.
     """
-    directory = directory or default_dir()
+    directory = default_dir()
     try:
         import tensorflow_datasets  # type: ignore[import-untyped]
     except ImportError as error:

@@ -16,15 +16,25 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import client_rows, databases, files
-from fedjax_drift.data.client_rows import Rows
+from fedjax_drift.data import files
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.data.federated_files import (
+    INSTALL,
+    Client,
+    FilePath,
+    check_names,
+    checked_client,
+    column_pair,
+    database,
+    federation,
+)
 from fedjax_drift.errors import ConfigurationError
 
 SQLITE, XZ, LZMA = b"SQLite format 3\0", b"\xfd7zXZ\0", b"]\0\0"
@@ -39,7 +49,7 @@ class Source(NamedTuple):
 
     splits: list[str]
     """The names of the splits of a database. Empty for an HDF5 file, which has one split without a name."""
-    read: Callable[[str, str, str | None], Iterator[Rows]]
+    read: Callable[[str, str, str | None], Iterator[Client]]
     """``read(x, y, split)`` yields the clients of a split, sorted by name. x, y: the names of the columns."""
 
     def chosen(self, split: str | None, default: str) -> str | None:
@@ -52,9 +62,38 @@ class Source(NamedTuple):
         return checks.choice("split", only if split is None else split, self.splits)
 
 
-def test_split(split: str | None) -> str:
-    """Returns the name of the test split that belongs to a training split, such as all_test for all_train."""
-    return (split or "train").replace("train", "test")
+def from_tff(
+    train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label", *, split: str | None = None
+) -> FederatedData:
+    """Creates a federation from TensorFlow Federated's files. TensorFlow is not needed.
+
+    Since 2021, they are SQLite databases such as emnist_all.sqlite, which may be packed (emnist_all.sqlite.lzma).
+    Before, they were HDF5 files with one group examples/<client> per client, which need h5py.
+
+    The clients are sorted by name. The test set, the columns and the errors are as in `from_fedjax`. A database has no
+    shapes: x is [M, length], float32 or int64, so give images their shape with
+    ``dataclasses.replace(data, x=data.x.reshape(-1, 28, 28, 1), x_test=data.x_test.reshape(-1, 28, 28, 1))``.
+
+    Args:
+      train: a file with the training examples. A packed file is unpacked to a temporary file in the cache.
+      test: a file with the test examples. Default: those in the file ``train``, if it is a database that has a split
+        like ``split``, but with "test" instead of "train" in its name. Otherwise there is no test set.
+      x, y: names of the columns of the inputs and the labels, for example x="image" for CIFAR-100.
+      split: the split of a database, such as "all_train" or "digits_only_train" of EMNIST. Default: its only split, or
+        "train".
+    """
+    check_names(x, y)
+    train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
+    tests: Iterable[Client] = ()
+    with opened(train_path) as file:
+        split = file.chosen(split, "train")
+        clients, test_split = list(file.read(x, y, split)), (split or "train").replace("train", "test")
+        if test_path is None and test_split != split and test_split in file.splits:
+            tests = list(file.read(x, y, test_split))
+    if test_path is not None:
+        with opened(test_path) as file:
+            tests = list(file.read(x, y, file.chosen(None, test_split)))
+    return federation(clients, tests, train_path)
 
 
 @contextlib.contextmanager
@@ -68,21 +107,22 @@ def opened(path: Path) -> Iterator[Source]:
         file.seek(0)
         is_packed = start.startswith((XZ, LZMA)) or (path.suffix == ".lzma" and start != SQLITE)
         if not is_packed and start != SQLITE and path.suffix != ".sqlite":
-            client_rows.require("h5py", path)
+            files.require("h5py", f"reading {path}", INSTALL)
             yield Source([], functools.partial(_read_h5, path, os.fstat(file.fileno()).st_size))
             return
-        database = stack.enter_context(_unpacked(file)) if is_packed else path
-        tables = ("examples", "client_metadata")
-        connection = stack.enter_context(databases.opened(database, tables, "read FedJAX's files with from_fedjax"))
+        file_path = stack.enter_context(_unpacked(file)) if is_packed else path
+        other = "read FedJAX's files with from_fedjax"
+        tables = database(file_path, "examples", "client_metadata", other=other)
+        connection = stack.enter_context(tables)
         splits = connection.execute("SELECT DISTINCT split_name FROM client_metadata")
         names = sorted(str(name) for (name,) in splits)
-        yield Source(names, functools.partial(_read_sqlite, connection, os.path.getsize(database)))
+        yield Source(names, functools.partial(_read_sqlite, connection, os.path.getsize(file_path)))
 
 
 # ---------------------------------------------------------------- SQLite
 
 
-def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, split: str | None) -> Iterator[Rows]:
+def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, split: str | None) -> Iterator[Client]:
     """size: of the database, in bytes."""
     counts = dict(
         connection.execute("SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?", [split])
@@ -100,7 +140,7 @@ def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, spli
         inputs, labels = (_stacked(client, name, [row[i] for row in examples]) for i, name in enumerate((x, y)))
         if labels is not None and labels.shape[1:] == (1,):
             labels = labels[:, 0]
-        yield from client_rows.checked(client, inputs, labels, counts.pop(client, 0))
+        yield from checked_client(client, inputs, labels, counts.pop(client, 0))
     if any(counts.values()):
         raise files.Wrong(f"the examples of client {next(filter(counts.get, counts))!r} are missing: download it again")
 
@@ -123,7 +163,7 @@ def _values_of(example: bytes, x: str, y: str) -> tuple[np.ndarray | None, np.nd
         for _, entry in _fields(entries):
             of_entry = dict(_fields(entry))
             features[of_entry[1].decode()] = of_entry[2]
-    inputs, labels = client_rows.pick(features, x, y)
+    inputs, labels = column_pair(features, x, y)
     return _numbers(inputs), _numbers(labels)
 
 
@@ -208,7 +248,7 @@ def _unpacked(file: BinaryIO) -> Iterator[Path]:
 def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
     """Yields the parts of the unpacked database. Raises `Wrong` before it takes more space than there is."""
     unpacker, size, wanted, free = lzma.LZMADecompressor(memlimit=DICTIONARY), 0, None, 0
-    while not unpacker.eof:
+    while not unpacker.eof and (wanted is None or size <= wanted):
         packed = file.read(STEP) if unpacker.needs_input else b""
         if unpacker.needs_input and not packed:
             raise files.Wrong(f"it must be complete, got {size} unpacked bytes and no end: download it again")
@@ -221,13 +261,12 @@ def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
                 f"it must unpack to at most {free} bytes, the free space in {folder}, got at least {least}: make room, "
                 "or set FEDJAX_DRIFT_CACHE to another folder"
             )
-        if wanted is not None and size > wanted:
-            raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got more: download it again")
         yield part
+    if wanted not in (None, size):
+        got = "more" if size > (wanted or 0) else size
+        raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got {got}: download it again")
     if unpacker.unused_data or file.read(1):
         raise files.Wrong(f"it must end after {size} unpacked bytes, got more: download it again")
-    if wanted is not None and size != wanted:
-        raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got {size}: download it again")
 
 
 def _size_in_header(start: bytes) -> int | None:
@@ -242,13 +281,13 @@ def _size_in_header(start: bytes) -> int | None:
 # ---------------------------------------------------------------- HDF5
 
 
-def read_h5(path: Path, x: str, y: str) -> Iterator[Rows]:
+def read_h5(path: Path, x: str, y: str) -> Iterator[Client]:
     """Reads the clients of one HDF5 file, sorted by name. Errors as in `opened`."""
     with opened(path) as file:
         yield from file.read(x, y, None)
 
 
-def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterator[Rows]:
+def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterator[Client]:
     """size: of the file, in bytes."""
     import h5py
 
@@ -271,5 +310,5 @@ def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterat
                 raise files.Wrong(
                     f"client {client!r} must be a group of columns, got an array: check that it is one of TFF's files"
                 )
-            inputs, labels = map(values, client_rows.pick(columns, x, y))
-            yield from client_rows.checked(client, inputs, labels, len(labels))
+            inputs, labels = map(values, column_pair(columns, x, y))
+            yield from checked_client(client, inputs, labels, len(labels))

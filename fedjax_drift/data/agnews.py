@@ -5,30 +5,29 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from fedjax_drift.data import lines
-from fedjax_drift.data.federated import Pair
+from fedjax_drift.data import files
+from fedjax_drift.data.sources import Request, Samples
 
 FILENAME = "ag_news_csv/train.csv"
-HOW = "download AG's News (ag_news_csv.tar.gz, Zhang, Zhao and LeCun's version) and unpack it in data_dir"
+DOWNLOAD = "download AG's News (ag_news_csv.tar.gz, Zhang, Zhao and LeCun's version) and unpack it in data_dir"
 WORD = re.compile(r"[a-z]+|[0-9]+")
 UNKNOWN = 1  # 0 is padding
 
 
-def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pair]:
-    """Reads the training and the test examples: x int32 [M, length], y int32 [M] in 0..3.
+def load(request: Request, *, vocabulary: int = 20_000, length: int = 64) -> Samples:
+    """AG News by topic: 4 classes, 120,000 + 7,600 texts (title and description), int32 [length] word ids.
 
-    The ids 2, 3, ... are the ``vocabulary`` - 2 most frequent words of the training texts, the most frequent word
-    first.
-
-    Raises FileNotFoundError for missing files, and ValueError for damaged files.
+    The id 0 is padding. The id 1 stands for all words that are not among the `vocabulary` - 2 most frequent words of
+    the training texts. Texts are truncated to `length` words. The files are `ag_news_csv/train.csv` and `test.csv`,
+    with lines "class 1 to 4","title","description". (Zhang, Zhao and LeCun, "Character-level Convolutional Networks for
+    Text Classification", NeurIPS 2015.)
     """
-    path = lines.find(FILENAME, places, HOW)
-    test_path = lines.find("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
+    path = files.find_file(FILENAME, request.folders, DOWNLOAD)
+    test_path = files.find_file("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
     (texts, y), (test_texts, y_test) = _texts(path), _texts(test_path)
     counts = Counter(word for words in texts for word in words)
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
@@ -41,19 +40,19 @@ def read(places: Sequence[Path], vocabulary: int, length: int) -> tuple[Pair, Pa
             row[: len(ids)] = ids
         return x
 
-    return (rows(texts), y), (rows(test_texts), y_test)
+    return Samples((rows(texts), y), (rows(test_texts), y_test))
 
 
 def _texts(path: Path) -> tuple[list[list[str]], np.ndarray]:
     """Returns the words of each title and description in lower case, and the classes, from 0."""
     texts, classes = [], []
-    with lines.opened(path) as file:
+    with files.opened_text(path) as file:
         rows = csv.reader(file, strict=True)
         for row in rows:
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
-                raise lines.damaged(rows.line_num, '"class 1 to 4","title","description"', ",".join(row))
+                raise files.wrong_line(rows.line_num, '"class 1 to 4","title","description"', ",".join(row))
             texts.append(WORD.findall(f"{row[1]} {row[2]}".lower()))
             classes.append(int(row[0]) - 1)
         if not texts:
-            raise lines.damaged(1, '"class 1 to 4","title","description"', "an empty file")
+            raise files.wrong_line(1, '"class 1 to 4","title","description"', "an empty file")
     return texts, np.array(classes, np.int32)
