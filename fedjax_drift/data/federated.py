@@ -69,12 +69,16 @@ class FederatedData:
                 f"every client needs at least 1 example, but client {empty} is empty: leave it out"
             )
         x_test, y_test, test_sizes, redeal = self.x_test, self.y_test, self.test_sizes, self.redeal
-        if x_test is not None or y_test is not None:
+        for first, second, needs in (
+            (x_test, y_test, "a test set needs both inputs and labels: pass test=(x, y)"),
+            (self.mean, self.std, "standardising needs both mean and std: pass both, or neither"),
+        ):
+            if (first is None) != (second is None):
+                raise ConfigurationError(needs)
+        if x_test is not None:
             x_test, y_test = joining.checked_test(x_test, y_test, x, y)
         if test_sizes is not None:
             test_sizes = joining.counts(test_sizes, "test_sizes", 0 if x_test is None else len(x_test), N)
-        if (self.mean is None) != (self.std is None):
-            raise ConfigurationError("standardising needs both mean and std: pass both, or neither")
         mean, std = joining.per_channel("mean", self.mean, x), joining.per_channel("std", self.std, x)
         if redeal is not None and not (isinstance(redeal, str) and redeal == "evenly"):
             fix = "0.01 splits very unevenly, 100 almost evenly; None splits evenly"

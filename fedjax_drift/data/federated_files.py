@@ -205,7 +205,10 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:
         query = "SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid"
         for client, data, rows in connection.execute(query):
             columns = column_pair(_unpack(client, data), x, y)
-            yield from checked_client(client.decode() if isinstance(client, bytes) else str(client), *columns, rows)
+            name = client.decode() if isinstance(client, bytes) else client
+            if not isinstance(name, str):
+                raise files.Wrong(f"client_id must be text, got {name!r}: download it again")
+            yield from checked_client(name, *columns, rows)
 
 
 def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
