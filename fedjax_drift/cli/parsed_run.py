@@ -33,7 +33,6 @@ from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
 from fedjax_drift.types import Params
 
-NATURAL = ("glyphs", "femnist", "synthetic", "movielens", "dialogue")  # data sets with natural clients
 BANKS = ("auto", "device", "sharded", "host")  # values of --bank that are not folders
 SAME = ("rounds", "sampling", "validation", "standardize", "on_nonfinite", "eval_every", "seed", "bfloat16", "stream")
 
@@ -261,7 +260,7 @@ def partition_text(args: argparse.Namespace) -> str:
 
 def _partition(args: argparse.Namespace) -> Partition | None:
     """Returns the partition, or None for the natural clients of a data set."""
-    if args.dataset.name in NATURAL:
+    if datasets.RECORDS[args.dataset.name].by_writer:
         why = f"{args.dataset.name} has natural clients, so add --partition iid, for example"
         needs(args, "--clients", "--partition", why)
         needs(args, "--size-sigma", "--partition", why)

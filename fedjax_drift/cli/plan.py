@@ -31,11 +31,11 @@ import fedjax_drift as fd
 from fedjax_drift.cli.flags import PARTITION, add, add_run
 from fedjax_drift.cli.parsed_run import assemble, load_data
 from fedjax_drift.cli.values import count
+from fedjax_drift.data.datasets import RECORDS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.simulation.plan import TooLargeError
 
-DIGITS, PHOTOS = ("mnist", "fashion_mnist", "emnist", "femnist", "glyphs"), ("cifar10", "cifar100", "cinic10")
-SHAPES = dict.fromkeys(DIGITS, (28, 28, 1)) | dict.fromkeys(PHOTOS, (32, 32, 3)) | {"tiny_imagenet": (64, 64, 3)}
+SHAPES = {name: record.shape for name, record in RECORDS.items() if record.shape}  # of images
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
