@@ -45,7 +45,7 @@ def one(arguments: argparse.Namespace) -> dict[str, float | str]:
     workload = tiny(workload)._replace(cohort=arguments.cohort) if arguments.quick else workload
     sim = measure.simulation(workload, lanes=arguments.lanes)
     state = sim.init(jax.random.key(0))
-    compiled = sim.executor.programs.lower("round", state, sim.setup.arrays, None).compile()  # what round_fn calls
+    compiled = sim.executor.programs.lower("round", (), state, sim.setup.arrays, None).compile()  # what round_fn calls
     temporary = compiled.memory_analysis().temp_size_in_bytes
     for _ in range(2):
         state, _ = sim.round_fn(state)
