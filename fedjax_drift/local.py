@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -377,13 +378,22 @@ def full_gradient(work: Work, params: Params) -> Params:
 
     The model is in evaluation mode (no dropout), and the examples are not augmented.
     """
-    batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
-
-    def total(params: Params, batch: Batch) -> jax.Array:
-        losses = work.model.loss(work.model.apply(params, batch.x), batch.y)
-        return jnp.where(batch.mask, losses, 0).sum() / jnp.maximum(work.size, 1)
+    batch, share = work.epoch(jax.random.fold_in(work.key, work.epochs)), partial(_share_of_loss, work)
 
     def add(k: jax.Array, g: Params) -> Params:
-        return jax.tree.map(jnp.add, g, jax.grad(total)(params, batch(k)))
+        return jax.tree.map(jnp.add, g, jax.grad(share)(params, batch(k)))
 
     return lax.fori_loop(0, work.num_batches, add, tree.zeros_like(params))
+
+
+def full_loss(work: Work, params: Params) -> jax.Array:
+    """F_i at ``params``, a scalar. The model is in evaluation mode, and the examples are not augmented."""
+    batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
+    zero = jnp.zeros((), jax.eval_shape(partial(_share_of_loss, work), params, batch(jnp.int32(0))).dtype)
+    return lax.fori_loop(0, work.num_batches, lambda k, total: total + _share_of_loss(work, params, batch(k)), zero)
+
+
+def _share_of_loss(work: Work, params: Params, batch: Batch) -> jax.Array:
+    """The sum of the losses of a batch, divided by n_i. The sum over the batches of an epoch is F_i."""
+    losses = work.model.loss(work.model.apply(params, batch.x), batch.y)
+    return jnp.where(batch.mask, losses, 0).sum() / jnp.maximum(work.size, 1)

@@ -168,7 +168,8 @@ class Round(NamedTuple):
     t: jax.Array  # int32 [], the round, from 0
     lr: jax.Array  # float [], eta_t
     participation: jax.Array
-    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy it is K / N."""
+    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy, and with importance
+    sampling, it is K / N."""
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
 
@@ -255,6 +256,7 @@ class ServerState(NamedTuple):
     round: jax.Array  # int32 [], number of completed rounds
     key: jax.Array  # constant: round t uses fold_in(key, t)
     server: Any  # the server's variables
+    participation: PyTree  # the state of the participation rule; () for a rule without a state
     clients: PyTree  # client states, every leaf [N, ...]
 
     @property

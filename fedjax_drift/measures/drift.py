@@ -20,8 +20,9 @@ from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
-from fedjax_drift.round.cohort import Assignment, at_places, in_cohort_order, look_up
+from fedjax_drift.round.cohort import Assignment, look_up
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
+from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.round import Observer, observed_round, round_fn, unobserved
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
 from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Work
@@ -151,8 +152,8 @@ def update_and_measure(
         return measured
 
     if not {*names} - {"labels"}:
-        return update(engine, shared, old, work), (), {}
-    result = update(engine, shared, old, work._replace(watch=after_epoch))
+        return update(engine, shared, client, old, work), (), {}
+    result = update(engine, shared, client, old, work._replace(watch=after_epoch))
     training = result.trained(engine.algorithm.name)
     aggregated, bad_leaf = check_finite(engine, client, result)
     measured = {**training.measured, "valid": (client.id < engine.num_clients) & (bad_leaf < 0)}
@@ -244,7 +245,7 @@ def second_training(
                 measured["client_drift"] = tree.dot(gap, gap)  # FedEve (4)
             return measured
 
-        result = update(engine, shared, old, work._replace(watch=after_epoch))
+        result = update(engine, shared, client, old, work._replace(watch=after_epoch))
         return (), result.trained(engine.algorithm.name).measured, ()
 
     shared = assigned.shared._replace(extra=(w_S, mean_update))

@@ -1,8 +1,8 @@
 """One round of federated learning, as one pure function that compiles once.
 
-sample    selects the ids of the cohort [K] with the key of the state             cohort.py
+select    the participation rule selects the ids of the cohort [K]                cohort.py
 fail      some clients drop out, some do only a part of their local steps         cohort.py
-assign    assigns the cohort to D devices, with G groups of L clients per device  cohort.py
+assign    assigns the cohort to D devices, with G groups of L clients per device  places.py
           then, in a scan over the groups:
 fetch     the client states of a group, [N, ...] -> [L, ...]                      client_states.py
 train     the L clients of the group side by side (vmap)                          train.py
@@ -10,6 +10,7 @@ store     the new client states, [L, ...] -> [N, ...]                           
 sum       adds weight * message to a running sum, then one psum over the devices  train.py
 combine   the mean of the messages: sum / total weight, or another rule           aggregation.py
 update    server_update(server, mean, context)                                    round.py
+observe   the participation rule sees the losses of the cohort                    round.py
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.cohort import NOISE, Assignment, assign, in_cohort_order
+from fedjax_drift.participation.rule import Clients, Participation
+from fedjax_drift.round.cohort import NOISE, PARTICIPATION, Assignment, assign, available
 from fedjax_drift.round.engine import Arrays, Client, Engine, Rows, Shared, absent, partitionable, replicated
 from fedjax_drift.round.evaluate import evaluate
 from fedjax_drift.round.info import describe, with_metrics
-from fedjax_drift.round.train import check_finite, client_work, over_clients, scalars, update
+from fedjax_drift.round.places import in_cohort_order
+from fedjax_drift.round.train import check_finite, client_work, expected_weight, over_clients, scalars, update
 from fedjax_drift.types import ClientResult, Metrics, Params, PyTree, Round, ServerState, Work
 
 
@@ -51,14 +54,17 @@ def unobserved(engine: Engine) -> Observer:
     """Measures nothing."""
     return Observer(
         before=lambda assigned, arrays: (),
-        update=lambda shared, client, old, work: (update(engine, shared, old, work), (), ()),
+        update=lambda shared, client, old, work: (update(engine, shared, client, old, work), (), ()),
         after=lambda assigned, states, added, kept: {},
     )
 
 
 @partitionable
-def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
-    """The state before round 0, from ``params`` or, by default, from the model's own initial parameters."""
+def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array) -> ServerState:
+    """The state before round 0, from ``params`` or, by default, from the model's own initial parameters.
+
+    sizes: int32 [N], the numbers of examples of all clients.
+    """
     init_key, round_key = jax.random.split(key)
     params = engine.model.init(init_key) if params is None else params
     client = engine.algorithm.init_client(params)
@@ -69,7 +75,16 @@ def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
             f"{engine.algorithm.name}: init_server must return a pytree with an attribute params, got "
             f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
         )
-    return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
+    rule = engine.participation
+    participation = rule.init(jax.random.fold_in(round_key, PARTICIPATION), Clients(sizes, partial(_no_losses, rule)))
+    participation = jax.tree.map(tree.strip_weak_type, participation)
+    return ServerState(jnp.zeros((), jnp.int32), round_key, server, participation, clients)
+
+
+def _no_losses(rule: Participation, ids: jax.Array) -> jax.Array:
+    raise ConfigurationError(
+        f"init of the participation rule {rule.name} must not ask for losses: call clients.losses in select"
+    )
 
 
 def round_fn(
@@ -92,7 +107,7 @@ def observed_round(
 ) -> tuple[ServerState, dict, Metrics]:
     """Like `round_fn`. Also returns the measures of ``observer``."""
     algorithm, aggregation = engine.algorithm, engine.aggregation
-    assigned = assign(engine, state, arrays.rows, cohort)
+    assigned = assign(engine, state, arrays, cohort)
     shared = assigned.shared._replace(extra=observer.before(assigned, arrays))
 
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -123,34 +138,57 @@ def observed_round(
     chex.assert_trees_all_equal_shapes_and_dtypes(clients, state.clients)
 
     N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
-    mean = aggregation.combine(total, weight, jax.random.fold_in(assigned.shared.key, N + NOISE), K)
+    fixed = engine.participation.expected is not None  # whether the divisor of the mean is
+    always = private or fixed  # whether the server is updated even if no client reports
+    divisor = expected_weight(engine, assigned.shared, arrays.sizes).astype(weight.dtype) if fixed else weight
+    mean = aggregation.combine(total, divisor, jax.random.fold_in(assigned.shared.key, N + NOISE), K)
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, message_dtypes)  # sums have the dtype of the weights
-    participation = jnp.asarray(K / N, count.dtype) if private else count / N
+    participation = jnp.asarray(K / N, count.dtype) if always else count / N
     context = Round(state.round, assigned.shared.lr, participation, N, engine.mean_size)
     server = tree.cast_like(
         algorithm.server_update(state.server, mean, context), state.server, f"{algorithm.name}: the updated server"
     )
-    any_answer = private | (weight > 0)  # if it is False, the server keeps its variables
+    any_answer = always | (weight > 0)  # if it is False, the server keeps its variables
     server = tree.select(any_answer, server, state.server)
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
         scores = evaluate(engine, server.params, arrays.test)
-        observed = tree.cast_like(
-            algorithm.observe(server, scores), server, f"{algorithm.name}: the server after an evaluation"
-        )
-        server = tree.select(any_answer, observed, server)
+        after = f"{algorithm.name}: the server after an evaluation"
+        server = tree.select(any_answer, tree.cast_like(algorithm.observe(server, scores), server, after), server)
     if algorithm.finish is not None:
         clients = finished(engine, server, assigned, outcome["answered"], clients)
 
-    info = describe(engine, assigned, outcome)
     of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
-    info = with_metrics(engine, info, jax.tree.map(of_cohort, metrics))
+    outcome, metrics = jax.tree.map(of_cohort, (outcome, metrics))  # [K, ...]
+    state_of_rule = observed(engine, state, assigned, outcome["answered"], metrics.get("loss"))
+    info = describe(engine, assigned, outcome, available(engine, state))
+    info = with_metrics(engine, info, metrics)
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
         info = with_metrics(engine, info, reported)
     measures = observer.after(assigned, state.clients, sums, measured)
-    return ServerState(state.round + 1, state.key, server, clients), info, measures
+    return ServerState(state.round + 1, state.key, server, state_of_rule, clients), info, measures
+
+
+def observed(
+    engine: Engine, state: ServerState, assigned: Assignment, answered: jax.Array, loss: jax.Array | None
+) -> PyTree:
+    """The state of the participation rule after the round.
+
+    answered: bool [K], whether a client is aggregated. loss: float [K], the mean loss over its local steps. None: the
+    algorithm does not report it.
+    """
+    rule, N = engine.participation, engine.num_clients
+    if rule.observe is None:
+        return state.participation
+    losses = jnp.full(N + 1, jnp.nan)
+    if loss is not None:
+        losses = losses.at[assigned.cohort.id].set(jnp.where(answered, loss, jnp.nan)).at[N].set(jnp.nan)
+    what = f"the state of the participation rule {rule.name}"
+    return tree.cast_like(
+        rule.observe(state.participation, assigned.drawn, losses[assigned.drawn]), state.participation, what
+    )
 
 
 def finished(engine: Engine, server: Any, assigned: Assignment, answered: jax.Array, clients: PyTree) -> PyTree:

@@ -21,6 +21,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import shuffle
+from fedjax_drift.participation.rule import Clients
 from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import (
     Client,
@@ -186,8 +187,11 @@ def executed_steps(engine: Engine, placed: Client) -> jax.Array:
     return jnp.clip(left, 0, batches).max(2).sum() * engine.lanes
 
 
-def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientResult:
-    """One client's update. Raises ConfigurationError unless the algorithm returns a valid `ClientResult`."""
+def update(engine: Engine, shared: Shared, client: Client, old: PyTree, work: Work) -> ClientResult:
+    """One client's update, with the weight that it has with this participation rule.
+
+    Raises ConfigurationError unless the algorithm returns a valid `ClientResult`.
+    """
     algorithm = engine.algorithm
     result = algorithm.client_update(shared.server, old, work)
     if not isinstance(result, ClientResult):
@@ -201,6 +205,10 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
     metrics = replace(trained, metrics=metrics) if trained else metrics
     message, weight = jax.tree.map(jnp.asarray, result.message), jnp.asarray(result.weight, shared.lr.dtype)
     scalars(algorithm, "the weight", {"the weight": weight})
+    if engine.participation.weights == "uniform":
+        weight = jnp.ones_like(weight)
+    if client.factor is not None:
+        weight = weight * client.factor.astype(weight.dtype)
     state = tree.cast_like(result.state, old, f"{algorithm.name}: a client's new state")
     return ClientResult(message, weight, state, metrics)
 
@@ -224,8 +232,27 @@ def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
     """The update of some client. Its only use is `jax.eval_shape`, which gives the shapes of a client's result."""
     zero = jnp.zeros((), jnp.int32)
     shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float))
-    work = client_work(engine._replace(lanes=1), shared, Client(zero, zero, zero, zero, zero), zero)
-    return update(engine, shared, engine.algorithm.init_client(state.params), work)
+    return update_of_size(engine, shared, zero)
+
+
+def update_of_size(engine: Engine, shared: Shared, size: jax.Array) -> ClientResult:
+    """The update of client 0 in its initial state, as if it had ``size`` examples."""
+    zero = jnp.zeros((), jnp.int32)
+    client = Client(zero, size, zero, engine.local.steps(size), zero)
+    work = client_work(engine._replace(lanes=1), shared, client, size)
+    return update(engine, shared, client, engine.algorithm.init_client(shared.server.params), work)
+
+
+def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array) -> jax.Array:
+    """The expected sum of the weights of a round's clients, a scalar, for a participation rule with ``expected``.
+
+    sizes: int32 [N]. The weight of a client depends on its size only, so the compiler removes everything else from the
+    updates of the N clients.
+    """
+    rule, K = engine.participation, engine.clients_selected
+    assert rule.expected is not None
+    factor = rule.expected(K, Clients(sizes, lambda ids: jnp.full(ids.shape, jnp.nan)))
+    return factor @ jax.vmap(lambda size: update_of_size(engine, shared, size).weight)(sizes)
 
 
 def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:

@@ -20,6 +20,8 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model, cross_entropy
+from fedjax_drift.participation import Participation
+from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
@@ -149,9 +151,9 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
 
 
 def check_aggregation(
-    aggregation: Any, algorithm: Algorithm, sampling: str, over_selected: bool, data: FederatedData
+    aggregation: Any, algorithm: Algorithm, participation: Participation, over_selected: bool, data: FederatedData
 ) -> None:
-    """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the sampling and the
+    """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the participation and the
     data."""
     if not isinstance(aggregation, Aggregation):
         raise ConfigurationError(
@@ -163,10 +165,10 @@ def check_aggregation(
             f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
             'which weights all by 1: pass weighting="uniform"'
         )
-    if aggregation.noise_multiplier is not None and sampling != "bernoulli":
+    if aggregation.noise_multiplier is not None and short_name(participation) != "bernoulli":
         raise ConfigurationError(
-            f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}, got {sampling!r}: '
-            'pass sampling="bernoulli"'
+            f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}, got '
+            f'{participation.name!r}: pass sampling="bernoulli"'
         )
     if aggregation.noise_multiplier is not None and (over_selected or data.redeal is not None):
         source = "over_selection" if over_selected else "data.redealt()"

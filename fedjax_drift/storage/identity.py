@@ -26,6 +26,7 @@ import numpy as np
 
 from fedjax_drift import recipes
 from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Frozen
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.failures import Failures
@@ -59,7 +60,7 @@ def identity(
     """
     options = {  # the options of Simulation that change results
         "cohort_size": engine.cohort_size,
-        "sampling": "bernoulli" if engine.bernoulli else "uniform",
+        **_participation(engine),
         "on_nonfinite": on_nonfinite,
         **settings(engine.failures or Failures(), "failures"),
         **settings(engine.aggregation, "aggregation"),
@@ -77,6 +78,13 @@ def identity(
         **fingerprint(data),
         COMPUTATION: computation,
     }
+
+
+def _participation(engine: Engine) -> dict[str, Any]:
+    """Returns the rule. The first two have had the name "sampling" since the first version."""
+    if short := short_name(engine.participation):
+        return {"sampling": short}
+    return {"participation": engine.participation.name, **settings(engine.participation, "participation")}
 
 
 def settings(value: Any, name: str) -> dict[str, Any]:
