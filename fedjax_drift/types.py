@@ -29,7 +29,7 @@ from fedjax_drift import reprs
 from fedjax_drift.batch_norm import whole as whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.model import Model as Model
-from fedjax_drift.model import Params, PyTree
+from fedjax_drift.model import Params, Part, PyTree
 from fedjax_drift.recipes import Recipe, recorded
 
 P = ParamSpec("P")
@@ -46,29 +46,23 @@ class Batch(NamedTuple):
     mask: jax.Array  # bool [B], True for examples, False for padding; at least one is True
 
 
-class Part(NamedTuple):
-    """How `local.train` treats a part of the model that stays with the client (`fd.algorithms.partly_shared`)."""
-
-    personal: PyTree  # a bool for every leaf of the parameters: it stays with the client. No algorithm corrects it
-    trained: PyTree  # a bool for every leaf: it is trained
-    own: Callable[[Params], PyTree]  # ``own(theta)`` is what the client keeps of the local model
-    handed_over: Callable[[Params], Params]  # ``handed_over(theta)`` is the model that `local.train` returns for theta
-
-
 class Work(NamedTuple):
-    """The inputs of one client's update in one round, apart from the server's variables and the client's state."""
+    """The inputs of one client's update in one round, apart from the server's variables and the client's state.
+
+    An algorithm may pass a changed copy to `local.train`, such as ``work._replace(lr=work.lr / 2)``.
+    """
 
     t: jax.Array  # int32 [], the round, from 0
     size: jax.Array  # int32 [], n_i, number of examples of this client
     q: jax.Array  # float [], q_i = N n_i / sum n; its mean over all clients is 1
     num_batches: jax.Array  # int32 [], ceil(n_i / B), batches per epoch
     num_steps: jax.Array  # int32 [], local steps of this round: K_i = E * ceil(n_i / B), or fewer for a straggler
-    mean_steps: int  # Kbar = E * ceil(mean n_i / B), local steps of a client with the mean number of examples
+    mean_steps: int  # static: Kbar = E * ceil(mean n_i / B), local steps of a client with the mean number of examples
     lr: jax.Array  # float [], eta_t
-    initial_lr: float  # eta_0
+    initial_lr: float  # eta_0; a tracer in a compiled round
     key: jax.Array  # this client's key in this round; `local.train` uses fold_in(key, e) in epoch e, for e < E
-    epochs: int  # E
-    most_batches: int  # ceil(max n_i / B), batches per epoch of the largest client
+    epochs: int  # static: E
+    most_batches: int  # static: ceil(max n_i / B), batches per epoch of the largest client
     optimizer: optax.GradientTransformation  # maps a gradient to a direction (clipping, weight decay, momentum)
     epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
     """``epoch(key)`` shuffles the client's examples and returns a function ``batch``. ``batch(k)`` is the `Batch` of
@@ -257,7 +251,7 @@ class ServerState(NamedTuple):
     key: jax.Array  # constant: round t uses fold_in(key, t)
     server: Any  # the server's variables
     participation: PyTree  # the state of the participation rule; () for a rule without a state
-    clients: PyTree  # client states, every leaf [N, ...]
+    clients: PyTree  # client states, leaves [N, ...]; padded if they are sharded, a `ClientStore` on the host
 
     @property
     def params(self) -> Params:

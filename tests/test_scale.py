@@ -12,7 +12,7 @@ import pytest
 
 import fedjax_drift as fd
 from fedjax_drift.devices import memory
-from fedjax_drift.round.cohort import first_distinct
+from fedjax_drift.participation.cohorts import first_distinct
 from fedjax_drift.storage.client_store import ClientStore
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 ragged clients

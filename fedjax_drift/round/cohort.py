@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_drift import tree
 from fedjax_drift.data.redeal import redeal
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_loss
@@ -115,12 +116,45 @@ def select(engine: Engine, state: ServerState, arrays: Arrays) -> tuple[jax.Arra
     return (ids, factor) if rule.distinct else merged(ids, factor, N)
 
 
+def initial_participation(engine: Engine, key: jax.Array, sizes: jax.Array) -> PyTree:
+    """The state of the participation rule before round 0. key: that of the state. sizes: int32 [N]."""
+    rule = engine.participation
+
+    def losses(ids: jax.Array) -> jax.Array:
+        raise ConfigurationError(
+            f"init of the participation rule {rule.name} must not ask for losses: call clients.losses in select"
+        )
+
+    state = rule.init(jax.random.fold_in(key, PARTICIPATION), Clients(sizes, losses))
+    return jax.tree.map(tree.strip_weak_type, state)
+
+
 def available(engine: Engine, state: ServerState) -> jax.Array | None:
     """bool [N]: the clients that can be selected in a round. None: the rule makes no difference."""
     if engine.participation.available is None:
         return None
     key, _ = round_keys(state.key, state.round)
     return engine.participation.available(state.participation, key, state.round, engine.num_clients)
+
+
+def observe(
+    engine: Engine, state: ServerState, assigned: Assignment, answered: jax.Array, loss: jax.Array | None
+) -> PyTree:
+    """The state of the participation rule after the round.
+
+    answered: bool [K], whether a client is aggregated. loss: float [K], the mean loss over its local steps. None: the
+    algorithm does not report it.
+    """
+    rule, N = engine.participation, engine.num_clients
+    if rule.observe is None:
+        return state.participation
+    losses = jnp.full(N + 1, jnp.nan)
+    if loss is not None:
+        losses = losses.at[assigned.cohort.id].set(jnp.where(answered, loss, jnp.nan)).at[N].set(jnp.nan)
+    what = f"the state of the participation rule {rule.name}"
+    return tree.cast_like(
+        rule.observe(state.participation, assigned.drawn, losses[assigned.drawn]), state.participation, what
+    )
 
 
 def merged(ids: jax.Array, factor: jax.Array, N: int) -> tuple[jax.Array, jax.Array]:
@@ -181,7 +215,7 @@ def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: 
 
     cohort, time = jax.vmap(one)(cohort)
     K = engine.cohort_size
-    if engine.clients_selected > K and K < len(time):
+    if engine.over_selects and K < len(time):
         first = jnp.sort(jnp.argsort(time, stable=True)[:K])  # the first K that report, in the order of the cohort
         cohort = jax.tree.map(lambda a: a[first], cohort)
     return cohort

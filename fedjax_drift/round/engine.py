@@ -1,7 +1,7 @@
 """The types that describe a round: `Engine`, from which the round is compiled, and the arrays that the round uses.
 
-`Engine` is static, so a different `Engine` is a different compiled program. Everything that changes from round to round
-is an array.
+An `Engine` of another form is another compiled program. Its numbers, such as the learning rate, are arguments of the
+program (`recipes`). Everything that changes from round to round is an array.
 """
 
 from __future__ import annotations
@@ -115,10 +115,14 @@ class Engine(NamedTuple):
     aggregation: Aggregation
 
     @property
+    def over_selects(self) -> bool:
+        """Whether a round selects more clients than it aggregates."""
+        return self.clients_selected > self.cohort_size
+
+    @property
     def most_clients(self) -> int:
         """The largest number of clients that a round trains. Over-selected clients that come too late do not count."""
-        over_selected = self.clients_selected > self.cohort_size
-        return min(self.capacity, self.cohort_size) if over_selected else self.capacity
+        return min(self.capacity, self.cohort_size) if self.over_selects else self.capacity
 
 
 class Shared(NamedTuple):

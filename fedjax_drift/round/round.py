@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -25,13 +25,12 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.participation.rule import Clients, Participation
-from fedjax_drift.round.cohort import NOISE, PARTICIPATION, Assignment, assign, available
-from fedjax_drift.round.engine import Arrays, Client, Engine, Rows, Shared, absent, partitionable, replicated
+from fedjax_drift.round.cohort import NOISE, Assignment, assign, available, initial_participation, observe
+from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import evaluate
 from fedjax_drift.round.info import describe, with_metrics
 from fedjax_drift.round.places import in_cohort_order
-from fedjax_drift.round.train import check_finite, client_work, expected_weight, over_clients, scalars, update
+from fedjax_drift.round.train import check_finite, client_work, expected_weight, finished, over_clients, scalars, update
 from fedjax_drift.types import ClientResult, Metrics, Params, PyTree, Round, ServerState, Work
 
 
@@ -75,16 +74,8 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
             f"{engine.algorithm.name}: init_server must return a pytree with an attribute params, got "
             f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
         )
-    rule = engine.participation
-    participation = rule.init(jax.random.fold_in(round_key, PARTICIPATION), Clients(sizes, partial(_no_losses, rule)))
-    participation = jax.tree.map(tree.strip_weak_type, participation)
+    participation = initial_participation(engine, round_key, sizes)
     return ServerState(jnp.zeros((), jnp.int32), round_key, server, participation, clients)
-
-
-def _no_losses(rule: Participation, ids: jax.Array) -> jax.Array:
-    raise ConfigurationError(
-        f"init of the participation rule {rule.name} must not ask for losses: call clients.losses in select"
-    )
 
 
 def round_fn(
@@ -113,7 +104,7 @@ def observed_round(
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """Trains one client. Returns values to be summed over the clients, values of this client, and its new state."""
         result, terms, measured = observer.update(shared, client, old, client_work(engine, shared, client, longest))
-        answered, bad_leaf = check_finite(engine, client, result)
+        answered, bad_leaf = check_finite(engine, client, result)  # answered: it is aggregated
         if engine.drop_nonfinite:
             result = result._replace(state=tree.select(answered, result.state, old))
         message, weight = aggregation.contribute(result.message, result.weight)
@@ -153,14 +144,15 @@ def observed_round(
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
         scores = evaluate(engine, server.params, arrays.test)
-        after = f"{algorithm.name}: the server after an evaluation"
-        server = tree.select(any_answer, tree.cast_like(algorithm.observe(server, scores), server, after), server)
+        what = f"{algorithm.name}: the server after an evaluation"
+        server = tree.select(any_answer, tree.cast_like(algorithm.observe(server, scores), server, what), server)
     if algorithm.finish is not None:
-        clients = finished(engine, server, assigned, outcome["answered"], clients)
+        after = assigned.shared._replace(server=server)
+        clients = finished(engine, after, assigned.placed, outcome["answered"], clients)
 
     of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
     outcome, metrics = jax.tree.map(of_cohort, (outcome, metrics))  # [K, ...]
-    state_of_rule = observed(engine, state, assigned, outcome["answered"], metrics.get("loss"))
+    state_of_rule = observe(engine, state, assigned, outcome["answered"], metrics.get("loss"))
     info = describe(engine, assigned, outcome, available(engine, state))
     info = with_metrics(engine, info, metrics)
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
@@ -169,40 +161,3 @@ def observed_round(
         info = with_metrics(engine, info, reported)
     measures = observer.after(assigned, state.clients, sums, measured)
     return ServerState(state.round + 1, state.key, server, state_of_rule, clients), info, measures
-
-
-def observed(
-    engine: Engine, state: ServerState, assigned: Assignment, answered: jax.Array, loss: jax.Array | None
-) -> PyTree:
-    """The state of the participation rule after the round.
-
-    answered: bool [K], whether a client is aggregated. loss: float [K], the mean loss over its local steps. None: the
-    algorithm does not report it.
-    """
-    rule, N = engine.participation, engine.num_clients
-    if rule.observe is None:
-        return state.participation
-    losses = jnp.full(N + 1, jnp.nan)
-    if loss is not None:
-        losses = losses.at[assigned.cohort.id].set(jnp.where(answered, loss, jnp.nan)).at[N].set(jnp.nan)
-    what = f"the state of the participation rule {rule.name}"
-    return tree.cast_like(
-        rule.observe(state.participation, assigned.drawn, losses[assigned.drawn]), state.participation, what
-    )
-
-
-def finished(engine: Engine, server: Any, assigned: Assignment, answered: jax.Array, clients: PyTree) -> PyTree:
-    """All client states, after ``finish(server, state)`` of the algorithm for those of the aggregated clients.
-
-    answered: bool [D, G, L], whether a client is aggregated.
-    """
-    finish, none = engine.algorithm.finish, jnp.zeros(0)
-    what = f"{engine.algorithm.name}: a client's finished state"
-    assert finish is not None
-
-    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        return (), (), tree.cast_like(finish(shared.server, state), state, what)
-
-    placed = jax.tree.map(lambda a, none: jnp.where(answered, a, none), assigned.placed, absent(engine))
-    engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
-    return over_clients(engine, one, assigned.shared._replace(server=server, rows=Rows(none, none)), placed, clients)[2]

@@ -28,6 +28,7 @@ from fedjax_drift.round.engine import (
     Engine,
     Rows,
     Shared,
+    absent,
     mean_steps,
     on_each_device,
     partitionable,
@@ -270,3 +271,21 @@ def checked(result: ClientResult) -> PyTree:
     """The values of a client's result that must be finite. A loss may be NaN although its gradient is finite."""
     metrics = {name: value for name, value in {**result.metrics}.items() if name == "loss"}
     return {"message": result.message, "metrics": metrics, "state": result.state, "weight": result.weight}
+
+
+def finished(engine: Engine, shared: Shared, placed: Client, answered: jax.Array, clients: PyTree) -> PyTree:
+    """All client states, after ``finish(server, state)`` of the algorithm for those of the aggregated clients.
+
+    shared: with the new variables of the server. placed, answered: [D, G, L], the clients of the round, and whether a
+    client is aggregated.
+    """
+    finish, none = engine.algorithm.finish, jnp.zeros(0)
+    what = f"{engine.algorithm.name}: a client's finished state"
+    assert finish is not None
+
+    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        return (), (), tree.cast_like(finish(shared.server, state), state, what)
+
+    placed = jax.tree.map(lambda a, none: jnp.where(answered, a, none), placed, absent(engine))
+    engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
+    return over_clients(engine, one, shared._replace(rows=Rows(none, none)), placed, clients)[2]

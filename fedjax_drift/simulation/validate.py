@@ -160,6 +160,11 @@ def check_aggregation(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
             "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
         )
+    if (participation.weights == "uniform" or participation.expected) and "weights" in algorithm.requires:
+        raise ConfigurationError(
+            f"{algorithm.name} needs a participation rule that keeps the weights of the clients, got "
+            f'{participation.name}: pass weighting="uniform"'
+        )
     if aggregation.noise_multiplier is not None and "weights" in algorithm.requires:
         raise ConfigurationError(
             f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
