@@ -105,12 +105,12 @@ def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  #
     # A client's time is its slowness times its steps. So the slowness follows from the first deadline that it meets.
     by = {"deadline": 1.0, "cohort_size": 30} | slow
     sim = simulate(data, fd.algorithms.fedavg(), **by)
-    how, start, rows = sim.setup.engine, sim.init(jax.random.key(0)), sim.setup.arrays.rows
+    how, start, arrays = sim.setup.engine, sim.init(jax.random.key(0)), sim.setup.arrays
 
     @jax.jit
     def heard(deadline):
         engine = how._replace(failures=dataclasses.replace(how.failures, deadline=deadline))
-        return assign(engine, start, rows, jnp.arange(30)).cohort.id < 30
+        return assign(engine, start, arrays, jnp.arange(30)).cohort.id < 30
 
     deadlines = np.geomspace(0.05, 10, 80)
     there = np.stack([heard(deadline) for deadline in deadlines])

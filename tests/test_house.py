@@ -25,7 +25,7 @@ FLOORS = [
     {"errors", "types", "model", "recipes", "tree", "leaves", "checks"}
     | {"adapters", "batch_norm", "version", "disk", "reprs"},
     {"data", "models"},
-    {"local", "devices"},
+    {"local", "devices", "participation"},
     {"round", "algorithms"},
     {"measures", "storage"},
     {"simulation"},

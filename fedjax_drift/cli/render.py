@@ -42,12 +42,13 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     method = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
     redistributed = "" if redeal is None else f", examples redistributed {method}"
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
+    selected = " ".join(config["participation"]) or config["sampling"]
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
         "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
         + ("validation" if config["validation"] else "testing"),
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
-        f"{config['cohort_size']:,} per round ({config['sampling']}{redistributed})",
+        f"{config['cohort_size']:,} per round ({selected}{redistributed})",
         "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
         "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
         **({"failures": ", ".join(failing)} if failing else {}),
