@@ -41,6 +41,8 @@ def bernoulli(nonempty: bool = True) -> Participation:
         `Simulation` sets it to False for this rule.
     """
 
+    nonempty = checks.flag("nonempty", nonempty)
+
     def select(state: PyTree, key: jax.Array, t: jax.Array, K: int, clients: Clients) -> tuple[jax.Array, None]:
         N = len(clients.sizes)
 

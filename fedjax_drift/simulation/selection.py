@@ -12,6 +12,8 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.participation import Clients, Participation, bernoulli, uniform
 from fedjax_drift.types import THREEFRY
 
+RULES = {"uniform": uniform, "bernoulli": bernoulli}  # those that have a short form, ``sampling=``
+
 
 class Selection(NamedTuple):
     """A participation rule, and what the programs need to know of it."""
@@ -27,13 +29,8 @@ class Selection(NamedTuple):
         return self.rule.observe is None and not self.asks_losses
 
 
-def rule_of(participation: Any, sampling: str | None) -> Participation:
-    """The rule that the arguments of `Simulation` name. sampling: the short form, the name of a rule."""
-    if participation is not None and sampling is not None:
-        raise ConfigurationError("participation= and sampling= are two names of one option, got both: pass one")
-    rules = {"uniform": uniform, "bernoulli": bernoulli}
-    if sampling is not None:
-        return rules[checks.choice("sampling", sampling, rules)]()
+def rule_of(participation: Any) -> Participation:
+    """The checked option of `Simulation`, or its default."""
     if participation is None:
         return uniform()
     return checks.instance(
@@ -41,8 +38,18 @@ def rule_of(participation: Any, sampling: str | None) -> Participation:
     )
 
 
+def named_rule(sampling: Any, participation: Any) -> Participation:
+    """The rule with the name ``sampling``. participation: the other option, which must then be None."""
+    if participation is not None:
+        raise ConfigurationError("participation= and sampling= are two names of one option, got both: pass one")
+    return RULES[checks.choice("sampling", sampling, RULES)]()
+
+
 def selection_of(rule: Participation, N: int, K: int) -> Selection:
     """Returns the rule for N clients, of which a round selects K. Raises ConfigurationError if it doesn't fit."""
+    for name in ("init", "select", "most", "observe", "available", "expected"):
+        if name in ("init", "select", "most") or getattr(rule, name) is not None:
+            checks.function(f"{name} of {rule.name}", getattr(rule, name), "see fd.participation.Participation")
     checks.choice(f"weights of {rule.name}", rule.weights, ("algorithm", "uniform"))
     capacity = checks.integer(f"most of {rule.name}", rule.most(N, K), 1)
     asked = []

@@ -181,10 +181,10 @@ def assemble(options: Options) -> Setup:
             "failed round would have overwritten its state"
         )
     over_selected = clients_selected > cohort_size
-    validate.check_aggregation(aggregation, algorithm, participation, over_selected, data)
-    if aggregation.noise_multiplier is not None:
-        participation = bernoulli(nonempty=False)  # privacy accounting assumes independent draws
     selection = selection_of(participation, N, clients_selected)
+    validate.check_aggregation(aggregation, algorithm, participation, over_selected, data)
+    if aggregation.noise_multiplier is not None:  # privacy accounting assumes independent draws
+        selection = selection_of(bernoulli(nonempty=False), N, clients_selected)
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
     if model.statistics is not None:
         validate.check_statistics(model.statistics.kept, algorithm, aggregation)
@@ -224,7 +224,7 @@ def assemble(options: Options) -> Setup:
         lanes=placement.lanes_for(min(capacity, cohort_size) if over_selected else capacity, mesh, lane),
         cohort_size=cohort_size,
         clients_selected=clients_selected,
-        participation=participation,
+        participation=selection.rule,
         factors=selection.factors,
         drop_nonfinite=on_nonfinite == "drop_client",
         num_clients=N,

@@ -39,7 +39,7 @@ from fedjax_drift.simulation.placement import Placement, at_round, moved
 from fedjax_drift.simulation.plan import Plan, plan_of
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import History, complaints, loss_message
-from fedjax_drift.simulation.selection import rule_of
+from fedjax_drift.simulation.selection import named_rule, rule_of
 from fedjax_drift.simulation.setup import Options, Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
 from fedjax_drift.simulation.until import Until, ends, has_ended
@@ -123,14 +123,15 @@ class Simulation:
         measure: str | Sequence[str] = (),
         **options: Unpack[FlatOptions],
     ) -> None:
-        participation = rule_of(participation, options.pop("sampling", None))
+        if "sampling" in options:
+            participation = named_rule(options.pop("sampling"), participation)
         failures = _grouped("failures", Failures, failures, options)
         placement = _grouped("placement", Placement, placement, options)
         if options:
             raise TypeError(_unexpected(next(iter(options))))
         given = Options(
-            model, data, algorithm, LocalTraining() if local is None else local, cohort_size, participation, failures,
-            mean() if aggregation is None else aggregation, placement, on_nonfinite, measure,
+            model, data, algorithm, LocalTraining() if local is None else local, cohort_size, rule_of(participation),
+            failures, mean() if aggregation is None else aggregation, placement, on_nonfinite, measure,
         )  # fmt: skip
         self.executor = Executor(assemble(given), self.__repr__)
 
