@@ -251,7 +251,7 @@ class ServerState(NamedTuple):
     key: jax.Array  # constant: round t uses fold_in(key, t)
     server: Any  # the server's variables
     participation: PyTree  # the state of the participation rule; () for a rule without a state
-    clients: PyTree  # client states, leaves [N, ...]; padded if they are sharded, a `ClientStore` on the host
+    clients: PyTree = ()  # client states, leaves [N, ...]; padded if they are sharded, a `ClientStore` on the host
 
     @property
     def params(self) -> Params:

@@ -805,6 +805,10 @@ def plots() -> Iterator[Call]:
     yield Call(
         "fd.plots.federation", fd.plots.federation, {"data": DATA}, {"data": only(fd.FederatedData), "path": file}
     )
+    taken = [[0, 1], {"cohort": [2, -1]}]
+    kinds = {"cohorts": Kind([v for v in ANYTHING if v is not RAGGED], [taken, np.ones((2, 3), int)], like=taken)}
+    kinds |= {"num_clients": integer(3, sound=[np.int64(20)]), "path": file}
+    yield Call("fd.plots.participation", fd.plots.participation, {"cohorts": taken, "num_clients": 3}, kinds)
     errors, titles = {"a": [[1.0, 0.5], []], "b": [[2.0, 0.5], [1.0]]}, ["a", "b"]
     kinds = {
         "errors": Kind(ANYTHING, [errors], like=errors),

@@ -312,9 +312,9 @@ class Simulation:
         Returns:
           The next state, and info, a dict.
 
-          Some values have one entry per client of the cohort, [K]. With Bernoulli sampling, K here is not the expected
-          number of clients but a fixed upper bound. (A cohort exceeds this bound with probability of at most 1e-12.)
-          The unused entries have ``cohort`` -1 and weight 0.
+          Some values have one entry per client of the cohort, [K]. With Bernoulli and importance sampling, K here is
+          not the expected number of clients but a fixed upper bound. (A cohort exceeds this bound with probability of
+          at most 1e-12.) The unused entries have ``cohort`` -1 and weight 0.
 
           - ``cohort``: int32, the ids of the aggregated clients. -1 marks a client that did not report, a client
             that got no example from `FederatedData.redealt`, and an unused entry.
@@ -334,6 +334,7 @@ class Simulation:
           - ``executed_steps``: the number of local steps that the devices run. If L > 1 clients are trained side by
             side on a device, it includes the idle steps of clients that wait for a client with more steps.
           - ``executed_ratio``: ``executed_steps / steps``.
+          - ``available``: the number of available clients. Only present with a rule of availability.
 
           In addition, info has the metrics of the algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results
           of `measure`. If no client reports, all weights are 0, and the state does not change, except for ``round``.
