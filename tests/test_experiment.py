@@ -224,6 +224,7 @@ def test_the_committed_pages_match_the_committed_results(tmp_path):
         assert path.read_text() == (results / path.name).read_text()
 
 
+@pytest.mark.thorough
 def test_other_code_computes_the_same_claims():
     """experiments/recompute_claims.py shares no code with experiments/tables."""
     other = runpy.run_path(str(papers.EXPERIMENTS / "recompute_claims.py"))

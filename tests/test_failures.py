@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import thorough
 from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 
 import fedjax_drift as fd
@@ -133,7 +134,12 @@ def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  #
 
 
 @pytest.mark.parametrize(
-    "options", [{"bank": "host"}, {"stream": True}, {"bank": "sharded", "shard_data": True, "mesh": None}, {"lanes": 3}]
+    "options",
+    [
+        {"bank": "host", "stream": True},
+        *map(thorough, ({"bank": "host"}, {"stream": True}, {"lanes": 3})),
+        thorough({"bank": "sharded", "shard_data": True, "mesh": None}),
+    ],
 )
 def test_failures_do_not_depend_on_placement(data, options) -> None:  # noqa: F811
     failing = {"dropout": 0.4, "stragglers": 0.4, "over_selection": 1.4, "deadline": 2.0, "speed_spread": 0.5}
