@@ -39,14 +39,14 @@ def participation(cohorts: Sequence[Any], num_clients: int, path: FilePath = Non
     rounds = isinstance(cohorts, list | tuple) or isinstance(cohorts, np.ndarray) and cohorts.ndim
     if not rounds or not len(cohorts):
         raise ConfigurationError(
-            f"cohorts must be a list with at least 1 round, got {checks.shown(cohorts)}: pass a list of infos of round_fn"
+            f"cohorts must be a list with at least 1 round, got {checks.shown(cohorts)}: pass a list of infos"
         )
     taken = [_ids(cohort, N) for cohort in cohorts]
     T = len(taken)
     rows, columns = -(-N // -(-N // MOST_ROWS)), -(-T // -(-T // MOST_COLUMNS))
     cells = np.zeros((rows, columns))
     for t, ids in enumerate(taken):
-        np.add.at(cells, (ids * rows // N, t * columns // T), 1)
+        cells[:, t * columns // T] += np.bincount(ids * rows // N, minlength=rows)
     counts = np.bincount(np.concatenate(taken), minlength=N)
 
     figure = new_figure(10.0, 5.0, checked(style))
