@@ -46,6 +46,15 @@ class Batch(NamedTuple):
     mask: jax.Array  # bool [B], True for examples, False for padding; at least one is True
 
 
+class Stream(NamedTuple):
+    """The steps of a client if their number is given, instead of the number of epochs."""
+
+    steps: int  # K_i of all clients that do not stop early
+    batches: Callable[[Callable[[jax.Array], jax.Array]], Callable[[jax.Array], Batch]]
+    """``batches(key_of)`` shuffles the examples for epoch after epoch, with the key ``key_of(e)`` for epoch e. It
+    returns a function ``batch(s)`` -> the `Batch` of step s, for s < steps."""
+
+
 class Work(NamedTuple):
     """The inputs of one client's update in one round, apart from the server's variables and the client's state.
 
@@ -61,7 +70,7 @@ class Work(NamedTuple):
     lr: jax.Array  # float [], eta_t
     initial_lr: float  # eta_0; a tracer in a compiled round
     key: jax.Array  # this client's key in this round; `local.train` uses fold_in(key, e) in epoch e, for e < E
-    epochs: int  # static: E
+    epochs: int  # static: E, or the number of parts of a `Stream` after which drift is measured
     most_batches: int  # static: ceil(max n_i / B), batches per epoch of the largest client
     optimizer: optax.GradientTransformation  # maps a gradient to a direction (clipping, weight decay, momentum)
     epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
@@ -76,6 +85,7 @@ class Work(NamedTuple):
     lanes: str | None = None  # the axis of the `jax.vmap` over clients that train side by side; None: it trains alone
     first_epoch: int = 0  # the number of the first epoch, which determines the keys of the epochs
     part: Part | None = None  # None: the whole model is shared
+    stream: Stream | None = None  # None: the client does E epochs
     statistics: PyTree | None = None  # the running statistics with which the client starts; None: the model has none
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array, mask: jax.Array | None = None) -> jax.Array:

@@ -280,6 +280,7 @@ def local_training() -> Iterator[Call]:
         "weight_decay": nonnegative(),
         "clip_norm": optional(positive()),
         "optimizer": optional(only(optax.GradientTransformation)),
+        "steps": optional(integer()),
     }
     yield Call("fd.LocalTraining", fd.LocalTraining, {}, kinds | {"direction": optional(Kind(ANYTHING))})
     valid = {"optimizer": optax.scale_by_adam(), "lr": 1}

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import optax
+import optax.contrib
 
 from fedjax_drift import checks, participation
 from fedjax_drift.algorithms import ALGORITHMS
@@ -81,7 +82,31 @@ RULES = (
     participation.uniform, participation.bernoulli, participation.by_size, importance, participation.power_of_choice,
     schedule, participation.cyclic, participation.diurnal, participation.markov, trace,
 )  # fmt: skip
-OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
+
+
+def sgd(momentum: float = 0.0, nesterov: bool = False) -> optax.GradientTransformation:
+    """Returns SGD, with momentum within a round."""
+    return optax.trace(momentum, nesterov) if momentum else optax.identity()
+
+
+def adamw(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2
+) -> optax.GradientTransformation:
+    """Returns AdamW: the weight decay is added to the direction, not to the gradient."""
+    return optax.chain(optax.scale_by_adam(b1, b2, eps), optax.add_decayed_weights(weight_decay))
+
+
+def muon(beta: float = 0.95) -> optax.GradientTransformation:
+    """Returns Muon for matrices, and Adam for all other parameters."""
+    return optax.chain(
+        optax.contrib.muon(1.0, beta=beta), optax.scale(-1.0)
+    )  # optax.muon returns a direction of descent
+
+
+OPTIMIZERS = {
+    "sgd": sgd, "adam": optax.scale_by_adam, "adamw": adamw, "rmsprop": optax.scale_by_rms,
+    "adagrad": optax.scale_by_rss, "muon": muon,
+}  # fmt: skip
 DATASET = Choice(DATASETS, hidden=("request",))
 PARTITION = Choice({factory.__name__: factory for factory in PARTITIONS}, hidden=("num_clients", "seed", "size_sigma"))
 MODEL = Choice(MODELS, hidden=("input_shape", "sizes"))
@@ -197,6 +222,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "Dirichlet(ALPHA); with --partition iid only client drift remains", redeal)
     group = parser.add_argument_group("local training of every client")
     add_parameters(group, LocalTraining, *LOCAL)
+    add(group, "--steps", "K", "local steps of every client, instead of --epochs (default: as many as the epochs need)",
+        count)
     add(group, "--optimizer", SPEC, "optax optimizer of the clients, instead of SGD with momentum: one of "
         f"{', '.join(OPTIMIZERS)}. Its state is reset in every round", OPTIMIZER)
     add(group, "--augment", SPEC, "train on random variants of the images: one of "

@@ -154,7 +154,7 @@ def assemble(
     specs, values = algorithm_specs(args), dict(values or {})
     numbers = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
     optimizer, augment = args.optimizer and _optimizer(args.optimizer), args.augment and args.augment.make()
-    local = LocalTraining(**numbers, optimizer=optimizer, augment=augment)
+    local = LocalTraining(**numbers, steps=args.steps, optimizer=optimizer, augment=augment)
     algorithms = {}
     for spec in specs:
         try:
@@ -292,7 +292,7 @@ def _optimizer(spec: Spec) -> optax.GradientTransformation:
     """Returns the optimizer. optax does not check its options."""
     for name, value in spec.options.items():
         if not isinstance(value, bool):
-            check = checks.fraction if name in ("b1", "b2", "decay") else checks.nonnegative
+            check = checks.fraction if name in ("b1", "b2", "decay", "beta", "momentum") else checks.nonnegative
             check(f"optimizer {spec.name}: {name}", value)
     return spec.make()
 

@@ -32,8 +32,10 @@ NAME_WIDTH = 22  # columns for the name of an algorithm in the table, which then
 def heading(config: Mapping[str, Any], output: Path) -> str:
     data, local, model, part = config["data"], config["local"], config["model"], config["train"]
     redeal, measure, devices = config["redeal"], config["measure"], config["devices"]
-    epochs = f"{local['epochs']} epoch{'s' * (local['epochs'] > 1)}"
+    given = "epochs" if local["steps"] is None else "steps"
+    trained_for = f"{local[given]} {given[:-1]}{'s' * (local[given] > 1)}"
     usual = vars(fd.LocalTraining(local["epochs"], local["batch_size"], local["lr"])) | vars(fd.Failures())
+    usual |= {"steps": local["steps"]}
     changed = [f"{name} {value}" for name, value in local.items() if value != usual[name]]
     failing = [f"{k.replace('_', ' ')} {value}" for k, value in config["failures"].items() if value != usual[k]]
     failing += [config["aggregation"]] * (config["aggregation"] != "mean")
@@ -50,7 +52,7 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
         f"{config['cohort_size']:,} per round ({selected}{redistributed})",
         "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
-        "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
+        "local training": ", ".join([trained_for, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
         **({"failures": ", ".join(failing)} if failing else {}),
         **measured,
         "devices": f"{devices['count']} ({devices['platform']}), {together}lanes {config['lanes']}",

@@ -145,7 +145,7 @@ def update_and_measure(
         if "updates" in names:
             D = trained(engine, tree.subtract(theta, start))
             measured["update_norm"] = jnp.sqrt(tree.dot(D, D))
-            if places * engine.local.epochs * tree.nbytes(D) <= KEPT_BYTES:
+            if places * engine.local.parts * tree.nbytes(D) <= KEPT_BYTES:
                 measured["update"] = D
         if shared.extra:
             test, z_global = shared.extra

@@ -80,8 +80,8 @@ def assign(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array
     if engine.failures is not None:
         cohort = fail(engine, engine.failures, state.key, key, cohort)
     lr = engine.local.rate(state.round)
-    # With sharded examples, stragglers are sorted by their full number of steps, because `rows_by_rank` assumes it.
-    steps = cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size)
+    # With sharded examples, clients are sorted by the batches of an epoch, because `rows_by_rank` assumes it.
+    steps = cohort.steps if engine.rows_by_rank is None else engine.local.batches(cohort.size)
     order, empty, placed = at_places(engine, cohort, steps)
     order, placed = replicated(engine, (order, placed))
     return Assignment(Shared(state.server, rows, key, state.round, lr), drawn, selected, cohort, order, empty, placed)
@@ -186,7 +186,7 @@ def look_up(engine: Engine, rows: Rows, ids: jax.Array, factor: jax.Array | None
     size, place = jnp.where(present, rows.sizes[known], 0), jnp.where(present, ids, engine.state_rows)
     if engine.factors and factor is None:
         factor = jnp.ones(ids.shape, float)
-    return Client(jnp.where(present, ids, N), size, rows.offsets[known], engine.local.steps(size), place, factor)
+    return Client(jnp.where(present, ids, N), size, rows.offsets[known], engine.local.num_steps(size), place, factor)
 
 
 def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: jax.Array, cohort: Client) -> Client:
@@ -236,5 +236,5 @@ def redistributed(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Cli
     )
     of_absentee = jnp.array([[engine.num_clients], [engine.state_rows]])
     id_, place = jnp.where(size > 0, jnp.stack([cohort.id, cohort.place]), of_absentee)
-    cohort = Client(id_, size, M + offset, engine.local.steps(size), place, cohort.factor)
+    cohort = Client(id_, size, M + offset, engine.local.num_steps(size), place, cohort.factor)
     return rows._replace(places=jnp.concatenate([jnp.arange(M, dtype=jnp.int32), places])), cohort

@@ -144,7 +144,7 @@ def absent(engine: Engine) -> Client:
 
 def mean_steps(engine: Engine) -> int:
     """Kbar, the local steps of a client with the mean number of examples."""
-    return int(engine.local.steps(engine.mean_size))
+    return int(engine.local.num_steps(engine.mean_size))
 
 
 def partitionable(function: Callable) -> Callable:

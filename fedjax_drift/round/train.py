@@ -35,7 +35,7 @@ from fedjax_drift.round.engine import (
     sum_over_devices,
 )
 from fedjax_drift.round.exchange import exchange, longest_share
-from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Trained, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Stream, Trained, Work
 
 LANES = "lanes"  # the axis of the clients that train side by side
 
@@ -133,16 +133,26 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         rows = client.offset + examples
         return rows if data.places is None else data.places[rows]
 
+    def batch_of(order: jax.Array, begin: jax.Array, k: jax.Array) -> Batch:
+        """Batch k of an epoch, whose examples are ``order[begin:begin + B]``."""
+        mask = k * B + jnp.arange(B) < size
+        rows = rows_of(jnp.where(mask, lax.dynamic_slice(order, (begin,), (B,)), 0))
+        x = data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example)
+        return Batch(engine.decode(x), data.y[rows], mask)
+
     def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
         order = shuffle(key, size, longest, most_batches * B)
+        return lambda k: batch_of(order, k * B, k)
 
-        def batch(k: jax.Array) -> Batch:
-            mask = k * B + jnp.arange(B) < size
-            rows = rows_of(jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0))
-            x = data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example)
-            return Batch(engine.decode(x), data.y[rows], mask)
+    def stream(key_of: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], Batch]:
+        steps, length = engine.local.steps or 0, most_batches * B
+        batches = jnp.maximum(-(-size // B), 1)
 
-        return batch
+        def append(e: jax.Array, orders: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice(orders, shuffle(key_of(e), size, longest, length), (e * batches * B,))
+
+        orders = lax.fori_loop(0, -(-client.steps // batches), append, jnp.zeros(steps * B + length, jnp.int32))
+        return lambda s: batch_of(orders, s * B, s % batches)
 
     def label_counts(num_classes: int) -> jax.Array:
         def add(k: jax.Array, counts: jax.Array) -> jax.Array:
@@ -162,9 +172,9 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         num_steps=client.steps,
         mean_steps=mean_steps(engine),
         lr=shared.lr,
-        initial_lr=engine.local.lr,
+        initial_lr=engine.local.initial_lr,
         key=key,
-        epochs=engine.local.epochs,
+        epochs=engine.local.parts,
         most_batches=most_batches,
         optimizer=engine.local.ascent_of(key),
         epoch=epoch,
@@ -173,6 +183,7 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         momentum=engine.local.momentum,
         augment=engine.local.augment,
         lanes=None if engine.lanes == 1 else LANES,
+        stream=None if engine.local.steps is None else Stream(engine.local.steps, stream),
     )
 
 
@@ -182,6 +193,8 @@ def executed_steps(engine: Engine, placed: Client) -> jax.Array:
     In every epoch, all L clients of a group run as many steps as the client of the group with the most steps in this
     epoch. The unused steps of the other clients are included.
     """
+    if engine.local.steps is not None:  # the parts have the same number of steps for all clients
+        return placed.steps.max(2).sum() * engine.lanes
     batches = -(-placed.size // min(engine.local.batch_size, engine.max_size))[..., None]
     epochs = jnp.arange(engine.local.epochs)[None, None, None]
     left = placed.steps[..., None] - batches * epochs
@@ -239,7 +252,7 @@ def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
 def update_of_size(engine: Engine, shared: Shared, size: jax.Array) -> ClientResult:
     """The update of client 0 in its initial state, as if it had ``size`` examples."""
     zero = jnp.zeros((), jnp.int32)
-    client = Client(zero, size, zero, engine.local.steps(size), zero)
+    client = Client(zero, size, zero, engine.local.num_steps(size), zero)
     work = client_work(engine._replace(lanes=1), shared, client, size)
     return update(engine, shared, client, engine.algorithm.init_client(shared.server.params), work)
 

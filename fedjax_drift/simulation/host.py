@@ -49,7 +49,7 @@ class Host:
             x, y, offsets = self._stream.fetch(ids)
             arrays = arrays._replace(rows=Rows(x, y))
         places = np.where(ids < N, places, self.setup.engine.state_rows)
-        columns = [column.astype(np.int32) for column in (ids, sizes, offsets, local.steps(sizes), places)]
+        columns = [column.astype(np.int32) for column in (ids, sizes, offsets, local.num_steps(sizes), places)]
         clients = Client(*put(columns, self.setup.everywhere))
         if factor is not None:
             clients = clients._replace(factor=put(factor, self.setup.everywhere))

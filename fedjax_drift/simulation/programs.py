@@ -151,7 +151,7 @@ class Programs:
         """
         engine = self.engine
         if local is not None:
-            by_rank = None if engine.rows_by_rank is None else rows_by_rank(sizes, local.steps(sizes))
+            by_rank = None if engine.rows_by_rank is None else rows_by_rank(sizes, local.batches(sizes))
             engine = engine._replace(local=local, rows_by_rank=by_rank)
         if engine.algorithm.personal is None:  # different algorithms then share the program
             engine = engine._replace(algorithm=None)  # type: ignore[arg-type]

@@ -233,7 +233,7 @@ def assemble(options: Options) -> Setup:
         capacity=capacity,
         state_rows=-(-N // D) * D if sharded else N,
         sharded=sharded,
-        rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
+        rows_by_rank=rows_by_rank(data.sizes, local.batches(data.sizes)) if rows_at == "parts" else None,
         example=data.x.shape[1:],
         decode=decoded,
         num_classes=shapes.num_classes,

@@ -645,7 +645,7 @@ class Simulation:
             )
         if fine_tune is not None and not isinstance(fine_tune, LocalTraining):
             fix = "pass a number of epochs, or a fd.LocalTraining; None means no fine-tuning"
-            fine_tune = replace(self.local, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
+            fine_tune = replace(self.local, steps=None, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
         state = self.setup.admit(state)
         client = np.repeat(np.arange(len(sizes)), sizes)
         rows, _ = self.executor.programs.launch_scoring("evaluate_rows", state.params, self.executor.test())

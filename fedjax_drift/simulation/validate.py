@@ -76,9 +76,10 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
     """Checks that the model, the local training and the data meet the requirements of the algorithm."""
     for name in algorithm.requires:
         if epochs := re.fullmatch(r"(\d+) epochs", str(name)):
-            if local.epochs < int(epochs[1]):
+            if local.steps is not None or local.epochs < int(epochs[1]):
+                given = local.epochs if local.steps is None else f"{local.steps} steps"
                 raise ConfigurationError(
-                    f"{algorithm.name} needs at least {name}, got {local.epochs}: pass LocalTraining(epochs="
+                    f"{algorithm.name} needs at least {name}, got {given}: pass LocalTraining(epochs="
                     f"{epochs[1]}), or --epochs {epochs[1]} on the command line"
                 )
             continue
@@ -251,7 +252,7 @@ def check_cohort(cohort: Any, N: int, what: str = "cohort") -> jax.Array:
 
 def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
     """Checks that the local steps fit in int32, and that the optimizer can be used."""
-    if local.steps(max_size) >= 2**31:
+    if local.num_steps(max_size) >= 2**31:
         raise ConfigurationError(
             f"epochs must give each client fewer than 2**31 local steps, got {local.epochs}: use fewer epochs"
         )

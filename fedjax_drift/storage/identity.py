@@ -72,12 +72,19 @@ def identity(
         **settings(engine.algorithm, "algorithm"),
         **settings(engine.model, "model"),
         **settings(engine.local, "local"),
+        **_schedule(engine),
         **options,
         "client states": places.get(client_store, "files"),
         **described(layout(shapes)),
         **fingerprint(data),
         COMPUTATION: computation,
     }
+
+
+def _schedule(engine: Engine) -> dict[str, Any]:
+    """Returns a checksum of the learning rates of 1,024 rounds, if they are a function of the round."""
+    lr = engine.local.lr
+    return {"local.lr": _crc(np.asarray(jax.vmap(lr)(np.arange(1024, dtype=np.int32))))} if callable(lr) else {}
 
 
 def _participation(engine: Engine) -> dict[str, Any]:
