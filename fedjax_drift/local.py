@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fedjax_drift import checks, reprs, tree
+from fedjax_drift import checks, reprs, schedules, tree
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import Batch, Params, PyTree, Trained, Work, batch_mean
@@ -78,10 +78,11 @@ class LocalTraining:
     steps: int | None = None
 
     def __post_init__(self) -> None:
+        lr: Any = self.lr
         checked = {
             "epochs": checks.integer("epochs", self.epochs, 1),
             "batch_size": checks.integer("batch_size", self.batch_size, 1),
-            "lr": _rate(self.lr),
+            "lr": schedules.checked("lr", lr) if schedules.is_schedule(lr) else checks.positive("lr", lr),
             "lr_decay": checks.positive("lr_decay", self.lr_decay, "1 keeps the learning rate constant"),
             "momentum": checks.fraction("momentum", self.momentum),
             "weight_decay": checks.nonnegative("weight_decay", self.weight_decay),
@@ -197,26 +198,6 @@ class LocalTraining:
                 text = reprs.function_name(function) if callable(function) else repr(value)
                 shown.append(f"{field.name}={text}")
         return f"LocalTraining({', '.join(shown)})"
-
-
-def _rate(lr: Any) -> Any:
-    """Returns the checked learning rate, or the schedule."""
-    if not callable(lr) or isinstance(lr, type | jax.core.Tracer):
-        return checks.positive("lr", lr, "or pass a function of the round, such as an optax schedule")
-    try:
-        eta = jax.eval_shape(lr, jax.ShapeDtypeStruct((), jnp.int32))
-        shape = jnp.shape(eta)
-    except Exception as error:
-        raise ConfigurationError(
-            f"lr must be a number, or a function of the round that returns a number, got one that fails "
-            f"({checks.first_line(error)}): pass optax.cosine_decay_schedule(0.1, decay_steps=500), for example"
-        ) from error
-    if shape or not jnp.issubdtype(jnp.result_type(eta), jnp.floating):
-        raise ConfigurationError(
-            f"lr must return a floating scalar for every round, got {jnp.result_type(eta)}{[*shape]}: pass "
-            "optax.cosine_decay_schedule(0.1, decay_steps=500), for example"
-        )
-    return lr
 
 
 def _is_key(leaf: Any) -> bool:

@@ -31,6 +31,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.model import Model as Model
 from fedjax_drift.model import Params, Part, PyTree
 from fedjax_drift.recipes import Recipe, recorded
+from fedjax_drift.schedules import of_rounds
 
 P = ParamSpec("P")
 Metrics = Mapping[str, Any]  # name -> scalar array
@@ -250,8 +251,11 @@ def algorithm(factory: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     compiled round, so another value compiles nothing (but a 0 does: it often switches something off). A checkpoint
     compares the factory and its arguments by name. Like a function for `jax.jit`, the factory must depend on its
     arguments only. Without the decorator an algorithm works as well. Every call of its factory then compiles a round.
+
+    A number may also be a schedule, a function of the round such as ``optax.cosine_decay_schedule(1.0, 500)``. It is a
+    part of the program (`schedules`).
     """
-    return recorded(factory)
+    return recorded(of_rounds(factory))
 
 
 class ServerState(NamedTuple):

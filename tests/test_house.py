@@ -23,7 +23,7 @@ MODULES = {
 }
 FLOORS = [
     {"errors", "types", "model", "recipes", "tree", "leaves", "checks"}
-    | {"adapters", "batch_norm", "version", "disk", "reprs"},
+    | {"adapters", "batch_norm", "version", "disk", "reprs", "schedules"},
     {"data", "models"},
     {"local", "devices", "participation"},
     {"round", "algorithms"},

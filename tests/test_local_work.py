@@ -117,6 +117,31 @@ def test_a_schedule_of_the_learning_rate() -> None:
     assert "cosine_decay_schedule" in repr(local) and "lr" not in same.settings
 
 
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (fd.algorithms.fedavg, {}),
+        (fd.algorithms.fedeve, {}),  # its clients use the server learning rate, too
+        (fd.algorithms.fedexp, {"eps": optax.linear_schedule(0.1, 0.01, 3)}),  # which is reported
+        (fd.algorithms.fedprox, {"mu": lambda t: 0.1 / (1.0 + t)}),
+        (fd.algorithms.partly_shared, {}),
+    ],
+)
+def test_numbers_of_an_algorithm_may_be_schedules(make, options) -> None:
+    """A round is that of the algorithm with the values of this round."""
+    if make is fd.algorithms.partly_shared:
+        make = lambda server_lr: fd.algorithms.partly_shared(fd.algorithms.fedavg(server_lr))  # noqa: E731
+    schedules = options or {"server_lr": optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 10)}
+    sim = simulate(make(**schedules))
+    state = sim.init(jax.random.key(0))
+    for t in range(4):
+        values = {name: float(schedule(t)) or 1e-30 for name, schedule in schedules.items()}
+        expected, other = simulate(make(**values)).round_fn(state)
+        state, info = sim.round_fn(state)
+        assert_close(state, expected)
+        assert info.keys() == other.keys()
+
+
 def test_bad_local_work() -> None:
     for make, message in (
         (lambda: fd.LocalTraining(steps=0), "steps must be an integer"),
@@ -125,6 +150,9 @@ def test_bad_local_work() -> None:
         (lambda: fd.LocalTraining(lr=lambda: 1.0), "got one that fails"),
         (lambda: fd.LocalTraining(lr=lambda t: jnp.ones(2)), r"a floating scalar for every round, got float32\[2\]"),
         (lambda: fd.LocalTraining(lr=lambda t: t), "a floating scalar for every round, got int32"),
+        (lambda: fd.algorithms.fedavg(server_lr=lambda t: "a"), "server_lr must be a number, or a function of the"),
+        (lambda: fd.algorithms.fedavg(server_lr=lambda t: -1.0 + 0 * t), "server_lr must be a finite number > 0"),
+        (lambda: fd.algorithms.fedavg(weighting=lambda t: 1.0), "weighting must be one of"),
         (lambda: simulate(fd.algorithms.fedrep()), "fedrep needs at least 2 epochs, got 7 steps"),
         (lambda: simulate(fd.algorithms.ditto(personal_epochs=2)), "ditto needs at least 1 epochs, got 7 steps"),
     ):

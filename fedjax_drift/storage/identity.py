@@ -22,6 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import recipes
@@ -84,7 +85,7 @@ def identity(
 def _schedule(engine: Engine) -> dict[str, Any]:
     """Returns a checksum of the learning rates of 1,024 rounds, if they are a function of the round."""
     lr = engine.local.lr
-    return {"local.lr": _crc(np.asarray(jax.vmap(lr)(np.arange(1024, dtype=np.int32))))} if callable(lr) else {}
+    return {"local.lr": _crc(np.asarray(jax.vmap(lr)(jnp.arange(1024))))} if callable(lr) else {}
 
 
 def _participation(engine: Engine) -> dict[str, Any]:
