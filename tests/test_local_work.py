@@ -130,7 +130,7 @@ def test_a_schedule_of_the_learning_rate() -> None:
 def test_numbers_of_an_algorithm_may_be_schedules(make, options) -> None:
     """A round is that of the algorithm with the values of this round."""
     if make is fd.algorithms.partly_shared:
-        make = lambda server_lr: fd.algorithms.partly_shared(fd.algorithms.fedavg(server_lr))  # noqa: E731
+        make = lambda server_lr: fd.algorithms.partly_shared(fd.algorithms.fedavg(server_lr), "bias")  # noqa: E731
     schedules = options or {"server_lr": optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 10)}
     sim = simulate(make(**schedules))
     state = sim.init(jax.random.key(0))
