@@ -10,48 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from small import federate, models_after, quadratics, states_after
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms.constrained import PARTS
 from fedjax_drift.algorithms.fedreg import remove
 from fedjax_drift.types import ServerState
-
-
-def quadratics(targets, sizes=None, curvatures=None) -> tuple[fd.FederatedData, fd.Model]:
-    """F_i(w) = h_i (w - a_i)^2 / 2. All examples of client i are (a_i, sqrt(h_i)), so all batches have equal gradients.
-
-    The second logit is 0 and all labels are 0. So an example is classified correctly if w >= a_i.
-    """
-    N = len(targets)
-    rows = zip(targets, curvatures or [1.0] * N, sizes or [1] * N, strict=True)
-    clients = [(np.tile(np.float32([a, h**0.5]), (n, 1)), np.zeros(n, np.int32)) for a, h, n in rows]
-
-    def apply(w, x):
-        z = x[:, 1] * (w - x[:, 0])
-        return jnp.stack([z, jnp.zeros_like(z)], 1)
-
-    model = fd.Model(lambda key: jnp.zeros(()), apply, loss=lambda z, y: z[:, 0] ** 2 / 2)
-    return fd.FederatedData.from_clients(clients, test=clients[0]), model
-
-
-def federate(algorithm, data_model=None, cohort_size=None, **local) -> fd.Simulation:
-    data, model = data_model or quadratics([2.0, 8.0], [1, 3])
-    local = fd.LocalTraining(**{"epochs": 2, "batch_size": 10, "lr": 0.5} | local)
-    one_device = fd.clients_mesh(jax.devices()[:1])  # one device compiles faster
-    return fd.Simulation(
-        model, data, algorithm, local=local, cohort_size=cohort_size or data.num_clients, mesh=one_device
-    )
-
-
-def states_after(sim: fd.Simulation, rounds: int, start: float = 0.0) -> list[ServerState]:
-    states = [sim.init(jax.random.key(0), params=jnp.asarray(start))]
-    for _ in range(rounds):
-        states.append(sim.round_fn(states[-1])[0])
-    return states
-
-
-def models_after(algorithm, rounds=2, *args, **options) -> list[float]:
-    return [float(state.params) for state in states_after(federate(algorithm, *args, **options), rounds)[1:]]
 
 
 # Two steps with learning rate 1/2 towards a give D = 3 (a - w) / 4. From w = 0, D = 1.5 and 6, and their uniform mean
