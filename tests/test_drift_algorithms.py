@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from small import federate, models_after, quadratics, states_after
+from small import federate, models_after, quadratics, states_after, thorough
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms.constrained import PARTS
@@ -374,7 +374,7 @@ def test_the_gain_of_fedeve() -> None:
     assert (float(info["gain"]), float(state.params)) == (0.0, 2.0)
 
 
-@pytest.mark.parametrize(("clients", "lanes"), [(10, 1), (1000, 1), (1000, 100)])
+@pytest.mark.parametrize(("clients", "lanes"), [(10, 1), thorough(1000, 1), thorough(1000, 100)])
 def test_a_small_client_variance_of_fedeve_is_accurate(clients, lanes) -> None:
     """The relative error is below 1 % in float32.
 
@@ -408,6 +408,7 @@ def end_of(algorithm, rounds=60, **local) -> float:
     return models_after(algorithm, rounds, quadratics(*UNEVEN), **{"epochs": 5, "lr": 0.1} | local)[-1]
 
 
+@pytest.mark.thorough
 def test_equations_of_fedgvr_as_printed() -> None:
     gvr = lambda **options: fd.algorithms.fedgvr(mu=0.1, window=1000, **options)  # noqa: E731
     assert end_of(gvr()) == pytest.approx(OPTIMUM, abs=1e-3)
@@ -425,6 +426,7 @@ def test_equations_of_fedgvr_as_printed() -> None:
     assert end_of(gvr(literal="scale"), **rate) == pytest.approx(biased, abs=0.1 * abs(biased - OPTIMUM))
 
 
+@pytest.mark.thorough
 def test_equations_of_fedgm_and_fedgvrgm_as_printed() -> None:
     gm = lambda **options: fd.algorithms.fedgm(mu=0.1, beta=0.9, **options)  # noqa: E731
     fixed = end_of(gm(), 300)
@@ -447,6 +449,7 @@ def test_equations_of_fedgm_and_fedgvrgm_as_printed() -> None:
     assert end_of(gvrgm(**damped, variate_momentum=False), 400) == pytest.approx(OPTIMUM, abs=1e-2)
 
 
+@pytest.mark.thorough
 def test_the_exact_recursion_overshoots_less_if_eps_jumps() -> None:
     """eps is 1 in every tenth round and 0 otherwise.
 
@@ -498,6 +501,7 @@ def test_a_constraint_restricts_its_part() -> None:
         assert outputs[part if part in PARTS else "classifier"] < 0.95 * free[part if part in PARTS else "classifier"]
 
 
+@pytest.mark.thorough
 def test_hyper_parameters_may_be_traced_and_of_a_wider_dtype_than_the_parameters() -> None:
     """vmap over a float32 hyper-parameter works for parameters in float32 and in bfloat16, whose dtype does not change.
 
