@@ -327,6 +327,7 @@ def test_rounds_and_seeds_can_be_added_and_other_options_are_refused(place, tmp_
     assert "did you mean 'FedAvg'?" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, capsys):
     output, text = tmp_path / "o", TINY.replace("seeds = 2", 'seeds = 1\nuntil = "rounds to 1 %"')
     place = with_tables(tmp_path / "tables", table=text)
