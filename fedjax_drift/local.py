@@ -418,9 +418,9 @@ def parts_of(work: Work) -> Callable[[jax.Array], tuple[jax.Array, Callable[[jax
         steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
         return steps, lambda k: Step(batch(k), epoch_key, noise_key, k)
 
-    if work.stream is None:
+    if work.steps is None or work.stream is None:
         return epoch
-    total, batch = work.stream.steps, work.stream.batches(lambda e: jax.random.split(key_of(e))[0])
+    total, batch = work.steps, work.stream(lambda e: jax.random.split(key_of(e))[0])
     begins = jnp.asarray([total * e // work.epochs for e in range(work.epochs + 1)], jnp.int32)
 
     def tenth(e: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Step]]:

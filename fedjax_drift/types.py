@@ -47,20 +47,9 @@ class Batch(NamedTuple):
     mask: jax.Array  # bool [B], True for examples, False for padding; at least one is True
 
 
-class Stream(NamedTuple):
-    """The steps of a client if their number is given, instead of the number of epochs."""
-
-    steps: int  # K_i of all clients that do not stop early
-    batches: Callable[[Callable[[jax.Array], jax.Array]], Callable[[jax.Array], Batch]]
-    """``batches(key_of)`` shuffles the examples for epoch after epoch, with the key ``key_of(e)`` for epoch e. It
-    returns a function ``batch(s)`` -> the `Batch` of step s, for s < steps."""
-
-
 class Work(NamedTuple):
-    """The inputs of one client's update in one round, apart from the server's variables and the client's state.
-
-    An algorithm may pass a changed copy to `local.train`, such as ``work._replace(lr=work.lr / 2)``.
-    """
+    """The inputs of one client's update in one round, apart from the server's variables and the client's state. An
+    algorithm may pass a changed copy to `local.train`, such as ``work._replace(lr=work.lr / 2)``."""
 
     t: jax.Array  # int32 [], the round, from 0
     size: jax.Array  # int32 [], n_i, number of examples of this client
@@ -71,7 +60,7 @@ class Work(NamedTuple):
     lr: jax.Array  # float [], eta_t
     initial_lr: float  # eta_0; a tracer in a compiled round
     key: jax.Array  # this client's key in this round; `local.train` uses fold_in(key, e) in epoch e, for e < E
-    epochs: int  # static: E, or the number of parts of a `Stream` after which drift is measured
+    epochs: int  # static: E, or with ``steps`` the number of parts after which drift is measured
     most_batches: int  # static: ceil(max n_i / B), batches per epoch of the largest client
     optimizer: optax.GradientTransformation  # maps a gradient to a direction (clipping, weight decay, momentum)
     epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
@@ -86,7 +75,8 @@ class Work(NamedTuple):
     lanes: str | None = None  # the axis of the `jax.vmap` over clients that train side by side; None: it trains alone
     first_epoch: int = 0  # the number of the first epoch, which determines the keys of the epochs
     part: Part | None = None  # None: the whole model is shared
-    stream: Stream | None = None  # None: the client does E epochs
+    steps: int | None = None  # static: the number of steps of all clients; None: they do E epochs
+    stream: Callable[[Callable], Callable] | None = None  # with ``steps``: like ``epoch``, with a key for each epoch
     statistics: PyTree | None = None  # the running statistics with which the client starts; None: the model has none
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -250,10 +240,8 @@ def algorithm(factory: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     The floats among the arguments, and integers for a parameter with the annotation ``float``, become arguments of the
     compiled round, so another value compiles nothing (but a 0 does: it often switches something off). A checkpoint
     compares the factory and its arguments by name. Like a function for `jax.jit`, the factory must depend on its
-    arguments only. Without the decorator an algorithm works as well. Every call of its factory then compiles a round.
-
-    A number may also be a schedule, a function of the round such as ``optax.cosine_decay_schedule(1.0, 500)``. It is a
-    part of the program (`schedules`).
+    arguments only. Without the decorator an algorithm works as well. Every call of its factory then compiles a round. A
+    number may also be a schedule, a function of the round such as ``optax.cosine_decay_schedule(1.0, 500)``.
     """
     return recorded(of_rounds(factory))
 
@@ -264,8 +252,8 @@ class ServerState(NamedTuple):
     round: jax.Array  # int32 [], number of completed rounds
     key: jax.Array  # constant: round t uses fold_in(key, t)
     server: Any  # the server's variables
-    participation: PyTree  # the state of the participation rule; () for a rule without a state
-    clients: PyTree = ()  # client states, leaves [N, ...]; padded if they are sharded, a `ClientStore` on the host
+    clients: PyTree  # client states, leaves [N, ...]; padded if they are sharded, a `ClientStore` on the host
+    participation: PyTree = ()  # the state of the participation rule
 
     @property
     def params(self) -> Params:

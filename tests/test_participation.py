@@ -240,7 +240,10 @@ def test_observe_gets_the_losses_of_those_that_report(data) -> None:
 # --- combinations -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    [name if "power" in name and "," in name else pytest.param(name, marks=pytest.mark.thorough) for name in RULES],
+)
 def test_places_and_resuming_do_not_change_results(name, data, tmp_path) -> None:
     """Client states on the device, sharded, on the host or in files; examples on the devices, sharded or streamed; one
     device or two; a run that is resumed from a checkpoint; and `lax.scan`."""

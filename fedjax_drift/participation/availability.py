@@ -18,6 +18,7 @@ from fedjax_drift.participation.cohorts import uniform
 from fedjax_drift.participation.rule import Clients, Participation
 from fedjax_drift.recipes import recorded
 from fedjax_drift.tree import PyTree
+from fedjax_drift.types import THREEFRY
 
 OWN, BASE = 0, 1  # fold_in(key, OWN) is the key of a rule of availability, fold_in(key, BASE) that of its base
 
@@ -88,7 +89,7 @@ def diurnal(
 class Switching(NamedTuple):
     """The state of `markov`."""
 
-    key: jax.Array
+    key: jax.Array  # uint32 [2], the words of the key of the next round
     available: jax.Array  # bool [N]
 
 
@@ -107,12 +108,13 @@ def markov(up: float, down: float, base: Participation | None = None) -> Partici
 
     def init(key: jax.Array, clients: Clients) -> Switching:
         key, use = jax.random.split(key)
-        return Switching(key, jax.random.uniform(use, clients.sizes.shape) < up / (up + down))
+        available = jax.random.uniform(use, clients.sizes.shape) < up / (up + down)
+        return Switching(jax.random.key_data(key), available)
 
     def advance(own: Switching) -> Switching:
-        key, use = jax.random.split(own.key)
+        key, use = jax.random.split(jax.random.wrap_key_data(own.key, impl=THREEFRY))
         switches = jax.random.uniform(use, own.available.shape) < jnp.where(own.available, down, up)
-        return Switching(key, own.available ^ switches)
+        return Switching(jax.random.key_data(key), own.available ^ switches)
 
     return _restricted("markov", base, lambda own, key, t, N: own.available, init, advance=advance)
 

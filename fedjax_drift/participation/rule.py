@@ -30,7 +30,7 @@ class Participation(NamedTuple):
     create, or one of those with `_replace`. With the decorator `fd.participation.rule` on the factory, its numbers are
     arguments of the compiled round.
 
-    A state is any pytree. It is saved in checkpoints and kept on every device.
+    A state is any pytree of arrays of numbers. It is saved in checkpoints and kept on every device.
 
     Attributes:
       select: ``select(state, key, t, K, clients) -> (ids, factor)``, the clients of round t. K: the number of clients

@@ -75,7 +75,7 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
             f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
         )
     participation = initial_participation(engine, round_key, sizes)
-    return ServerState(jnp.zeros((), jnp.int32), round_key, server, participation, clients)
+    return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation)
 
 
 def round_fn(
@@ -160,4 +160,4 @@ def observed_round(
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
         info = with_metrics(engine, info, reported)
     measures = observer.after(assigned, state.clients, sums, measured)
-    return ServerState(state.round + 1, state.key, server, state_of_rule, clients), info, measures
+    return ServerState(state.round + 1, state.key, server, clients, state_of_rule), info, measures

@@ -35,7 +35,7 @@ from fedjax_drift.round.engine import (
     sum_over_devices,
 )
 from fedjax_drift.round.exchange import exchange, longest_share
-from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Stream, Trained, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Trained, Work
 
 LANES = "lanes"  # the axis of the clients that train side by side
 
@@ -183,7 +183,8 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         momentum=engine.local.momentum,
         augment=engine.local.augment,
         lanes=None if engine.lanes == 1 else LANES,
-        stream=None if engine.local.steps is None else Stream(engine.local.steps, stream),
+        steps=engine.local.steps,
+        stream=None if engine.local.steps is None else stream,
     )
 
 

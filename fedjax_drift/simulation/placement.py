@@ -216,7 +216,7 @@ def shardings_of(engine: Engine, on_host: bool) -> ServerState:
         sizes = jax.ShapeDtypeStruct((engine.num_clients,), np.int32)
         state = jax.eval_shape(partial(init, engine), jax.random.key(0, impl=THREEFRY), None, sizes)
         clients = jax.tree.map(lambda a: NamedSharding(mesh, P(axis, *over_team(a.shape[1:], mesh))), state.clients)
-    return ServerState(*(everywhere, everywhere, everywhere, everywhere, clients))  # type: ignore[arg-type]
+    return ServerState(*(everywhere, everywhere, everywhere, clients, everywhere))  # type: ignore[arg-type]
 
 
 _PLACED: WeakKeyDictionary[Frozen, dict[Mesh, PyTree]] = WeakKeyDictionary()

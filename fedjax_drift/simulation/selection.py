@@ -63,9 +63,15 @@ def selection_of(rule: Participation, N: int, K: int) -> Selection:
         state = rule.init(key, clients)
         if rule.available is not None:
             clients = clients._replace(available=rule.available(state, key, t, N))
-        return rule.select(state, key, t, K, clients), clients.available
+        return rule.select(state, key, t, K, clients), clients.available, state
 
-    result, available = jax.eval_shape(first, jax.random.key(0, impl=THREEFRY), jax.ShapeDtypeStruct((N,), jnp.int32))
+    result, available, state = jax.eval_shape(
+        first, jax.random.key(0, impl=THREEFRY), jax.ShapeDtypeStruct((N,), jnp.int32)
+    )
+    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
+        raise ConfigurationError(
+            f"the state of {rule.name} must have arrays of numbers, got a key: keep jax.random.key_data(key) instead"
+        )
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigurationError(
             f"select of {rule.name} must return (ids, factor), got {checks.shown(result)}: return (ids, None) for "
