@@ -265,7 +265,7 @@ def test_any_damage_restores_the_same_state_or_the_previous_checkpoint(device, s
     assert all(outcomes[fault, 4] == 2 for fault in FAULTS)  # the files about.json and arrays.0
 
 
-@pytest.mark.parametrize("damages", [5, thorough(20)])
+@pytest.mark.parametrize("damages", [6, thorough(20)])
 def test_random_damage_is_never_silent(damages, tmp_path, capfd) -> None:
     """A short run of `python tests/damage_checkpoints.py FOLDER`."""
     counts = damage_checkpoints.main(tmp_path, damages)
