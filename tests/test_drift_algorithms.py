@@ -23,7 +23,10 @@ from fedjax_drift.types import ServerState
 def test_scaffold_by_hand() -> None:
     # After round 0, c_i = -D_i and c = -3.75. In round 1 the clients move towards 2 - 1.5 + 3.75 = 4.25 and
     # 8 - 6 + 3.75 = 5.75, whose mean is 5.
-    assert models_after(fd.algorithms.scaffold()) == pytest.approx([3.75, 3.75 + 0.75 * (5 - 3.75)])
+    first, second = states_after(federate(fd.algorithms.scaffold()), 2)[1:]
+    assert (float(first.params), float(second.params)) == pytest.approx((3.75, 3.75 + 0.75 * (5 - 3.75)))
+    np.testing.assert_allclose(first.clients.c, [-1.5, -6])
+    assert float(first.server.c) == pytest.approx(-3.75)
     # Option I: c_i = -a_i at w = 0, and c = -5. In round 1 both clients move towards 5.
     state = states_after(federate(fd.algorithms.scaffold(option="I")), 2)[-1]
     assert float(state.params) == pytest.approx(3.75 + 0.75 * 1.25)
