@@ -23,6 +23,8 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.models import low_rank
 from fedjax_drift.simulation.placement import frozen_parameters
 
+pytestmark = pytest.mark.thorough
+
 RANK, ALPHA = 1, 3.0
 
 

@@ -11,6 +11,8 @@ from test_trajectories import library_order
 
 import fedjax_drift as fd
 
+pytestmark = pytest.mark.thorough
+
 SIZES = (3, 10, 7, 25, 1, 16)  # as in test_trajectories, because library_order uses those
 SHAPE, CLASSES, B, EPOCHS, LR = (6, 5, 2), 3, 4, 2, 0.1
 

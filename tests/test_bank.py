@@ -20,6 +20,8 @@ from fedjax_drift.errors import DamagedError, InUseError
 from fedjax_drift.storage import client_files, client_memory, client_store
 from fedjax_drift.storage.client_store import ClientStore
 
+pytestmark = pytest.mark.thorough
+
 INITIAL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(-1)}
 
 

@@ -24,6 +24,8 @@ from fedjax_drift.devices import distributed
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.round import exchange
 
+pytestmark = pytest.mark.thorough
+
 WORKER = Path(__file__).with_name("together.py")
 
 

@@ -27,6 +27,8 @@ from fedjax_drift.cli.flags import Parser, add_data
 from fedjax_drift.cli.parsed_run import algorithm_specs, partition_text
 from fedjax_drift.plots import Compared
 
+pytestmark = pytest.mark.thorough
+
 TINY = """
 title = "A tiny table"
 paper = "Nobody, table 1"

@@ -247,9 +247,13 @@ def test_observe_gets_the_losses_of_those_that_report(data) -> None:
 def test_places_and_resuming_do_not_change_results(name, data, tmp_path) -> None:
     """Client states on the device, sharded, on the host or in files; examples on the devices, sharded or streamed; one
     device or two; a run that is resumed from a checkpoint; and `lax.scan`."""
-    expected, places = None, itertools.product(("device", "sharded", "host", "files"), ("", "stream", "shard"), (1, 2))
+    places = [
+        ("device", "", 1), ("device", "stream", 2), ("host", "", 2), ("host", "stream", 1),
+        ("files", "", 1), ("files", "stream", 2), ("sharded", "shard", 2),
+    ]  # fmt: skip
+    expected = None
     for i, (bank, rows, devices) in enumerate(places):
-        if (rows == "stream" and "exact" in name) or (rows == "shard" and devices == 1):
+        if rows == "stream" and "exact" in name:
             continue
         options = {"stream": rows == "stream", "shard_data": rows == "shard", "devices": devices}
         sim = simulate(data, RULES[name], bank=tmp_path / f"bank{i}" if bank == "files" else bank, **options)
@@ -284,11 +288,11 @@ def test_a_sweep_over_a_number_of_a_rule_is_one_program(data) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", fd.algorithms.ALGORITHMS)
-def test_every_algorithm_trains_with_unequal_weights_and_empty_cohorts(name) -> None:
+@pytest.mark.parametrize("name", ["fedavg", "fednova", "scaffold", "feddyn", "feddc", "fedeve", "fedadamw", "fedrep"])
+def test_algorithms_train_with_unequal_weights_and_empty_cohorts(name) -> None:
     given = contract_simulation(small(fd.algorithms.ALGORITHMS[name]))
     rule = fd.participation.importance(np.full(given.data.num_clients, 1 / given.data.num_clients))
-    sim = fd.Simulation(given.model, given.data, given.algorithm, local=LOCAL, cohort_size=1, participation=rule)
+    sim = fd.Simulation(given.model, given.data, given.algorithm, local=given.local, cohort_size=1, participation=rule)
     state, infos = rounds(sim, 4)
     assert min((info["weight"] > 0).sum() for info in infos) == 0
     assert np.isfinite(model(state)).all()

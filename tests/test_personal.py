@@ -14,6 +14,8 @@ from small import thorough
 import fedjax_drift as fd
 from fedjax_drift.measures import personal
 
+pytestmark = pytest.mark.thorough
+
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # numbers of training examples of 20 clients
 TESTS = [4, 0, 1, 9, 2, 3, 0, 17, 1, 1] * 2  # numbers of their test examples
 CLASSES = 4

@@ -13,6 +13,8 @@ import scipy.special
 import fedjax_drift as fd
 from fedjax_drift.models import load_params, save_params
 
+pytestmark = pytest.mark.thorough
+
 KEY = jax.random.key(3)
 W, H, VOCABULARY, LENGTH, LAYERS = 8, 2, 11, 6, 3
 RNG = np.random.default_rng(0)

@@ -21,6 +21,8 @@ from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
 
+pytestmark = pytest.mark.thorough
+
 SIZES, FEATURES, HIDDEN, CLASSES = (3, 10, 7, 5, 1, 6), 5, 4, 3
 LOCAL: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 0.2}  # last batches: 3, 2, 3, 1, 1, 2 examples
 COHORTS = [(1, 0, 4), (3, 1, 2), (1, 5, 3)]

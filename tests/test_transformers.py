@@ -13,6 +13,8 @@ import pytest
 import fedjax_drift as fd
 from fedjax_drift.models import num_parameters
 
+pytestmark = pytest.mark.thorough
+
 KEY = jax.random.key(0)
 SMALL = {"width": 16, "depth": 3, "heads": 2}
 IMAGES = jax.random.normal(KEY, (3, 8, 8, 1))
