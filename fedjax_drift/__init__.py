@@ -12,7 +12,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fedjax_drift import algorithms, data, errors, logs, models, plots, statistics, testing, tuning
+from fedjax_drift import algorithms, data, errors, logs, models, participation, plots, statistics, testing, tuning
 from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
@@ -87,6 +87,7 @@ __all__ = [
     "logs",
     "models",
     "parse_run",
+    "participation",
     "partition",
     "personal",
     "plan",

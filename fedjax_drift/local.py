@@ -1,4 +1,4 @@
-"""The local training loop that most algorithms use: E epochs of minibatch SGD, starting from the received model.
+"""The local training loop that most algorithms use: minibatch SGD, starting from the received model.
 
 One step on a batch, with the local model theta and the global model w:
 
@@ -12,24 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fedjax_drift import checks, reprs, tree
+from fedjax_drift import checks, reprs, schedules, tree
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.types import Batch, Params, PyTree, Trained, Work, batch_mean
 
+PARTS = 10  # the parts of a client's steps after which drift is measured, if the number of steps is given
 OPTIMIZER = 2**32 - 1  # fold_in(key, OPTIMIZER) is the client's key for its optimizer; epochs have smaller numbers
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """The local training of every client: K_i = epochs * ceil(n_i / batch_size) steps with learning rate eta_t.
+    """The local training of every client: K_i = epochs * ceil(n_i / batch_size) steps with learning rate eta_t, or
+    ``steps`` for all clients.
 
     The examples are reshuffled in every epoch. The last batch of an epoch may have fewer than B examples. Its gradient
     is the mean over its examples. The optimizer state is initialised in every round. Raises ValueError for values out
@@ -38,7 +41,8 @@ class LocalTraining:
     Attributes:
       epochs: E >= 1, passes over the client's examples per round.
       batch_size: B >= 1, examples per batch.
-      lr: eta_0 > 0, the learning rate of round 0.
+      lr: eta_0 > 0, the learning rate of round 0. Or a schedule: a function of the round t, such as
+        ``optax.cosine_decay_schedule(0.1, decay_steps=500)`` for 500 rounds, whose values must be positive.
       lr_decay: Factor of the learning rate per round, > 0: eta_t = lr * lr_decay**t in round t.
       momentum: Heavy-ball momentum within a round, in [0, 1): v = momentum v + u; theta -= eta_t v.
       weight_decay: Factor of theta, >= 0. The term weight_decay * theta is added after clipping, before momentum or the
@@ -56,11 +60,14 @@ class LocalTraining:
         axis), with the same shape and dtype, such as ``fd.augment.crop_and_flip()``. Every example of every step has a
         key of its own, which depends on the client's key, the epoch and the step. None: the examples are used as they
         are.
+      steps: K_i >= 1, the number of steps of every client, instead of ``epochs``. A client goes through its examples
+        epoch after epoch, and stops in the middle of one. What is otherwise measured after every local epoch is
+        measured after every tenth of the steps. None: the number follows from ``epochs``.
     """
 
     epochs: int = 1
     batch_size: int = 20
-    lr: float = 0.1
+    lr: float | Callable[[jax.Array], jax.Array] = 0.1
     lr_decay: float = 1.0
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -68,18 +75,26 @@ class LocalTraining:
     optimizer: optax.GradientTransformation | None = None
     direction: str | None = None
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    steps: int | None = None
 
     def __post_init__(self) -> None:
+        lr: Any = self.lr
         checked = {
             "epochs": checks.integer("epochs", self.epochs, 1),
             "batch_size": checks.integer("batch_size", self.batch_size, 1),
-            "lr": checks.positive("lr", self.lr),
+            "lr": schedules.checked("lr", lr) if schedules.is_schedule(lr) else checks.positive("lr", lr),
             "lr_decay": checks.positive("lr_decay", self.lr_decay, "1 keeps the learning rate constant"),
             "momentum": checks.fraction("momentum", self.momentum),
             "weight_decay": checks.nonnegative("weight_decay", self.weight_decay),
         }
         if self.clip_norm is not None:
             checked["clip_norm"] = checks.positive("clip_norm", self.clip_norm, "None means no clipping")
+        if self.steps is not None:
+            checked["steps"] = checks.integer("steps", self.steps, 1, fix="None means that epochs determine them")
+            if checked["epochs"] != 1:
+                raise ConfigurationError(
+                    f"epochs must be left out if steps are given, got {self.epochs} epochs and {self.steps} steps"
+                )
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # as Python numbers, because arrays are not hashable
         if self.augment is not None and not callable(self.augment):
@@ -148,20 +163,35 @@ class LocalTraining:
 
     def rate(self, t: jax.Array) -> jax.Array:
         """Returns eta_t, a scalar. It stays above 0 even if it would underflow, because SCAFFOLD divides by it."""
-        eta = jnp.asarray(self.lr * self.lr_decay ** t.astype(float), float)
+        lr = self.lr(t) if callable(self.lr) else self.lr
+        eta = jnp.asarray(lr * self.lr_decay ** t.astype(float), float)
         return jnp.maximum(eta, jnp.finfo(eta.dtype).tiny)
 
-    def steps(self, sizes: Any) -> Any:
-        """Returns K_i for clients with ``sizes`` examples, a number or an array."""
-        return self.epochs * -(
-            -sizes // min(self.batch_size, 2**31 - 1)
-        )  # a larger B has the same effect, and sizes may be int32
+    @property
+    def initial_lr(self) -> Any:
+        """eta_0, a number or an array."""
+        return self.rate(jnp.zeros((), jnp.int32)) if callable(self.lr) else self.lr
+
+    def batches(self, sizes: Any) -> Any:
+        """Returns ceil(n_i / B), the batches of an epoch, for clients with ``sizes`` examples, a number or an array."""
+        return -(-sizes // min(self.batch_size, 2**31 - 1))  # a larger B has the same effect, and sizes may be int32
+
+    def num_steps(self, sizes: Any) -> Any:
+        """Returns K_i for clients with ``sizes`` examples, a number or an array. Without examples it is 0."""
+        return self.epochs * self.batches(sizes) if self.steps is None else self.steps * (sizes > 0)
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the training after which drift is measured: the epochs, or tenths of the steps."""
+        return self.epochs if self.steps is None else min(PARTS, self.steps)
 
     def __repr__(self) -> str:
         shown = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("epochs", "batch_size", "lr") or isinstance(value, jax.core.Tracer):
+            if callable(value) and field.name == "lr":
+                shown.append(f"lr={reprs.function_name(value)}")
+            elif field.name in ("epochs", "batch_size", "lr") or isinstance(value, jax.core.Tracer):
                 shown.append(f"{field.name}={value}")
             elif value != field.default:
                 function = value.update if field.name == "optimizer" else value
@@ -315,15 +345,16 @@ def _train(
         """The leaves of ``new`` where the mask is True, otherwise those of ``old``."""
         return jax.tree.map(lambda chosen, new, old: new if chosen else old, mask, new, old)
 
-    def epoch(state: tuple, e: jax.Array) -> tuple:
-        epoch_key = jax.random.fold_in(work.key, work.first_epoch + e)
-        shuffle_key, noise_key = jax.random.split(epoch_key)
-        batch = work.epoch(shuffle_key)
+    part_of = parts_of(work)
 
-        def step(k: jax.Array, state: tuple) -> tuple:
+    def train_part(state: tuple, e: jax.Array) -> tuple:
+        steps, step_of = part_of(e)
+
+        def step(i: jax.Array, state: tuple) -> tuple:
             theta, memory, total, carry, statistics = state
             point = at(theta) if at else theta
-            examples, key = augmented(work, batch(k), epoch_key, k), jax.random.fold_in(noise_key, k)
+            batch, epoch_key, noise_key, k = step_of(i)
+            examples, key = augmented(work, batch, epoch_key, k), jax.random.fold_in(noise_key, k)
             value, g, new_carry, new_statistics = gradient(point, examples, key, carry, statistics)
             statistics = tree.cast_like(new_statistics, statistics, "the running statistics after a step")
             carry = jax.tree.map(lambda new, old: new.astype(old.dtype), new_carry, carry)
@@ -340,9 +371,6 @@ def _train(
                 new = only(part.trained, new, theta)
             return new, memory, total + value.astype(total.dtype), carry, statistics
 
-        # A straggler stops before its last epoch ends.
-        steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
-
         def step_of_group(k: jax.Array, state: tuple) -> tuple:
             return tree.select(k < steps, step(k, state), state)
 
@@ -358,9 +386,52 @@ def _train(
     begin = watched(start, statistics)
     state = (start, work.optimizer.init(start), jnp.zeros_like(work.lr), carry, statistics)
     measured: PyTree
-    (theta, _, total, carry, statistics), measured = lax.scan(epoch, state, jnp.arange(work.epochs))
+    (theta, _, total, carry, statistics), measured = lax.scan(train_part, state, jnp.arange(work.epochs))
     loss, own, theta = total / jnp.maximum(work.num_steps, 1), part.own(theta) if part else (), returned(theta)
     return theta, carry, Trained({"loss": loss}, begin, watched(theta, statistics), statistics, own, measured)
+
+
+class Step(NamedTuple):
+    """A local step."""
+
+    batch: Batch
+    epoch_key: jax.Array  # the key of its epoch
+    noise_key: jax.Array  # fold_in(noise_key, k) is the key of step k for the model, such as dropout
+    k: jax.Array  # int32, its number in the epoch
+
+
+def parts_of(work: Work) -> Callable[[jax.Array], tuple[jax.Array, Callable[[jax.Array], Step]]]:
+    """Returns a function ``part(e)`` for part e of the training. It returns the number of steps of this part, and a
+    function that returns `Step` i of them. A straggler stops before its last part ends.
+
+    A part is an epoch. If the number of steps is given, it is a tenth of the steps, and the epochs of a client go over
+    from one part to the next.
+    """
+
+    def key_of(e: jax.Array) -> jax.Array:
+        return jax.random.fold_in(work.key, work.first_epoch + e)
+
+    def epoch(e: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Step]]:
+        epoch_key = key_of(e)
+        shuffle_key, noise_key = jax.random.split(epoch_key)
+        batch = work.epoch(shuffle_key)
+        steps = jnp.clip(work.num_steps - e * work.num_batches, 0, work.num_batches)
+        return steps, lambda k: Step(batch(k), epoch_key, noise_key, k)
+
+    if work.steps is None or work.stream is None:
+        return epoch
+    total, batch = work.steps, work.stream(lambda e: jax.random.split(key_of(e))[0])
+    begins = jnp.asarray([total * e // work.epochs for e in range(work.epochs + 1)], jnp.int32)
+
+    def tenth(e: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Step]]:
+        def step(i: jax.Array) -> Step:
+            epoch, k = jnp.divmod(begins[e] + i, jnp.maximum(work.num_batches, 1))
+            epoch_key = key_of(epoch)
+            return Step(batch(begins[e] + i), epoch_key, jax.random.split(epoch_key)[1], k)
+
+        return jnp.clip(work.num_steps - begins[e], 0, begins[e + 1] - begins[e]), step
+
+    return tenth
 
 
 def augmented(work: Work, batch: Batch, epoch_key: jax.Array, k: jax.Array) -> Batch:
@@ -377,13 +448,22 @@ def full_gradient(work: Work, params: Params) -> Params:
 
     The model is in evaluation mode (no dropout), and the examples are not augmented.
     """
-    batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
-
-    def total(params: Params, batch: Batch) -> jax.Array:
-        losses = work.model.loss(work.model.apply(params, batch.x), batch.y)
-        return jnp.where(batch.mask, losses, 0).sum() / jnp.maximum(work.size, 1)
+    batch, share = work.epoch(jax.random.fold_in(work.key, work.epochs)), partial(_share_of_loss, work)
 
     def add(k: jax.Array, g: Params) -> Params:
-        return jax.tree.map(jnp.add, g, jax.grad(total)(params, batch(k)))
+        return jax.tree.map(jnp.add, g, jax.grad(share)(params, batch(k)))
 
     return lax.fori_loop(0, work.num_batches, add, tree.zeros_like(params))
+
+
+def full_loss(work: Work, params: Params) -> jax.Array:
+    """F_i at ``params``, a scalar. The model is in evaluation mode, and the examples are not augmented."""
+    batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
+    zero = jnp.zeros((), jax.eval_shape(partial(_share_of_loss, work), params, batch(jnp.int32(0))).dtype)
+    return lax.fori_loop(0, work.num_batches, lambda k, total: total + _share_of_loss(work, params, batch(k)), zero)
+
+
+def _share_of_loss(work: Work, params: Params, batch: Batch) -> jax.Array:
+    """The sum of the losses of a batch, divided by n_i. The sum over the batches of an epoch is F_i."""
+    losses = work.model.loss(work.model.apply(params, batch.x), batch.y)
+    return jnp.where(batch.mask, losses, 0).sum() / jnp.maximum(work.size, 1)

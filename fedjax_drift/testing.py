@@ -61,12 +61,12 @@ def check_contract(algorithm: Algorithm) -> None:
         check(simulation)
 
 
-def contract_simulation(algorithm: Algorithm) -> Simulation:
-    """The simulation of `check_contract`, with dropout and stragglers."""
+@functools.cache
+def _problem() -> tuple[Model, FederatedData]:
+    """The model and the data of `contract_simulation`. Simulations of the same model share programs."""
     rng = np.random.default_rng(0)
     rows = [(rng.normal(size=(n, 5)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 25, 1, 16)]
     data = FederatedData.from_clients(rows, test_clients=rows)
-    local = LocalTraining(epochs=2, batch_size=4)
 
     def init(key: jax.Array) -> Params:
         keys = jax.random.split(key)
@@ -81,7 +81,13 @@ def contract_simulation(algorithm: Algorithm) -> Simulation:
         scale = params["scalar"] * params["five axes"].reshape(1, 3)
         return cosine_logits(z, params["classifier"]) * scale
 
-    model = Model(init, lambda p, x: head(p, features(p, x)), features=features, head=head, cosine=True)
+    return Model(init, lambda p, x: head(p, features(p, x)), features=features, head=head, cosine=True), data
+
+
+def contract_simulation(algorithm: Algorithm) -> Simulation:
+    """The simulation of `check_contract`, with dropout and stragglers."""
+    model, data = _problem()
+    local = LocalTraining(epochs=2, batch_size=4)
     return Simulation(model, data, algorithm, local=local, cohort_size=3, lanes=2, dropout=0.4, stragglers=0.4)
 
 
@@ -139,7 +145,7 @@ def check_client_update(simulation: Simulation) -> None:
     algorithm = simulation.algorithm._replace(client_update=spy)
     parts = simulation.model, simulation.data, algorithm
     sim = Simulation(*parts, local=simulation.local, cohort_size=3, lanes=1)
-    jax.eval_shape(sim.round_fn, sim.init(jax.random.key(0)))
+    jax.eval_shape(sim.round_fn, jax.eval_shape(sim.init, jax.random.key(0)))
     for result in results:
         for name, value in {"weight": result.weight, **result.metrics}.items():
             _require(jnp.shape(value) == (), f"{name} of a client must be a scalar, got shape {jnp.shape(value)}")

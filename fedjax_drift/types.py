@@ -29,8 +29,9 @@ from fedjax_drift import reprs
 from fedjax_drift.batch_norm import whole as whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.model import Model as Model
-from fedjax_drift.model import Params, PyTree
+from fedjax_drift.model import Params, Part, PyTree
 from fedjax_drift.recipes import Recipe, recorded
+from fedjax_drift.schedules import of_rounds
 
 P = ParamSpec("P")
 Metrics = Mapping[str, Any]  # name -> scalar array
@@ -46,29 +47,21 @@ class Batch(NamedTuple):
     mask: jax.Array  # bool [B], True for examples, False for padding; at least one is True
 
 
-class Part(NamedTuple):
-    """How `local.train` treats a part of the model that stays with the client (`fd.algorithms.partly_shared`)."""
-
-    personal: PyTree  # a bool for every leaf of the parameters: it stays with the client. No algorithm corrects it
-    trained: PyTree  # a bool for every leaf: it is trained
-    own: Callable[[Params], PyTree]  # ``own(theta)`` is what the client keeps of the local model
-    handed_over: Callable[[Params], Params]  # ``handed_over(theta)`` is the model that `local.train` returns for theta
-
-
 class Work(NamedTuple):
-    """The inputs of one client's update in one round, apart from the server's variables and the client's state."""
+    """The inputs of one client's update in one round, apart from the server's variables and the client's state. An
+    algorithm may pass a changed copy to `local.train`, such as ``work._replace(lr=work.lr / 2)``."""
 
     t: jax.Array  # int32 [], the round, from 0
     size: jax.Array  # int32 [], n_i, number of examples of this client
     q: jax.Array  # float [], q_i = N n_i / sum n; its mean over all clients is 1
     num_batches: jax.Array  # int32 [], ceil(n_i / B), batches per epoch
     num_steps: jax.Array  # int32 [], local steps of this round: K_i = E * ceil(n_i / B), or fewer for a straggler
-    mean_steps: int  # Kbar = E * ceil(mean n_i / B), local steps of a client with the mean number of examples
+    mean_steps: int  # static: Kbar = E * ceil(mean n_i / B), local steps of a client with the mean number of examples
     lr: jax.Array  # float [], eta_t
-    initial_lr: float  # eta_0
+    initial_lr: float  # eta_0; a tracer in a compiled round
     key: jax.Array  # this client's key in this round; `local.train` uses fold_in(key, e) in epoch e, for e < E
-    epochs: int  # E
-    most_batches: int  # ceil(max n_i / B), batches per epoch of the largest client
+    epochs: int  # static: E, or with ``steps`` the number of parts after which drift is measured
+    most_batches: int  # static: ceil(max n_i / B), batches per epoch of the largest client
     optimizer: optax.GradientTransformation  # maps a gradient to a direction (clipping, weight decay, momentum)
     epoch: Callable[[jax.Array], Callable[[jax.Array], Batch]]
     """``epoch(key)`` shuffles the client's examples and returns a function ``batch``. ``batch(k)`` is the `Batch` of
@@ -82,6 +75,8 @@ class Work(NamedTuple):
     lanes: str | None = None  # the axis of the `jax.vmap` over clients that train side by side; None: it trains alone
     first_epoch: int = 0  # the number of the first epoch, which determines the keys of the epochs
     part: Part | None = None  # None: the whole model is shared
+    steps: int | None = None  # static: the number of steps of all clients; None: they do E epochs
+    stream: Callable[[Callable], Callable] | None = None  # with ``steps``: like ``epoch``, with a key for each epoch
     statistics: PyTree | None = None  # the running statistics with which the client starts; None: the model has none
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -168,7 +163,8 @@ class Round(NamedTuple):
     t: jax.Array  # int32 [], the round, from 0
     lr: jax.Array  # float [], eta_t
     participation: jax.Array
-    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy it is K / N."""
+    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy, and with importance
+    sampling, it is K / N."""
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
 
@@ -244,9 +240,10 @@ def algorithm(factory: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     The floats among the arguments, and integers for a parameter with the annotation ``float``, become arguments of the
     compiled round, so another value compiles nothing (but a 0 does: it often switches something off). A checkpoint
     compares the factory and its arguments by name. Like a function for `jax.jit`, the factory must depend on its
-    arguments only. Without the decorator an algorithm works as well. Every call of its factory then compiles a round.
+    arguments only. Without the decorator an algorithm works as well. Every call of its factory then compiles a round. A
+    number may also be a schedule, a function of the round such as ``optax.cosine_decay_schedule(1.0, 500)``.
     """
-    return recorded(factory)
+    return recorded(of_rounds(factory))
 
 
 class ServerState(NamedTuple):
@@ -255,7 +252,8 @@ class ServerState(NamedTuple):
     round: jax.Array  # int32 [], number of completed rounds
     key: jax.Array  # constant: round t uses fold_in(key, t)
     server: Any  # the server's variables
-    clients: PyTree  # client states, every leaf [N, ...]
+    clients: PyTree  # client states, leaves [N, ...]; padded if they are sharded, a `ClientStore` on the host
+    participation: PyTree = ()  # the state of the participation rule
 
     @property
     def params(self) -> Params:

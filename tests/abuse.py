@@ -280,6 +280,7 @@ def local_training() -> Iterator[Call]:
         "weight_decay": nonnegative(),
         "clip_norm": optional(positive()),
         "optimizer": optional(only(optax.GradientTransformation)),
+        "steps": optional(integer()),
     }
     yield Call("fd.LocalTraining", fd.LocalTraining, {}, kinds | {"direction": optional(Kind(ANYTHING))})
     valid = {"optimizer": optax.scale_by_adam(), "lr": 1}
@@ -406,6 +407,7 @@ def simulation() -> Iterator[Call]:
         "cohort_size": integer(1, 3),
         "aggregation": optional(only(fd.aggregation.Aggregation)),
         "sampling": choice("uniform", "bernoulli"),
+        "participation": optional(only(fd.participation.Participation)),
         "on_nonfinite": choice("keep", "drop_client", "raise"),
         "measure": measures(),
     }
@@ -804,6 +806,10 @@ def plots() -> Iterator[Call]:
     yield Call(
         "fd.plots.federation", fd.plots.federation, {"data": DATA}, {"data": only(fd.FederatedData), "path": file}
     )
+    taken = [[0, 1], {"cohort": [2, -1]}]
+    kinds = {"cohorts": Kind([v for v in ANYTHING if v is not RAGGED], [taken, np.ones((2, 3), int)], like=taken)}
+    kinds |= {"num_clients": integer(3, sound=[np.int64(20)]), "path": file}
+    yield Call("fd.plots.participation", fd.plots.participation, {"cohorts": taken, "num_clients": 3}, kinds)
     errors, titles = {"a": [[1.0, 0.5], []], "b": [[2.0, 0.5], [1.0]]}, ["a", "b"]
     kinds = {
         "errors": Kind(ANYTHING, [errors], like=errors),
@@ -882,6 +888,39 @@ def models() -> Iterator[Call]:
     yield Call("fd.Model.from_nnx", fd.Model.from_nnx, {"module": make}, kinds)
 
 
+def participation() -> Iterator[Call]:
+    rules, base = fd.participation, {"base": optional(only(fd.participation.Participation))}
+    no_array = [*NOTHING, *TEXTS, *THINGS, *ARRAYS, {"a": 1}, {1}, [None], RAGGED, 3, 0.5]
+    chances = Kind([*no_array, [0.0, 1.0], [-1.0], [2.0], [np.nan], [[0.5]], [True]], [[0.5, 1], (0.5,), jnp.ones(3)])
+    phases = Kind([*no_array[1:], [np.nan], [[0.5]], [True]], [None, [0.5], (0, 1), jnp.ones(3)])
+    seen = Kind(
+        [*no_array, [True], [[0, 1]], [[0.5]], np.zeros((0, 3), bool)], [[[True, False]], np.ones((2, 3), bool)]
+    )
+    rows = Kind(
+        [*no_array, [1, 2], [[-1, 2]], [[0.5]], [[True]], np.zeros((0, 3), int)], [[[1, 2]], np.ones((2, 3), int)]
+    )
+    for name, arguments, kinds in (
+        ("bernoulli", {}, {"nonempty": flag()}),
+        ("by_size", {}, {"replace": flag()}),
+        ("importance", {"p": [0.5]}, {"p": chances}),
+        ("power_of_choice", {"candidates": 2}, {"candidates": integer(), "exact": flag()}),
+        ("schedule", {"ids": [[1]]}, {"ids": rows}),
+        ("cyclic", {"groups": 2}, {"groups": integer(), "shuffle": flag(), **base}),
+        ("diurnal", {"period": 2.0}, {"period": positive(), "phases": phases, "floor": probability(), **base}),
+        ("markov", {"up": 0.5, "down": 0.5}, {"up": Kind([*NO_NUMBER, 0, 1.5, -1], [1, 0.5]), "down": probability()}),
+        ("trace", {"available": [[True]]}, {"available": seen, **base}),
+    ):
+        yield Call(f"fd.participation.{name}", getattr(rules, name), arguments, kinds)
+    fields = {"select": function(), "most": function(), "distinct": Kind(), "weights": choice("algorithm", "uniform")}
+    fields |= {name: optional(function()) for name in ("observe", "available", "expected")} | {"init": function()}
+    yield Call("a rule", with_rule, {}, {name: kind for name, kind in fields.items() if kind.nonsense})
+
+
+def with_rule(**fields: Any) -> fd.Simulation:
+    rule = fd.participation.uniform()._replace(**fields)
+    return fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, participation=rule)
+
+
 def others() -> Iterator[Call]:
     yield Call("fd.aggregation.clipped", fd.aggregation.clipped, {}, {"norm": positive()})
     kinds = {"clip_norm": positive(), "noise_multiplier": nonnegative()}
@@ -915,7 +954,7 @@ WORDS = """
 WORDS += ["", "a\0b", "\n", "é" * 50, "9" * 30]
 FLAGS = """
     dataset algorithm partition clients size-sigma data-dir seed data-seed model init rounds cohort sampling
-    redeal epochs batch-size lr lr-decay momentum weight-decay clip-norm optimizer on-nonfinite dropout
+    participation redeal epochs batch-size lr lr-decay momentum weight-decay clip-norm optimizer on-nonfinite dropout
     stragglers over-selection deadline speed-spread clip-updates noise-multiplier measure measure-every
     eval-every devices lanes stream bank seeds target resume checkpoint-every checkpoint-seconds keep output
 """.split()
@@ -978,6 +1017,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
     "logs": logs,
     "plots": plots,
     "models": models,
+    "participation": participation,
     "others": others,
     "command line": command_line,
 }

@@ -14,9 +14,10 @@ X, Y = np.arange(24, dtype=np.float32).reshape(8, 3) / 24, np.array([0, 1, 2, 1,
 DATA = fd.FederatedData.from_clients([(X[:3], Y[:3]), (X[3:4], Y[3:4]), (X[4:], Y[4:])], test=(X, Y))
 
 
+@pytest.mark.parametrize("cases", [10, pytest.param(80, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("family", abuse.FAMILIES)
-def test_awkward_arguments_have_no_wrong_outcome(family) -> None:
-    assert not [str(outcome) for outcome in abuse.abused(family, 80) if outcome.wrong]
+def test_awkward_arguments_have_no_wrong_outcome(family, cases) -> None:
+    assert not [str(outcome) for outcome in abuse.abused(family, cases) if outcome.wrong]
 
 
 @pytest.mark.parametrize("algorithm", [fd.algorithms.scaffold(), fd.algorithms.feddc(0.1), fd.algorithms.slowmo(0.5)])

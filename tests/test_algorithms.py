@@ -9,38 +9,12 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from small import models_after
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.testing import CHECKS, check_contract, contract_simulation
-
-
-def quadratics(targets, sizes) -> tuple[fd.FederatedData, fd.Model]:
-    """Client i minimises |w - targets[i]|^2 / 2.
-
-    All examples of a client are equal to its target, so every batch has the same gradient.
-    """
-    rows = [(np.full((n, 1), a, np.float32), np.zeros(n, np.int32)) for a, n in zip(targets, sizes, strict=True)]
-    model = fd.Model(lambda key: jnp.zeros(1), lambda w, x: w[None] - x, loss=lambda z, y: (z[:, 0] ** 2) / 2)
-    return fd.FederatedData.from_clients(rows, test=rows[0]), model
-
-
-def simulate(algorithm, lr=0.5, **options) -> fd.Simulation:
-    data, model = quadratics([2.0, 8.0], [1, 3])
-    local = fd.LocalTraining(epochs=2, batch_size=10, lr=lr, **options)  # two steps for each client
-    one_device = fd.clients_mesh(jax.devices()[:1])  # one device compiles faster
-    return fd.Simulation(model, data, algorithm, local=local, cohort_size=2, mesh=one_device)
-
-
-def models_after(algorithm, rounds=2, start=0.0, **options) -> list[float]:
-    sim = simulate(algorithm, **options)
-    state, models = sim.init(jax.random.key(0), params=jnp.full(1, start)), []
-    for _ in range(rounds):
-        state, _ = sim.round_fn(state)
-        models.append(float(state.params[0]))
-    return models
 
 
 # After two steps with learning rate 1/2 towards a, a quarter of the distance is left: theta = w / 4 + 3 a / 4, and

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small import thorough
 from test_bank import file_limit
 
 import fedjax_drift as fd
@@ -90,7 +91,7 @@ def saved(device, tmp_path) -> fd.Checkpoints:
 
 
 @pytest.mark.as_users
-@pytest.mark.parametrize("bank", ["device", "sharded", "host", "files"])
+@pytest.mark.parametrize("bank", ["device", *map(thorough, ("sharded", "host", "files"))])
 def test_a_resumed_run_is_bitwise_identical(bank, uninterrupted, tmp_path, request) -> None:
     where = str(tmp_path / "bank") if bank == "files" else bank
     sim = request.getfixturevalue(bank) if bank in ("device", "sharded") else simulation(bank=where)
@@ -264,11 +265,12 @@ def test_any_damage_restores_the_same_state_or_the_previous_checkpoint(device, s
     assert all(outcomes[fault, 4] == 2 for fault in FAULTS)  # the files about.json and arrays.0
 
 
-def test_random_damage_is_never_silent(tmp_path, capfd) -> None:
+@pytest.mark.parametrize("damages", [6, thorough(20)])
+def test_random_damage_is_never_silent(damages, tmp_path, capfd) -> None:
     """A short run of `python tests/damage_checkpoints.py FOLDER`."""
-    counts = damage_checkpoints.main(tmp_path, 20)
+    counts = damage_checkpoints.main(tmp_path, damages)
     said = capfd.readouterr()
-    assert counts["newest"] + counts["older"] + counts["refused"] == 20 and not counts["spoke"], said.out
+    assert counts["newest"] + counts["older"] + counts["refused"] == damages and not counts["spoke"], said.out
     assert not said.err
 
 
@@ -641,6 +643,7 @@ def test_equal_values_give_equal_settings(tmp_path) -> None:
         fd.Checkpoints(tmp_path, config={"a": np.float32(1)})
 
 
+@pytest.mark.thorough
 def test_a_function_has_the_same_settings_whether_its_script_is_run_or_imported(tmp_path, monkeypatch) -> None:
     """The settings are also the same in every process, although the order of a set differs between processes."""
     (tmp_path / "folder").mkdir()
@@ -916,6 +919,7 @@ def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
     assert files[0] == files[1] and (folder / "scaffold/model.npz").exists()
 
 
+@pytest.mark.thorough
 def test_a_killed_run_loses_at_most_one_interval(tmp_path) -> None:
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("kill.py")), str(tmp_path), "6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -156,6 +156,7 @@ def test_trained_models_can_be_loaded(tmp_path):
     assert (folder / "fedavg" / "model.npz").exists()
 
 
+@pytest.mark.thorough
 def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     """Each seed gives the results of a run with this seed alone. Tables, plots and files distinguish the seeds. A run
     that was stopped resumes."""
@@ -284,6 +285,7 @@ def test_the_next_algorithm_runs_after_one_that_diverges(tmp_path, capsys):
     assert [r["algorithm"] for r in done] == 2 * ["feddyn:alpha=1"] and done[-1]["train_loss"] is None
 
 
+@pytest.mark.thorough
 def test_clients_are_evaluated_on_their_own_test_examples(tmp_path, capsys):
     folder = tmp_path / "o"
     command = ["run", "--dataset", "glyphs:num_writers=5", "--model", "linear", "--cohort", "2", "--rounds", "1"]

@@ -19,6 +19,8 @@ import fedjax_drift as fd
 from fedjax_drift import cli
 from fedjax_drift.data import datasets
 
+pytestmark = pytest.mark.thorough
+
 
 def test_a_hundred_damaged_files_have_no_bad_outcome() -> None:
     quick = [name for name in damage.FORMATS if "tfds" not in name]  # importing TFDS takes seconds in every child

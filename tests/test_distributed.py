@@ -24,6 +24,8 @@ from fedjax_drift.devices import distributed
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.round import exchange
 
+pytestmark = pytest.mark.thorough
+
 WORKER = Path(__file__).with_name("together.py")
 
 
@@ -59,6 +61,7 @@ def assert_close(a, b) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
 
 
+@pytest.mark.thorough
 def test_two_processes_with_two_devices_agree_with_one_process(tmp_path) -> None:
     """Each process loads only its own examples. The client states are sharded over all four devices."""
     address = free_address()
@@ -154,14 +157,14 @@ def test_the_examples_of_a_device_fit_in_its_buffer() -> None:
     for _ in range(40):
         N, D, L, B = rng.integers(3, 8), rng.integers(1, 4), rng.integers(1, 4), rng.integers(1, 6)
         sizes, local = rng.integers(1, 12, N), fd.LocalTraining(batch_size=int(B))
-        by_rank = exchange.rows_by_rank(sizes, local.steps(sizes))
+        by_rank = exchange.rows_by_rank(sizes, local.batches(sizes))
         for K in range(1, N + 1):
             G = -(-K // (D * L))
             room, most = exchange.longest_share(by_rank, D, G, L), 0
             places = exchange.back_and_forth(D, G, L)
             for cohort in itertools.permutations(sizes, int(K)) if N < 6 else itertools.combinations(sizes, int(K)):
                 found = np.array(cohort)
-                found = np.append(found[np.argsort(-local.steps(found), kind="stable")], np.zeros(D * G * L - K, int))
+                found = np.append(found[np.argsort(-local.batches(found), kind="stable")], np.zeros(D * G * L - K, int))
                 most = max(most, found[places].sum((1, 2)).max())
             assert most <= room
             reached += most == room

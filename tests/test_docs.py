@@ -24,6 +24,7 @@ from fedjax_drift.cli.commands import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LONG = {"monitoring.md", "models.md", "scale.md", "getting_started.md"}  # pages whose examples take 8 s or more
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n+)?```python\n(.*?)```", re.DOTALL)
 
 
@@ -46,7 +47,13 @@ def own_cache(monkeypatch, cache) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(cache))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def some(paths: list[Path], long: set[str]) -> list:
+    """Returns parameters of a test. The files with these names are for thorough tests."""
+    marks = [pytest.mark.thorough]
+    return [pytest.param(path, marks=marks * (path.name in long), id=str(path.relative_to(ROOT))) for path in paths]
+
+
+@pytest.mark.parametrize("page", some(PAGES, LONG))
 def test_a_pages_examples_run(page, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fd, "use_cpu_devices", lambda n=None: n)  # JAX has already started, with two devices
@@ -201,7 +208,10 @@ SMALL = {  # values for the cell with the tag "parameters", so that the notebook
 }
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", some(NOTEBOOKS, {path.name for path in NOTEBOOKS[1:]}))
 def test_notebooks_run(path, monkeypatch) -> None:
     """Every cell runs as it is. A cell with smaller values follows the notebook's cell of parameters."""
     import nbformat

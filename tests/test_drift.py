@@ -293,6 +293,7 @@ def test_the_history_contains_the_measures(data, measured):
     assert record["label_mix"] == pytest.approx(np.asarray(found["label_mix"]), rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_updates_that_do_not_fit_are_measured_in_a_second_training(data, monkeypatch):
     infos, loops = [], []
     for most, batch_size in ((drift.KEPT_BYTES, 101), (0, 102)):  # both are full batches; they share no program

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from small import federate, models_after, quadratics, states_after, thorough
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms.constrained import PARTS
@@ -17,49 +18,15 @@ from fedjax_drift.algorithms.fedreg import remove
 from fedjax_drift.types import ServerState
 
 
-def quadratics(targets, sizes=None, curvatures=None) -> tuple[fd.FederatedData, fd.Model]:
-    """F_i(w) = h_i (w - a_i)^2 / 2. All examples of client i are (a_i, sqrt(h_i)), so all batches have equal gradients.
-
-    The second logit is 0 and all labels are 0. So an example is classified correctly if w >= a_i.
-    """
-    N = len(targets)
-    rows = zip(targets, curvatures or [1.0] * N, sizes or [1] * N, strict=True)
-    clients = [(np.tile(np.float32([a, h**0.5]), (n, 1)), np.zeros(n, np.int32)) for a, h, n in rows]
-
-    def apply(w, x):
-        z = x[:, 1] * (w - x[:, 0])
-        return jnp.stack([z, jnp.zeros_like(z)], 1)
-
-    model = fd.Model(lambda key: jnp.zeros(()), apply, loss=lambda z, y: z[:, 0] ** 2 / 2)
-    return fd.FederatedData.from_clients(clients, test=clients[0]), model
-
-
-def federate(algorithm, data_model=None, cohort_size=None, **local) -> fd.Simulation:
-    data, model = data_model or quadratics([2.0, 8.0], [1, 3])
-    local = fd.LocalTraining(**{"epochs": 2, "batch_size": 10, "lr": 0.5} | local)
-    one_device = fd.clients_mesh(jax.devices()[:1])  # one device compiles faster
-    return fd.Simulation(
-        model, data, algorithm, local=local, cohort_size=cohort_size or data.num_clients, mesh=one_device
-    )
-
-
-def states_after(sim: fd.Simulation, rounds: int, start: float = 0.0) -> list[ServerState]:
-    states = [sim.init(jax.random.key(0), params=jnp.asarray(start))]
-    for _ in range(rounds):
-        states.append(sim.round_fn(states[-1])[0])
-    return states
-
-
-def models_after(algorithm, rounds=2, *args, **options) -> list[float]:
-    return [float(state.params) for state in states_after(federate(algorithm, *args, **options), rounds)[1:]]
-
-
 # Two steps with learning rate 1/2 towards a give D = 3 (a - w) / 4. From w = 0, D = 1.5 and 6, and their uniform mean
 # is 3.75. K eta = 1.
 def test_scaffold_by_hand() -> None:
     # After round 0, c_i = -D_i and c = -3.75. In round 1 the clients move towards 2 - 1.5 + 3.75 = 4.25 and
     # 8 - 6 + 3.75 = 5.75, whose mean is 5.
-    assert models_after(fd.algorithms.scaffold()) == pytest.approx([3.75, 3.75 + 0.75 * (5 - 3.75)])
+    first, second = states_after(federate(fd.algorithms.scaffold()), 2)[1:]
+    assert (float(first.params), float(second.params)) == pytest.approx((3.75, 3.75 + 0.75 * (5 - 3.75)))
+    np.testing.assert_allclose(first.clients.c, [-1.5, -6])
+    assert float(first.server.c) == pytest.approx(-3.75)
     # Option I: c_i = -a_i at w = 0, and c = -5. In round 1 both clients move towards 5.
     state = states_after(federate(fd.algorithms.scaffold(option="I")), 2)[-1]
     assert float(state.params) == pytest.approx(3.75 + 0.75 * 1.25)
@@ -410,7 +377,7 @@ def test_the_gain_of_fedeve() -> None:
     assert (float(info["gain"]), float(state.params)) == (0.0, 2.0)
 
 
-@pytest.mark.parametrize(("clients", "lanes"), [(10, 1), (1000, 1), (1000, 100)])
+@pytest.mark.parametrize(("clients", "lanes"), [(10, 1), thorough(1000, 1), thorough(1000, 100)])
 def test_a_small_client_variance_of_fedeve_is_accurate(clients, lanes) -> None:
     """The relative error is below 1 % in float32.
 
@@ -444,6 +411,7 @@ def end_of(algorithm, rounds=60, **local) -> float:
     return models_after(algorithm, rounds, quadratics(*UNEVEN), **{"epochs": 5, "lr": 0.1} | local)[-1]
 
 
+@pytest.mark.thorough
 def test_equations_of_fedgvr_as_printed() -> None:
     gvr = lambda **options: fd.algorithms.fedgvr(mu=0.1, window=1000, **options)  # noqa: E731
     assert end_of(gvr()) == pytest.approx(OPTIMUM, abs=1e-3)
@@ -461,6 +429,7 @@ def test_equations_of_fedgvr_as_printed() -> None:
     assert end_of(gvr(literal="scale"), **rate) == pytest.approx(biased, abs=0.1 * abs(biased - OPTIMUM))
 
 
+@pytest.mark.thorough
 def test_equations_of_fedgm_and_fedgvrgm_as_printed() -> None:
     gm = lambda **options: fd.algorithms.fedgm(mu=0.1, beta=0.9, **options)  # noqa: E731
     fixed = end_of(gm(), 300)
@@ -483,6 +452,7 @@ def test_equations_of_fedgm_and_fedgvrgm_as_printed() -> None:
     assert end_of(gvrgm(**damped, variate_momentum=False), 400) == pytest.approx(OPTIMUM, abs=1e-2)
 
 
+@pytest.mark.thorough
 def test_the_exact_recursion_overshoots_less_if_eps_jumps() -> None:
     """eps is 1 in every tenth round and 0 otherwise.
 
@@ -534,6 +504,7 @@ def test_a_constraint_restricts_its_part() -> None:
         assert outputs[part if part in PARTS else "classifier"] < 0.95 * free[part if part in PARTS else "classifier"]
 
 
+@pytest.mark.thorough
 def test_hyper_parameters_may_be_traced_and_of_a_wider_dtype_than_the_parameters() -> None:
     """vmap over a float32 hyper-parameter works for parameters in float32 and in bfloat16, whose dtype does not change.
 

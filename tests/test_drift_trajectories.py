@@ -15,6 +15,7 @@ import optax
 import pytest
 import slow
 import slow_newer
+from small import first_of_each, thorough
 from test_trajectories import (
     CLASSES,
     COHORTS,
@@ -152,7 +153,7 @@ def order(key: jax.Array, epochs: int, t: int, i: int, epoch: int) -> np.ndarray
 
 @pytest.mark.parametrize(
     "algorithm, hyperparameters, changes, dtype, tolerance",
-    RUNS,
+    first_of_each(RUNS),
     ids=[f"{case_id(run[:3])}-{run[3].__name__}" for run in RUNS],
 )
 def test_the_global_model_matches_the_numpy_reference(
@@ -207,7 +208,7 @@ PERSONAL: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("algorithm, hyperparameters, changes", PERSONAL, ids=map(case_id, PERSONAL))
+@pytest.mark.parametrize("algorithm, hyperparameters, changes", first_of_each(PERSONAL), ids=map(case_id, PERSONAL))
 def test_personal_models_match_the_numpy_reference(
     algorithm: str, hyperparameters: dict[str, Any], changes: dict[str, Any]
 ) -> None:
@@ -242,6 +243,7 @@ def test_personal_models_match_the_numpy_reference(
             assert len(set(np.asarray(state.clients.alpha))) > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alpha, beta", [(1, 0), (0, 1)], ids=["W_k differ", "v_k differ"])
 @pytest.mark.parametrize(
     "algorithm, hyperparameters", [("feddc", {"alpha": 0.005, **CODE}), ("feddyn", {"alpha": 0.01})]
@@ -260,7 +262,7 @@ def test_synthetic_data_of_table_3_match_the_numpy_reference(
     assert_linear_model_matches(getattr(fd.algorithms, algorithm), hyperparameters, clients, cohorts)
 
 
-@pytest.mark.parametrize("variate", ["scaffold", "last_update"])
+@pytest.mark.parametrize("variate", ["scaffold", thorough("last_update")])
 @pytest.mark.parametrize("aggregation", ["code", "cohort", "paper"])
 def test_the_aggregations_of_feddc_match_the_numpy_reference(aggregation: str, variate: str) -> None:
     """Three of eight clients take part in a round, and their sizes differ. Client 5 takes part once."""

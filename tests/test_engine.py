@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small import thorough
 
 import fedjax_drift as fd
 from fedjax_drift import tree
@@ -59,10 +60,13 @@ def keeping() -> Algorithm:
     return base._replace(init_client=lambda params: params, client_update=client_update)
 
 
-def simulate(data, algorithm=None, devices=1, **options) -> fd.Simulation:
+MLP, KEEPING = mlp(), keeping()  # simulations of the same model and algorithm share their programs
+
+
+def simulate(data, algorithm=KEEPING, devices=1, **options) -> fd.Simulation:
     options = {"local": fd.LocalTraining(epochs=2, batch_size=4, lr=0.2), "cohort_size": 10} | options
     mesh = fd.clients_mesh(jax.devices()[:devices])
-    return fd.Simulation(options.pop("model", mlp()), data, algorithm or keeping(), mesh=mesh, **options)
+    return fd.Simulation(options.pop("model", MLP), data, algorithm, mesh=mesh, **options)
 
 
 def assert_close(a, b, tolerance=1e-5) -> None:
@@ -77,7 +81,7 @@ def client_model(state: fd.ServerState, i):
     return jax.tree.map(lambda a: np.asarray(a[i]), state.clients)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("lanes", [thorough(1), 3])
 def test_a_clients_result_does_not_depend_on_the_rest_of_the_cohort_or_the_devices(data, lanes) -> None:
     results, losses = [], []
     for devices in (1, 2):
@@ -119,7 +123,7 @@ def test_results_do_not_depend_on_the_numbers_of_lanes_and_devices(data) -> None
         assert_close(after_three_rounds(lanes, devices), reference)
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 6])
+@pytest.mark.parametrize("lanes", [thorough(1), 3, thorough(6)])
 def test_the_setting_threefry_partitionable_does_not_change_results(data, lanes) -> None:
     """The engine always uses True. With False, a client's shuffle would depend on the largest client in its group."""
     sim = simulate(data, lanes=lanes)
@@ -163,7 +167,7 @@ def test_scan_equals_loop(data) -> None:
     assert infos["loss"].shape == (4, 10)
 
 
-@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("lanes", [thorough(1), 4])
 def test_vmap_over_seeds_equals_loop(data, lanes) -> None:
     sim = simulate(data, lanes=lanes, devices=2)
 
@@ -206,7 +210,7 @@ def test_many_rounds_may_be_dispatched_without_reading_a_result() -> None:
 
 
 def test_donation_overwrites_the_state_but_not_the_callers_params(data) -> None:
-    params = mlp().init(jax.random.key(3))
+    params = MLP.init(jax.random.key(3))
     sim = simulate(data, donate=True)
     plain = simulate(data)
     state = sim.init(jax.random.key(0), params=params)
@@ -220,7 +224,7 @@ def test_donation_overwrites_the_state_but_not_the_callers_params(data) -> None:
 
 def test_states_may_come_from_other_devices_or_from_numpy(data) -> None:
     explicit = jax.make_mesh((2,), ("clients",))  # with explicit axes, JAX's default
-    sim = fd.Simulation(mlp(), data, keeping(), cohort_size=10, mesh=explicit)
+    sim = fd.Simulation(MLP, data, KEEPING, cohort_size=10, mesh=explicit)
     other = simulate(data, devices=1)
     state = sim.init(jax.random.key(0))
     expected = sim.round_fn(state)[0].params
@@ -254,8 +258,8 @@ def test_memory_does_not_grow_with_the_cohort() -> None:
     assert scratch(fd.algorithms.fedavg(), 64, lanes=2) - scratch(fd.algorithms.fedavg(), 4, lanes=2) < one_message
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize(("devices", "bank"), [(1, "device"), (2, "sharded")])
+@pytest.mark.parametrize("lanes", [thorough(1), 2])
+@pytest.mark.parametrize(("devices", "bank"), [thorough(1, "device"), (2, "sharded")])
 def test_client_states_are_overwritten_in_place(devices, bank, lanes) -> None:
     one_state, options = 4 * 5010, {"program": "donating_round", "devices": devices, "bank": bank, "lanes": lanes}
     for algorithm in (fd.algorithms.scaffold(), fd.algorithms.vrl_sgd()):
@@ -329,7 +333,9 @@ def test_an_optimizer_with_a_learning_rate_of_its_own_descends(data) -> None:
     assert_equal(after(same).params, after(sgd).params)
 
 
-@pytest.mark.parametrize("noise", [optax.identity(), optax.add_noise(1e-4, 0.0, key=3)], ids=["without", "with"])
+@pytest.mark.parametrize(
+    "noise", [thorough(optax.identity()), optax.add_noise(1e-4, 0.0, key=3)], ids=["without", "with"]
+)
 def test_the_noise_of_an_optimizer_differs_between_clients_and_rounds(noise) -> None:
     rows = (np.ones((2, 3), np.float32), np.array([0, 1]))
     sim = simulate(
@@ -393,7 +399,9 @@ def test_bernoulli_cohorts(data) -> None:
     assert_close(given.params, state.params)
 
 
-@pytest.mark.parametrize("options", [{}, {"bank": "host", "stream": True}, {"devices": 2, "measure": "updates"}])
+@pytest.mark.parametrize(
+    "options", [{}, thorough({"bank": "host", "stream": True}), thorough({"devices": 2, "measure": "updates"})]
+)
 def test_a_run_with_given_cohorts_is_a_loop_of_round_fn(data, options, tmp_path) -> None:
     sim = simulate(data, fd.algorithms.scaffold(), **options)
     cohorts = np.array([[3, 1, 4], [1, 5, 9], [2, 6, 8], [9, 7, 0], [3, 2, 1]])
@@ -417,7 +425,7 @@ def test_a_run_with_given_cohorts_is_a_loop_of_round_fn(data, options, tmp_path)
 
 
 def test_given_cohorts_are_checked_before_anything_is_compiled(data) -> None:
-    sim = simulate(data)
+    sim = simulate(data, model=mlp())
     state = sim.init(jax.random.key(0))
     for given, message in {
         "uniform": "cohort must be an array .* or a function of the round, got 'uniform'",
@@ -460,9 +468,10 @@ def test_nonfinite_updates(data) -> None:
     pairs = [data.client(i) for i in range(6)]
     pairs[4] = (x * 1e30, y)  # its loss overflows
 
+    model = fd.Model(MLP.init, lambda p, x: jnp.square(x @ p["a"] @ p["b"]) ** 2)
+    broken = fd.FederatedData.from_clients(pairs, test=data.client(0))
+
     def poisoned(**options) -> fd.Simulation:
-        model = fd.Model(mlp().init, lambda p, x: jnp.square(x @ p["a"] @ p["b"]) ** 2)
-        broken = fd.FederatedData.from_clients(pairs, test=data.client(0))
         return simulate(broken, model=model, cohort_size=3, local=fd.LocalTraining(lr=1e-4), **options)
 
     start = poisoned().init(jax.random.key(0))
@@ -489,8 +498,9 @@ def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) ->
     def unchecked(z: jax.Array, y: jax.Array) -> jax.Array:
         return 2 * optax.softmax_cross_entropy_with_integer_labels(z, y)
 
+    model = MLP._replace(loss=unchecked)
+
     def sim(**options) -> fd.Simulation:
-        model = mlp()._replace(loss=unchecked)
         return simulate(wrong, fd.algorithms.fedavg(), model=model, cohort_size=6, **options)
 
     start = sim().init(jax.random.key(0))
@@ -507,7 +517,7 @@ def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) ->
     dropped, _ = sim(on_nonfinite="drop_client").round_fn(start)
     assert_close(dropped.params, sim().round_fn(start, cohort=[0, 1, 2, 3, 5])[0].params)
     with pytest.warns(RuntimeWarning, match="round 0: the test loss must be finite, got nan"):
-        simulate(dataclasses.replace(data, y_test=data.y_test + 1), model=mlp()._replace(loss=unchecked)).run(
+        simulate(dataclasses.replace(data, y_test=data.y_test + 1), model=model).run(
             simulate(data).init(jax.random.key(0)), 1, progress=False
         )
     with pytest.warns(RuntimeWarning, match="got a loss of nan for client 4, one of 1 such clients"):
@@ -517,7 +527,7 @@ def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) ->
 def test_the_documentation_of_a_round_lists_the_entries_of_its_info(data) -> None:
     listed = re.findall(r"^ *- ((?:``\w+``(?:, )?)+):", str(fd.Simulation.round_fn.__doc__), re.MULTILINE)
     names = {name for line in listed for name in re.findall(r"\w+", line)}
-    sim = simulate(data, fd.algorithms.fedavg(), dropout=0.1)
+    sim = simulate(data, fd.algorithms.fedavg(), dropout=0.1, participation=fd.participation.cyclic(2))
     _, info = sim.round_fn(sim.init(jax.random.key(0)))
     assert names == info.keys()
 
@@ -586,8 +596,9 @@ def test_only_uint8_images_are_divided_by_255(data) -> None:
         pairs = [(x.astype(dtype), y) for x, y in bits]
         return fd.FederatedData.from_clients(pairs, test=pairs[3], **options)
 
+    model = fd.Model(MLP.init, lambda params, x: MLP.apply(params, 2 * x - 1))  # would wrap around in uint8
+
     def trained(data: fd.FederatedData, **options) -> tuple:
-        model = fd.Model(mlp().init, lambda params, x: mlp().apply(params, 2 * x - 1))  # would wrap around in uint8
         sim = simulate(data, fd.algorithms.fedavg(), model=model, cohort_size=5, **options)
         state, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
         return jax.device_get(state.params), sim.evaluate(state)
@@ -632,7 +643,7 @@ def test_run_records_every_round_and_resumes(data, capsys) -> None:
     assert history[0]["train_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("how", ["signal", "exception"])
+@pytest.mark.parametrize("how", ["signal", thorough("exception")])
 def test_ctrl_c_returns_the_completed_rounds(data, how, capsys) -> None:
     sim, before = simulate(data), signal.getsignal(signal.SIGINT)
     start = sim.init(jax.random.key(0))

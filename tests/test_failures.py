@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import thorough
 from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 
 import fedjax_drift as fd
@@ -105,12 +106,12 @@ def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  #
     # A client's time is its slowness times its steps. So the slowness follows from the first deadline that it meets.
     by = {"deadline": 1.0, "cohort_size": 30} | slow
     sim = simulate(data, fd.algorithms.fedavg(), **by)
-    how, start, rows = sim.setup.engine, sim.init(jax.random.key(0)), sim.setup.arrays.rows
+    how, start, arrays = sim.setup.engine, sim.init(jax.random.key(0)), sim.setup.arrays
 
     @jax.jit
     def heard(deadline):
         engine = how._replace(failures=dataclasses.replace(how.failures, deadline=deadline))
-        return assign(engine, start, rows, jnp.arange(30)).cohort.id < 30
+        return assign(engine, start, arrays, jnp.arange(30)).cohort.id < 30
 
     deadlines = np.geomspace(0.05, 10, 80)
     there = np.stack([heard(deadline) for deadline in deadlines])
@@ -133,7 +134,12 @@ def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  #
 
 
 @pytest.mark.parametrize(
-    "options", [{"bank": "host"}, {"stream": True}, {"bank": "sharded", "shard_data": True, "mesh": None}, {"lanes": 3}]
+    "options",
+    [
+        {"bank": "host", "stream": True},
+        *map(thorough, ({"bank": "host"}, {"stream": True}, {"lanes": 3})),
+        thorough({"bank": "sharded", "shard_data": True, "mesh": None}),
+    ],
 )
 def test_failures_do_not_depend_on_placement(data, options) -> None:  # noqa: F811
     failing = {"dropout": 0.4, "stragglers": 0.4, "over_selection": 1.4, "deadline": 2.0, "speed_spread": 0.5}

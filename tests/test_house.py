@@ -23,9 +23,9 @@ MODULES = {
 }
 FLOORS = [
     {"errors", "types", "model", "recipes", "tree", "leaves", "checks"}
-    | {"adapters", "batch_norm", "version", "disk", "reprs"},
+    | {"adapters", "batch_norm", "version", "disk", "reprs", "schedules"},
     {"data", "models"},
-    {"local", "devices"},
+    {"local", "devices", "participation"},
     {"round", "algorithms"},
     {"measures", "storage"},
     {"simulation"},

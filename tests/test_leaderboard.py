@@ -34,6 +34,7 @@ def tiny(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_it_runs_and_resumes_and_writes_a_page(tiny, monkeypatch) -> None:
     said: list[str] = []
     for name in entrants.ENTRANTS:

@@ -18,6 +18,8 @@ import fedjax_drift as fd
 from fedjax_drift import adapters
 from fedjax_drift.models import MODELS, conv, layers, num_parameters
 
+pytestmark = pytest.mark.thorough
+
 COUNTS = {
     "linear": 155,
     "mnist_2nn": 199_210,

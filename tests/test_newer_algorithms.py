@@ -8,17 +8,8 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from test_drift_algorithms import (
-    COHORTS,
-    MODEL,
-    assert_same,
-    federate,
-    models_after,
-    quadratics,
-    ragged,
-    run,
-    states_after,
-)
+from small import federate, models_after, quadratics, states_after
+from test_drift_algorithms import COHORTS, MODEL, assert_same, ragged, run
 
 import fedjax_drift as fd
 
@@ -157,6 +148,7 @@ def test_personal_models_by_hand() -> None:
     assert float(state.params) == pytest.approx(5 / 4)
 
 
+@pytest.mark.thorough
 def test_regressions() -> None:
     # The closed forms of FedNova's coefficients cancel: mu -> 0 is FedAvg, momentum near 1 gives a sum.
     equal = {"equal": True, "rounds": 2}

@@ -384,6 +384,19 @@ def test_plots_of_a_model_that_is_not_a_classifier():
     assert sizes.get_title() == "Sizes (8 examples in all)"
 
 
+def test_participation_shows_every_round_of_every_client():
+    figure = plots.participation([{"cohort": np.array([0, 2, -1])}, [2], []], num_clients=4)
+    when, often = figure.axes
+    assert when.images[0].get_array().tolist() == [[1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert [bar.get_width() for bar in often.patches] == [1, 0, 2, 0]
+    assert often.get_title() == "Mean 0.75, 2 never"
+    many = plots.participation([np.arange(0, 5000, 2)] * 3, 5000).axes[0].images[0].get_array()
+    assert many.shape == (385, 3) and many.sum() == 3 * 2500
+    for wrong, message in (([], "at least 1 round"), ([[4]], r"client ids in 0..3"), ([[0.5]], "client ids in 0..3")):
+        with pytest.raises(ValueError, match=message):
+            plots.participation(wrong, 4)
+
+
 def test_plots_accept_records_in_all_forms(tmp_path):
     run = history(rounds=2)
     for name in ("a", "b"):

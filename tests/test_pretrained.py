@@ -13,6 +13,8 @@ import scipy.special
 import fedjax_drift as fd
 from fedjax_drift.models import load_params, save_params
 
+pytestmark = pytest.mark.thorough
+
 KEY = jax.random.key(3)
 W, H, VOCABULARY, LENGTH, LAYERS = 8, 2, 11, 6, 3
 RNG = np.random.default_rng(0)
@@ -179,6 +181,7 @@ def test_to_torch_uses_pytorchs_layouts_and_flattening():
     np.testing.assert_allclose(linear(x, state, "classifier.dense"), model.apply(params, images), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_to_torch_unstacks_blocks_and_returns_copies():
     params = fd.models.vit(5, (6, 4, 3), 2, width=W, depth=LAYERS, heads=H).init(KEY)
     state = fd.models.to_torch(params)

@@ -13,6 +13,8 @@ from scipy import stats
 import fedjax_drift as fd
 from fedjax_drift.data.redeal import _dirichlet, drift_regimes, redeal
 
+pytestmark = pytest.mark.thorough
+
 rng = np.random.default_rng(0)
 SIZES = rng.integers(1, 60, 40).astype(np.int32)
 OFFSETS = (np.cumsum(SIZES) - SIZES).astype(np.int32)

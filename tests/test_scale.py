@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import thorough
 
 import fedjax_drift as fd
 from fedjax_drift.devices import memory
-from fedjax_drift.round.cohort import first_distinct
+from fedjax_drift.participation.cohorts import first_distinct
 from fedjax_drift.storage.client_store import ClientStore
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 ragged clients
@@ -69,7 +70,9 @@ def expected(data) -> tuple[fd.ServerState, list]:
     return state, infos
 
 
-@pytest.mark.parametrize(("where", "stream"), [("sharded", False), ("host", False), ("sharded", True), ("files", True)])
+@pytest.mark.parametrize(
+    ("where", "stream"), [("sharded", False), thorough("host", False), thorough("sharded", True), ("files", True)]
+)
 def test_results_do_not_depend_on_placement(data, mapped, expected, where, stream, tmp_path) -> None:
     bank = str(tmp_path / "bank") if where == "files" else where
     sim = simulate(mapped if stream else data, stream=stream, bank=bank, measure="updates")
@@ -86,7 +89,7 @@ def test_results_do_not_depend_on_placement(data, mapped, expected, where, strea
     assert_close(sim.round_fn(by_run, cohort=ids)[0].server, simulate(data).round_fn(state, cohort=ids)[0].server)
 
 
-@pytest.mark.parametrize("name", ["vrl_sgd", "lfd"])
+@pytest.mark.parametrize("name", [thorough("vrl_sgd"), "lfd"])
 def test_states_of_other_algorithms_can_be_kept_anywhere(data, name) -> None:
     """In VRL-SGD, a client state has a scalar and is completed after the round.
 
@@ -270,7 +273,7 @@ def test_automatic_placement_depends_on_the_memory_of_a_device(data, monkeypatch
         simulate(data, bank="hosts")
 
 
-@pytest.mark.parametrize("method", ["round_fn", "run"])
+@pytest.mark.parametrize("method", ["run", thorough("round_fn")])
 def test_out_of_memory_halves_the_lanes(data, monkeypatch, method) -> None:
     sim = simulate(data, lanes=4, devices=1, sampling="uniform")
     launch = sim.executor.launch
@@ -315,7 +318,7 @@ def needing_memory() -> fd.Model:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "devices"), [("round_fn", 1), ("run", 2)])
+@pytest.mark.parametrize(("method", "devices"), [("round_fn", 1), thorough("run", 2)])
 def test_a_failed_program_keeps_its_state_unless_the_state_was_donated(data, method, devices) -> None:
     """Here XLA runs out of memory itself, after the state has been passed to the program."""
 

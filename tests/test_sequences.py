@@ -10,6 +10,8 @@ from random_cases import Case, Place
 from fedjax_drift.simulation import programs
 from fedjax_drift.storage.client_store import ClientStore
 
+pytestmark = pytest.mark.thorough
+
 CASE = Case(
     "scaffold", {}, "plain", False, False, None, {"epochs": 1, "batch_size": 3}, False, False, "mean",
     {"cohort_size": 3, "sampling": "uniform", "on_nonfinite": "keep"},

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small import thorough
 
 import fedjax_drift as fd
 from fedjax_drift.simulation.sweep import Run, grid, sweep
@@ -107,6 +108,7 @@ def test_settings_and_seeds_match_separate_runs(data) -> None:
     assert_as_alone(build, runs + side_by_side, 5, 1e-5, eval_every=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.as_users
 def test_runs_on_one_device_are_bitwise_identical_to_separate_runs(data) -> None:
     """The algorithm has client states and observes. The runs have measures, given parameters, and a weight decay
@@ -123,7 +125,7 @@ def test_runs_on_one_device_are_bitwise_identical_to_separate_runs(data) -> None
     assert_as_alone(build, runs[1:], 3, 0, params=params, measure_every=2)
 
 
-@pytest.mark.parametrize("name", ["scaffold, bernoulli", "optimizer, redealt"])
+@pytest.mark.parametrize("name", ["scaffold, bernoulli", thorough("optimizer, redealt")])
 def test_a_last_turn_that_is_not_full(data, name) -> None:
     """Three runs are trained, two side by side. So the last turn trains the last run twice."""
     data = data.redealt(0.5) if "redealt" in name else data
@@ -303,6 +305,7 @@ def test_an_evaluation_that_fails_keeps_its_error_the_rounds_and_the_states(data
         assert int(run.state.round) == len(run.history) >= 5
 
 
+@pytest.mark.thorough
 def test_fewer_runs_train_side_by_side_if_memory_is_too_small(data, monkeypatch) -> None:
     launch = TURNS.launch
 
@@ -370,7 +373,7 @@ def tracks_of(build, settings) -> list:
     return TURNS.tracks(planned, most=len(planned), constant=False)
 
 
-@pytest.mark.parametrize("name", ["local training", "algorithm", "data"])
+@pytest.mark.parametrize("name", ["local training", thorough("algorithm"), thorough("data")])
 def test_settings_may_need_different_programs(data, name, tmp_path) -> None:
     """Settings that differ in more than numbers are trained in one sweep, each as it would be alone."""
     few = fd.FederatedData.from_clients([(data.x[i : i + 5], data.y[i : i + 5]) for i in range(0, 20, 5)])
@@ -430,7 +433,7 @@ def told(runs: list[Run]) -> list:
 
 
 @pytest.mark.as_users
-@pytest.mark.parametrize("ends", ["ctrl-c", "killed", "sigterm", "error"])
+@pytest.mark.parametrize("ends", ["ctrl-c", *map(thorough, ("killed", "sigterm", "error"))])
 def test_a_stopped_sweep_resumes_with_bitwise_identical_results(data, ends, tmp_path) -> None:
     """Three runs train on two devices. After any stop, the same call resumes the sweep. A third call returns at
     once."""

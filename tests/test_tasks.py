@@ -23,6 +23,8 @@ from fedjax_drift.data.datasets import RECORDS
 from fedjax_drift.data.sources import Request
 from fedjax_drift.models import layers
 
+pytestmark = pytest.mark.thorough
+
 # ---------------------------------------------------------------- scores
 
 

@@ -13,6 +13,8 @@ import pytest
 import fedjax_drift as fd
 from fedjax_drift.models import num_parameters
 
+pytestmark = pytest.mark.thorough
+
 KEY = jax.random.key(0)
 SMALL = {"width": 16, "depth": 3, "heads": 2}
 IMAGES = jax.random.normal(KEY, (3, 8, 8, 1))
@@ -150,6 +152,7 @@ def test_wrong_options_are_refused(call, said) -> None:
         call()
 
 
+@pytest.mark.thorough
 def test_vit_trains_with_moon_and_the_decoder_with_fedavg() -> None:
     rng = np.random.default_rng(0)
     images = fd.FederatedData.from_clients([(rng.normal(size=(6, 8, 8, 1)).astype("f4"), np.arange(6) % 5)] * 2)

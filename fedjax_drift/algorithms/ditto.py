@@ -46,7 +46,7 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
     lam = checks.nonnegative("lam", lam)
     if personal_epochs is not None:
         personal_epochs = checks.integer("personal_epochs", personal_epochs, 1, fix="None means the local epochs")
-    base = fedavg(weighting=weighting)
+    base, requires = fedavg(weighting=weighting), ("one model",) + ("1 epochs",) * (personal_epochs is not None)
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:
         w = server.params
@@ -67,5 +67,5 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
         return client.v
 
     return base._replace(
-        init_client=Client, client_update=client_update, personal=personal, requires=("one model",), name="ditto"
+        init_client=Client, client_update=client_update, personal=personal, requires=requires, name="ditto"
     )

@@ -90,7 +90,8 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
 
     def kalman(server: Server, mean: Message, context: Round) -> tuple[Params, jax.Array, jax.Array, jax.Array]:
         """Returns Delta, sQ2, sR2 and G."""
-        Delta = jax.tree.map(lambda n_Delta: n_Delta / mean.n, mean.n_Delta)
+        n = jnp.where(mean.n == 0, 1, mean.n)  # an empty cohort of importance sampling has Delta = 0
+        Delta = jax.tree.map(lambda n_Delta: n_Delta / n, mean.n_Delta)
         S, d = context.participation * context.num_clients, tree.size(Delta)
         gap = Delta if period_variance == "code" else tree.subtract(server.M, Delta)
         sQ2 = tree.dot(gap, gap) / (S * d)  # (16)

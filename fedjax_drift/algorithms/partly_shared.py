@@ -28,7 +28,8 @@ from fedjax_drift import checks, leaves
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, Part, PyTree, Round, Work, algorithm
+from fedjax_drift.model import Part
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
 class Client(NamedTuple):

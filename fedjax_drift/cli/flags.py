@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 import optax
+import optax.contrib
 
-from fedjax_drift import checks
+from fedjax_drift import checks, participation
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, redeal, seed
 from fedjax_drift.data import augment, partition
@@ -40,26 +41,78 @@ DEFAULT_MODEL = {
 
 def distribution(num_clients: int, file: str, seed: int = 0, min_per_label: int = 0) -> partition.Partition:
     """Returns `partition.distribution` with the weights of a text file, one line of numbers per client."""
+    weights = numbers_in(file, "one line per client, with one number per label")
+    return partition.distribution(num_clients, weights, seed, min_per_label)
+
+
+def importance(file: str) -> participation.Participation:
+    """Returns `participation.importance` with the probabilities of a text file, one number per client."""
+    return participation.importance(numbers_in(file, "one probability per client").reshape(-1))
+
+
+def schedule(file: str) -> participation.Participation:
+    """Returns `participation.schedule` with the cohorts of a text file, one line of client ids per round."""
+    ids = numbers_in(file, "one line per round, with the ids of its clients")
+    return participation.schedule(ids.astype(np.int32) if (ids == ids.astype(np.int32)).all() else ids)
+
+
+def trace(file: str, base: participation.Participation | None = None) -> participation.Participation:
+    """Returns `participation.trace` with the availability of a text file, one line of 0 and 1 per round."""
+    available = numbers_in(file, "one line per round, with 0 or 1 for each client")
+    if not np.isin(available, (0, 1)).all():
+        raise ConfigurationError(f"{file} must have 0 or 1 for each client, got {available.min()} to {available.max()}")
+    return participation.trace(available.astype(bool), base)
+
+
+def numbers_in(file: str, content: str) -> np.ndarray:
+    """Returns the numbers of a text file, [lines, numbers]. content: what it must contain."""
     path = checks.path("file", file)
     try:
-        weights = np.loadtxt(path, ndmin=2)
+        return np.loadtxt(path, ndmin=2)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} must have one line per client, with one number per label, got {checks.first_line(error)}: write "
-            "it with numpy.savetxt"
+            f"{path} must have {content}, got {checks.first_line(error)}: write it with numpy.savetxt"
         ) from error
-    return partition.distribution(num_clients, weights, seed, min_per_label)
 
 
 PARTITIONS = (
     partition.iid, partition.dirichlet, partition.shards, partition.classes, distribution, partition.by_writer
 )  # fmt: skip
-OPTIMIZERS = {"adam": optax.scale_by_adam, "rmsprop": optax.scale_by_rms, "adagrad": optax.scale_by_rss}
+RULES = (
+    participation.uniform, participation.bernoulli, participation.by_size, importance, participation.power_of_choice,
+    schedule, participation.cyclic, participation.diurnal, participation.markov, trace,
+)  # fmt: skip
+
+
+def sgd(momentum: float = 0.0, nesterov: bool = False) -> optax.GradientTransformation:
+    """Returns SGD, with momentum within a round."""
+    return optax.trace(momentum, nesterov) if momentum else optax.identity()
+
+
+def adamw(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2
+) -> optax.GradientTransformation:
+    """Returns AdamW: the weight decay is added to the direction, not to the gradient."""
+    return optax.chain(optax.scale_by_adam(b1, b2, eps), optax.add_decayed_weights(weight_decay))
+
+
+def muon(beta: float = 0.95) -> optax.GradientTransformation:
+    """Returns Muon for matrices, and Adam for all other parameters."""
+    return optax.chain(
+        optax.contrib.muon(1.0, beta=beta), optax.scale(-1.0)
+    )  # optax.muon returns a direction of descent
+
+
+OPTIMIZERS = {
+    "sgd": sgd, "adam": optax.scale_by_adam, "adamw": adamw, "rmsprop": optax.scale_by_rms,
+    "adagrad": optax.scale_by_rss, "muon": muon,
+}  # fmt: skip
 DATASET = Choice(DATASETS, hidden=("request",))
 PARTITION = Choice({factory.__name__: factory for factory in PARTITIONS}, hidden=("num_clients", "seed", "size_sigma"))
 MODEL = Choice(MODELS, hidden=("input_shape", "sizes"))
 TRAIN = Choice(TRAINED, hidden=("model", "base", "frozen_dtype"))
 OPTIMIZER = Choice(OPTIMIZERS, hidden=("mu_dtype",))
+PARTICIPATION = Choice({factory.__name__: factory for factory in RULES}, hidden=("base", "phases"))
 AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
 
 
@@ -157,13 +210,20 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--init", "FILE", "npz or safetensors file with the initial parameters (default: random)")
     add(group, "--rounds", "N", "number of rounds", count, 50)
     add(group, "--cohort", "K", "clients per round", count, 10)
-    add_parameters(group, Simulation, "sampling")
+    add(group, "--participation", SPEC, f"the rule that selects the clients of a round, one of "
+        f"{', '.join(PARTICIPATION.factories)}, for example cyclic:groups=4. The options are the arguments of "
+        "fd.participation.NAME; importance, schedule and trace take file=FILE, a text file with an array. Give a rule "
+        "of availability and a second rule after it, such as --participation cyclic:groups=4 --participation by_size, "
+        "to select from the available clients with the second (default: uniform)", PARTICIPATION, action="append")
+    add(group, "--sampling", "NAME", "uniform or bernoulli: short for --participation", str, "uniform")
     add(group, "--redeal", "evenly|ALPHA",
         "in every round, pool the examples of the cohort and redistribute them. evenly: all clients of a cohort get "
         "about the same labels, so only period drift remains. ALPHA: the examples of each label are split by "
         "Dirichlet(ALPHA); with --partition iid only client drift remains", redeal)
     group = parser.add_argument_group("local training of every client")
     add_parameters(group, LocalTraining, *LOCAL)
+    add(group, "--steps", "K", "local steps of every client, instead of --epochs (default: as many as the epochs need)",
+        count)
     add(group, "--optimizer", SPEC, "optax optimizer of the clients, instead of SGD with momentum: one of "
         f"{', '.join(OPTIMIZERS)}. Its state is reset in every round", OPTIMIZER)
     add(group, "--augment", SPEC, "train on random variants of the images: one of "

@@ -154,7 +154,7 @@ def assemble(
     specs, values = algorithm_specs(args), dict(values or {})
     numbers = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
     optimizer, augment = args.optimizer and _optimizer(args.optimizer), args.augment and args.augment.make()
-    local = LocalTraining(**numbers, optimizer=optimizer, augment=augment)
+    local = LocalTraining(**numbers, steps=args.steps, optimizer=optimizer, augment=augment)
     algorithms = {}
     for spec in specs:
         try:
@@ -178,8 +178,8 @@ def assemble(
         base = None if mesh is not None else trained.frozen[0].checksum  # a plan needs no parameters
         part = {"name": args.train.name, **args.train.options, "parameters": num_parameters(trained), "base": base}
     failures = {name: getattr(args, name) for name in FAILURES}
-    names = ("sampling", "on_nonfinite", "measure", "lanes", "devices_per_client")
-    options: dict[str, Any] = failures | {name: getattr(args, name) for name in names}
+    names = ("on_nonfinite", "measure", "lanes", "devices_per_client")
+    options: dict[str, Any] = failures | _participation(args) | {name: getattr(args, name) for name in names}
     options |= {"stream": "auto" if args.stream == "auto" else SWITCH[args.stream], "aggregation": _aggregation(args)}
     simulations = {
         name: Simulation(
@@ -207,6 +207,7 @@ def assemble(
         "local": vars(local)
         | {"optimizer": args.optimizer and args.optimizer.text, "augment": args.augment and args.augment.text},
         "cohort_size": args.cohort,
+        "participation": [spec.text for spec in args.participation or ()],
         "redeal": data.redeal,
         "failures": failures,
         "aggregation": first.aggregation.name,
@@ -291,7 +292,7 @@ def _optimizer(spec: Spec) -> optax.GradientTransformation:
     """Returns the optimizer. optax does not check its options."""
     for name, value in spec.options.items():
         if not isinstance(value, bool):
-            check = checks.fraction if name in ("b1", "b2", "decay") else checks.nonnegative
+            check = checks.fraction if name in ("b1", "b2", "decay", "beta", "momentum") else checks.nonnegative
             check(f"optimizer {spec.name}: {name}", value)
     return spec.make()
 
@@ -301,6 +302,24 @@ def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:
     if args.noise_multiplier is None:
         return None if args.clip_updates is None else aggregation.clipped(args.clip_updates)
     return aggregation.private(args.clip_updates, args.noise_multiplier)
+
+
+def _participation(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the option of `Simulation` that selects the clients. A rule selects from those of the rule before it."""
+    if not args.participation:
+        return {"sampling": args.sampling}
+    if args.sampling != "uniform":
+        raise ConfigurationError(f"--sampling is short for --participation, got both, with {args.sampling}: give one")
+    *outer, spec = args.participation
+    rule = spec.make()
+    for spec in reversed(outer):
+        if "base" not in spec.defaults:
+            raise ConfigurationError(
+                f"--participation {spec.text} selects a cohort, so no other rule can follow it, got "
+                f"{args.participation[-1].text}: give a rule of availability first, such as cyclic:groups=4"
+            )
+        rule = spec._replace(options=spec.options | {"base": rule}).make()
+    return {"participation": rule}
 
 
 def _measure_every(args: argparse.Namespace) -> int:

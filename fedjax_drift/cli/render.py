@@ -32,8 +32,10 @@ NAME_WIDTH = 22  # columns for the name of an algorithm in the table, which then
 def heading(config: Mapping[str, Any], output: Path) -> str:
     data, local, model, part = config["data"], config["local"], config["model"], config["train"]
     redeal, measure, devices = config["redeal"], config["measure"], config["devices"]
-    epochs = f"{local['epochs']} epoch{'s' * (local['epochs'] > 1)}"
+    given = "epochs" if local["steps"] is None else "steps"
+    trained_for = f"{local[given]} {given[:-1]}{'s' * (local[given] > 1)}"
     usual = vars(fd.LocalTraining(local["epochs"], local["batch_size"], local["lr"])) | vars(fd.Failures())
+    usual |= {"steps": local["steps"]}
     changed = [f"{name} {value}" for name, value in local.items() if value != usual[name]]
     failing = [f"{k.replace('_', ' ')} {value}" for k, value in config["failures"].items() if value != usual[k]]
     failing += [config["aggregation"]] * (config["aggregation"] != "mean")
@@ -42,14 +44,15 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     method = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
     redistributed = "" if redeal is None else f", examples redistributed {method}"
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
+    selected = " ".join(config["participation"]) or config["sampling"]
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
         "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
         + ("validation" if config["validation"] else "testing"),
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
-        f"{config['cohort_size']:,} per round ({config['sampling']}{redistributed})",
+        f"{config['cohort_size']:,} per round ({selected}{redistributed})",
         "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
-        "local training": ", ".join([epochs, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
+        "local training": ", ".join([trained_for, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
         **({"failures": ", ".join(failing)} if failing else {}),
         **measured,
         "devices": f"{devices['count']} ({devices['platform']}), {together}lanes {config['lanes']}",

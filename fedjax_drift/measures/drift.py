@@ -20,8 +20,9 @@ from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
-from fedjax_drift.round.cohort import Assignment, at_places, in_cohort_order, look_up
+from fedjax_drift.round.cohort import Assignment, look_up
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
+from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.round import Observer, observed_round, round_fn, unobserved
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
 from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Work
@@ -98,23 +99,27 @@ def measure(
 
     See `Simulation.measure`.
     """
-    return observed_round(engine, state, arrays, cohort, observer(engine, names))[2]
+    return observed_round(engine, state, arrays, cohort, observer(engine, names, cohort))[2]
 
 
 def measured_round(
     engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> tuple[ServerState, dict]:
     """`round_fn`, whose ``info`` also has the measures ``names``."""
-    return round_fn(engine, state, arrays, cohort, observer(engine, names))
+    return round_fn(engine, state, arrays, cohort, observer(engine, names, cohort))
 
 
-def observer(engine: Engine, names: Sequence[str]) -> Observer:
-    """Computes the measures of a round while its clients train."""
+def observer(engine: Engine, names: Sequence[str], cohort: jax.Array | Client | None) -> Observer:
+    """Computes the measures of a round while its clients train. cohort: as for `round_fn`."""
     if not names:
         return unobserved(engine)
+    K = engine.most_clients
+    if cohort is not None and not engine.over_selects:
+        K = len(cohort.id if isinstance(cohort, Client) else cohort)
+    places = -(-K // (num_teams(engine.mesh) * engine.lanes)) * engine.lanes  # on each device
     return Observer(
         before=partial(shared_values, engine, names),
-        update=partial(update_and_measure, engine, names),
+        update=partial(update_and_measure, engine, names, places),
         after=partial(measures, engine, names),
     )
 
@@ -128,16 +133,19 @@ def shared_values(engine: Engine, names: Sequence[str], assigned: Assignment, ar
 
 
 def update_and_measure(
-    engine: Engine, names: Sequence[str], shared: Shared, client: Client, old: PyTree, work: Work
+    engine: Engine, names: Sequence[str], places: int, shared: Shared, client: Client, old: PyTree, work: Work
 ) -> tuple[ClientResult, PyTree, PyTree]:
-    """Trains one client. Returns its result, its terms of the sums over the cohort, and its measures."""
+    """Trains one client. Returns its result, its terms of the sums over the cohort, and its measures.
+
+    places: the number of clients that its device trains in this round, with empty places.
+    """
 
     def after_epoch(start: Params, theta: Params) -> dict[str, Any]:
         measured: dict[str, Any] = {}
         if "updates" in names:
             D = trained(engine, tree.subtract(theta, start))
             measured["update_norm"] = jnp.sqrt(tree.dot(D, D))
-            if keeps_updates(engine, D):
+            if places * engine.local.parts * tree.nbytes(D) <= KEPT_BYTES:
                 measured["update"] = D
         if shared.extra:
             test, z_global = shared.extra
@@ -151,8 +159,8 @@ def update_and_measure(
         return measured
 
     if not {*names} - {"labels"}:
-        return update(engine, shared, old, work), (), {}
-    result = update(engine, shared, old, work._replace(watch=after_epoch))
+        return update(engine, shared, client, old, work), (), {}
+    result = update(engine, shared, client, old, work._replace(watch=after_epoch))
     training = result.trained(engine.algorithm.name)
     aggregated, bad_leaf = check_finite(engine, client, result)
     measured = {**training.measured, "valid": (client.id < engine.num_clients) & (bad_leaf < 0)}
@@ -175,12 +183,6 @@ def update_and_measure(
 def with_means(names: Sequence[str]) -> set[str]:
     """Those of the measures that compare a client with a mean over the cohort."""
     return {"updates", "gradients"} & {*names}
-
-
-def keeps_updates(engine: Engine, D: Params) -> bool:
-    """Whether the updates of all clients after all epochs fit in `KEPT_BYTES` of each device."""
-    clients = -(-engine.most_clients // num_teams(engine.mesh))
-    return clients * engine.local.epochs * tree.nbytes(D) <= KEPT_BYTES
 
 
 def cosine(D: Params, mean_update: Params) -> jax.Array:
@@ -244,7 +246,7 @@ def second_training(
                 measured["client_drift"] = tree.dot(gap, gap)  # FedEve (4)
             return measured
 
-        result = update(engine, shared, old, work._replace(watch=after_epoch))
+        result = update(engine, shared, client, old, work._replace(watch=after_epoch))
         return (), result.trained(engine.algorithm.name).measured, ()
 
     shared = assigned.shared._replace(extra=(w_S, mean_update))

@@ -32,11 +32,12 @@ matplotlib is imported when the first figure is created.
 - The colours follow matplotlib's style, so ``plt.style.use("dark_background")`` works.
 """
 
-# training.py, clients.py, story.py and tables.py have the plot functions. They use canvas.py (figures), axis.py (the y
-# axis), lines.py (the values), looks.py (colours) and style.py (options).
+# training.py, clients.py, participation.py, story.py and tables.py have the plot functions. They use canvas.py
+# (figures), axis.py (the y axis), lines.py (the values), looks.py (colours) and style.py (options).
 
 from fedjax_drift.plots.clients import fairness, federation, label_mix
 from fedjax_drift.plots.looks import COLOURS, MARKERS, STYLES
+from fedjax_drift.plots.participation import participation
 from fedjax_drift.plots.story import drift_story
 from fedjax_drift.plots.style import Style
 from fedjax_drift.plots.tables import Compared, compared
@@ -67,6 +68,7 @@ __all__ = [
     "forgetting",
     "gain",
     "label_mix",
+    "participation",
     "quadratics",
     "rounds_to_target",
     "updates",

@@ -1,11 +1,8 @@
 """Selects the clients of a round, and assigns them to devices.
 
-sample    selects K ids, uniformly without replacement or by Bernoulli sampling, unless the caller gives them
+select    selects the clients with the participation rule, unless the caller gives them
 fail      replaces clients that drop out or report too late by absent clients; stragglers get fewer steps
-assign    sorts the cohort by local steps, and assigns the clients to devices and groups
-
-A device has G groups of L lanes. It trains the groups one after another, and the L clients of a group side by side. The
-shape [D, G, L] has one place per client. An absent client is a placeholder with id N and without examples.
+assign    selects the clients, lets some of them fail, and assigns the cohort to devices, groups and lanes (places.py)
 """
 
 from __future__ import annotations
@@ -14,13 +11,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
+from fedjax_drift import tree
 from fedjax_drift.data.redeal import redeal
-from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import full_loss
+from fedjax_drift.participation.rule import Clients
 from fedjax_drift.round.engine import (
+    Arrays,
     Client,
     Engine,
     Redeal,
@@ -31,17 +29,19 @@ from fedjax_drift.round.engine import (
     partitionable,
     replicated,
 )
-from fedjax_drift.round.exchange import back_and_forth
 from fedjax_drift.round.failures import Failures
-from fedjax_drift.types import ServerState
+from fedjax_drift.round.places import at_places, in_cohort_order
+from fedjax_drift.round.train import client_work, over_clients
+from fedjax_drift.types import PyTree, ServerState
 
 # fold_in(clients_key, i) is the key of client i in a round, for i < N. fold_in(clients_key, N + n) is the key for other
 # random numbers of the round:
 REDISTRIBUTION, FAILURES, NOISE, FINE_TUNING = 0, 1, 2, 3  # values of n
 
-# fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices. Round t uses
-# fold_in(state.key, t), and no round has the number DEVICE_SPEEDS.
-DEVICE_SPEEDS = 2**32 - 1
+# fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices, fold_in(state.key, PARTICIPATION)
+# that for the initial state of the participation rule. Round t uses fold_in(state.key, t), and no round has these
+# numbers.
+DEVICE_SPEEDS, PARTICIPATION = 2**32 - 1, 2**32 - 2
 
 
 class Assignment(NamedTuple):
@@ -59,16 +59,19 @@ class Assignment(NamedTuple):
     placed: Client  # [D, G, L], the client at each place
 
 
-def assign(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Array | Client | None) -> Assignment:
+def assign(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None) -> Assignment:
     """Selects the round's cohort, unless it is given, and assigns it to devices, groups and lanes."""
+    rows = arrays.rows
     if rows is None:
         raise ConfigurationError(
             "a round of a streamed data set must be called outside jax.jit, jax.vmap and lax.scan, because the host "
             "sends the examples in every round: use a Python loop, or stream=False"
         )
-    cohort_key, key = round_keys(state.key, state.round)
-    if not isinstance(cohort, Client):
-        cohort = look_up(engine, rows, sample(engine, cohort_key) if cohort is None else cohort.astype(jnp.int32))
+    _, key = round_keys(state.key, state.round)
+    if cohort is None:
+        cohort = look_up(engine, rows, *select(engine, state, arrays))
+    elif not isinstance(cohort, Client):
+        cohort = look_up(engine, rows, cohort.astype(jnp.int32))
     drawn = cohort.id
     if engine.redeal is not None:
         redeal_key = jax.random.fold_in(key, engine.num_clients + REDISTRIBUTION)
@@ -77,8 +80,8 @@ def assign(engine: Engine, state: ServerState, rows: Rows | None, cohort: jax.Ar
     if engine.failures is not None:
         cohort = fail(engine, engine.failures, state.key, key, cohort)
     lr = engine.local.rate(state.round)
-    # With sharded examples, stragglers are sorted by their full number of steps, because `rows_by_rank` assumes it.
-    steps = cohort.steps if engine.rows_by_rank is None else engine.local.steps(cohort.size)
+    # With sharded examples, clients are sorted by the batches of an epoch, because `rows_by_rank` assumes it.
+    steps = cohort.steps if engine.rows_by_rank is None else engine.local.batches(cohort.size)
     order, empty, placed = at_places(engine, cohort, steps)
     order, placed = replicated(engine, (order, placed))
     return Assignment(Shared(state.server, rows, key, state.round, lr), drawn, selected, cohort, order, empty, placed)
@@ -91,65 +94,99 @@ def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @partitionable
-def draw(engine: Engine, key: jax.Array, t: jax.Array) -> jax.Array:
-    """int32 [capacity]: the ids that round t selects with the key of the state. Unused entries are N."""
-    return sample(engine, round_keys(key, t)[0])
+def select(engine: Engine, state: ServerState, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+    """The ids int32 [capacity] that a round selects, and their factors float [capacity], or None without factors.
+
+    Unused entries are N. ``arrays.rows`` and the server's variables are only used by a rule that asks for losses.
+    """
+    rule, N, t = engine.participation, engine.num_clients, state.round
+    key, clients_key = round_keys(state.key, t)
+
+    def losses(ids: jax.Array) -> jax.Array:
+        assert arrays.rows is not None, "streamed data sets are refused when the simulation is created"
+        shared = Shared(state.server, arrays.rows, clients_key, t, engine.local.rate(t))
+        return client_losses(engine, shared, look_up(engine, arrays.rows, ids))
+
+    ids, factor = rule.select(
+        state.participation, key, t, engine.clients_selected, Clients(arrays.sizes, losses, available(engine, state))
+    )
+    if not engine.factors:
+        return ids, None
+    factor = jnp.ones(ids.shape, float) if factor is None else factor.astype(float)
+    return (ids, factor) if rule.distinct else merged(ids, factor, N)
 
 
-def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
-    """The clients with these ids. An id outside 0..N-1 gives an absent client."""
+def initial_participation(engine: Engine, key: jax.Array, sizes: jax.Array) -> PyTree:
+    """The state of the participation rule before round 0. key: that of the state. sizes: int32 [N]."""
+    rule = engine.participation
+
+    def losses(ids: jax.Array) -> jax.Array:
+        raise ConfigurationError(
+            f"init of the participation rule {rule.name} must not ask for losses: call clients.losses in select"
+        )
+
+    state = rule.init(jax.random.fold_in(key, PARTICIPATION), Clients(sizes, losses))
+    return jax.tree.map(tree.strip_weak_type, state)
+
+
+def available(engine: Engine, state: ServerState) -> jax.Array | None:
+    """bool [N]: the clients that can be selected in a round. None: the rule makes no difference."""
+    if engine.participation.available is None:
+        return None
+    key, _ = round_keys(state.key, state.round)
+    return engine.participation.available(state.participation, key, state.round, engine.num_clients)
+
+
+def observe(
+    engine: Engine, state: ServerState, assigned: Assignment, answered: jax.Array, loss: jax.Array | None
+) -> PyTree:
+    """The state of the participation rule after the round.
+
+    answered: bool [K], whether a client is aggregated. loss: float [K], the mean loss over its local steps. None: the
+    algorithm does not report it.
+    """
+    rule, N = engine.participation, engine.num_clients
+    if rule.observe is None:
+        return state.participation
+    losses = jnp.full(N + 1, jnp.nan)
+    if loss is not None:
+        losses = losses.at[assigned.cohort.id].set(jnp.where(answered, loss, jnp.nan)).at[N].set(jnp.nan)
+    what = f"the state of the participation rule {rule.name}"
+    return tree.cast_like(
+        rule.observe(state.participation, assigned.drawn, losses[assigned.drawn]), state.participation, what
+    )
+
+
+def merged(ids: jax.Array, factor: jax.Array, N: int) -> tuple[jax.Array, jax.Array]:
+    """The clients without repetitions. The first entry of a client gets the sum of its factors, the others are N."""
+    entry = jnp.arange(len(ids))
+    first = jnp.full(N + 1, len(ids)).at[ids].min(entry)
+    sums = jnp.zeros(N + 1, factor.dtype).at[ids].add(factor)
+    return jnp.where(first[ids] == entry, ids, N), sums[ids]
+
+
+def client_losses(engine: Engine, shared: Shared, clients: Client) -> jax.Array:
+    """float [C]: the mean loss of the global model over the training examples of each client."""
+
+    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        return (), full_loss(client_work(engine, shared, client, longest), shared.server.params), ()
+
+    order, empty, placed = at_places(engine, clients, clients.steps)
+    order, placed = replicated(engine, (order, placed))
+    losses = over_clients(engine, one, shared, placed, ())[1]
+    return in_cohort_order(len(clients.id), order, empty, replicated(engine, losses))
+
+
+def look_up(engine: Engine, rows: Rows, ids: jax.Array, factor: jax.Array | None = None) -> Client:
+    """The clients with these ids. An id outside 0..N-1 gives an absent client. factor: default 1."""
     assert rows.sizes is not None and rows.offsets is not None, "with streamed examples, the caller passes `Client`s"
     N = engine.num_clients
     present = (ids >= 0) & (ids < N)
     known = jnp.clip(ids, 0, N - 1)
     size, place = jnp.where(present, rows.sizes[known], 0), jnp.where(present, ids, engine.state_rows)
-    return Client(jnp.where(present, ids, N), size, rows.offsets[known], engine.local.steps(size), place)
-
-
-def sample(engine: Engine, key: jax.Array) -> jax.Array:
-    """int32 [capacity]: the ids of a random cohort. The unused entries of a Bernoulli cohort are N."""
-    N = engine.num_clients
-    if not engine.bernoulli:
-        K = engine.clients_selected
-        if K == N:
-            return jnp.arange(N, dtype=jnp.int32)
-        if N <= 1024 or 2 * K > N:  # `choice` sorts N random numbers
-            return jax.random.choice(key, N, (K,), replace=False).astype(jnp.int32)
-        return first_distinct(key, N, K)
-
-    def draw(carry: tuple) -> tuple:
-        key, _ = carry
-        key, use = jax.random.split(key)
-        return key, jax.random.bernoulli(use, engine.clients_selected / N, (N,))
-
-    first = draw((key, None))
-    if engine.aggregation.noise_multiplier is not None:  # privacy accounting assumes independent draws
-        active = first[1]
-    else:
-        _, active = lax.while_loop(lambda carry: ~carry[1].any(), draw, first)  # until the cohort is not empty
-    return jnp.nonzero(active, size=engine.capacity, fill_value=N)[0].astype(jnp.int32)
-
-
-def first_distinct(key: jax.Array, N: int, K: int) -> jax.Array:
-    """int32 [K]: a random sample of K <= N / 2 of the numbers 0..N-1 without replacement, in O(K log K) time.
-
-    Every ordered sample is equally likely. Numbers are sampled with replacement, and repeated numbers are dropped. If
-    2 K + 64 numbers contain fewer than K different ones (probability below 1e-9), all numbers are sampled again.
-    """
-
-    def attempt(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        drawn = jax.random.randint(key, (2 * K + 64,), 0, N, jnp.int32)
-        order = jnp.argsort(drawn, stable=True)
-        repeated = jnp.diff(drawn[order], prepend=-1) == 0
-        new = jnp.ones(len(drawn), bool).at[order].set(~repeated)
-        return drawn[jnp.nonzero(new, size=K, fill_value=0)[0]], new.sum() >= K
-
-    def again(carry: tuple) -> tuple:
-        key, _ = carry
-        key, use = jax.random.split(key)
-        return key, attempt(use)
-
-    return lax.while_loop(lambda carry: ~carry[1][1], again, again((key, None)))[1][0]
+    if engine.factors and factor is None:
+        factor = jnp.ones(ids.shape, float)
+    return Client(jnp.where(present, ids, N), size, rows.offsets[known], engine.local.num_steps(size), place, factor)
 
 
 def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: jax.Array, cohort: Client) -> Client:
@@ -178,7 +215,7 @@ def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: 
 
     cohort, time = jax.vmap(one)(cohort)
     K = engine.cohort_size
-    if engine.clients_selected > K and K < len(time):
+    if engine.over_selects and K < len(time):
         first = jnp.sort(jnp.argsort(time, stable=True)[:K])  # the first K that report, in the order of the cohort
         cohort = jax.tree.map(lambda a: a[first], cohort)
     return cohort
@@ -199,36 +236,5 @@ def redistributed(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Cli
     )
     of_absentee = jnp.array([[engine.num_clients], [engine.state_rows]])
     id_, place = jnp.where(size > 0, jnp.stack([cohort.id, cohort.place]), of_absentee)
-    cohort = Client(id_, size, M + offset, engine.local.steps(size), place)
+    cohort = Client(id_, size, M + offset, engine.local.num_steps(size), place, cohort.factor)
     return rows._replace(places=jnp.concatenate([jnp.arange(M, dtype=jnp.int32), places])), cohort
-
-
-def places_of(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Assigns the cohort to the places [D, G, L]. ``steps`` [K] are the local steps of the clients.
-
-    The cohort is sorted by local steps, in descending order, so that the L clients of a group finish together. The
-    groups are assigned to the devices 0..D-1, then D-1..0, and so on, so that the devices finish together.
-
-    Returns the position in the cohort of the client at each place, int32 [D, G, L]; and whether each place is empty,
-    bool [D, G, L].
-    """
-    K, D, L = len(steps), num_teams(engine.mesh), engine.lanes
-    order = jnp.argsort(-steps, stable=True)
-    places = back_and_forth(D, -(-K // (D * L)), L)
-    return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)
-
-
-def at_places(engine: Engine, clients: Client, steps: jax.Array) -> tuple[jax.Array, jax.Array, Client]:
-    """Returns the results of `places_of`, and the client at each place, [D, G, L]. Empty places have absent clients."""
-    order, empty = places_of(engine, steps)
-    placed = jax.tree.map(lambda none, a: jnp.where(empty, none, a[order]), absent(engine), clients)
-    return order, empty, placed
-
-
-def in_cohort_order(K: int, order: jax.Array, empty: jax.Array, values: jax.Array) -> jax.Array:
-    """The inverse of `places_of`: values [D, G, L, ...] at the places -> [K, ...], in the order of the cohort.
-
-    order, empty: the results of `places_of`.
-    """
-    places = jnp.where(empty, K, order)
-    return jnp.zeros((K, *values.shape[3:]), values.dtype).at[places].set(values, mode="drop")

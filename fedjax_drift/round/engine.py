@@ -1,7 +1,7 @@
 """The types that describe a round: `Engine`, from which the round is compiled, and the arrays that the round uses.
 
-`Engine` is static, so a different `Engine` is a different compiled program. Everything that changes from round to round
-is an array.
+An `Engine` of another form is another compiled program. Its numbers, such as the learning rate, are arguments of the
+program (`recipes`). Everything that changes from round to round is an array.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model
+from fedjax_drift.participation.rule import Participation
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.types import Algorithm, PyTree
@@ -56,6 +57,7 @@ class Client(NamedTuple):
     place: jax.Array
     """int32, index of its state in ServerState.clients. This is its id unless a client store (`bank=`) keeps the
     states. The personal evaluation uses it as an index of the client's test examples."""
+    factor: jax.Array | None = None  # float, multiplies its weight; None if the participation rule has no factors
 
 
 class TestRows(NamedTuple):
@@ -71,6 +73,7 @@ class Arrays(NamedTuple):
 
     rows: Rows | None  # None if the data set is streamed; each round then receives the examples of its cohort
     test: TestRows | None
+    sizes: jax.Array  # int32 [N], n_i of all clients
 
 
 class Redeal(NamedTuple):
@@ -91,12 +94,13 @@ class Engine(NamedTuple):
     lanes: int  # L; 1: clients train one after another, without vmap
     cohort_size: int  # K
     clients_selected: int  # the number of clients that a round selects: K, or more with over-selection
-    bernoulli: bool  # each client is selected independently with probability clients_selected / N
+    participation: Participation  # selects them
+    factors: bool  # whether selected clients have a factor, by which their weight is multiplied
     drop_nonfinite: bool  # whether a client with a non-finite update is dropped
     num_clients: int  # N
     mean_size: float  # mean of n_i
     max_size: int  # the largest number of examples that a client can have in a round
-    capacity: int  # the largest number of clients that a sampled cohort can have
+    capacity: int  # the largest number of clients that the participation rule selects
     state_rows: int  # length of the leaves of ServerState.clients: N; if sharded, rounded up to a multiple of D
     sharded: bool  # whether client states are sharded over the devices instead of replicated
     rows_by_rank: np.ndarray | None  # the result of `exchange.rows_by_rank` if the examples are sharded, otherwise None
@@ -111,10 +115,14 @@ class Engine(NamedTuple):
     aggregation: Aggregation
 
     @property
+    def over_selects(self) -> bool:
+        """Whether a round selects more clients than it aggregates."""
+        return self.clients_selected > self.cohort_size
+
+    @property
     def most_clients(self) -> int:
         """The largest number of clients that a round trains. Over-selected clients that come too late do not count."""
-        over_selected = self.clients_selected > self.cohort_size
-        return min(self.capacity, self.cohort_size) if over_selected else self.capacity
+        return min(self.capacity, self.cohort_size) if self.over_selects else self.capacity
 
 
 class Shared(NamedTuple):
@@ -130,12 +138,13 @@ class Shared(NamedTuple):
 
 def absent(engine: Engine) -> Client:
     """The absent client, which fills an empty place."""
-    return Client(*map(jnp.int32, (engine.num_clients, 0, 0, 0, engine.state_rows)))
+    factor = jnp.zeros((), float) if engine.factors else None
+    return Client(*map(jnp.int32, (engine.num_clients, 0, 0, 0, engine.state_rows)), factor=factor)  # type: ignore
 
 
 def mean_steps(engine: Engine) -> int:
     """Kbar, the local steps of a client with the mean number of examples."""
-    return int(engine.local.steps(engine.mean_size))
+    return int(engine.local.num_steps(engine.mean_size))
 
 
 def partitionable(function: Callable) -> Callable:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.cohort import Assignment, in_cohort_order
+from fedjax_drift.round.cohort import Assignment
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.evaluate import OTHER_MODELS
 from fedjax_drift.round.train import executed_steps
@@ -20,24 +18,30 @@ RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy"} | {
 """Names of values that `Simulation.run` and evaluations add to records. A metric must have a different name."""
 
 
-def describe(engine: Engine, assigned: Assignment, outcome: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The values of ``info`` that every algorithm has. The docstring of `Simulation.round_fn` describes them."""
+def describe(
+    engine: Engine, assigned: Assignment, outcome: dict[str, jax.Array], available: jax.Array | None
+) -> dict[str, jax.Array]:
+    """The values of ``info`` that every algorithm has. The docstring of `Simulation.round_fn` describes them.
+
+    outcome: values of each client of the cohort, [K]. available: bool [N], or None without a rule of availability.
+    """
     N = engine.num_clients
-    of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
     present = assigned.cohort.id < N
     steps, executed = assigned.placed.steps.sum(), executed_steps(engine, assigned.placed)
     info = {
         "cohort": jnp.where(present, assigned.cohort.id, -1),
         "size": assigned.cohort.size,
-        "weight": of_cohort(outcome["weight"]),
+        "weight": outcome["weight"],
         "client_steps": assigned.cohort.steps,
-        "bad_leaf": jnp.where(present, of_cohort(outcome["bad_leaf"]), -1),
+        "bad_leaf": jnp.where(present, outcome["bad_leaf"], -1),
         "steps": steps,
         "executed_steps": executed,
         "executed_ratio": executed / jnp.maximum(steps, 1),
         "lr": assigned.shared.lr,
     }
     info["finite"] = info["bad_leaf"] < 0
+    if available is not None:
+        info["available"] = available.sum()
     if engine.failures is not None:
         info["selected"] = jnp.where(assigned.drawn < N, assigned.drawn, -1)
     return info

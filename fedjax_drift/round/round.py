@@ -1,8 +1,8 @@
 """One round of federated learning, as one pure function that compiles once.
 
-sample    selects the ids of the cohort [K] with the key of the state             cohort.py
+select    the participation rule selects the ids of the cohort [K]                cohort.py
 fail      some clients drop out, some do only a part of their local steps         cohort.py
-assign    assigns the cohort to D devices, with G groups of L clients per device  cohort.py
+assign    assigns the cohort to D devices, with G groups of L clients per device  places.py
           then, in a scan over the groups:
 fetch     the client states of a group, [N, ...] -> [L, ...]                      client_states.py
 train     the L clients of the group side by side (vmap)                          train.py
@@ -10,13 +10,14 @@ store     the new client states, [L, ...] -> [N, ...]                           
 sum       adds weight * message to a running sum, then one psum over the devices  train.py
 combine   the mean of the messages: sum / total weight, or another rule           aggregation.py
 update    server_update(server, mean, context)                                    round.py
+observe   the participation rule sees the losses of the cohort                    round.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -24,11 +25,12 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.cohort import NOISE, Assignment, assign, in_cohort_order
-from fedjax_drift.round.engine import Arrays, Client, Engine, Rows, Shared, absent, partitionable, replicated
+from fedjax_drift.round.cohort import NOISE, Assignment, assign, available, initial_participation, observe
+from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import evaluate
 from fedjax_drift.round.info import describe, with_metrics
-from fedjax_drift.round.train import check_finite, client_work, over_clients, scalars, update
+from fedjax_drift.round.places import in_cohort_order
+from fedjax_drift.round.train import check_finite, client_work, expected_weight, finished, over_clients, scalars, update
 from fedjax_drift.types import ClientResult, Metrics, Params, PyTree, Round, ServerState, Work
 
 
@@ -51,14 +53,17 @@ def unobserved(engine: Engine) -> Observer:
     """Measures nothing."""
     return Observer(
         before=lambda assigned, arrays: (),
-        update=lambda shared, client, old, work: (update(engine, shared, old, work), (), ()),
+        update=lambda shared, client, old, work: (update(engine, shared, client, old, work), (), ()),
         after=lambda assigned, states, added, kept: {},
     )
 
 
 @partitionable
-def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
-    """The state before round 0, from ``params`` or, by default, from the model's own initial parameters."""
+def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array) -> ServerState:
+    """The state before round 0, from ``params`` or, by default, from the model's own initial parameters.
+
+    sizes: int32 [N], the numbers of examples of all clients.
+    """
     init_key, round_key = jax.random.split(key)
     params = engine.model.init(init_key) if params is None else params
     client = engine.algorithm.init_client(params)
@@ -69,7 +74,8 @@ def init(engine: Engine, key: jax.Array, params: Params | None) -> ServerState:
             f"{engine.algorithm.name}: init_server must return a pytree with an attribute params, got "
             f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
         )
-    return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
+    participation = initial_participation(engine, round_key, sizes)
+    return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation)
 
 
 def round_fn(
@@ -92,13 +98,13 @@ def observed_round(
 ) -> tuple[ServerState, dict, Metrics]:
     """Like `round_fn`. Also returns the measures of ``observer``."""
     algorithm, aggregation = engine.algorithm, engine.aggregation
-    assigned = assign(engine, state, arrays.rows, cohort)
+    assigned = assign(engine, state, arrays, cohort)
     shared = assigned.shared._replace(extra=observer.before(assigned, arrays))
 
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """Trains one client. Returns values to be summed over the clients, values of this client, and its new state."""
         result, terms, measured = observer.update(shared, client, old, client_work(engine, shared, client, longest))
-        answered, bad_leaf = check_finite(engine, client, result)
+        answered, bad_leaf = check_finite(engine, client, result)  # answered: it is aggregated
         if engine.drop_nonfinite:
             result = result._replace(state=tree.select(answered, result.state, old))
         message, weight = aggregation.contribute(result.message, result.weight)
@@ -123,48 +129,35 @@ def observed_round(
     chex.assert_trees_all_equal_shapes_and_dtypes(clients, state.clients)
 
     N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
-    mean = aggregation.combine(total, weight, jax.random.fold_in(assigned.shared.key, N + NOISE), K)
+    fixed = engine.participation.expected is not None  # whether the divisor of the mean is
+    always = private or fixed  # whether the server is updated even if no client reports
+    divisor = expected_weight(engine, assigned.shared, arrays.sizes).astype(weight.dtype) if fixed else weight
+    mean = aggregation.combine(total, divisor, jax.random.fold_in(assigned.shared.key, N + NOISE), K)
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, message_dtypes)  # sums have the dtype of the weights
-    participation = jnp.asarray(K / N, count.dtype) if private else count / N
+    participation = jnp.asarray(K / N, count.dtype) if always else count / N
     context = Round(state.round, assigned.shared.lr, participation, N, engine.mean_size)
     server = tree.cast_like(
         algorithm.server_update(state.server, mean, context), state.server, f"{algorithm.name}: the updated server"
     )
-    any_answer = private | (weight > 0)  # if it is False, the server keeps its variables
+    any_answer = always | (weight > 0)  # if it is False, the server keeps its variables
     server = tree.select(any_answer, server, state.server)
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
         scores = evaluate(engine, server.params, arrays.test)
-        observed = tree.cast_like(
-            algorithm.observe(server, scores), server, f"{algorithm.name}: the server after an evaluation"
-        )
-        server = tree.select(any_answer, observed, server)
+        what = f"{algorithm.name}: the server after an evaluation"
+        server = tree.select(any_answer, tree.cast_like(algorithm.observe(server, scores), server, what), server)
     if algorithm.finish is not None:
-        clients = finished(engine, server, assigned, outcome["answered"], clients)
+        after = assigned.shared._replace(server=server)
+        clients = finished(engine, after, assigned.placed, outcome["answered"], clients)
 
-    info = describe(engine, assigned, outcome)
     of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
-    info = with_metrics(engine, info, jax.tree.map(of_cohort, metrics))
+    outcome, metrics = jax.tree.map(of_cohort, (outcome, metrics))  # [K, ...]
+    state_of_rule = observe(engine, state, assigned, outcome["answered"], metrics.get("loss"))
+    info = describe(engine, assigned, outcome, available(engine, state))
+    info = with_metrics(engine, info, metrics)
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
         info = with_metrics(engine, info, reported)
     measures = observer.after(assigned, state.clients, sums, measured)
-    return ServerState(state.round + 1, state.key, server, clients), info, measures
-
-
-def finished(engine: Engine, server: Any, assigned: Assignment, answered: jax.Array, clients: PyTree) -> PyTree:
-    """All client states, after ``finish(server, state)`` of the algorithm for those of the aggregated clients.
-
-    answered: bool [D, G, L], whether a client is aggregated.
-    """
-    finish, none = engine.algorithm.finish, jnp.zeros(0)
-    what = f"{engine.algorithm.name}: a client's finished state"
-    assert finish is not None
-
-    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        return (), (), tree.cast_like(finish(shared.server, state), state, what)
-
-    placed = jax.tree.map(lambda a, none: jnp.where(answered, a, none), assigned.placed, absent(engine))
-    engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
-    return over_clients(engine, one, assigned.shared._replace(server=server, rows=Rows(none, none)), placed, clients)[2]
+    return ServerState(state.round + 1, state.key, server, clients, state_of_rule), info, measures

@@ -31,13 +31,15 @@ def place(data: FederatedData, mesh: Mesh, rows_at: str, eval_batch_size: int, w
     """
     placed = _PLACED.setdefault(data, {})
     where = (mesh, jax.dtypes.canonicalize_dtype(np.float64))
-    rows, test = (*where, rows_at), (*where, eval_batch_size, whole_test)
+    rows, test, sizes = (*where, rows_at), (*where, eval_batch_size, whole_test), (*where, "sizes")
     with jax.ensure_compile_time_eval():  # a Simulation made inside jax.jit must not leave tracers here
         if rows not in placed:
             placed[rows] = _place_rows(data, mesh, rows_at)
         if test not in placed:
             placed[test] = _place_test(data, mesh, eval_batch_size, whole_test)
-    return Arrays(placed[rows], placed[test])
+        if sizes not in placed:
+            placed[sizes] = put(data.sizes.astype(np.int32), NamedSharding(mesh, P()))
+    return Arrays(placed[rows], placed[test], placed[sizes])
 
 
 def _place_rows(data: FederatedData, mesh: Mesh, rows_at: str) -> Rows | None:

@@ -21,12 +21,14 @@ from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import shuffle
+from fedjax_drift.participation.rule import Clients
 from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import (
     Client,
     Engine,
     Rows,
     Shared,
+    absent,
     mean_steps,
     on_each_device,
     partitionable,
@@ -131,16 +133,26 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         rows = client.offset + examples
         return rows if data.places is None else data.places[rows]
 
+    def batch_of(order: jax.Array, begin: jax.Array, k: jax.Array) -> Batch:
+        """Batch k of an epoch, whose examples are ``order[begin:begin + B]``."""
+        mask = k * B + jnp.arange(B) < size
+        rows = rows_of(jnp.where(mask, lax.dynamic_slice(order, (begin,), (B,)), 0))
+        x = data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example)
+        return Batch(engine.decode(x), data.y[rows], mask)
+
     def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
         order = shuffle(key, size, longest, most_batches * B)
+        return lambda k: batch_of(order, k * B, k)
 
-        def batch(k: jax.Array) -> Batch:
-            mask = k * B + jnp.arange(B) < size
-            rows = rows_of(jnp.where(mask, lax.dynamic_slice(order, (k * B,), (B,)), 0))
-            x = data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example)
-            return Batch(engine.decode(x), data.y[rows], mask)
+    def stream(key_of: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], Batch]:
+        steps, length = engine.local.steps or 0, most_batches * B
+        batches = jnp.maximum(-(-size // B), 1)
 
-        return batch
+        def append(e: jax.Array, orders: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice(orders, shuffle(key_of(e), size, longest, length), (e * batches * B,))
+
+        orders = lax.fori_loop(0, -(-client.steps // batches), append, jnp.zeros(steps * B + length, jnp.int32))
+        return lambda s: batch_of(orders, s * B, s % batches)
 
     def label_counts(num_classes: int) -> jax.Array:
         def add(k: jax.Array, counts: jax.Array) -> jax.Array:
@@ -160,9 +172,9 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         num_steps=client.steps,
         mean_steps=mean_steps(engine),
         lr=shared.lr,
-        initial_lr=engine.local.lr,
+        initial_lr=engine.local.initial_lr,
         key=key,
-        epochs=engine.local.epochs,
+        epochs=engine.local.parts,
         most_batches=most_batches,
         optimizer=engine.local.ascent_of(key),
         epoch=epoch,
@@ -171,6 +183,8 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         momentum=engine.local.momentum,
         augment=engine.local.augment,
         lanes=None if engine.lanes == 1 else LANES,
+        steps=engine.local.steps,
+        stream=None if engine.local.steps is None else stream,
     )
 
 
@@ -180,14 +194,19 @@ def executed_steps(engine: Engine, placed: Client) -> jax.Array:
     In every epoch, all L clients of a group run as many steps as the client of the group with the most steps in this
     epoch. The unused steps of the other clients are included.
     """
+    if engine.local.steps is not None:  # the parts have the same number of steps for all clients
+        return placed.steps.max(2).sum() * engine.lanes
     batches = -(-placed.size // min(engine.local.batch_size, engine.max_size))[..., None]
     epochs = jnp.arange(engine.local.epochs)[None, None, None]
     left = placed.steps[..., None] - batches * epochs
     return jnp.clip(left, 0, batches).max(2).sum() * engine.lanes
 
 
-def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientResult:
-    """One client's update. Raises ConfigurationError unless the algorithm returns a valid `ClientResult`."""
+def update(engine: Engine, shared: Shared, client: Client, old: PyTree, work: Work) -> ClientResult:
+    """One client's update, with the weight that it has with this participation rule.
+
+    Raises ConfigurationError unless the algorithm returns a valid `ClientResult`.
+    """
     algorithm = engine.algorithm
     result = algorithm.client_update(shared.server, old, work)
     if not isinstance(result, ClientResult):
@@ -201,6 +220,10 @@ def update(engine: Engine, shared: Shared, old: PyTree, work: Work) -> ClientRes
     metrics = replace(trained, metrics=metrics) if trained else metrics
     message, weight = jax.tree.map(jnp.asarray, result.message), jnp.asarray(result.weight, shared.lr.dtype)
     scalars(algorithm, "the weight", {"the weight": weight})
+    if engine.participation.weights == "uniform":
+        weight = jnp.ones_like(weight)
+    if client.factor is not None:
+        weight = weight * client.factor.astype(weight.dtype)
     state = tree.cast_like(result.state, old, f"{algorithm.name}: a client's new state")
     return ClientResult(message, weight, state, metrics)
 
@@ -224,8 +247,27 @@ def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
     """The update of some client. Its only use is `jax.eval_shape`, which gives the shapes of a client's result."""
     zero = jnp.zeros((), jnp.int32)
     shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float))
-    work = client_work(engine._replace(lanes=1), shared, Client(zero, zero, zero, zero, zero), zero)
-    return update(engine, shared, engine.algorithm.init_client(state.params), work)
+    return update_of_size(engine, shared, zero)
+
+
+def update_of_size(engine: Engine, shared: Shared, size: jax.Array) -> ClientResult:
+    """The update of client 0 in its initial state, as if it had ``size`` examples."""
+    zero = jnp.zeros((), jnp.int32)
+    client = Client(zero, size, zero, engine.local.num_steps(size), zero)
+    work = client_work(engine._replace(lanes=1), shared, client, size)
+    return update(engine, shared, client, engine.algorithm.init_client(shared.server.params), work)
+
+
+def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array) -> jax.Array:
+    """The expected sum of the weights of a round's clients, a scalar, for a participation rule with ``expected``.
+
+    sizes: int32 [N]. The weight of a client depends on its size only, so the compiler removes everything else from the
+    updates of the N clients.
+    """
+    rule, K = engine.participation, engine.clients_selected
+    assert rule.expected is not None
+    factor = rule.expected(K, Clients(sizes, lambda ids: jnp.full(ids.shape, jnp.nan)))
+    return factor @ jax.vmap(lambda size: update_of_size(engine, shared, size).weight)(sizes)
 
 
 def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:
@@ -243,3 +285,21 @@ def checked(result: ClientResult) -> PyTree:
     """The values of a client's result that must be finite. A loss may be NaN although its gradient is finite."""
     metrics = {name: value for name, value in {**result.metrics}.items() if name == "loss"}
     return {"message": result.message, "metrics": metrics, "state": result.state, "weight": result.weight}
+
+
+def finished(engine: Engine, shared: Shared, placed: Client, answered: jax.Array, clients: PyTree) -> PyTree:
+    """All client states, after ``finish(server, state)`` of the algorithm for those of the aggregated clients.
+
+    shared: with the new variables of the server. placed, answered: [D, G, L], the clients of the round, and whether a
+    client is aggregated.
+    """
+    finish, none = engine.algorithm.finish, jnp.zeros(0)
+    what = f"{engine.algorithm.name}: a client's finished state"
+    assert finish is not None
+
+    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        return (), (), tree.cast_like(finish(shared.server, state), state, what)
+
+    placed = jax.tree.map(lambda a, none: jnp.where(answered, a, none), placed, absent(engine))
+    engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
+    return over_clients(engine, one, shared._replace(rows=Rows(none, none)), placed, clients)[2]

@@ -26,6 +26,7 @@ from fedjax_drift.round.evaluate import server_scores
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.host import Fetched, Host
 from fedjax_drift.simulation.loop import rounds_of_one
+from fedjax_drift.simulation.placement import on_host
 from fedjax_drift.simulation.programs import Programs
 from fedjax_drift.simulation.records import nonfinite_message
 from fedjax_drift.simulation.setup import Setup
@@ -95,9 +96,22 @@ class Executor:
         test = self.test()
         return server_scores(lambda params: self.programs.launch_scoring("evaluate", params, test), server)
 
-    def fetch(self, key: jax.Array, t: int, cohort: jax.Array | None = None) -> Fetched:
-        """Returns the arguments of round t. Only needed if examples or client states are kept on the host."""
-        return self.host.fetch(np.asarray(self.programs.compiled.draw(key, t) if cohort is None else cohort))
+    def fetch(self, state: ServerState, cohort: jax.Array | None = None) -> Fetched:
+        """Returns the arguments of the next round. Only needed if examples or client states are kept on the host.
+
+        state: what `selects_from` returns, with the number of the round.
+        """
+        if cohort is not None:
+            return self.host.fetch(np.asarray(cohort), np.ones(len(cohort)) if self.setup.engine.factors else None)
+        if self.setup.selects_ahead:
+            selected = self.programs.select_on_host(state, self.setup.data.sizes.astype(np.int32))
+        else:
+            selected = self.launch("select", state._replace(clients=()), self.setup.arrays)
+        return self.host.fetch(*jax.device_get(selected))
+
+    def selects_from(self, state: ServerState) -> ServerState:
+        """Returns what a round's clients are selected from: a copy on the host, if this needs no earlier round."""
+        return on_host(state) if self.setup.selects_ahead else state
 
     def with_states(self, state: ServerState, fetched: Fetched) -> ServerState:
         """Returns the state, with the cohort's states on the devices if a client store has the client states."""
@@ -184,16 +198,19 @@ class Executor:
 class RunTrack:
     """The run of `Simulation.run` as a `Track` of the loop.
 
-    fetch: ``fetch(t)`` returns what round t needs from the host. stacked: whether a program may run several rounds.
+    fetch: ``fetch(t, state)`` returns what round t, which starts with ``state``, needs from the host. stacked: whether
+    a program may run several rounds.
     """
 
-    def __init__(self, executor: Executor, state: ServerState, fetch: Callable[[int], Fetched], stacked: bool) -> None:
+    def __init__(
+        self, executor: Executor, state: ServerState, fetch: Callable[[int, ServerState], Fetched], stacked: bool
+    ) -> None:
         self.executor, self.state, self.runs = executor, state, (0,)
         self._fetch, self._stacked = fetch, stacked
         self._may_overwrite = executor.setup.donate  # applies only to the first state
 
     def prepare(self, t: int) -> None:
-        self._fetched = self._fetch(t)
+        self._fetched = self._fetch(t, self.state)
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
         measures = self.executor.setup.measures if measured else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,12 +33,12 @@ class Host:
         self.setup = setup
         self._stream = Stream(setup) if setup.streamed else None
 
-    def fetch(self, ids: np.ndarray, local: LocalTraining | None = None) -> Fetched:
+    def fetch(self, ids: np.ndarray, factor: np.ndarray | None, local: LocalTraining | None = None) -> Fetched:
         """Returns what a round with the cohort ``ids`` needs.
 
         If the examples are streamed, the data set contains only the examples of these clients.
 
-        local: the local training. Default: that of the simulation.
+        factor: the clients' factors, or None. local: the local training. Default: that of the simulation.
         """
         local = self.setup.engine.local if local is None else local
         places = np.arange(len(ids)) if self.setup.states_on_host else ids
@@ -49,18 +49,20 @@ class Host:
             x, y, offsets = self._stream.fetch(ids)
             arrays = arrays._replace(rows=Rows(x, y))
         places = np.where(ids < N, places, self.setup.engine.state_rows)
-        columns = (ids, sizes, offsets, local.steps(sizes), places)
-        clients = Client(*put([column.astype(np.int32) for column in columns], self.setup.everywhere))
+        columns = [column.astype(np.int32) for column in (ids, sizes, offsets, local.num_steps(sizes), places)]
+        clients = Client(*put(columns, self.setup.everywhere))
+        if factor is not None:
+            clients = clients._replace(factor=put(factor, self.setup.everywhere))
         return Fetched(arrays, clients, ids)
 
 
 @contextmanager
-def prefetching(fetch: Callable[[int], Fetched], last: int) -> Iterator[Callable[[int], Fetched]]:
-    """Yields a ``fetch(t)`` that also starts to fetch what round t + 1 needs, if t + 1 < last."""
+def prefetching(fetch: Callable[[int], Fetched], last: int) -> Iterator[Callable[[int, Any], Fetched]]:
+    """Yields a ``fetch(t, state)`` that also starts to fetch what round t + 1 needs, if t + 1 < last."""
     with ThreadPoolExecutor(1) as pool:
         waiting: dict[int, Future[Fetched]] = {}
 
-        def ahead(t: int) -> Fetched:
+        def ahead(t: int, state: Any) -> Fetched:
             ready = waiting.pop(t, None)
             fetched = fetch(t) if ready is None else ready.result()
             if t + 1 < last:

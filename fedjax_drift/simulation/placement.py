@@ -213,9 +213,10 @@ def shardings_of(engine: Engine, on_host: bool) -> ServerState:
     everywhere = NamedSharding(mesh, P())
     clients: PyTree = NamedSharding(mesh, P(axis))
     if team_size(mesh) > 1 and not on_host:
-        state = jax.eval_shape(partial(init, engine), jax.random.key(0, impl=THREEFRY), None)
+        sizes = jax.ShapeDtypeStruct((engine.num_clients,), np.int32)
+        state = jax.eval_shape(partial(init, engine), jax.random.key(0, impl=THREEFRY), None, sizes)
         clients = jax.tree.map(lambda a: NamedSharding(mesh, P(axis, *over_team(a.shape[1:], mesh))), state.clients)
-    return ServerState(*(everywhere, everywhere, everywhere, clients))  # type: ignore[arg-type]
+    return ServerState(*(everywhere, everywhere, everywhere, clients, everywhere))  # type: ignore[arg-type]
 
 
 _PLACED: WeakKeyDictionary[Frozen, dict[Mesh, PyTree]] = WeakKeyDictionary()
@@ -252,14 +253,22 @@ def moved(tree: PyTree, shardings: PyTree) -> PyTree:
     return put(tree, shardings)
 
 
-def on_host(key: jax.Array) -> jax.Array:
-    """Returns a copy of the key on a CPU device, or on the first device if JAX has no CPU device (JAX_PLATFORMS=cuda).
+def on_host(state: ServerState) -> ServerState:
+    """Returns a copy of what a cohort is selected from: the round, the key and the state of the participation rule.
 
-    With this copy, the next cohort is drawn on the CPU while an accelerator is busy with the previous round.
+    The copy is on a CPU device, or on the first device if JAX has no CPU device (JAX_PLATFORMS=cuda). With it, the next
+    cohort is selected on the CPU while an accelerator is busy with the previous round.
     """
-    words = np.array(jax.random.key_data(key))
+    words, participation = jax.device_get((jax.random.key_data(state.key), state.participation))
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         device = jax.local_devices()[0]
-    return jax.random.wrap_key_data(jax.device_put(words, device), impl=THREEFRY)
+    words, participation = jax.device_put((words, participation), device)
+    key = jax.random.wrap_key_data(words, impl=THREEFRY)
+    return at_round(state._replace(key=key, server=(), participation=participation, clients=()), int(state.round))
+
+
+def at_round(state: ServerState, t: int) -> ServerState:
+    """Returns the state with the number of another round, on the host."""
+    return state._replace(round=np.int32(t))  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
         collectives=collectives(text),
         sent=sent,
         steps=_steps(setup),
-        cycles=cycles_of_loop(text, depth=(groups > 1) + (setup.engine.local.epochs > 1)),
+        cycles=cycles_of_loop(text, depth=(groups > 1) + (setup.engine.local.parts > 1)),
         compile_seconds=seconds,
     )
 
@@ -179,7 +179,7 @@ def _devices(setup: Setup) -> str:
 
 def _steps(setup: Setup) -> int:
     """The local steps of the busiest device in a round, for a cohort with typical sizes."""
-    engine, steps = setup.engine, np.sort(setup.engine.local.steps(setup.data.sizes))[::-1]
+    engine, steps = setup.engine, np.sort(setup.engine.local.num_steps(setup.data.sizes))[::-1]
     K, D, L = engine.cohort_size, num_teams(engine.mesh), engine.lanes
     cohort = steps[((np.arange(K) + 0.5) * (engine.num_clients / K)).astype(int)]
     placed = np.append(cohort, 0)[np.minimum(back_and_forth(D, -(-K // (D * L)), L), K)]  # as round.cohort.places_of

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,8 +32,9 @@ from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.model import Model
+from fedjax_drift.participation import uniform
 from fedjax_drift.round.aggregation import mean
-from fedjax_drift.round.cohort import draw
+from fedjax_drift.round.cohort import select
 from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
@@ -46,7 +48,13 @@ from fedjax_drift.types import Params, PyTree, Round, ServerState
 # maps. Linux allows a process 65,530, and XLA then says "Cannot allocate memory".
 KEPT = 16
 MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
-CONTINUOUS = ("algorithm", "local", "failures", "aggregation")  # the fields of an engine that contain numbers
+CONTINUOUS = (
+    "algorithm",
+    "local",
+    "participation",
+    "failures",
+    "aggregation",
+)  # the fields of an engine that contain numbers
 SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # the fields that an evaluation uses
 Numbers = tuple[Any, ...]
 FrozenArrays = tuple[PyTree, ...]
@@ -59,12 +67,13 @@ class Compiled(NamedTuple):
     programs of a sweep, numbers, keys, states, parameters and results have a first axis of runs.
     """
 
-    init: Callable  # (numbers, frozen, key, params) -> state
+    init: Callable  # (numbers, frozen, key, params, sizes) -> state
     round: Callable  # (numbers, frozen, names, state, arrays, cohort) -> (state, info)
     donating_round: Callable  # the same as `round`, but the state is overwritten
     rounds: Callable  # (numbers, frozen, names, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; overwrites state
     measure: Callable  # (numbers, frozen, names, state, arrays, cohort) -> measures
-    draw: Callable  # (key, t) -> ids
+    select: Callable  # (numbers, frozen, state, arrays) -> (ids, factors)
+    select_on_host: Callable  # the same, on a device that is not one of the mesh
     evaluate: Callable  # (frozen, params, test) -> scores
     evaluate_rows: Callable  # (frozen, params, test) -> (scores of each example, logits)
 
@@ -114,6 +123,13 @@ class Programs:
         """Calls an evaluation, which takes no hyper-parameters."""
         return launch(self.mesh, getattr(self.compiled, name), self.frozen, *arguments)
 
+    def select_on_host(self, state: ServerState, sizes: np.ndarray) -> tuple[jax.Array, jax.Array | None]:
+        """Selects a round's clients on the device that has the state, and returns their ids and factors.
+
+        The numbers are sent in every call, because those of `numbers` are on the devices of the mesh.
+        """
+        return self.compiled.select_on_host(split(self.engine, self.constant)[1], (), state, Arrays(None, None, sizes))  # type: ignore[arg-type]
+
     def lower(self, name: str, *arguments: Any) -> Any:
         """Returns the lowered program of this name for inspection: ``.compile()``, ``.as_text()``."""
         return getattr(self.compiled, name).lower(self.numbers, self.frozen, *arguments)
@@ -135,11 +151,13 @@ class Programs:
         """
         engine = self.engine
         if local is not None:
-            by_rank = None if engine.rows_by_rank is None else rows_by_rank(sizes, local.steps(sizes))
+            by_rank = None if engine.rows_by_rank is None else rows_by_rank(sizes, local.batches(sizes))
             engine = engine._replace(local=local, rows_by_rank=by_rank)
         if engine.algorithm.personal is None:  # different algorithms then share the program
             engine = engine._replace(algorithm=None)  # type: ignore[arg-type]
-        form, numbers = split(engine._replace(failures=None, aggregation=mean()))
+        form, numbers = split(
+            engine._replace(participation=uniform(), factors=False, failures=None, aggregation=mean())
+        )
         program = _personal(form, local is not None, eval_batch_size)
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 
@@ -219,7 +237,8 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
         donating_round=round_of(donate_argnums=3, out_shardings=next_state),
         rounds=jit(rounds, (0, 3), static_argnums=2, donate_argnums=3, out_shardings=next_state),
         measure=jit(drift.measure, (0, 3), static_argnums=2, out_shardings=seen),
-        draw=jax.jit(partial(draw, engine)),
+        select=jit(select, (0, 2), out_shardings=seen),
+        select_on_host=jit(select, (0, 2)),
         evaluate=score,
         evaluate_rows=score_rows,
     )

@@ -22,6 +22,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
 from fedjax_drift.model import Model
+from fedjax_drift.participation import Participation, bernoulli
 from fedjax_drift.round import rows
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows
@@ -34,6 +35,7 @@ from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.fit import check_model
 from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.placement import Placement, moved, shardings_of
+from fedjax_drift.simulation.selection import selection_of
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, ServerState
@@ -55,6 +57,7 @@ class Setup:
     client_store: str  # "device", "sharded", "host" or a folder
     state: ServerState  # shapes and dtypes; with states on the host, ``clients`` has one client, [1, ...]
     shardings: ServerState  # the sharding of each field of a state
+    selects_ahead: bool  # whether a cohort can be selected before the rounds before it have ended
     x64: bool  # whether JAX computed in 64 bits when the data were placed on the devices
 
     @property
@@ -155,7 +158,7 @@ class Options(NamedTuple):
     algorithm: Algorithm
     local: LocalTraining
     cohort_size: int
-    sampling: str
+    participation: Participation
     failures: Failures
     aggregation: Aggregation
     placement: Placement
@@ -166,12 +169,11 @@ class Options(NamedTuple):
 def assemble(options: Options) -> Setup:
     """Checks the options and their combinations, resolves those that depend on others, and places the data on the
     devices."""
-    model, data, algorithm, local, cohort_size, sampling, failures, aggregation, placement, *_ = options
+    model, data, algorithm, local, cohort_size, participation, failures, aggregation, placement, *_ = options
     validate.check_types(model, data, algorithm, local)
     N = data.num_clients
     cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
     clients_selected = failures.clients_selected(cohort_size, N)
-    sampling = checks.choice("sampling", sampling, ("uniform", "bernoulli"))
     on_nonfinite = checks.choice("on_nonfinite", options.on_nonfinite, ("keep", "drop_client", "raise"))
     if placement.donate and on_nonfinite == "raise":
         raise ConfigurationError(
@@ -179,7 +181,10 @@ def assemble(options: Options) -> Setup:
             "failed round would have overwritten its state"
         )
     over_selected = clients_selected > cohort_size
-    validate.check_aggregation(aggregation, algorithm, sampling, over_selected, data)
+    selection = selection_of(participation, N, clients_selected)
+    validate.check_aggregation(aggregation, algorithm, participation, over_selected, data)
+    if aggregation.noise_multiplier is not None:  # privacy accounting assumes independent draws
+        selection = selection_of(bernoulli(nonempty=False), N, clients_selected)
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
     if model.statistics is not None:
         validate.check_statistics(model.statistics.kept, algorithm, aggregation)
@@ -192,7 +197,7 @@ def assemble(options: Options) -> Setup:
             "frozen parameters (fd.models.lora) are sharded over the devices of a client"
         )
     model_with_arrays, model = model, recipes.without_arrays(model)
-    capacity = _bernoulli_capacity(N, clients_selected) if sampling == "bernoulli" else clients_selected
+    capacity = selection.capacity
     decoded = data.decoding
     shapes = check_model(model, data, decoded)
     redeal = _redeal(data)
@@ -202,6 +207,11 @@ def assemble(options: Options) -> Setup:
     validate.check_local(local, shapes.params, max_size)
     validate.check_augment(local, data, decoded)
     rows_at = placement.rows_at(data, mesh)
+    if selection.asks_losses and rows_at == "host":
+        raise ConfigurationError(
+            f"{participation.name} needs the losses of clients that do not train, and so all examples on the devices, "
+            "got a streamed data set: pass stream=False"
+        )
     client_store = placement.states_at(jax.eval_shape(algorithm.init_client, shapes.params), N, capacity, mesh)
     D = num_teams(mesh)
     sharded = client_store == "sharded" and D > 1
@@ -214,7 +224,8 @@ def assemble(options: Options) -> Setup:
         lanes=placement.lanes_for(min(capacity, cohort_size) if over_selected else capacity, mesh, lane),
         cohort_size=cohort_size,
         clients_selected=clients_selected,
-        bernoulli=sampling == "bernoulli",
+        participation=selection.rule,
+        factors=selection.factors,
         drop_nonfinite=on_nonfinite == "drop_client",
         num_clients=N,
         mean_size=len(data.x) / N,
@@ -222,7 +233,7 @@ def assemble(options: Options) -> Setup:
         capacity=capacity,
         state_rows=-(-N // D) * D if sharded else N,
         sharded=sharded,
-        rows_by_rank=rows_by_rank(data.sizes, local.steps(data.sizes)) if rows_at == "parts" else None,
+        rows_by_rank=rows_by_rank(data.sizes, local.batches(data.sizes)) if rows_at == "parts" else None,
         example=data.x.shape[1:],
         decode=decoded,
         num_classes=shapes.num_classes,
@@ -254,8 +265,9 @@ def assemble(options: Options) -> Setup:
         donate=placement.donate,
         eval_batch_size=placement.eval_batch_size,
         client_store=client_store,
-        state=jax.eval_shape(partial(init, one_state), jax.random.key(0, impl=THREEFRY), None),
+        state=jax.eval_shape(partial(init, one_state), jax.random.key(0, impl=THREEFRY), None, arrays.sizes),
         shardings=shardings_of(engine, on_host=client_store not in ON_DEVICES),
+        selects_ahead=selection.ahead,
         x64=validate.x64(),
     )
 
@@ -266,10 +278,3 @@ def _redeal(data: FederatedData) -> Redeal | None:
     alpha = None if data.redeal == "evenly" else float(data.redeal)
     most_rows = np.cumsum(np.sort(data.sizes)[::-1], dtype=np.int64).tolist()
     return Redeal(alpha, int(data.y.max()) + 1 if alpha else 1, tuple(most_rows))
-
-
-def _bernoulli_capacity(N: int, cohort_size: int) -> int:
-    """Returns the size that a Binomial(N, K/N) cohort exceeds with a probability of at most 1e-12."""
-    from scipy.stats import binom
-
-    return min(N, max(1, int(binom.isf(1e-12, N, cohort_size / N))))

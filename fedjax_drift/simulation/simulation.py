@@ -25,6 +25,8 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
 from fedjax_drift.model import Model
+from fedjax_drift.participation import Participation
+from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation, mean
 from fedjax_drift.round.exchange import longest_share
 from fedjax_drift.round.failures import Failures
@@ -33,10 +35,11 @@ from fedjax_drift.simulation.asked import Asked
 from fedjax_drift.simulation.executor import Executor, RunTrack
 from fedjax_drift.simulation.host import Fetched, prefetching
 from fedjax_drift.simulation.loop import Loop, Watch, attach_to
-from fedjax_drift.simulation.placement import Placement, moved, on_host
+from fedjax_drift.simulation.placement import Placement, at_round, moved
 from fedjax_drift.simulation.plan import Plan, plan_of
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import History, complaints, loss_message
+from fedjax_drift.simulation.selection import named_rule, rule_of
 from fedjax_drift.simulation.setup import Options, Setup, assemble
 from fedjax_drift.simulation.sweep import Run, sweep
 from fedjax_drift.simulation.until import Until, ends, has_ended
@@ -52,8 +55,10 @@ Cohorts = Sequence[Sequence[int | str]] | np.ndarray | jax.Array | Callable[[int
 
 
 class FlatOptions(TypedDict, total=False):
-    """The fields of `Failures` and of `Placement`, which are also keyword arguments of `Simulation`."""
+    """The fields of `Failures` and of `Placement`, which are also keyword arguments of `Simulation`, and the short form
+    of ``participation``."""
 
+    sampling: str
     dropout: float
     stragglers: float
     over_selection: float
@@ -77,9 +82,12 @@ class Simulation:
       data: the examples of N clients, and a test set for `evaluate`.
       algorithm: a value such as ``fd.algorithms.fedavg()``.
       local: how a client trains. Default ``LocalTraining()``.
-      cohort_size: K, the number of clients per round, in 1..N. With Bernoulli sampling it is the expected number.
-      sampling: "uniform" selects exactly K clients without replacement. "bernoulli" selects each client with
-        probability K / N, independently. An empty cohort is drawn again, except with ``fd.aggregation.private``.
+      cohort_size: K, the number of clients per round, in 1..N. With Bernoulli sampling it is the expected number, and
+        with a rule of availability the largest.
+      participation: the rule that selects the clients of a round, such as ``fd.participation.cyclic(groups=4)``.
+        Default: ``fd.participation.uniform()``, exactly K clients without replacement. ``sampling="uniform"`` and
+        ``sampling="bernoulli"`` are short forms. A Bernoulli cohort that is empty is drawn again, except with
+        ``fd.aggregation.private``.
       failures: `fd.Failures`: clients that drop out, stop early or report too late. Default: every client reports.
       aggregation: how the server averages the clients' messages: ``fd.aggregation.clipped(norm)``,
         ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own rule. Default: the weighted mean.
@@ -107,7 +115,7 @@ class Simulation:
         *,
         local: LocalTraining | None = None,
         cohort_size: int,
-        sampling: str = "uniform",
+        participation: Participation | None = None,
         failures: Failures | None = None,
         aggregation: Aggregation | None = None,
         placement: Placement | None = None,
@@ -115,13 +123,15 @@ class Simulation:
         measure: str | Sequence[str] = (),
         **options: Unpack[FlatOptions],
     ) -> None:
+        if "sampling" in options:
+            participation = named_rule(options.pop("sampling"), participation)
         failures = _grouped("failures", Failures, failures, options)
         placement = _grouped("placement", Placement, placement, options)
         if options:
             raise TypeError(_unexpected(next(iter(options))))
         given = Options(
-            model, data, algorithm, LocalTraining() if local is None else local, cohort_size, sampling, failures,
-            mean() if aggregation is None else aggregation, placement, on_nonfinite, measure,
+            model, data, algorithm, LocalTraining() if local is None else local, cohort_size, rule_of(participation),
+            failures, mean() if aggregation is None else aggregation, placement, on_nonfinite, measure,
         )  # fmt: skip
         self.executor = Executor(assemble(given), self.__repr__)
 
@@ -164,7 +174,7 @@ class Simulation:
             local["optimizer"] = reprs.function_name(self.local.optimizer.update)
         of_local = {f"local_{name}" if name in of_algorithm else name: value for name, value in local.items()}
         data = {"data": self.data.name, "clients": self.data.num_clients, "cohort_size": engine.cohort_size}
-        sampling = {"sampling": "bernoulli" if engine.bernoulli else "uniform", "aggregation": self.aggregation.name}
+        sampling = {**_settings_of(engine.participation), "aggregation": self.aggregation.name}
         failures = dataclasses.asdict(engine.failures) if engine.failures else {}
         settings = {"algorithm": self.algorithm.name, **of_algorithm, **of_local, **data, **sampling, **failures}
         return {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
@@ -241,7 +251,7 @@ class Simulation:
         if params is not None:
             tree.check_layout(params, self.setup.state.params, "params must be shaped like model.init's")
         key, params = moved((key, params), self.setup.everywhere)
-        state = self.executor.launch("init", key, params)
+        state = self.executor.launch("init", key, params, self.setup.arrays.sizes)
         if not self.setup.states_on_host:
             return state
         if traced(state):
@@ -278,7 +288,8 @@ class Simulation:
         validate.check_state(state)
         what = "this state is of another algorithm, model or federation"
         tree.check_layout(state._replace(clients=()), setup.state._replace(clients=()), what)
-        first = self.executor.launch("init", *moved((state.key, state.params), setup.everywhere))
+        key, params = moved((state.key, state.params), setup.everywhere)
+        first = self.executor.launch("init", key, params, setup.arrays.sizes)
         initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(first.clients))
         store_identity = self.specification.store_identity(state)
         store = ClientStore.open(self.bank, initial, self.data.num_clients, store_identity, round, strict)
@@ -301,9 +312,9 @@ class Simulation:
         Returns:
           The next state, and info, a dict.
 
-          Some values have one entry per client of the cohort, [K]. With Bernoulli sampling, K here is not the expected
-          number of clients but a fixed upper bound. (A cohort exceeds this bound with probability of at most 1e-12.)
-          The unused entries have ``cohort`` -1 and weight 0.
+          Some values have one entry per client of the cohort, [K]. With Bernoulli and importance sampling, K here is
+          not the expected number of clients but a fixed upper bound. (A cohort exceeds this bound with probability of
+          at most 1e-12.) The unused entries have ``cohort`` -1 and weight 0.
 
           - ``cohort``: int32, the ids of the aggregated clients. -1 marks a client that did not report, a client
             that got no example from `FederatedData.redealt`, and an unused entry.
@@ -323,6 +334,7 @@ class Simulation:
           - ``executed_steps``: the number of local steps that the devices run. If L > 1 clients are trained side by
             side on a device, it includes the idle steps of clients that wait for a client with more steps.
           - ``executed_ratio``: ``executed_steps / steps``.
+          - ``available``: the number of available clients. Only present with a rule of availability.
 
           In addition, info has the metrics of the algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results
           of `measure`. If no client reports, all weights are 0, and the state does not change, except for ``round``.
@@ -345,7 +357,7 @@ class Simulation:
                     "state and cohort must not be traced if examples or client states are kept on the host: call "
                     'round_fn outside jax.jit, vmap and scan, or pass stream=False and bank="device"'
                 )
-            fetched = self.executor.fetch(on_host(state.key), int(state.round), cohort)
+            fetched = self.executor.fetch(self.executor.selects_from(state), cohort)
         else:
             fetched = Fetched(setup.arrays, cohort)
         donate = setup.donate and not setup.states_on_host
@@ -473,10 +485,12 @@ class Simulation:
         cohort_of = self._cohorts(cohort, first, last)
         single = setup.one_round_a_program or cohort is not None
         schedule = asked.schedule([setup], last, checkpoints, single)
-        fetching: Any = nullcontext(lambda t: Fetched(setup.arrays, cohort_of(t)))
+        fetching: Any = nullcontext(lambda t, state: Fetched(setup.arrays, cohort_of(t)))
         if setup.needs_host:
-            key = on_host(state.key)  # a copy, because the key in the state is donated
-            fetching = prefetching(lambda t: self.executor.fetch(key, t, cohort_of(t)), last)
+            executor, start = self.executor, self.executor.selects_from(state)  # a copy, because the state is donated
+            fetching = nullcontext(lambda t, state: executor.fetch(state, cohort_of(t)))
+            if setup.selects_ahead or cohort is not None:
+                fetching = prefetching(lambda t: executor.fetch(at_round(start, t), cohort_of(t)), last)
         with (
             stop_on_interrupt(terminate=checkpoints is not None) as stop,
             nullcontext()
@@ -575,7 +589,7 @@ class Simulation:
         state, cohort = setup.admit(state), self._checked_cohort(cohort)
         fetched = Fetched(setup.arrays, cohort)
         if setup.needs_host:
-            fetched = self.executor.fetch(on_host(state.key), int(state.round), cohort)
+            fetched = self.executor.fetch(self.executor.selects_from(state), cohort)
         state = self.executor.with_states(state, fetched)
         return self.executor.launch_round("measure", names, state, fetched.arrays, fetched.cohort)
 
@@ -631,7 +645,7 @@ class Simulation:
             )
         if fine_tune is not None and not isinstance(fine_tune, LocalTraining):
             fix = "pass a number of epochs, or a fd.LocalTraining; None means no fine-tuning"
-            fine_tune = replace(self.local, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
+            fine_tune = replace(self.local, steps=None, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
         state = self.setup.admit(state)
         client = np.repeat(np.arange(len(sizes)), sizes)
         rows, _ = self.executor.programs.launch_scoring("evaluate_rows", state.params, self.executor.test())
@@ -684,7 +698,7 @@ class Simulation:
             state = state._replace(server=personal.GlobalModel(state.params), clients=())
         chunks = []
         for ids, tests in personal.chunks(self.data):
-            fetched = executor.host.fetch(ids, local)
+            fetched = executor.host.fetch(ids, None, local)
             now, tests = executor.with_states(state, fetched), put(tests, setup.everywhere)
 
             def call(now: Any = now, fetched: Fetched = fetched, tests: Any = tests) -> dict[str, jax.Array]:
@@ -737,6 +751,14 @@ class Simulation:
             f"Simulation({self.algorithm!r}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
             f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
         )
+
+
+def _settings_of(rule: Participation) -> dict[str, Any]:
+    """The settings of a participation rule: "sampling" for the two that have a short form, else with a prefix."""
+    if short := short_name(rule):
+        return {"sampling": short}
+    arguments = reprs.plain(rule.recipe.arguments) if rule.recipe else {}
+    return {"participation": rule.name, **{f"participation_{name}": value for name, value in arguments.items()}}
 
 
 def _row(clients: PyTree, i: int) -> PyTree:

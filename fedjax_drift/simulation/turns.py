@@ -115,7 +115,7 @@ class TurnTrack:
         """Starts from ``states``, or at round 0 if it is None. States are copied because rounds donate their input."""
         if states is None:
             params = None if params is None else jax.device_put(params, NamedSharding(self.layout.mesh, P()))
-            self.state = self._launch("init", self.turn.key, params)
+            self.state = self._launch("init", self.turn.key, params, self.arrays.sizes)
             return
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[states[run] for run in self.turn.runs])
         self.state = copied(jax.device_put(stacked, self.layout.sharding), self.layout.sharding)

@@ -20,6 +20,8 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model, cross_entropy
+from fedjax_drift.participation import Participation
+from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
@@ -74,9 +76,10 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
     """Checks that the model, the local training and the data meet the requirements of the algorithm."""
     for name in algorithm.requires:
         if epochs := re.fullmatch(r"(\d+) epochs", str(name)):
-            if local.epochs < int(epochs[1]):
+            if local.steps is not None or local.epochs < int(epochs[1]):
+                given = local.epochs if local.steps is None else f"{local.steps} steps"
                 raise ConfigurationError(
-                    f"{algorithm.name} needs at least {name}, got {local.epochs}: pass LocalTraining(epochs="
+                    f"{algorithm.name} needs at least {name}, got {given}: pass LocalTraining(epochs="
                     f"{epochs[1]}), or --epochs {epochs[1]} on the command line"
                 )
             continue
@@ -149,24 +152,29 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
 
 
 def check_aggregation(
-    aggregation: Any, algorithm: Algorithm, sampling: str, over_selected: bool, data: FederatedData
+    aggregation: Any, algorithm: Algorithm, participation: Participation, over_selected: bool, data: FederatedData
 ) -> None:
-    """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the sampling and the
+    """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the participation and the
     data."""
     if not isinstance(aggregation, Aggregation):
         raise ConfigurationError(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
             "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
         )
+    if (participation.weights == "uniform" or participation.expected) and "weights" in algorithm.requires:
+        raise ConfigurationError(
+            f"{algorithm.name} needs a participation rule that keeps the weights of the clients, got "
+            f'{participation.name}: pass weighting="uniform"'
+        )
     if aggregation.noise_multiplier is not None and "weights" in algorithm.requires:
         raise ConfigurationError(
             f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
             'which weights all by 1: pass weighting="uniform"'
         )
-    if aggregation.noise_multiplier is not None and sampling != "bernoulli":
+    if aggregation.noise_multiplier is not None and short_name(participation) != "bernoulli":
         raise ConfigurationError(
-            f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}, got {sampling!r}: '
-            'pass sampling="bernoulli"'
+            f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}, got '
+            f'{participation.name!r}: pass sampling="bernoulli"'
         )
     if aggregation.noise_multiplier is not None and (over_selected or data.redeal is not None):
         source = "over_selection" if over_selected else "data.redealt()"
@@ -244,7 +252,7 @@ def check_cohort(cohort: Any, N: int, what: str = "cohort") -> jax.Array:
 
 def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
     """Checks that the local steps fit in int32, and that the optimizer can be used."""
-    if local.steps(max_size) >= 2**31:
+    if local.num_steps(max_size) >= 2**31:
         raise ConfigurationError(
             f"epochs must give each client fewer than 2**31 local steps, got {local.epochs}: use fewer epochs"
         )

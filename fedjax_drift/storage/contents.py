@@ -77,7 +77,20 @@ def read_about(folder: Path, t: int) -> About:
 # --- a state as arrays ------------------------------------------------------------------------------------------------
 
 
-def arrays_of(state: ServerState) -> PyTree:
+class Stored(NamedTuple):
+    """The fields of a state in the order in which they are written. Client states may be on the host, so they are last.
+
+    The key is its words.
+    """
+
+    round: Any
+    key: Any
+    server: PyTree
+    participation: PyTree
+    clients: PyTree
+
+
+def arrays_of(state: ServerState) -> Stored:
     """Returns the arrays that are written for a state.
 
     The key is written as its words. Client states in files are not written. If client states are in host memory, the
@@ -89,7 +102,7 @@ def arrays_of(state: ServerState) -> PyTree:
     elif isinstance(clients, ClientStore):
         ids = np.append(clients.ids, clients.num_clients)
         clients = {"ids": ids, "states": clients.gather(ids)}
-    return state._replace(key=jax.random.key_data(state.key), clients=clients)
+    return Stored(state.round, jax.random.key_data(state.key), state.server, state.participation, clients)
 
 
 def layout(spec: Specification, arrays: PyTree) -> list[list]:
@@ -106,11 +119,11 @@ def layout(spec: Specification, arrays: PyTree) -> list[list]:
 
 def restored_state(spec: Specification, about: About, leaves: list[Leaf], strict: bool) -> ServerState:
     """Returns the state with these arrays. It is the inverse of `arrays_of`. strict: see `Checkpoints.restore`."""
-    expected = spec.state
+    expected = _shapes(spec.state)
     on_devices: Any = jax.tree.structure(expected._replace(clients=()) if spec.states_on_host else expected)
     n = on_devices.num_leaves
-    state = jax.tree.unflatten(on_devices, leaves[:n])
-    state = state._replace(key=jax.random.wrap_key_data(state.key, impl=THREEFRY))
+    read: Stored = jax.tree.unflatten(on_devices, leaves[:n])
+    state = ServerState(**read._asdict())._replace(key=jax.random.wrap_key_data(read.key, impl=THREEFRY))
     if not spec.states_on_host:
         return spec.admit(state)
     if spec.client_store != "host":
@@ -153,7 +166,7 @@ def _check_arrays(path: Path, spec: Specification, about: About) -> None:
             name: f"{dtype}{shape[spec.states_on_host and _is_of_clients(name) :]}" for name, dtype, shape, *_ in leaves
         }
 
-    expected = _with_key_words(spec.state)
+    expected = _shapes(spec.state)
     if spec.states_on_host:
         clients = {"ids": np.zeros(0, np.int64), "states": expected.clients} if spec.client_store == "host" else ()
         expected = expected._replace(clients=clients)
@@ -166,10 +179,10 @@ def _check_arrays(path: Path, spec: Specification, about: About) -> None:
 
 
 def _read_all(folder: Path, spec: Specification, about: About) -> list[Leaf]:
-    expected = _with_key_words(spec.state)
+    expected = _shapes(spec.state)
     if spec.states_on_host:
         expected = expected._replace(clients=())
-    shardings = jax.tree.leaves(leaf_shardings(spec.shardings, expected))
+    shardings = jax.tree.leaves(leaf_shardings(Stored(**spec.shardings._asdict()), expected))
     targets = [(leaf.shape, at) for leaf, at in zip(jax.tree.leaves(expected), shardings, strict=True)]
     targets += [(shape, None) for _, _, shape, _ in about.leaves[len(targets) :]]  # to host memory
     dtypes = [jnp.dtype(dtype) for _, dtype, _, _ in about.leaves]
@@ -181,9 +194,9 @@ def _is_of_clients(name: str) -> bool:
     return name.startswith(".clients")
 
 
-def _with_key_words(shapes: Any) -> ServerState:
-    """Returns the shapes of a state, with the words of the key in place of the key."""
-    return shapes._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
+def _shapes(state: ServerState) -> Stored:
+    """Returns the shapes of the arrays that are written for a state, given its shapes."""
+    return Stored(**state._asdict())._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------
@@ -194,7 +207,7 @@ def checksums(spec: Specification, leaves: list[Leaf]) -> list[int]:
 
     The padding of client states after the N clients is left out, because its length depends on the devices.
     """
-    first_client = len(jax.tree.leaves(spec.state._replace(clients=())))
+    first_client = len(jax.tree.leaves(_shapes(spec.state)._replace(clients=())))
     on_devices = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
     rows = tuple(spec.num_clients if i >= first_client else None for i in on_devices)
     computed = launch(spec.mesh, functools.partial(_sums, rows), list(on_devices.values()))

@@ -22,10 +22,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import recipes
 from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Frozen
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.failures import Failures
@@ -59,7 +61,7 @@ def identity(
     """
     options = {  # the options of Simulation that change results
         "cohort_size": engine.cohort_size,
-        "sampling": "bernoulli" if engine.bernoulli else "uniform",
+        **_participation(engine),
         "on_nonfinite": on_nonfinite,
         **settings(engine.failures or Failures(), "failures"),
         **settings(engine.aggregation, "aggregation"),
@@ -71,12 +73,26 @@ def identity(
         **settings(engine.algorithm, "algorithm"),
         **settings(engine.model, "model"),
         **settings(engine.local, "local"),
+        **_schedule(engine),
         **options,
         "client states": places.get(client_store, "files"),
         **described(layout(shapes)),
         **fingerprint(data),
         COMPUTATION: computation,
     }
+
+
+def _schedule(engine: Engine) -> dict[str, Any]:
+    """Returns a checksum of the learning rates of 1,024 rounds, if they are a function of the round."""
+    lr = engine.local.lr
+    return {"local.lr": _crc(np.asarray(jax.vmap(lr)(jnp.arange(1024))))} if callable(lr) else {}
+
+
+def _participation(engine: Engine) -> dict[str, Any]:
+    """Returns the rule. The first two have had the name "sampling" since the first version."""
+    if short := short_name(engine.participation):
+        return {"sampling": short}
+    return {"participation": engine.participation.name, **settings(engine.participation, "participation")}
 
 
 def settings(value: Any, name: str) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""Checks a participation rule for a federation, before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.participation import Clients, Participation, bernoulli, uniform
+from fedjax_drift.types import THREEFRY
+
+RULES = {"uniform": uniform, "bernoulli": bernoulli}  # those that have a short form, ``sampling=``
+
+
+class Selection(NamedTuple):
+    """A participation rule, and what the programs need to know of it."""
+
+    rule: Participation
+    capacity: int  # K', the largest number of clients that it selects
+    factors: bool  # whether clients have a factor, by which their weight is multiplied
+    asks_losses: bool  # whether it asks for the losses of clients at the present model
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a cohort can be selected before the rounds before it have ended."""
+        return self.rule.observe is None and not self.asks_losses
+
+
+def rule_of(participation: Any) -> Participation:
+    """The checked option of `Simulation`, or its default."""
+    if participation is None:
+        return uniform()
+    return checks.instance(
+        "participation", participation, Participation, "fd.participation.cyclic(groups=4), for example"
+    )
+
+
+def named_rule(sampling: Any, participation: Any) -> Participation:
+    """The rule with the name ``sampling``. participation: the other option, which must then be None."""
+    if participation is not None:
+        raise ConfigurationError("participation= and sampling= are two names of one option, got both: pass one")
+    return RULES[checks.choice("sampling", sampling, RULES)]()
+
+
+def selection_of(rule: Participation, N: int, K: int) -> Selection:
+    """Returns the rule for N clients, of which a round selects K. Raises ConfigurationError if it doesn't fit."""
+    for name in ("init", "select", "most", "observe", "available", "expected"):
+        if name in ("init", "select", "most") or getattr(rule, name) is not None:
+            checks.function(f"{name} of {rule.name}", getattr(rule, name), "see fd.participation.Participation")
+    checks.choice(f"weights of {rule.name}", rule.weights, ("algorithm", "uniform"))
+    capacity = checks.integer(f"most of {rule.name}", rule.most(N, K), 1)
+    asked = []
+
+    def losses(ids: jax.Array) -> jax.Array:
+        asked.append(True)
+        return jnp.zeros(ids.shape)
+
+    def first(key: jax.Array, sizes: jax.Array) -> Any:
+        clients, t = Clients(sizes, losses), jnp.int32(0)
+        state = rule.init(key, clients)
+        if rule.available is not None:
+            clients = clients._replace(available=rule.available(state, key, t, N))
+        return rule.select(state, key, t, K, clients), clients.available, state
+
+    result, available, state = jax.eval_shape(
+        first, jax.random.key(0, impl=THREEFRY), jax.ShapeDtypeStruct((N,), jnp.int32)
+    )
+    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
+        raise ConfigurationError(
+            f"the state of {rule.name} must have arrays of numbers, got a key: keep jax.random.key_data(key) instead"
+        )
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigurationError(
+            f"select of {rule.name} must return (ids, factor), got {checks.shown(result)}: return (ids, None) for "
+            "clients without a factor"
+        )
+    ids, factor = result
+    if getattr(ids, "shape", None) != (capacity,) or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ConfigurationError(
+            f"ids of {rule.name} must be integers [{capacity}], as many as most(N, K) says, got {checks.shown(ids)}"
+        )
+    if factor is not None and getattr(factor, "shape", None) != (capacity,):
+        raise ConfigurationError(
+            f"factors of {rule.name} must be float [{capacity}], one for each id, or None, got {checks.shown(factor)}"
+        )
+    if available is not None and (available.shape != (N,) or available.dtype != bool):
+        raise ConfigurationError(
+            f"available of {rule.name} must return bool [{N}], one for each client, got {checks.shown(available)}"
+        )
+    return Selection(rule, capacity, factor is not None or not rule.distinct, bool(asked))

@@ -1,0 +1,170 @@
+"""A given number of local steps, and learning rates that are functions of the round."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedjax_drift as fd
+
+SIZES, K, STEPS = [3, 10, 7, 25, 1, 16], 4, 7
+RNG = np.random.default_rng(0)
+ROWS = [(RNG.normal(size=(n, 4)).astype(np.float32), RNG.integers(0, 3, n)) for n in SIZES]
+DATA, MODEL = fd.FederatedData.from_clients(ROWS, test=ROWS[3]), fd.models.linear((4,), 3)
+
+
+def simulate(algorithm=None, devices: int = 1, **options) -> fd.Simulation:
+    options = {"local": fd.LocalTraining(steps=STEPS, batch_size=4, lr=0.2)} | options
+    algorithm = fd.algorithms.scaffold() if algorithm is None else algorithm
+    mesh = fd.clients_mesh(jax.devices()[:devices])
+    return fd.Simulation(MODEL, DATA, algorithm, cohort_size=K, mesh=mesh, **options)
+
+
+def rounds(sim: fd.Simulation, n: int = 3) -> tuple[fd.ServerState, dict]:
+    state = sim.init(jax.random.key(0))
+    for _ in range(n):
+        state, info = sim.round_fn(state)
+    return state, jax.device_get(info)
+
+
+def assert_close(a, b) -> None:
+    def close(a, b) -> None:
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    jax.tree.map(close, (a.server, a.clients), (b.server, b.clients))
+
+
+def test_a_number_of_steps_is_so_many_steps_of_enough_epochs() -> None:
+    """Seven epochs have at least seven steps for every client. Stopped after seven, they are the same steps."""
+    scaffold = fd.algorithms.scaffold()
+
+    def stopped(server, client, work: fd.Work):
+        return scaffold.client_update(server, client, work._replace(num_steps=jnp.minimum(STEPS, work.num_steps)))
+
+    by_epochs = fd.LocalTraining(epochs=STEPS, batch_size=4, lr=0.2)
+    expected, _ = rounds(simulate(scaffold._replace(client_update=stopped), local=by_epochs))
+    state, info = rounds(simulate())
+    assert_close(state, expected)
+    assert info["client_steps"].tolist() == [STEPS] * K
+    assert info["steps"] == info["executed_steps"] == K * STEPS
+
+
+def test_steps_of_whole_epochs_are_these_epochs() -> None:
+    same = fd.FederatedData.from_clients([ROWS[3]] * 5)  # seven batches an epoch
+    states = []
+    for local in (fd.LocalTraining(steps=14, batch_size=4, lr=0.2), fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)):
+        sim = fd.Simulation(MODEL, same, fd.algorithms.fedavg(), local=local, cohort_size=2)
+        states.append(rounds(sim)[0])
+    assert_close(*states)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"), [(1, {"lanes": 3}), (2, {"stream": True}), (2, {"shard_data": True, "bank": "sharded"})]
+)
+def test_places_do_not_change_the_steps(devices, options) -> None:
+    expected, _ = rounds(simulate())
+    state, info = rounds(simulate(devices=devices, **options))
+    for a, b in zip(jax.tree.leaves(state.server), jax.tree.leaves(expected.server), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert info["steps"] == K * STEPS
+
+
+def test_stragglers_stop_before_the_last_step() -> None:
+    _, info = rounds(simulate(stragglers=0.6))
+    assert ((info["client_steps"] >= 1) & (info["client_steps"] <= STEPS)).all()
+    assert (info["client_steps"] < STEPS).any()
+
+
+@pytest.mark.parametrize(("steps", "parts"), [(3, 3), (25, 10)])
+def test_drift_is_measured_after_every_tenth_of_the_steps(steps, parts) -> None:
+    local = fd.LocalTraining(steps=steps, batch_size=4, lr=0.2)
+    _, info = rounds(simulate(fd.algorithms.fedavg(), local=local, measure="updates"), 1)
+    assert info["update_norm"].shape == (K, parts)
+    sim = simulate(fd.algorithms.fedavg(), local=local)
+    start = sim.init(jax.random.key(0))
+    for part in (0, parts - 1):  # the norm is that of the model after so many steps
+        done = steps * (part + 1) // parts
+        short = simulate(fd.algorithms.fedavg(), local=fd.LocalTraining(steps=done, batch_size=4, lr=0.2))
+        one, _ = short.round_fn(start, cohort=info["cohort"][:1])
+        D = jax.tree.map(jnp.subtract, one.params, start.params)
+        np.testing.assert_allclose(optax.tree.norm(D), info["update_norm"][0, part], rtol=1e-5)
+
+
+def test_a_schedule_of_the_learning_rate() -> None:
+    schedule = optax.cosine_decay_schedule(0.2, 10)
+    local = fd.LocalTraining(lr=schedule, batch_size=4)
+    for algorithm in (fd.algorithms.scaffold(), fd.algorithms.scaffold(variate_lr="initial")):
+        sim = simulate(algorithm, local=local)
+        state = sim.init(jax.random.key(0))
+        for t in range(3):
+            constant = simulate(algorithm, local=fd.LocalTraining(lr=float(schedule(t)), batch_size=4))
+            expected, _ = constant.round_fn(state)
+            state, info = sim.round_fn(state)
+            assert float(info["lr"]) == pytest.approx(float(schedule(t)))
+            if t == 0 or algorithm.recipe.arguments["variate_lr"] == "current":
+                for a, b in zip(jax.tree.leaves(state.server), jax.tree.leaves(expected.server), strict=True):
+                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    other = simulate(local=fd.LocalTraining(lr=optax.cosine_decay_schedule(0.2, 10), batch_size=4))
+    same = simulate(local=local)
+    assert other.executor.programs.compiled is same.executor.programs.compiled
+    identities = [simulate(local=fd.LocalTraining(lr=lr)).specification.identity["local.lr"] for lr in (
+        schedule, optax.cosine_decay_schedule(0.2, 10), optax.cosine_decay_schedule(0.2, 11)
+    )]  # fmt: skip
+    assert identities[0] == identities[1] != identities[2]
+    assert "cosine_decay_schedule" in repr(local) and "lr" not in same.settings
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (fd.algorithms.fedavg, {}),
+        (fd.algorithms.fedeve, {}),  # its clients use the server learning rate, too
+        (fd.algorithms.fedexp, {"eps": optax.linear_schedule(0.1, 0.01, 3)}),  # which is reported
+        (fd.algorithms.fedprox, {"mu": lambda t: 0.1 / (1.0 + t)}),
+        (fd.algorithms.partly_shared, {}),
+    ],
+)
+def test_numbers_of_an_algorithm_may_be_schedules(make, options) -> None:
+    """A round is that of the algorithm with the values of this round."""
+    if make is fd.algorithms.partly_shared:
+        make = lambda server_lr: fd.algorithms.partly_shared(fd.algorithms.fedavg(server_lr), "bias")  # noqa: E731
+    schedules = options or {"server_lr": optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 10)}
+    sim = simulate(make(**schedules))
+    state = sim.init(jax.random.key(0))
+    for t in range(4):
+        values = {name: float(schedule(t)) or 1e-30 for name, schedule in schedules.items()}
+        expected, other = simulate(make(**values)).round_fn(state)
+        state, info = sim.round_fn(state)
+        assert_close(state, expected)
+        assert info.keys() == other.keys()
+
+
+def test_bad_local_work() -> None:
+    for make, message in (
+        (lambda: fd.LocalTraining(steps=0), "steps must be an integer"),
+        (lambda: fd.LocalTraining(steps=3, epochs=2), "epochs must be left out if steps are given, got 2 epochs"),
+        (lambda: fd.LocalTraining(lr=lambda t: "a"), "a function of the round that returns a number"),
+        (lambda: fd.LocalTraining(lr=lambda: 1.0), "got one that fails"),
+        (lambda: fd.LocalTraining(lr=lambda t: jnp.ones(2)), r"a floating scalar for every round, got float32\[2\]"),
+        (lambda: fd.LocalTraining(lr=lambda t: t), "a floating scalar for every round, got int32"),
+        (lambda: fd.algorithms.fedavg(server_lr=lambda t: "a"), "server_lr must be a number, or a function of the"),
+        (lambda: fd.algorithms.fedavg(server_lr=lambda t: -1.0 + 0 * t), "server_lr must be a finite number > 0"),
+        (lambda: fd.algorithms.fedavg(weighting=lambda t: 1.0), "weighting must be one of"),
+        (lambda: simulate(fd.algorithms.fedrep()), "fedrep needs at least 2 epochs, got 7 steps"),
+        (lambda: simulate(fd.algorithms.ditto(personal_epochs=2)), "ditto needs at least 1 epochs, got 7 steps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_optimizers_by_name() -> None:
+    run = "--dataset synthetic:num_clients=4 --algorithm fedavg --cohort 2 --rounds 2 --lr 0.01"
+    for name in ("sgd:momentum=0.5", "adamw:weight_decay=0.1", "muon"):
+        (sim,) = fd.parse_run(f"{run} --steps 3 --optimizer {name}").simulations.values()
+        assert sim.local.steps == 3
+        state, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
+        before = sim.evaluate(sim.init(jax.random.key(0)))["loss"]
+        assert sim.evaluate(state)["loss"] < before

@@ -1,0 +1,358 @@
+"""Participation rules: their distributions, by enumeration and against NumPy, and their combinations with everything
+that a round can be combined with."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_algorithms import small
+
+import fedjax_drift as fd
+from fedjax_drift.participation import Clients
+from fedjax_drift.round.cohort import PARTICIPATION, round_keys
+from fedjax_drift.testing import contract_simulation
+
+SIZES = np.array([3, 8, 5, 12, 1, 7, 9, 4])
+N, K = len(SIZES), 3
+RNG = np.random.default_rng(0)
+CHANCE = np.array([0.2, 0.5, 0.3, 0.7, 0.1, 0.4, 0.5, 0.3])  # for `importance`; the sum is K
+AVAILABLE, COHORTS = RNG.random((5, N)) < 0.6, RNG.integers(0, N, (4, K))
+RULES = {
+    "uniform": fd.participation.uniform(),
+    "bernoulli": fd.participation.bernoulli(),
+    "by_size": fd.participation.by_size(),
+    "by_size, replace": fd.participation.by_size(replace=True),
+    "importance": fd.participation.importance(CHANCE),
+    "power_of_choice": fd.participation.power_of_choice(5),
+    "power_of_choice, exact": fd.participation.power_of_choice(5, exact=True),
+    "schedule": fd.participation.schedule(COHORTS),
+    "cyclic": fd.participation.cyclic(3),
+    "cyclic, power_of_choice": fd.participation.cyclic(2, base=fd.participation.power_of_choice(4)),
+    "diurnal": fd.participation.diurnal(4.0, floor=0.1),
+    "markov": fd.participation.markov(0.4, 0.2),
+    "trace": fd.participation.trace(AVAILABLE),
+}
+
+
+ROWS = [(RNG.normal(size=(n, 4)).astype(np.float32), RNG.integers(0, 3, n)) for n in SIZES]
+
+
+@pytest.fixture(scope="module")
+def data() -> fd.FederatedData:
+    return fd.FederatedData.from_clients(ROWS, test=ROWS[3])
+
+
+MODEL, LOCAL = fd.models.linear((4,), 3), fd.LocalTraining(epochs=1, batch_size=4, lr=0.1)
+
+
+def simulate(data, rule, algorithm=None, devices: int = 1, **options) -> fd.Simulation:
+    mesh = fd.clients_mesh(jax.devices()[:devices])
+    algorithm = fd.algorithms.scaffold() if algorithm is None else algorithm
+    options = {"local": LOCAL, "cohort_size": K, "mesh": mesh} | options
+    return fd.Simulation(MODEL, data, algorithm, participation=rule, **options)
+
+
+def rounds(sim: fd.Simulation, n: int) -> tuple[fd.ServerState, list[dict]]:
+    state, infos = sim.init(jax.random.key(0)), []
+    for _ in range(n):
+        state, info = sim.round_fn(state)
+        infos.append(jax.device_get(info))
+    return state, infos
+
+
+def model(state: fd.ServerState) -> np.ndarray:
+    return np.concatenate([np.ravel(a) for a in jax.tree.leaves(state.params)])
+
+
+def leaves(state: fd.ServerState) -> list[np.ndarray]:
+    words = [jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a for a in jax.tree.leaves(
+        (state.server, state.participation)
+    )]  # fmt: skip
+    return [np.asarray(a) for a in words]
+
+
+def selected(rule: fd.participation.Participation, draws: int, sizes=SIZES, k: int = K) -> np.ndarray:
+    """int [draws, K']: the cohorts of many keys."""
+    clients = Clients(jnp.asarray(sizes, jnp.int32), lambda ids: jnp.zeros(ids.shape))
+
+    def draw(key: jax.Array) -> jax.Array:
+        return rule.select(rule.init(key, clients), key, jnp.int32(0), k, clients)[0]
+
+    return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(1), draws)))
+
+
+def close_to(found: float, expected: float, draws: int) -> bool:
+    """Whether a frequency is within 4 standard errors of a probability."""
+    return abs(found - expected) <= 4 * (expected * (1 - expected) / draws) ** 0.5
+
+
+# --- which clients ----------------------------------------------------------------------------------------------------
+
+
+def test_by_size_draws_clients_one_after_another_in_proportion_to_their_sizes() -> None:
+    draws, p = 20_000, SIZES / SIZES.sum()
+    for replace in (False, True):
+        cohorts = selected(fd.participation.by_size(replace), draws, k=2)
+        for i, j in itertools.permutations(range(N), 2):
+            expected = p[i] * (p[j] if replace else p[j] / (1 - p[i]))
+            assert close_to((cohorts == (i, j)).all(1).mean(), expected, draws), (replace, i, j)
+    assert selected(fd.participation.by_size(), 50, sizes=[0, 2, 0, 3, 1], k=5)[:, :3].min() == 1  # those with examples
+    assert (selected(fd.participation.by_size(), 50, sizes=[0, 2, 0, 3, 1], k=5)[:, 3:] == 5).all()  # no client
+
+
+def test_the_chance_of_a_client_with_importance_sampling() -> None:
+    draws = 20_000
+    cohorts = selected(fd.participation.importance(CHANCE), draws)
+    for i in range(N):
+        assert close_to((cohorts == i).any(1).mean(), CHANCE[i], draws)
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_importance_sampling_is_unbiased(weighting) -> None:
+    """The expected model after a round, over all 2^6 cohorts of 6 clients, is that of full participation."""
+    few = fd.FederatedData.from_clients(ROWS[:6])
+    chance, algorithm = np.array([0.9, 0.2, 0.5, 1.0, 0.3, 0.1]), fd.algorithms.fedavg(weighting=weighting)
+    rule = fd.participation.importance(chance)._replace(  # its state is the cohort
+        init=lambda key, clients: jnp.zeros(6, jnp.int32),
+        select=lambda ids, key, t, K, clients: (ids, 1 / jnp.asarray(chance, float).at[ids].get(mode="clip")),
+        most=lambda N, K: 6,
+    )
+    sim, expected = simulate(few, rule, algorithm), 0.0
+    start = sim.init(jax.random.key(0))
+    for member in itertools.product([False, True], repeat=6):
+        ids = jnp.asarray(np.where(member, np.arange(6), 6), jnp.int32)
+        probability = np.where(member, chance, 1 - chance).prod()
+        expected += probability * model(sim.round_fn(start._replace(participation=ids))[0])
+    full, _ = simulate(few, None, algorithm, cohort_size=6).round_fn(start._replace(participation=()))
+    np.testing.assert_allclose(expected, model(full), rtol=1e-5, atol=1e-6)
+
+
+def test_power_of_choice_equals_a_numpy_loop(data) -> None:
+    sim, candidates = simulate(data, fd.participation.power_of_choice(5)), 5
+    state, known = sim.init(jax.random.key(3)), np.full(N, np.inf)
+    for t in range(6):
+        key, _ = round_keys(state.key, state.round)
+        order = np.argsort(-(np.log(SIZES) + np.asarray(jax.random.gumbel(key, (N,)))), kind="stable")[:candidates]
+        cohort = order[np.argsort(-known[order], kind="stable")[:K]]
+        state, info = sim.round_fn(state)
+        np.testing.assert_array_equal(info["cohort"], cohort)
+        known[cohort] = info["loss"]
+        np.testing.assert_array_equal(state.participation, known.astype(np.float32))
+        assert t or np.isinf(known).sum() == N - K
+
+
+def test_exact_power_of_choice_evaluates_the_present_model(data) -> None:
+    for devices, options in ((1, {}), (2, {"lanes": 2}), (2, {"shard_data": True})):
+        sim = simulate(data, fd.participation.power_of_choice(N, exact=True), devices=devices, **options)
+        state, _ = rounds(sim, 1)  # the losses of the initial model are equal
+        for _ in range(2):
+            x, y = data.x, np.asarray(data.y)
+            rows = -jax.nn.log_softmax(MODEL.apply(state.params, jnp.asarray(x)))[np.arange(len(y)), y]
+            losses = np.add.reduceat(np.asarray(rows), data.offsets) / SIZES
+            state, info = sim.round_fn(state)
+            assert set(np.asarray(info["cohort"])) == set(np.argsort(-losses)[:K])
+
+
+def test_cyclic_participation_equals_a_numpy_loop(data) -> None:
+    groups = np.arange(N) * 3 // N
+    sim = simulate(data, fd.participation.cyclic(3, shuffle=False))
+    state, infos = rounds(sim, 6)
+    np.testing.assert_array_equal(state.participation.own, groups)
+    plain = simulate(data, None)
+    same = plain.init(jax.random.key(0))
+    for t, info in enumerate(infos):
+        group = np.flatnonzero(groups == t % 3)
+        cohort = info["cohort"][info["cohort"] >= 0]
+        assert set(cohort) <= set(group) and len(cohort) == min(K, len(group)) and info["available"] == len(group)
+        same, _ = plain.round_fn(same, cohort=cohort)
+    for got, expected in zip(leaves(state)[:-1], leaves(same), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    shuffled, _ = rounds(simulate(data, fd.participation.cyclic(3)), 1)
+    assert sorted(shuffled.participation.own) == sorted(groups) and (shuffled.participation.own != groups).any()
+
+
+def test_the_availability_of_clients(data) -> None:
+    many = 20_000
+    clients, key = Clients(jnp.ones(many, jnp.int32), lambda ids: jnp.zeros(ids.shape)), jax.random.key(0)
+    rule = fd.participation.markov(0.3, 0.1)
+    state, before = rule.init(key, clients), None
+    for t in range(3):  # stationary, and with the rates of the two transitions
+        now = np.asarray(rule.available(state, key, t, many))
+        assert close_to(now.mean(), 0.75, many)
+        if before is not None:
+            assert close_to(now[~before].mean(), 0.3, (~before).sum())
+            assert close_to((~now)[before].mean(), 0.1, before.sum())
+        before, state = now, rule.observe(state, jnp.zeros(0, jnp.int32), jnp.zeros(0))
+    phases = np.tile([0.0, 0.25], many // 2)
+    rule = fd.participation.diurnal(8.0, phases, floor=0.2)
+    for t in (0, 2, 5):
+        share = 0.2 + 0.8 * (1 + np.sin(2 * np.pi * (t / 8 + np.array([0.0, 0.25])))) / 2
+        now = np.asarray(rule.available(rule.init(key, clients), jax.random.fold_in(key, t), t, many)).reshape(-1, 2)
+        assert all(close_to(found, p, many // 2) for found, p in zip(now.mean(0), share, strict=True))
+    _, infos = rounds(simulate(data, fd.participation.trace(AVAILABLE)), 7)
+    for t, info in enumerate(infos):
+        there = np.flatnonzero(AVAILABLE[t % 5])
+        assert set(info["cohort"]) - {-1} <= set(there) and (info["cohort"] >= 0).sum() == min(K, len(there))
+
+
+def test_a_round_in_which_nobody_is_available_changes_nothing(data) -> None:
+    rule = fd.participation.trace(np.array([[True] * N, [False] * N]))
+    for base in (None, fd.participation.bernoulli(), fd.participation.by_size(replace=True)):
+        sim = simulate(data, rule if base is None else fd.participation.trace(np.eye(2, N, dtype=bool) * 0 == 1, base))
+        state = sim.init(jax.random.key(0))
+        before = sim.round_fn(state)[0] if base is None else state
+        after, info = sim.round_fn(before)
+        assert info["available"] == 0 and (info["cohort"] == -1).all()
+        for old, new in zip(leaves(before), leaves(after), strict=True):
+            np.testing.assert_array_equal(old, new)
+
+
+def test_a_client_that_is_drawn_twice_trains_once_and_counts_twice(data) -> None:
+    algorithm = fd.algorithms.fedavg(weighting="uniform")
+    twice = simulate(data, fd.participation.schedule(np.array([[2, 5, 2]])), algorithm)
+    start = twice.init(jax.random.key(0))
+    state, info = twice.round_fn(start)
+    assert info["cohort"].tolist() == [2, 5, -1] and info["weight"].tolist() == [2, 1, 0]
+    one, other = (model(simulate(data, None, algorithm).round_fn(start, cohort=[i])[0]) for i in (2, 5))
+    np.testing.assert_allclose(model(state), (2 * one + other) / 3, rtol=1e-5, atol=1e-7)
+
+
+def test_observe_gets_the_losses_of_those_that_report(data) -> None:
+    rule = fd.participation.uniform()._replace(
+        init=lambda key, clients: (jnp.zeros(K, jnp.int32), jnp.zeros(K)),
+        observe=lambda state, ids, losses: (ids, losses),
+    )
+    state, infos = rounds(simulate(data, rule, dropout=0.5), 4)
+    ids, losses = map(np.asarray, state.participation)
+    np.testing.assert_array_equal(ids, infos[-1]["selected"])
+    reported = infos[-1]["cohort"] >= 0
+    assert 0 < reported.sum() < K
+    np.testing.assert_array_equal(losses[reported], infos[-1]["loss"][reported])
+    assert np.isnan(losses[~reported]).all()
+    state, info = simulate(data, rule).round_fn(state, cohort=[4, 1, 0])
+    np.testing.assert_array_equal(state.participation[0], [4, 1, 0])
+
+
+# --- combinations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if "power" in name and "," in name else pytest.param(name, marks=pytest.mark.thorough) for name in RULES],
+)
+def test_places_and_resuming_do_not_change_results(name, data, tmp_path) -> None:
+    """Client states on the device, sharded, on the host or in files; examples on the devices, sharded or streamed; one
+    device or two; a run that is resumed from a checkpoint; and `lax.scan`."""
+    places = [
+        ("device", "", 1), ("device", "stream", 2), ("host", "", 2), ("host", "stream", 1),
+        ("files", "", 1), ("files", "stream", 2), ("sharded", "shard", 2),
+    ]  # fmt: skip
+    expected = None
+    for i, (bank, rows, devices) in enumerate(places):
+        if rows == "stream" and "exact" in name:
+            continue
+        options = {"stream": rows == "stream", "shard_data": rows == "shard", "devices": devices}
+        sim = simulate(data, RULES[name], bank=tmp_path / f"bank{i}" if bank == "files" else bank, **options)
+        if bank == "files" or i % 2:
+            state, _ = sim.run(sim.init(jax.random.key(0)), 4, progress=False)
+        else:
+            state, _ = rounds(sim, 4)
+        for got, want in zip(leaves(state), expected or leaves(state), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        expected = expected or leaves(state)
+    sim, checkpoints = simulate(data, RULES[name]), fd.Checkpoints(tmp_path / "checkpoints")
+    sim.run(sim.init(jax.random.key(0)), 2, progress=False, checkpoints=checkpoints)
+    state, _ = checkpoints.restore(simulate(data, RULES[name]))
+    state, _ = sim.run(state, 2, progress=False)
+    whole, _ = sim.run(sim.init(jax.random.key(0)), 4, progress=False)
+    scanned, _ = jax.lax.scan(lambda state, _: sim.round_fn(state), sim.init(jax.random.key(0)), length=4)
+    for a, b, c in zip(leaves(state), leaves(whole), leaves(scanned), strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(c, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sweep_over_a_number_of_a_rule_is_one_program(data) -> None:
+    def build(up: float) -> fd.Simulation:
+        return simulate(data, fd.participation.markov(up, 0.2))
+
+    for run in fd.sweep(build, 4, [0, 1], fd.grid(up=[0.1, 0.4]), progress=False):
+        sim = build(**run.setting)
+        state, history = sim.run(sim.init(jax.random.key(run.seed)), 4, progress=False)
+        assert [r["available"] for r in run.history] == [r["available"] for r in history]
+        np.testing.assert_allclose(model(run.state), model(state), rtol=1e-5, atol=1e-6)
+    assert len({id(build(up).executor.programs.compiled) for up in (0.1, 0.4, 0.7)}) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["fedavg", "fednova", "scaffold", "feddyn", "feddc", "fedeve", "fedadamw", "fedrep"])
+def test_algorithms_train_with_unequal_weights_and_empty_cohorts(name) -> None:
+    given = contract_simulation(small(fd.algorithms.ALGORITHMS[name]))
+    rule = fd.participation.importance(np.full(given.data.num_clients, 1 / given.data.num_clients))
+    sim = fd.Simulation(given.model, given.data, given.algorithm, local=given.local, cohort_size=1, participation=rule)
+    state, infos = rounds(sim, 4)
+    assert min((info["weight"] > 0).sum() for info in infos) == 0
+    assert np.isfinite(model(state)).all()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+BAD = [
+    (lambda: fd.participation.importance([0.5, 0.0]), r"p must be a probability in \(0, 1\] for each client"),
+    (lambda: fd.participation.power_of_choice(0), "candidates must be an integer"),
+    (lambda: fd.participation.cyclic(0), "groups must be an integer"),
+    (lambda: fd.participation.cyclic(2, base="by_size"), "base must be of type Participation"),
+    (lambda: fd.participation.diurnal(0.0), "period must be a finite number > 0"),
+    (lambda: fd.participation.diurnal(4.0, phases=[np.nan]), "phases must be a finite number for each client"),
+    (lambda: fd.participation.markov(0.0, 0.5), r"up must be in \(0, 1\]"),
+    (lambda: fd.participation.trace([[0, 1]]), r"available must be bool \[T, N\]"),
+    (lambda: fd.participation.schedule([0, 1]), r"ids must be client ids \[T, K\]"),
+    (lambda: fd.participation.schedule([[0, -1]]), r"ids must be client ids \[T, K\].*smallest -1"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_rules(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_rules_that_do_not_fit_a_simulation(data) -> None:
+    rules = fd.participation
+    two = rules.uniform()._replace(select=lambda state, key, t, K, clients: jnp.zeros(K, jnp.int32), name="mine")
+    short = rules.uniform()._replace(select=lambda *_: (jnp.zeros(1, jnp.int32), None), name="mine")
+    for rule, message in (
+        ("cyclic", "participation must be of type Participation"),
+        (rules.importance(CHANCE[:4]), f"p must have a probability for each of the {N} clients, got 4"),
+        (rules.importance(CHANCE / 2), "the sum of p must be the cohort size, 3, got 1.5"),
+        (rules.power_of_choice(2), r"candidates must be in 3..8"),
+        (rules.cyclic(9), r"groups must be in 1..8"),
+        (rules.diurnal(3.0, phases=[0.0]), "phases must have a number for each of the 8 clients, got 1"),
+        (rules.trace(np.ones((2, 3), bool)), r"available must be \[T, 8\]"),
+        (rules.schedule([[1, 2]]), r"ids must be \[T, 3\]"),
+        (rules.schedule([[1, 2, 9]]), r"ids must be \[T, 3\] with values in 0..8"),
+        (two, r"select of mine must return \(ids, factor\)"),
+        (short, r"ids of mine must be integers \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            simulate(data, rule)
+    with pytest.raises(ValueError, match="two names of one option"):
+        simulate(data, rules.uniform(), sampling="uniform")
+    with pytest.raises(ValueError, match="all examples on the devices, got a streamed data set"):
+        simulate(data, rules.power_of_choice(5, exact=True), stream=True)
+    for rule in (RULES["by_size"], RULES["importance"]):
+        with pytest.raises(ValueError, match='keeps the weights of the clients.*pass weighting="uniform"'):
+            simulate(data, rule, fd.algorithms.feddyn(0.1, weighting="examples"))
+    with pytest.raises(ValueError, match="privacy accounting"):
+        simulate(data, RULES["by_size"], fd.algorithms.fedavg(), aggregation=fd.aggregation.private(1.0, 1.0))
+
+
+def test_the_initial_state_of_a_rule_has_a_key_of_its_own(data) -> None:
+    """It is no key of a round, so the groups are independent of the cohorts."""
+    state = simulate(data, fd.participation.cyclic(3)).init(jax.random.key(0))
+    key = jax.random.fold_in(jax.random.fold_in(state.key, PARTICIPATION), 0)
+    np.testing.assert_array_equal(state.participation.own, jax.random.permutation(key, np.arange(N) * 3 // N))
