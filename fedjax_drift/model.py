@@ -199,9 +199,7 @@ class Model(NamedTuple):
 class Part(NamedTuple):
     """How `local.train` treats a part of the model that stays with the client (`fd.algorithms.partly_shared`)."""
 
-    personal: (
-        PyTree  # a bool for every leaf of the parameters: it stays with the client, and `correct` is not applied to it
-    )
+    personal: PyTree  # a bool for every leaf of the parameters: it stays with the client, and `correct` skips it
     trained: PyTree  # a bool for every leaf: it is trained
     own: Callable[[Params], PyTree]  # ``own(theta)`` is what the client keeps of the local model
     handed_over: Callable[[Params], Params]  # ``handed_over(theta)`` is the model that `local.train` returns for theta

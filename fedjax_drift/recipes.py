@@ -74,7 +74,7 @@ def recorded(factory: Callable[P, R]) -> Callable[P, R]:
     it often switches something off (momentum, weight decay), which needs a different program.
     """
     signature = inspect.signature(factory)
-    floats = {name for name, parameter in signature.parameters.items() if "float" in str(parameter.annotation)}
+    floats = float_parameters(signature)
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,6 +87,11 @@ def recorded(factory: Callable[P, R]) -> Callable[P, R]:
         return made._replace(recipe=Recipe(make, signature, arguments, made))
 
     return make
+
+
+def float_parameters(signature: inspect.Signature) -> set[str]:
+    """The names of the parameters whose annotation says ``float``."""
+    return {name for name, parameter in signature.parameters.items() if "float" in str(parameter.annotation)}
 
 
 def _as_float(value: Any) -> Any:

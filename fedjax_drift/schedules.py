@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.recipes import float_parameters
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +52,7 @@ def of_rounds(factory: Callable[P, R]) -> Callable[P, R]:
     values of round t. Its other functions, which do not know the round, are those of round 0.
     """
     signature = inspect.signature(factory)
-    floats = {name for name, parameter in signature.parameters.items() if "float" in str(parameter.annotation)}
+    floats = float_parameters(signature)
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -197,10 +197,14 @@ def schedule(ids: np.ndarray) -> Participation:
     return Participation(select, most=most, name="schedule")
 
 
+SHORT_NAMES = {"uniform": uniform, "bernoulli": bernoulli}  # for ``Simulation(sampling=)``
+
+
 def short_name(rule: Participation) -> str | None:
-    """The name of the rule for ``Simulation(sampling=)``: "uniform" or "bernoulli". None for any other rule."""
-    names = {uniform: "uniform", bernoulli: "bernoulli"}
-    return None if rule.recipe is None or rule.recipe.replaced(rule) else names.get(rule.recipe.factory)
+    """The short name of a rule. None for any other rule."""
+    if rule.recipe is None or rule.recipe.replaced(rule):
+        return None
+    return next((name for name, factory in SHORT_NAMES.items() if factory is rule.recipe.factory), None)
 
 
 def most_of_bernoulli(N: int, K: int) -> int:

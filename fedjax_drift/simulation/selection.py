@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.participation import Clients, Participation, bernoulli, uniform
+from fedjax_drift.participation import Clients, Participation, uniform
+from fedjax_drift.participation.cohorts import SHORT_NAMES
 from fedjax_drift.types import THREEFRY
-
-RULES = {"uniform": uniform, "bernoulli": bernoulli}  # those that have a short form, ``sampling=``
 
 
 class Selection(NamedTuple):
@@ -42,7 +41,7 @@ def named_rule(sampling: Any, participation: Any) -> Participation:
     """The rule with the name ``sampling``. participation: the other option, which must then be None."""
     if participation is not None:
         raise ConfigurationError("participation= and sampling= are two names of one option, got both: pass one")
-    return RULES[checks.choice("sampling", sampling, RULES)]()
+    return SHORT_NAMES[checks.choice("sampling", sampling, SHORT_NAMES)]()
 
 
 def selection_of(rule: Participation, N: int, K: int) -> Selection:
