@@ -38,7 +38,7 @@ def place(data: FederatedData, mesh: Mesh, rows_at: str, eval_batch_size: int, w
         if test not in placed:
             placed[test] = _place_test(data, mesh, eval_batch_size, whole_test)
         if sizes not in placed:
-            placed[sizes] = put(data.sizes.astype(np.int32), NamedSharding(mesh, P()))
+            placed[sizes] = put(data.sizes, NamedSharding(mesh, P()))
     return Arrays(placed[rows], placed[test], placed[sizes])
 
 

@@ -104,7 +104,7 @@ class Executor:
         if cohort is not None:
             return self.host.fetch(np.asarray(cohort), np.ones(len(cohort)) if self.setup.engine.factors else None)
         if self.setup.selects_ahead:
-            selected = self.programs.select_on_host(state, self.setup.data.sizes.astype(np.int32))
+            selected = self.programs.select_on_host(state, self.setup.data.sizes)
         else:
             selected = self.launch("select", state._replace(clients=()), self.setup.arrays)
         return self.host.fetch(*jax.device_get(selected))

@@ -89,21 +89,21 @@ class Programs:
     layout: Layout | None = None  # the runs of a sweep that the programs train; None: one run
 
     @cached_property
-    def _form(self) -> tuple[recipes.Form, Numbers]:
-        form, numbers = split(self.engine, self.constant)
-        return form, numbers if self.layout else _placed(self.engine, numbers, form.private)
+    def _split(self) -> tuple[recipes.Form, tuple[float, ...]]:
+        return split(self.engine, self.constant)
 
     @cached_property
     def compiled(self) -> Compiled:
         """The jitted functions. Their first argument is `numbers`."""
-        form, _ = self._form
+        form, _ = self._split
         make = _compiled.__wrapped__ if form.private else _compiled
         return make(form, self.one_state, self.layout)
 
-    @property
+    @cached_property
     def numbers(self) -> Numbers:
         """The hyper-parameters, on the devices."""
-        return self._form[1]
+        form, numbers = self._split
+        return numbers if self.layout else _placed(self.engine, numbers, form.private)
 
     @cached_property
     def frozen(self) -> FrozenArrays:
@@ -128,7 +128,8 @@ class Programs:
 
         The numbers are sent in every call, because those of `numbers` are on the devices of the mesh.
         """
-        return self.compiled.select_on_host(split(self.engine, self.constant)[1], (), state, Arrays(None, None, sizes))  # type: ignore[arg-type]
+        _, numbers = self._split
+        return self.compiled.select_on_host(numbers, (), state, Arrays(None, None, sizes))  # type: ignore[arg-type]
 
     def lower(self, name: str, *arguments: Any) -> Any:
         """Returns the lowered program of this name for inspection: ``.compile()``, ``.as_text()``."""
