@@ -104,11 +104,16 @@ def test_by_size_draws_clients_one_after_another_in_proportion_to_their_sizes() 
     assert (selected(fd.participation.by_size(), 50, sizes=[0, 2, 0, 3, 1], k=5)[:, 3:] == 5).all()  # no client
 
 
-def test_the_chance_of_a_client_with_importance_sampling() -> None:
+def test_the_chance_and_the_factor_of_a_client_with_importance_sampling(data) -> None:
     draws = 20_000
     cohorts = selected(fd.participation.importance(CHANCE), draws)
     for i in range(N):
         assert close_to((cohorts == i).any(1).mean(), CHANCE[i], draws)
+    _, infos = rounds(simulate(data, RULES["importance"], fd.algorithms.fedavg(weighting="uniform")), 3)
+    for info in infos:
+        taken = info["cohort"] >= 0
+        np.testing.assert_allclose(info["weight"][taken], 1 / CHANCE[info["cohort"][taken]], rtol=1e-6)
+    assert sum((info["cohort"] >= 0).sum() for info in infos) > 3
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
@@ -219,6 +224,13 @@ def test_a_client_that_is_drawn_twice_trains_once_and_counts_twice(data) -> None
     assert info["cohort"].tolist() == [2, 5, -1] and info["weight"].tolist() == [2, 1, 0]
     one, other = (model(simulate(data, None, algorithm).round_fn(start, cohort=[i])[0]) for i in (2, 5))
     np.testing.assert_allclose(model(state), (2 * one + other) / 3, rtol=1e-5, atol=1e-7)
+
+
+def test_the_mean_of_a_cohort_that_is_drawn_by_size_has_equal_weights(data) -> None:
+    """Also if the weights of the algorithm are the numbers of examples."""
+    for name in ("by_size", "power_of_choice"):
+        _, infos = rounds(simulate(data, RULES[name], fd.algorithms.fedavg(weighting="examples")), 1)
+        assert infos[0]["weight"].tolist() == [1] * K and len(set(infos[0]["size"].tolist())) > 1
 
 
 def test_observe_gets_the_losses_of_those_that_report(data) -> None:
