@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import slow
 from flax import nnx
-from small import thorough
 from test_trajectories import CLASSES, COHORTS, FEATURES, LOCAL, label_skewed_clients, library_order, rounds_of
 
 import fedjax_drift as fd
@@ -37,10 +36,7 @@ def base_parameters(dtype: type = np.float64) -> dict[str, np.ndarray]:
     return {"w": rng.normal(size=(FEATURES, CLASSES)).astype(dtype), "b": rng.normal(size=CLASSES).astype(dtype)}
 
 
-@pytest.mark.parametrize(
-    "name, options",
-    [("fedavg", {}), thorough("scaffold", {}), thorough("feddc", {"alpha": 0.3}), thorough("fedeve", {})],
-)
+@pytest.mark.parametrize("name, options", [("fedavg", {}), ("scaffold", {}), ("feddc", {"alpha": 0.3}), ("fedeve", {})])
 def test_training_of_adapters_follows_the_oracle(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +166,6 @@ def test_the_base_is_an_argument_and_messages_have_the_size_of_the_adapters() ->
     assert base["w"].sharding.is_fully_replicated and len(base["w"].addressable_shards) == sim.mesh.size
 
 
-@pytest.mark.thorough
 def test_a_team_of_devices_shares_the_base() -> None:
     data, model = federation().with_client_tests(0), large_model()
 
@@ -258,7 +253,6 @@ def test_only_the_selected_parameters_are_trained() -> None:
     np.testing.assert_array_equal(everything.apply(everything.init(key), x), network.apply(network.init(key), x))
 
 
-@pytest.mark.thorough
 def test_sweeps_train_adapters_as_single_runs_do() -> None:
     data, model = federation(), fd.models.lora(fd.models.mnist_2nn(), 2)
 
@@ -274,21 +268,17 @@ def test_sweeps_train_adapters_as_single_runs_do() -> None:
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
-TRAIN = [
-    "lora:rank=2,where=layers,whole=classifier",
-    "trainable:classifier",
-    "lora:rank=2 --bfloat16 --devices-per-client=2",
-]
-
-
-@pytest.mark.parametrize("trained", [TRAIN[:1], thorough(TRAIN)], ids=len)
-def test_the_command_line_trains_adapters(trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_trains_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = fd.models.mnist_2nn(5, (30,))
     base, init = network.init(jax.random.key(7)), tmp_path / "base.npz"
     fd.models.save_params(base, init)
     monkeypatch.chdir(tmp_path)
     words = "run --dataset synthetic:num_clients=8 --model mnist_2nn --algorithm fedavg --cohort 4 --rounds 2".split()
-    for train in trained:
+    for train in (
+        "lora:rank=2,where=layers,whole=classifier",
+        "trainable:classifier",
+        "lora:rank=2 --bfloat16 --devices-per-client=2",
+    ):
         output = tmp_path / train.replace(" ", "_")
         assert main([*words, *f"--train={train}".split(), "--init=base.npz", f"--output={output}"]) == 0
         run = fd.load_run(output)

@@ -14,7 +14,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from small import thorough
 
 from fedjax_drift.errors import DamagedError, InUseError
 from fedjax_drift.storage import client_files, client_memory, client_store
@@ -246,9 +245,7 @@ print("pins", checked)
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "least"), [(COMMITS, 30), thorough(PINS, 20)], ids=["the_last_commit", "every_pin"]
-)
+@pytest.mark.parametrize(("program", "least"), [(COMMITS, 30), (PINS, 20)], ids=["the_last_commit", "every_pin"])
 def test_a_kill_at_any_moment_loses_no_committed_state(program, least, tmp_path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", KILLS + program, str(tmp_path / "bank")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

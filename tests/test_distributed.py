@@ -61,7 +61,6 @@ def assert_close(a, b) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
 
 
-@pytest.mark.thorough
 def test_two_processes_with_two_devices_agree_with_one_process(tmp_path) -> None:
     """Each process loads only its own examples. The client states are sharded over all four devices."""
     address = free_address()

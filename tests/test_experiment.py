@@ -226,7 +226,6 @@ def test_the_committed_pages_match_the_committed_results(tmp_path):
         assert path.read_text() == (results / path.name).read_text()
 
 
-@pytest.mark.thorough
 def test_other_code_computes_the_same_claims():
     """experiments/recompute_claims.py shares no code with experiments/tables."""
     other = runpy.run_path(str(papers.EXPERIMENTS / "recompute_claims.py"))
@@ -329,7 +328,6 @@ def test_rounds_and_seeds_can_be_added_and_other_options_are_refused(place, tmp_
     assert "did you mean 'FedAvg'?" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
 def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, capsys):
     output, text = tmp_path / "o", TINY.replace("seeds = 2", 'seeds = 1\nuntil = "rounds to 1 %"')
     place = with_tables(tmp_path / "tables", table=text)

@@ -181,7 +181,6 @@ def test_to_torch_uses_pytorchs_layouts_and_flattening():
     np.testing.assert_allclose(linear(x, state, "classifier.dense"), model.apply(params, images), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough
 def test_to_torch_unstacks_blocks_and_returns_copies():
     params = fd.models.vit(5, (6, 4, 3), 2, width=W, depth=LAYERS, heads=H).init(KEY)
     state = fd.models.to_torch(params)

@@ -152,7 +152,6 @@ def test_wrong_options_are_refused(call, said) -> None:
         call()
 
 
-@pytest.mark.thorough
 def test_vit_trains_with_moon_and_the_decoder_with_fedavg() -> None:
     rng = np.random.default_rng(0)
     images = fd.FederatedData.from_clients([(rng.normal(size=(6, 8, 8, 1)).astype("f4"), np.arange(6) % 5)] * 2)
