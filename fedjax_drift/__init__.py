@@ -12,7 +12,19 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fedjax_drift import algorithms, data, errors, logs, models, participation, plots, statistics, testing, tuning
+from fedjax_drift import (
+    algorithms,
+    data,
+    errors,
+    logs,
+    models,
+    participation,
+    plots,
+    shift,
+    statistics,
+    testing,
+    tuning,
+)
 from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
@@ -94,6 +106,7 @@ __all__ = [
     "plots",
     "ranking",
     "rounds_to_target",
+    "shift",
     "statistics",
     "stop_on_interrupt",
     "sweep",

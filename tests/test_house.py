@@ -24,7 +24,7 @@ MODULES = {
 FLOORS = [
     {"errors", "types", "model", "recipes", "tree", "leaves", "checks"}
     | {"adapters", "batch_norm", "version", "disk", "reprs", "schedules"},
-    {"data", "models"},
+    {"data", "models", "shift"},
     {"local", "devices", "participation"},
     {"round", "algorithms"},
     {"measures", "storage"},

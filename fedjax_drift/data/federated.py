@@ -20,6 +20,8 @@ from fedjax_drift import checks, reprs
 from fedjax_drift.data import joining
 from fedjax_drift.data.joining import Pair as Pair
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.shift.rule import TESTING, TRAINING, Owner, Shift, Shifting, shift_of
+from fedjax_drift.shift.time import chain
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,8 @@ class FederatedData:
     clients train on their own examples."""
     client_names: tuple[str, ...] | None = None
     """N distinct names, one per client. None if the clients only have ids."""
+    shifting: Shifting | None = None
+    """How the examples change from client to client or from round to round. Set it with `shifted`."""
 
     def __post_init__(self) -> None:
         x, y = joining.checked_pair(self.x, self.y, "training data")
@@ -88,6 +92,17 @@ class FederatedData:
         checked = {"x": x, "y": y, "sizes": sizes, "x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
         for name, value in (checked | {"mean": mean, "std": std, "redeal": redeal, "client_names": names}).items():
             object.__setattr__(self, name, value)
+
+    @property
+    def root(self) -> FederatedData:
+        """The federation whose arrays these are. `redealt` and `shifted` data share them, also on the devices."""
+        return self.__dict__.get("_root", self)
+
+    def _with(self, **changes: Any) -> FederatedData:
+        """The same arrays with other fields."""
+        new = replace(self, **changes)
+        object.__setattr__(new, "_root", self.root)
+        return new
 
     @property
     def has_images(self) -> bool:
@@ -308,7 +323,49 @@ class FederatedData:
           ValueError: alpha is not positive and finite; or alpha is given and the labels are not non-negative integers,
             one per example.
         """
-        return replace(self, redeal="evenly" if alpha is None else alpha)
+        return self._with(redeal="evenly" if alpha is None else alpha)
+
+    def shifted(self, shift: Shift | Any, test: str | None = None, seed: int = 0) -> FederatedData:
+        """Returns the same data (no copy) with a shift: clients with other features, or data that change over time.
+
+        The shift is applied to the decoded examples of every minibatch, in the compiled round. It is applied before
+        the augmentation (`LocalTraining`). Data that are already shifted get a second shift after the first.
+
+        Args:
+          shift: one of `fedjax_drift.shift`, or a function ``(key, t, client, x, y) -> (x, y)`` of one decoded example.
+            key: belongs to the example and is the same in all rounds. t: int32 [], the round. client: int32 [], the id.
+            A shift that depends on the client leaves the global test set as it is. The test examples of a client
+            (`Simulation.evaluate_clients`) are shifted like its training examples.
+          test: which test set is evaluated after t rounds. "present" (default): that of round t - 1, the one just
+            trained. "first": that of round 0. "both": the scores of the present one, and those of the first one with
+            the prefix ``first_``.
+          seed: random seed of the shift, >= 0. The shifted data do not depend on the seed of a run.
+
+        Raises:
+          ValueError: a value is out of range. (A shift that does not fit the examples is refused when a `Simulation` is
+            created.)
+        """
+        new, old = shift_of(shift), self.shifting
+        test = checks.choice("test", test, ("present", "first", "both")) if test else old.test if old else "present"
+        seed = checks.integer("seed", seed, 0)
+        return self._with(shifting=Shifting(chain(old.shift, new) if old else new, test, seed))
+
+    def examples(self, client: int | str, round: int = 0, test: bool = False) -> Pair:  # noqa: A002
+        """Returns the examples ``(x [n_i, ...], y [n_i, ...])`` of a client as the model gets them in a round: decoded
+        and shifted. client: an id or a name. test: whether to return its test examples."""
+        i = self.id_of(client) if isinstance(client, str) else checks.integer("client", client, 0, self.num_clients - 1)
+        x, y = self.client(i)
+        if test:
+            if self.x_test is None or self.y_test is None or self.test_sizes is None:
+                raise ConfigurationError("test examples of a client need a test set that is split by client, got none")
+            end = self.test_sizes[: i + 1].sum()
+            x, y = (a[end - self.test_sizes[i] : end] for a in (self.x_test, self.y_test))
+        inputs, labels = self.decode(x), jnp.asarray(integers_as_int32(y))
+        t = jnp.int32(checks.integer("round", round, 0, 2**31 - 1))
+        if self.shifting is not None:
+            owner, part = Owner(jnp.int32(i), self.num_clients), TESTING if test else TRAINING
+            inputs, labels = self.shifting.examples(t, owner, jnp.arange(len(x)), inputs, labels, part)
+        return np.asarray(inputs), np.asarray(labels)
 
     def with_client_tests(self, seed: int = 0) -> FederatedData:
         """Returns the same data with the test set split by client, for `Simulation.evaluate_clients`.
@@ -415,6 +472,8 @@ class FederatedData:
         test = "no test set" if self.x_test is None else f"{len(self.x_test):,} test examples"
         if self.redeal is not None:
             test += ", redealt " + ("evenly" if self.redeal == "evenly" else f"by Dirichlet({self.redeal})")
+        if self.shifting is not None:
+            test += f", shifted by {self.shifting.shift!r}"
         return (
             f"FederatedData({self.name!r}: {self.num_clients:,} clients, {len(self.x):,} examples of "
             f"{self.x.dtype}{list(self.x.shape[1:])}, {self.sizes.min()} to {self.sizes.max()} per client, {test})"

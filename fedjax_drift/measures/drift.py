@@ -22,6 +22,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
 from fedjax_drift.round.cohort import Assignment, look_up
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
+from fedjax_drift.round.evaluate import at_round, inputs, labels
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.round import Observer, observed_round, round_fn, unobserved
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
@@ -129,7 +130,8 @@ def shared_values(engine: Engine, names: Sequence[str], assigned: Assignment, ar
     if not {*TESTED} & {*names}:
         return ()
     assert arrays.test is not None
-    return arrays.test, predictions(engine, assigned.shared.server.params, arrays.test)
+    test = at_round(engine, arrays.test, assigned.shared.t)
+    return test._replace(y=labels(engine, test)), predictions(engine, assigned.shared.server.params, test)
 
 
 def update_and_measure(
@@ -314,7 +316,7 @@ def label_mix(engine: Engine, shared: Shared, assigned: Assignment) -> jax.Array
 
 def predictions(engine: Engine, params: Params, test: TestRows) -> jax.Array:
     """Logits [T * B, C] of the test examples, including the padding."""
-    logits = lax.map(lambda x: engine.model.apply(params, engine.decode(x)), test.x)
+    logits = lax.map(lambda rows: engine.model.apply(params, inputs(engine, rows, test.t)[0]), test._replace(t=None))
     return logits.reshape(-1, logits.shape[-1])
 
 

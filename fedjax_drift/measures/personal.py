@@ -21,8 +21,8 @@ from fedjax_drift.algorithms.running_statistics import fine_tuned
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.cohort import FINE_TUNING, round_keys
-from fedjax_drift.round.engine import Client, Engine, Rows, Shared, partitionable, replicated
-from fedjax_drift.round.evaluate import score_rows
+from fedjax_drift.round.engine import Client, Engine, Rows, Shared, TestRows, partitionable, replicated
+from fedjax_drift.round.evaluate import after, inputs, score_rows
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.train import client_work, over_clients
 from fedjax_drift.types import PyTree, ServerState
@@ -142,12 +142,15 @@ def personal_scores(
         present, i = client.id < engine.num_clients, jnp.where(client.id < engine.num_clients, client.id - first, 0)
         offset, size = offset[i], jnp.where(present, size[i], 0)
 
-        def score(row: jax.Array) -> dict[str, jax.Array]:
-            return score_rows(engine, engine.model.apply(theta, engine.decode(x[row])), y[row])
+        def score(index: jax.Array) -> dict[str, jax.Array]:
+            row = offset + index
+            rows = after(engine, TestRows(x[row], y[row], index < size, jnp.full(B, client.id), index), shared.t)
+            own, label = inputs(engine, rows._replace(t=None), rows.t)
+            return score_rows(engine, engine.model.apply(theta, own), label)
 
         def batch(k: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
             position = k * B + jnp.arange(B)
-            scores = score(jnp.where(position < size, offset + position, 0))
+            scores = score(jnp.where(position < size, position, 0))
             return {name: total[name] + jnp.where(position < size, scores[name], 0).sum() for name in total}
 
         zero = {name: jnp.zeros((), a.dtype) for name, a in jax.eval_shape(score, jnp.arange(B)).items()}

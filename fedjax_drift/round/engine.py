@@ -23,6 +23,7 @@ from fedjax_drift.model import Model
 from fedjax_drift.participation.rule import Participation
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.failures import Failures
+from fedjax_drift.shift.rule import Shifting
 from fedjax_drift.types import Algorithm, PyTree
 
 
@@ -66,6 +67,10 @@ class TestRows(NamedTuple):
     x: jax.Array  # [T, B, ...]
     y: jax.Array  # [T, B, ...]
     mask: jax.Array  # bool [T, B], False for padding
+    # only if the data are shifted:
+    owner: jax.Array | None = None  # int32 [T, B], the client of the example, N for none
+    number: jax.Array | None = None  # int32 [T, B], the number of the example among those of its owner
+    t: jax.Array | None = None  # int32 [], the round whose shift the examples have
 
 
 class Arrays(NamedTuple):
@@ -106,6 +111,7 @@ class Engine(NamedTuple):
     rows_by_rank: np.ndarray | None  # the result of `exchange.rows_by_rank` if the examples are sharded, otherwise None
     example: tuple[int, ...]  # the shape of one stored input
     decode: Callable[[jax.Array], jax.Array]  # stored inputs -> inputs of the model; `data.federated.decode`
+    shifting: Shifting | None  # how the examples change from client to client or from round to round
     num_classes: int | None  # C, for classifiers with one integer label per example; otherwise None
     test_size: int  # the number of test examples, 0 without a test set
     row_scores: tuple[str, ...]  # names of the metrics of `Model.scores` with one value per example

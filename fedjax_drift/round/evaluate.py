@@ -1,4 +1,7 @@
-"""Evaluation of a model on the test set. The batches of the test set are sharded over the devices."""
+"""Evaluation of a model on the test set. The batches of the test set are sharded over the devices.
+
+If the data are shifted (`FederatedData.shifted`), the test set belongs to a round, `TestRows.t`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.round.engine import Engine, TestRows, on_each_device, replicated
+from fedjax_drift.shift.rule import TESTING, Owner
 from fedjax_drift.types import Params, PyTree
 
 
@@ -22,15 +26,37 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
     The logits are () unless a metric of the whole test set needs them.
     """
 
-    def batch(params: Params, xy: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
-        x, y = xy
-        logits = engine.model.apply(params, engine.decode(x))
+    def batch(params: Params, t: Any, rows: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
+        x, y = inputs(engine, rows, t)
+        logits = engine.model.apply(params, x)
         return score_rows(engine, logits, y), logits if engine.set_scores else ()
 
-    def one_device(params: Params, xy: tuple[jax.Array, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
-        return lax.map(partial(batch, params), xy)
+    def one_device(params: Params, t: Any, rows: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
+        return lax.map(partial(batch, params, t), rows)
 
-    return on_each_device(engine, one_device, (P(), P(AXIS)), P(AXIS))(params, (test.x, test.y))
+    whole, part = P(), P(AXIS)
+    return on_each_device(engine, one_device, (whole, whole, part), part)(params, test.t, test._replace(t=None))
+
+
+def at_round(engine: Engine, test: TestRows, t: Any) -> TestRows:
+    """The test set that is evaluated in round t: that of round t, or with ``test="first"`` that of round 0."""
+    if engine.shifting is None:
+        return test
+    return test._replace(t=jnp.zeros((), jnp.int32) if engine.shifting.test == "first" else t)
+
+
+def after(engine: Engine, test: TestRows, rounds: Any) -> TestRows:
+    """The test set after this number of rounds: that of the last one."""
+    return at_round(engine, test, jnp.maximum(rounds - 1, 0)) if engine.shifting is not None else test
+
+
+def inputs(engine: Engine, rows: TestRows, t: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The inputs of the model [B, ...] and the labels [B, ...] of one batch of the test set, in round t."""
+    x = engine.decode(rows.x)
+    if engine.shifting is None:
+        return x, rows.y
+    assert t is not None and rows.owner is not None and rows.number is not None
+    return engine.shifting.examples(t, Owner(rows.owner, engine.num_clients), rows.number, x, rows.y, TESTING)
 
 
 def score_rows(engine: Engine, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
@@ -53,7 +79,19 @@ def score_rows(engine: Engine, logits: jax.Array, y: jax.Array) -> dict[str, jax
 
 
 def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
-    """Returns scalars: the mean of each score over the test examples, and the metrics of the whole test set."""
+    """Returns scalars: the mean of each score over the test examples, and the metrics of the whole test set.
+
+    With ``test="both"`` of shifted data, the scores of the test set of round 0 have the prefix ``first_``.
+    """
+    scores = mean_scores(engine, params, test)
+    if engine.shifting is not None and engine.shifting.test == "both":
+        first = mean_scores(engine, params, test._replace(t=jnp.zeros((), jnp.int32)))
+        scores |= {f"first_{name}": value for name, value in first.items()}
+    return scores
+
+
+def mean_scores(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Array]:
+    """The scores of the test set of one round, see `evaluate`."""
     rows, logits = evaluate_rows(engine, params, test)
     means = {}
     for name, values in rows.items():
@@ -61,9 +99,16 @@ def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Ar
         means[name] = jnp.where(test.mask, values, 0).sum() / test.mask.sum()
     if engine.model.scores is None or not engine.set_scores:
         return means
-    whole = replicated(engine, (logits, test.y))
+    whole = replicated(engine, (logits, labels(engine, test)))
     scores = engine.model.scores(*(a.reshape(-1, *a.shape[2:])[: engine.test_size] for a in whole))
     return means | {name: scores[name] for name in engine.set_scores}
+
+
+def labels(engine: Engine, test: TestRows) -> jax.Array:
+    """The labels of the test set, [T, B, ...]. The compiler removes the inputs."""
+    if engine.shifting is None:
+        return test.y
+    return lax.map(lambda rows: inputs(engine, rows, test.t)[1], test._replace(t=None))
 
 
 OTHER_MODELS = ("client_mean", "last_two_mean")  # models that some algorithms keep on the server besides w

@@ -27,7 +27,7 @@ from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.cohort import NOISE, Assignment, assign, available, initial_participation, observe
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
-from fedjax_drift.round.evaluate import evaluate
+from fedjax_drift.round.evaluate import at_round, evaluate
 from fedjax_drift.round.info import describe, with_metrics
 from fedjax_drift.round.places import in_cohort_order
 from fedjax_drift.round.train import check_finite, client_work, expected_weight, finished, over_clients, scalars, update
@@ -143,7 +143,7 @@ def observed_round(
     server = tree.select(any_answer, server, state.server)
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
-        scores = evaluate(engine, server.params, arrays.test)
+        scores = evaluate(engine, server.params, at_round(engine, arrays.test, state.round))
         what = f"{algorithm.name}: the server after an evaluation"
         server = tree.select(any_answer, tree.cast_like(algorithm.observe(server, scores), server, what), server)
     if algorithm.finish is not None:

@@ -29,9 +29,10 @@ def place(data: FederatedData, mesh: Mesh, rows_at: str, eval_batch_size: int, w
       (not placed on the devices, because they are streamed).
     whole_test: whether the test set is replicated. By default its batches are sharded over the devices.
     """
-    placed = _PLACED.setdefault(data, {})
+    placed = _PLACED.setdefault(data.root, {})
     where = (mesh, jax.dtypes.canonicalize_dtype(np.float64))
-    rows, test, sizes = (*where, rows_at), (*where, eval_batch_size, whole_test), (*where, "sizes")
+    rows, sizes = (*where, rows_at), (*where, "sizes")
+    test = (*where, eval_batch_size, whole_test, data.shifting is None)
     with jax.ensure_compile_time_eval():  # a Simulation made inside jax.jit must not leave tracers here
         if rows not in placed:
             placed[rows] = _place_rows(data, mesh, rows_at)
@@ -59,5 +60,7 @@ def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int, whole: bo
     T = -(-M // (B * D)) * D
     index = np.arange(T * B).reshape(T, B)
     padded = np.minimum(index, M - 1)
-    arrays = (data.x_test[padded], integers_as_int32(data.y_test)[padded], index < M)
+    arrays: tuple[np.ndarray, ...] = (data.x_test[padded], integers_as_int32(data.y_test)[padded], index < M)
+    if data.shifting is not None:
+        arrays += (np.full((T, B), data.num_clients, np.int32), padded.astype(np.int32))
     return TestRows(*put(arrays, NamedSharding(mesh, P() if whole else P(AXIS))))

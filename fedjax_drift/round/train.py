@@ -35,6 +35,7 @@ from fedjax_drift.round.engine import (
     sum_over_devices,
 )
 from fedjax_drift.round.exchange import exchange, longest_share
+from fedjax_drift.shift.rule import Owner
 from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Trained, Work
 
 LANES = "lanes"  # the axis of the clients that train side by side
@@ -128,17 +129,19 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
     B = min(engine.local.batch_size, engine.max_size)
     most_batches = -(-engine.max_size // B)
 
-    def rows_of(examples: jax.Array) -> jax.Array:
-        """The indices in ``data`` of some of the client's examples, which are numbered from 0."""
-        rows = client.offset + examples
-        return rows if data.places is None else data.places[rows]
+    def examples(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The inputs and labels [B, ...] of B of the client's examples, which are numbered from 0."""
+        rows = client.offset + index
+        rows = rows if data.places is None else data.places[rows]
+        x = engine.decode(data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example))
+        if engine.shifting is None:
+            return x, data.y[rows]
+        return engine.shifting.examples(shared.t, Owner(client.id, engine.num_clients), index, x, data.y[rows])
 
     def batch_of(order: jax.Array, begin: jax.Array, k: jax.Array) -> Batch:
         """Batch k of an epoch, whose examples are ``order[begin:begin + B]``."""
         mask = k * B + jnp.arange(B) < size
-        rows = rows_of(jnp.where(mask, lax.dynamic_slice(order, (begin,), (B,)), 0))
-        x = data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example)
-        return Batch(engine.decode(x), data.y[rows], mask)
+        return Batch(*examples(jnp.where(mask, lax.dynamic_slice(order, (begin,), (B,)), 0)), mask)
 
     def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
         order = shuffle(key, size, longest, most_batches * B)
@@ -157,7 +160,7 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
     def label_counts(num_classes: int) -> jax.Array:
         def add(k: jax.Array, counts: jax.Array) -> jax.Array:
             example = k * B + jnp.arange(B)
-            labels = jax.nn.one_hot(data.y[rows_of(jnp.where(example < size, example, 0))], num_classes)
+            labels = jax.nn.one_hot(examples(jnp.where(example < size, example, 0))[1], num_classes)
             labels = labels.reshape(B, -1, num_classes).sum(1)  # an example may have several labels
             return counts + jnp.where((example < size)[:, None], labels, 0).sum(0)
 

@@ -22,7 +22,7 @@ from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import nan_allowed
 from fedjax_drift.round.engine import Rows, TestRows
-from fedjax_drift.round.evaluate import server_scores
+from fedjax_drift.round.evaluate import after, server_scores
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.host import Fetched, Host
 from fedjax_drift.simulation.loop import rounds_of_one
@@ -60,13 +60,20 @@ class Executor:
 
     def launch(self, name: str, *arguments: Any) -> Any:
         """Calls the program of this name."""
+        return self._traceable(lambda: self.programs.launch(name, *arguments))
+
+    def launch_scoring(self, name: str, *arguments: Any) -> Any:
+        """Calls the evaluation of this name."""
+        return self._traceable(lambda: self.programs.launch_scoring(name, *arguments))
+
+    def _traceable(self, call: Callable[[], Any]) -> Any:
         try:
-            return self.programs.launch(name, *arguments)
+            return call()
         except UNTRACEABLE:
             if self.programs.constant:
                 raise
         self.use_constants()  # the algorithm uses a hyper-parameter in an ``if``, for example
-        return self.launch(name, *arguments)
+        return call()
 
     def launch_round(self, name: str, measures: Sequence[str], *arguments: Any) -> Any:
         """Calls a program that runs rounds with drift measures."""
@@ -83,18 +90,30 @@ class Executor:
             checksum = replace(self.programs, constant=True).checksum(*shapes)
         return f"jax {jax.__version__}, {self.setup.mesh.devices.flat[0].platform}, crc32 {checksum:08x}"
 
-    def test(self) -> TestRows:
+    def test(self, rounds: Any) -> TestRows:
+        """The test set after this number of rounds."""
         if self.setup.arrays.test is None:
             raise ConfigurationError("evaluating needs a test set: pass test=(x, y) to FederatedData.from_clients")
-        return self.setup.arrays.test
+        return after(self.setup.engine, self.setup.arrays.test, rounds)
 
-    def scores(self, server: Any) -> dict[str, jax.Array]:
+    def test_of_clients(self, rounds: Any) -> TestRows:
+        """The same, if the test examples of a client are shifted like its training examples."""
+        test, sizes = self.test(rounds), self.setup.data.test_sizes
+        if test.owner is None or sizes is None:
+            return test
+        position = np.minimum(np.arange(test.owner.size), sizes.sum() - 1)
+        owner = np.searchsorted(np.cumsum(sizes), position, side="right")
+        number = position - (np.cumsum(sizes) - sizes)[owner]
+        ids, numbers = (put(a.astype(np.int32).reshape(test.owner.shape), test.owner.sharding) for a in (owner, number))
+        return test._replace(owner=ids, number=numbers)
+
+    def scores(self, state: ServerState) -> dict[str, jax.Array]:
         """Evaluates the global model on the test set.
 
         FedDyn and FedDC also keep the mean of the cohort's models. Its scores are called ``client_mean_<name>``.
         """
-        test = self.test()
-        return server_scores(lambda params: self.programs.launch_scoring("evaluate", params, test), server)
+        test = self.test(state.round)
+        return server_scores(lambda params: self.launch_scoring("evaluate", params, test), state.server)
 
     def fetch(self, state: ServerState, cohort: jax.Array | None = None) -> Fetched:
         """Returns the arguments of the next round. Only needed if examples or client states are kept on the host.
@@ -219,7 +238,7 @@ class RunTrack:
         return infos
 
     def score(self) -> dict[str, jax.Array]:
-        return self.executor.scores(self.state.server)
+        return self.executor.scores(self.state)
 
     def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
         for j, info, last in rounds_of_one(n, infos, scores, self._stacked):

@@ -48,14 +48,9 @@ from fedjax_drift.types import Params, PyTree, Round, ServerState
 # maps. Linux allows a process 65,530, and XLA then says "Cannot allocate memory".
 KEPT = 16
 MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
-CONTINUOUS = (
-    "algorithm",
-    "local",
-    "participation",
-    "failures",
-    "aggregation",
-)  # the fields of an engine that contain numbers
-SCORING = ("model", "mesh", "decode", "test_size", "row_scores", "set_scores")  # the fields that an evaluation uses
+# The fields of an engine that contain numbers, and those that an evaluation uses.
+CONTINUOUS = ("algorithm", "local", "participation", "failures", "aggregation", "shifting")
+SCORING = ("model", "mesh", "decode", "shifting", "num_clients", "test_size", "row_scores", "set_scores")
 Numbers = tuple[Any, ...]
 FrozenArrays = tuple[PyTree, ...]
 
@@ -74,8 +69,8 @@ class Compiled(NamedTuple):
     measure: Callable  # (numbers, frozen, names, state, arrays, cohort) -> measures
     select: Callable  # (numbers, frozen, state, arrays) -> (ids, factors)
     select_on_host: Callable  # the same, on a device that is not one of the mesh
-    evaluate: Callable  # (frozen, params, test) -> scores
-    evaluate_rows: Callable  # (frozen, params, test) -> (scores of each example, logits)
+    evaluate: Callable  # (numbers of `scoring`, frozen, params, test) -> scores
+    evaluate_rows: Callable  # (numbers of `scoring`, frozen, params, test) -> (scores of each example, logits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +114,10 @@ class Programs:
         """Waits until the devices are ready, and calls the program of this name with the hyper-parameters."""
         return launch(self.engine.mesh, getattr(self.compiled, name), self.numbers, self.frozen, *arguments)
 
-    def launch_scoring(self, name: str, *arguments: Any) -> Any:
-        """Calls an evaluation, which takes no hyper-parameters."""
-        return launch(self.mesh, getattr(self.compiled, name), self.frozen, *arguments)
+    def launch_scoring(self, name: str, *arguments: Any, numbers: Numbers | None = None) -> Any:
+        """Calls an evaluation. numbers: those of `scoring`. Default: those of the engine."""
+        numbers = split(scoring(self.engine), self.constant)[1] if numbers is None else numbers
+        return launch(self.mesh, getattr(self.compiled, name), numbers, self.frozen, *arguments)
 
     def select_on_host(self, state: ServerState, sizes: np.ndarray) -> tuple[jax.Array, jax.Array | None]:
         """Selects a round's clients on the device that has the state, and returns their ids and factors.
@@ -194,6 +190,13 @@ def split(engine: Engine, constant: bool = False) -> tuple[recipes.Form, tuple[f
     return recipes.split(engine, [name for name in Engine._fields if name not in CONTINUOUS])
 
 
+def scoring(engine: Engine) -> Engine:
+    """The engine with the fields only that an evaluation uses. Different algorithms then share the evaluation."""
+    if engine.shifting is None:
+        engine = engine._replace(num_clients=None)  # type: ignore[arg-type]
+    return engine._replace(**{name: None for name in Engine._fields if name not in SCORING})  # type: ignore[arg-type]
+
+
 def _placed(engine: Engine, numbers: Numbers, private: bool = False) -> Numbers:
     """Returns the numbers on the devices, so that they are sent only once.
 
@@ -229,8 +232,7 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
         static = (options["static_argnums"],) if "static_argnums" in options else ()
         return jax.jit(layout.over_runs(of_numbers, per_run, static) if layout else of_numbers, **options)
 
-    scoring = engine._replace(**{name: None for name in Engine._fields if name not in SCORING})  # type: ignore[arg-type]
-    score, score_rows = _scoring(recipes.split(scoring, Engine._fields)[0], layout)
+    score, score_rows = _scoring(recipes.split(scoring(engine), form.fixed)[0], layout)
     round_of, next_state = partial(jit, drift.measured_round, (0, 3), static_argnums=2), (state, seen)
     return Compiled(
         init=jit(init, (0, 2), changes={"state_rows": 1} if one_state else None, out_shardings=state),
@@ -248,16 +250,15 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
 @lru_cache(KEPT)
 def _scoring(form: recipes.Form, layout: Layout | None) -> tuple[Callable, Callable]:
     """Returns the evaluation programs. Different algorithms with the same model and data share them."""
-    engine: Engine = form.value
 
     def jit(function: Callable) -> Callable:
-        def score(frozen: FrozenArrays, params: Params, test: TestRows) -> Any:
-            return function(recipes.bind(engine, frozen), params, test)
+        def score(numbers: Numbers, frozen: FrozenArrays, params: Params, test: TestRows) -> Any:
+            return function(recipes.join(form, numbers, frozen), params, test)
 
         score.__name__ = function.__name__
         if layout is None:
-            return jax.jit(score, out_shardings=_seen(engine))
-        return jax.jit(layout.over_runs(score, (1,)), out_shardings=_of_turn(layout))
+            return jax.jit(score, out_shardings=_seen(form.value))
+        return jax.jit(layout.over_runs(score, (0, 2)), out_shardings=_of_turn(layout))
 
     return jit(evaluate), jit(evaluate_rows)
 

@@ -26,7 +26,7 @@ from fedjax_drift.participation import Participation, bernoulli
 from fedjax_drift.round import rows
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows
-from fedjax_drift.round.evaluate import evaluate
+from fedjax_drift.round.evaluate import at_round, evaluate
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.round import init
@@ -206,6 +206,7 @@ def assemble(options: Options) -> Setup:
         max_size = redeal.most_rows[capacity - 1]  # one client may get all examples of a cohort
     validate.check_local(local, shapes.params, max_size)
     validate.check_augment(local, data, decoded)
+    validate.check_shift(data)
     rows_at = placement.rows_at(data, mesh)
     if selection.asks_losses and rows_at == "host":
         raise ConfigurationError(
@@ -236,6 +237,7 @@ def assemble(options: Options) -> Setup:
         rows_by_rank=rows_by_rank(data.sizes, local.batches(data.sizes)) if rows_at == "parts" else None,
         example=data.x.shape[1:],
         decode=decoded,
+        shifting=data.shifting,
         num_classes=shapes.num_classes,
         test_size=0 if data.x_test is None else len(data.x_test),
         row_scores=shapes.row_scores,
@@ -247,7 +249,8 @@ def assemble(options: Options) -> Setup:
     measures = drift.check_measures(options.measure, engine, data.x_test is not None, rows_at == "host")
     arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size)
     if "accuracy" in algorithm.requires:
-        scores = jax.eval_shape(partial(evaluate, engine), shapes.params, arrays.test)
+        test = at_round(engine, arrays.test, jnp.int32(0)) if arrays.test is not None else None
+        scores = jax.eval_shape(partial(evaluate, engine), shapes.params, test)
         if "accuracy" not in scores:
             raise ConfigurationError(
                 f"{algorithm.name} needs the test accuracy, got an evaluation without it: use a classifier and integer "

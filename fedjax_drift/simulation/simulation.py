@@ -605,7 +605,7 @@ class Simulation:
         """
         state = self.setup.admit(state)
         validate.warn_of_initial_statistics([self.model])
-        scores = jax.tree.map(lambda v: v if traced(v) else float(v), self.executor.scores(state.server))
+        scores = jax.tree.map(lambda v: v if traced(v) else float(v), self.executor.scores(state))
         if isinstance(scores["loss"], float) and not math.isfinite(scores["loss"]):
             checks.warn(loss_message(f"{scores['loss']} after {int(state.round)} rounds"), RuntimeWarning)
         return scores
@@ -648,7 +648,8 @@ class Simulation:
             fine_tune = replace(self.local, steps=None, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
         state = self.setup.admit(state)
         client = np.repeat(np.arange(len(sizes)), sizes)
-        rows, _ = self.executor.programs.launch_scoring("evaluate_rows", state.params, self.executor.test())
+        test = self.executor.test_of_clients(state.round)
+        rows, _ = self.executor.launch_scoring("evaluate_rows", state.params, test)
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         sums = {name: np.bincount(client, values, len(sizes)) for name, values in flat.items()}
         if fine_tune is not None or self.setup.engine.algorithm.personal is not None:

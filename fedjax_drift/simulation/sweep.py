@@ -389,8 +389,8 @@ def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> 
 
 def _warn_of_copies(setups: Sequence[Setup]) -> None:
     """Warns if settings have data sets of their own that could be the same."""
-    data = {split(setup.engine)[0]: setup.data for setup in setups}
-    copies = sum(data[split(setup.engine)[0]] is not setup.data for setup in setups)
+    data = {split(setup.engine)[0]: setup.data.root for setup in setups}
+    copies = sum(data[split(setup.engine)[0]] is not setup.data.root for setup in setups)
     if copies:
         checks.warn(
             f"{copies} of {len(setups)} settings have a data set of their own, of the same size as that of another "

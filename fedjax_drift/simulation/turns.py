@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +17,10 @@ from fedjax_drift.devices.mesh import copied
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import nan_allowed
 from fedjax_drift.round import rows
-from fedjax_drift.round.evaluate import server_scores
+from fedjax_drift.round.evaluate import after, server_scores
 from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.loop import rounds_of_one
-from fedjax_drift.simulation.programs import KEPT, Programs, split
+from fedjax_drift.simulation.programs import KEPT, Programs, scoring, split
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
 
@@ -39,6 +40,7 @@ class Turn(NamedTuple):
 
     runs: tuple[int, ...]  # positions in the list of runs; the last turn may repeat its last run
     numbers: PyTree  # the numbers of the engines, leaves [runs]
+    scoring: PyTree  # those that an evaluation uses, leaves [runs]
     key: jax.Array  # [runs]
 
     def places(self) -> Iterator[tuple[int, int]]:
@@ -82,7 +84,7 @@ def _shared(setup: Setup, constant: bool) -> Any:
     """What runs have in common that share a program and its arguments. Runs may differ in their numbers."""
     frozen = tuple(frozen.checksum for frozen in setup.model.frozen)
     form, _ = split(setup.engine, constant)
-    return form, id(setup.data), frozen, setup.measures, setup.eval_batch_size
+    return form, id(setup.data.root), frozen, setup.measures, setup.eval_batch_size
 
 
 def _tracks_of_group(planned: Sequence[Planned], group: Sequence[int], most: int, constant: bool) -> list[TurnTrack]:
@@ -92,13 +94,20 @@ def _tracks_of_group(planned: Sequence[Planned], group: Sequence[int], most: int
 
     def starting_at(first: int) -> TurnTrack:
         runs = tuple(group[min(first + j, len(group) - 1)] for j in range(layout.size))
-        each = [split(planned[run].setup.engine, constant)[1] for run in runs]
-        # The numbers are weakly typed, like the Python numbers of a single run. So results have the parameters' dtype.
-        numbers = tuple(jnp.stack([jnp.asarray(number) for number in column]) for column in zip(*each, strict=True))
+        engines = [planned[run].setup.engine for run in runs]
+        numbers = _columns([split(engine, constant)[1] for engine in engines])
+        of_scoring = _columns([split(scoring(engine), constant)[1] for engine in engines])
         key = jnp.stack([jax.random.key(planned[run].seed, impl=THREEFRY) for run in runs])
-        return TurnTrack(setup, programs, layout, Turn(runs, *jax.device_put((numbers, key), layout.sharding)))
+        placed = jax.device_put((numbers, of_scoring, key), layout.sharding)
+        return TurnTrack(setup, programs, layout, Turn(runs, *placed))
 
     return [starting_at(first) for first in range(0, len(group), layout.size)]
+
+
+def _columns(each: Sequence[tuple[float, ...]]) -> tuple[jax.Array, ...]:
+    """The numbers of several runs, an array [runs] for each number. They are weakly typed, like the Python numbers of a
+    single run, so that results have the parameters' dtype."""
+    return tuple(jnp.stack([jnp.asarray(number) for number in column]) for column in zip(*each, strict=True))
 
 
 class TurnTrack:
@@ -129,6 +138,7 @@ class TurnTrack:
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
         names = self.setup.measures if measured else ()
+        self._rounds = t + n
         with nan_allowed(names):
             self.state, infos = self._launch("rounds", names, self.state, self.arrays, np.int32(n))
         return infos
@@ -136,8 +146,9 @@ class TurnTrack:
     def score(self) -> dict[str, jax.Array]:
         if self.arrays.test is None:
             return {}
-        score = self.programs.launch_scoring
-        return server_scores(lambda params: score("evaluate", params, self.arrays.test), self.state.server)
+        test = after(self.setup.engine, self.arrays.test, np.int32(self._rounds))
+        score = partial(self.programs.launch_scoring, "evaluate", numbers=self.turn.scoring)
+        return server_scores(lambda params: score(params, test), self.state.server)
 
     def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
         for place, run in self.turn.places():

@@ -16,7 +16,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.batch_norm import Statistics
 from fedjax_drift.checks import first_line
-from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model, cross_entropy
@@ -258,6 +258,15 @@ def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
         )
     if local.optimizer is not None:
         check_optimizer(local.optimizer, local.direction, params)
+
+
+def check_shift(data: FederatedData) -> None:
+    """Checks that the shift of the data returns one example like the one that it gets."""
+    if data.shifting is None:
+        return
+    x = jax.ShapeDtypeStruct(data.x.shape[1:], jax.dtypes.canonicalize_dtype(data.x.dtype))
+    y = jax.eval_shape(lambda: jnp.asarray(integers_as_int32(data.y[:1])))
+    data.shifting.check(jax.eval_shape(data.decoding, x), jax.ShapeDtypeStruct(y.shape[1:], y.dtype), data.num_clients)
 
 
 def check_augment(local: LocalTraining, data: FederatedData, decode: Callable) -> None:

@@ -187,14 +187,14 @@ _fingerprints: WeakKeyDictionary[FederatedData, dict[str, Any]] = WeakKeyDiction
 def fingerprint(data: FederatedData) -> dict[str, Any]:
     """Returns checksums of the arrays of a federation. For arrays of more than 1 GB only evenly spaced rows are
     read."""
-    if data not in _fingerprints:
+    if data.root not in _fingerprints:
         arrays = {name: getattr(data, name) for name in ("sizes", "x", "y", "x_test", "y_test", "mean", "std")}
-        plain = {"name": data.name, "redeal": data.redeal}
-        if data.x.dtype == np.uint8 and not data.has_images:  # earlier versions divided all uint8 inputs by 255
-            plain["inputs"] = "unscaled"
-        known = plain | {name: None if array is None else _crc(np.asarray(array)) for name, array in arrays.items()}
-        _fingerprints[data] = {f"data.{name}": value for name, value in known.items()}
-    return _fingerprints[data]
+        known = {name: None if array is None else _crc(np.asarray(array)) for name, array in arrays.items()}
+        _fingerprints[data.root] = {f"data.{name}": value for name, value in known.items()}
+    plain = {"data.name": data.name, "data.redeal": data.redeal}
+    if data.x.dtype == np.uint8 and not data.has_images:  # earlier versions divided all uint8 inputs by 255
+        plain["data.inputs"] = "unscaled"
+    return plain | _fingerprints[data.root] | settings(data.shifting, "data.shifting")
 
 
 def _crc(array: np.ndarray) -> str:

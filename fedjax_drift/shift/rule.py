@@ -1,0 +1,145 @@
+"""The contract of a shift: how the examples of a client, or of a round, differ from those that are stored."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import checks, reprs
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.recipes import Recipe, recorded
+
+P = ParamSpec("P")
+Example = tuple[jax.Array, jax.Array]  # (x, y)
+Function = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], Example]
+
+TRAINING, TESTING = 0, 1  # fold_in(key of the shift, TRAINING) is the key of the training examples
+
+
+class Owner(NamedTuple):
+    """The client that an example belongs to."""
+
+    id: jax.Array  # int32 []; N for an example of the global test set, which belongs to no client
+    num_clients: int  # N
+
+
+class Shift(NamedTuple):
+    """A shift: a pure function that changes one example. `fedjax_drift.shift` has those of the literature.
+
+    A shift of your own is a function ``shift(key, t, client, x, y) -> (x, y)``. With the decorator `fd.shift.rule` on
+    the factory that returns it, its numbers are arguments of the compiled round.
+
+    Attributes:
+      change: ``change(key, t, owner, x, y) -> (x, y)`` for one decoded example. key: belongs to the example, and is the
+        same in all rounds. t: int32 [], the round. owner: an `Owner`.
+      name: the name in logs and messages.
+      recipe: how it was made: the factory and its arguments.
+    """
+
+    change: Callable[[jax.Array, jax.Array, Owner, jax.Array, jax.Array], Example]
+    name: str = "shift"
+    recipe: Recipe | None = None
+
+    def __repr__(self) -> str:
+        values = reprs.plain(self.recipe.arguments) if self.recipe else {}
+        return f"Shift({', '.join([self.name, *(f'{name}={value!r}' for name, value in values.items())])})"
+
+
+def shift_of(value: Any, name: str = "shift") -> Shift:
+    """The shift that ``value`` is: a `Shift`, or a function ``(key, t, client, x, y) -> (x, y)``.
+
+    A function that uses ``client``, the id, leaves the examples of the global test set as they are.
+    """
+    if isinstance(value, Shift):
+        return value
+    function: Function = checks.function(name, value, "pass fd.shift.rotate(45), for example")
+
+    def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
+        of_client, shifted = _uses_client(function, key, t, owner.id, x, y), function(key, t, owner.id, x, y)
+        if not of_client:
+            return shifted
+        return jax.tree.map(lambda new, old: jnp.where(owner.id < owner.num_clients, new, old), shifted, (x, y))
+
+    return Shift(change, getattr(value, "__name__", name))
+
+
+def _uses_client(function: Function, *arguments: jax.Array) -> bool:
+    """Whether the function computes anything from its third argument, the client's id."""
+    traced = jax.make_jaxpr(function)(*arguments).jaxpr
+    used = [v for equation in traced.eqns for v in equation.invars] + list(traced.outvars)
+    return any(v is traced.invars[2] for v in used)
+
+
+def rule(factory: Callable[P, Any]) -> Callable[P, Shift]:
+    """Decorates a factory of shifts, so that the numbers among its arguments are arguments of the compiled round.
+
+    >>> import fedjax_drift as fd
+    >>> @fd.shift.rule
+    ... def darker(amount: float):
+    ...     return lambda key, t, client, x, y: (x - amount, y)
+    >>> darker(0.2)
+    Shift(darker, amount=0.2)
+    """
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Shift:
+        return shift_of(factory(*args, **kwargs), factory.__name__)._replace(name=factory.__name__)
+
+    return recorded(make)
+
+
+class Shifting(NamedTuple):
+    """The shift of a federation. `FederatedData.shifted` creates it."""
+
+    shift: Shift
+    test: str = "present"  # the test set: that of the "present" round, of the "first" round, or "both"
+    seed: int = 0
+
+    def examples(
+        self, t: jax.Array, owner: Owner, index: jax.Array, x: jax.Array, y: jax.Array, part: int = TRAINING
+    ) -> Example:
+        """The examples ``x [B, ...], y [B, ...]`` in round t.
+
+        owner: of all examples, or of each, [B]. index: int32 [B], the numbers of the examples among those of their
+        owner. part: `TRAINING` or `TESTING`.
+        """
+        key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), part)
+        each = 0 if owner.id.ndim else None
+
+        def one(id_: jax.Array, index: jax.Array, x: jax.Array, y: jax.Array) -> Example:
+            of_example = jax.random.fold_in(jax.random.fold_in(key, id_), index)
+            return self.shift.change(of_example, t, Owner(id_, owner.num_clients), x, y)
+
+        return jax.vmap(one, (each, 0, 0, 0))(owner.id, index, x, y)
+
+    def check(self, x: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct, num_clients: int) -> None:
+        """Raises ConfigurationError unless the shift returns an example like the one that it gets. x, y: one decoded
+        example."""
+
+        def one(key: jax.Array, number: jax.Array, x: jax.Array, y: jax.Array) -> Example:
+            return self.shift.change(key, number, Owner(number, num_clients), x, y)
+
+        key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
+        shown = f"{_shown(x)} and {_shown(y)}"
+        try:
+            result = jax.eval_shape(one, key, jax.ShapeDtypeStruct((), jnp.int32), x, y)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"shift must be a function (key, t, client, x, y) -> (x, y) of one example, {shown}, got one that "
+                f"fails: {checks.first_line(error)}"
+            ) from error
+        returned = " and ".join(map(_shown, result)) if isinstance(result, tuple) else checks.shown(result)
+        if returned != shown:
+            raise ConfigurationError(
+                f"{self.shift.name} must keep the shapes and the dtypes of an example, {shown}, got {returned}"
+            )
+
+
+def _shown(array: Any) -> str:
+    return f"{array.dtype}{[*array.shape]}" if hasattr(array, "shape") else checks.shown(array)

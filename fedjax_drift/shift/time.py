@@ -1,0 +1,211 @@
+"""Shifts over time, and combinations of shifts. t is the round, from 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.recipes import recorded
+from fedjax_drift.shift.features import rotated
+from fedjax_drift.shift.rule import Example, Owner, Shift, rule, shift_of
+
+CHOICE = 2**32 - 1  # fold_in(key, CHOICE) decides which shift an example has; the shifts of a `chain` have 0, 1, ...
+
+
+@rule
+def permute_labels(at: int | Sequence[int], pairs: Sequence[tuple[int, int]]) -> Any:
+    """Exchanges the two labels of every pair in the rounds ``at``: concept drift.
+
+    With several rounds, the second exchange restores the labels, the third exchanges them again, and so on.
+
+    Args:
+      at: one or more rounds, >= 0.
+      pairs: pairs of different labels. A label is in at most one pair.
+    """
+    rounds = jnp.asarray([checks.integer("a round of at", t, 0, 2**31 - 1) for t in np.atleast_1d(at).tolist()])
+    listed = checks.array("pairs", pairs)
+    if listed.ndim != 2 or listed.shape[1:] != (2,) or listed.dtype.kind not in "iu" or listed.min() < 0:
+        raise ConfigurationError(f"pairs must be pairs of labels >= 0, such as [(0, 1), (2, 3)], got {pairs!r}")
+    if len(np.unique(listed)) != listed.size:
+        raise ConfigurationError(f"pairs must have each label at most once, got {pairs!r}")
+    other = np.arange(listed.max() + 1)
+    other[listed[:, 0]], other[listed[:, 1]] = listed[:, 1], listed[:, 0]
+
+    def permuted(key: jax.Array, t: jax.Array, client: jax.Array, x: jax.Array, y: jax.Array) -> Example:
+        if not jnp.issubdtype(y.dtype, jnp.integer):
+            raise ConfigurationError(f"permute_labels needs integer labels, got {y.dtype}")
+        exchanged = jnp.where(y < len(other), jnp.asarray(other, y.dtype)[jnp.clip(y, 0, len(other) - 1)], y)
+        return x, jnp.where((t >= rounds).sum() % 2 == 1, exchanged, y)
+
+    return permuted
+
+
+@recorded
+def rotate_over_time(degrees_per_round: float, most: float | None = None) -> Shift:
+    """Rotates images by ``degrees_per_round`` t degrees, for all clients and for the test set.
+
+    Args:
+      degrees_per_round: finite.
+      most: the largest angle in degrees, > 0. Default: without limit.
+    """
+    speed = checks.number("degrees_per_round", degrees_per_round, "finite", lambda v: True)
+    limit = None if most is None else checks.positive("most", most)
+
+    def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
+        if x.ndim != 3:
+            raise ConfigurationError(
+                f"rotate_over_time needs images [height, width, channels], got examples of {x.dtype}{[*x.shape]}"
+            )
+        angle = speed * t
+        return rotated(x, angle if limit is None else jnp.clip(angle, -limit, limit)), y
+
+    return Shift(change, "rotate_over_time")
+
+
+@recorded
+def sudden(at: float, shift: Shift) -> Shift:
+    """The shift begins in round ``at``, for all examples at once.
+
+    Args:
+      at: the first round with the shift, >= 0.
+      shift: a `Shift`, or a function.
+    """
+    at = checks.nonnegative("at", at)
+    return _in_share("sudden", lambda t: t >= at, shift)
+
+
+@recorded
+def gradual(begin: float, end: float, shift: Shift) -> Shift:
+    """The share of the examples with the shift grows linearly, from 0 in round ``begin`` to 1 in round ``end``.
+
+    An example that has the shift keeps it.
+
+    Args:
+      begin: >= 0.
+      end: > begin.
+      shift: a `Shift`, or a function.
+    """
+    begin, end = checks.nonnegative("begin", begin), checks.positive("end", end)
+    if not isinstance(begin, jax.core.Tracer) and not isinstance(end, jax.core.Tracer) and end <= begin:
+        raise ConfigurationError(f"end must be larger than begin, {begin:g}, got {end:g}: use fd.shift.sudden")
+    return _in_share("gradual", lambda t: (t - begin) / (end - begin), shift)
+
+
+@recorded
+def recurring(period: float, shift: Shift) -> Shift:
+    """The shift is off for ``period`` rounds, then on for as many, and so on.
+
+    Args:
+      period: rounds, > 0.
+      shift: a `Shift`, or a function.
+    """
+    period = checks.positive("period", period)
+    return _in_share("recurring", lambda t: jnp.floor(t / period) % 2 == 1, shift)
+
+
+@recorded
+def mixture(weights: Callable[[jax.Array], jax.Array] | Sequence[float], *shifts: Shift) -> Shift:
+    """Every example has one of several shifts, with the probabilities weights(t).
+
+    A random number of the example decides, which is the same in all rounds. So an example only changes its shift if the
+    weights change.
+
+    Args:
+      weights: J numbers >= 0, or a function of the round that returns them, [J]. They are divided by their sum.
+      shifts: J shifts. `none` is one of them.
+    """
+    each, fixed = tuple(map(shift_of, shifts)), None
+    if not each:
+        raise ConfigurationError("mixture needs at least 1 shift, got none: pass fd.shift.none(), for example")
+    if not callable(weights):
+        fixed = checks.array("weights", weights)
+        if fixed.shape != (len(each),) or fixed.dtype.kind not in "fiu" or fixed.min() < 0 or not fixed.sum() > 0:
+            raise ConfigurationError(f"weights must be {len(each)} numbers >= 0, one for each shift, got {weights!r}")
+
+    def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
+        now = jnp.asarray(weights(t) if callable(weights) else fixed, float)
+        if now.shape != (len(each),):
+            raise ConfigurationError(f"weights must return {len(each)} numbers, one for each shift, got {[*now.shape]}")
+        ends = jnp.cumsum(now)
+        which = jnp.searchsorted(ends, _random(key) * ends[-1], side="right")
+        return _select(jnp.minimum(which, len(each) - 1), each, key, t, owner, x, y)
+
+    return Shift(change, "mixture")
+
+
+@recorded
+def domains(*shifts: Shift, of: np.ndarray | None = None) -> Shift:
+    """Every client has one of several shifts. The global test set has none of them.
+
+    Args:
+      shifts: J shifts, the domains. `none` is one of them.
+      of: int [N], the domain of each client, in 0..J-1. Default: i mod J.
+    """
+    each = tuple(map(shift_of, shifts))
+    if not each:
+        raise ConfigurationError("domains needs at least 1 shift, got none: pass fd.shift.none(), for example")
+    given = None if of is None else checks.array("of", of)
+    if given is not None and (given.ndim != 1 or given.dtype.kind not in "iu" or not _within(given, len(each))):
+        raise ConfigurationError(f"of must be int [N] in 0..{len(each) - 1}, one domain for each client, got {of!r}")
+
+    def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
+        N = owner.num_clients
+        if given is not None and len(given) != N:
+            raise ConfigurationError(f"of must have a domain for each of the {N} clients, got {len(given)}")
+        domain = owner.id % len(each) if given is None else jnp.asarray(given, jnp.int32)[jnp.minimum(owner.id, N - 1)]
+        shifted = _select(domain, each, key, t, owner, x, y)
+        return jax.tree.map(lambda new, old: jnp.where(owner.id < N, new, old), shifted, (x, y))
+
+    return Shift(change, "domains")
+
+
+@recorded
+def chain(*shifts: Shift) -> Shift:
+    """Several shifts, one after another. ``data.shifted(a).shifted(b)`` is short for ``data.shifted(chain(a, b))``."""
+    each = tuple(map(shift_of, shifts))
+
+    def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
+        for i, shift in enumerate(each):
+            x, y = shift.change(jax.random.fold_in(key, i), t, owner, x, y)
+        return x, y
+
+    return Shift(change, ", ".join(shift.name for shift in each))
+
+
+@recorded
+def none() -> Shift:
+    """Leaves the examples as they are, for `mixture` and `domains`."""
+    return Shift(lambda key, t, owner, x, y: (x, y), "none")
+
+
+def _in_share(name: str, share: Callable[[jax.Array], jax.Array], shift: Any) -> Shift:
+    """The shift for the share ``share(t)`` of the examples. An example has the same random number in all rounds."""
+    inner = shift_of(shift)
+
+    def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
+        now = share(t)
+        on = now if now.dtype == bool else _random(key) < now
+        return jax.tree.map(lambda new, old: jnp.where(on, new, old), inner.change(key, t, owner, x, y), (x, y))
+
+    return Shift(change, f"{name}, {inner.name}")
+
+
+def _random(key: jax.Array) -> jax.Array:
+    """A random number of the example in [0, 1)."""
+    return jax.random.uniform(jax.random.fold_in(key, CHOICE))
+
+
+def _select(index: jax.Array, shifts: Sequence[Shift], *arguments: Any) -> Example:
+    """The result of the shift with this index."""
+    return lax.switch(index, [shift.change for shift in shifts], *arguments)
+
+
+def _within(values: np.ndarray, end: int) -> bool:
+    return bool(values.size) and 0 <= values.min() <= values.max() < end
