@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -202,9 +203,9 @@ def _random(key: jax.Array) -> jax.Array:
     return jax.random.uniform(jax.random.fold_in(key, CHOICE))
 
 
-def _select(index: jax.Array, shifts: Sequence[Shift], *arguments: Any) -> Example:
-    """The result of the shift with this index."""
-    return lax.switch(index, [shift.change for shift in shifts], *arguments)
+def _select(index: jax.Array, shifts: Sequence[Shift], key: Any, t: Any, owner: Owner, *example: jax.Array) -> Example:
+    """The example after the shift with this index."""
+    return lax.switch(index, [partial(shift.change, key, t, owner) for shift in shifts], *example)
 
 
 def _within(values: np.ndarray, end: int) -> bool:

@@ -1,0 +1,324 @@
+"""Shifts: what each does to an example, and that a round with a shift is the round of the shifted examples."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import thorough
+from test_algorithms import small
+
+import fedjax_drift as fd
+from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.shift import Owner
+from fedjax_drift.testing import contract_simulation
+
+RNG = np.random.default_rng(0)
+SIZES, C = (3, 5, 2, 6), 3
+N = len(SIZES)
+ROWS = [(RNG.random((n, 5, 5, 1), np.float32), RNG.integers(0, C, n)) for n in SIZES]
+DATA = fd.FederatedData.from_clients(ROWS, test_clients=ROWS[::-1])
+MODEL, LOCAL = fd.models.linear((5, 5, 1), C), fd.LocalTraining(epochs=2, batch_size=4, lr=0.1)
+SWAP = fd.shift.permute_labels(0, [(0, 2)])
+IMAGE = RNG.random((5, 6, 2), np.float32)
+
+
+def seen(shift, t: int = 0, client: int = 1, x=IMAGE, y: int = 0, key: int = 0) -> tuple[np.ndarray, int]:
+    """One example after a shift, in a federation of four clients."""
+    owner = Owner(jnp.int32(client), N)
+    x, y = shift.change(jax.random.key(key), jnp.int32(t), owner, jnp.asarray(x), jnp.asarray(y))
+    return np.asarray(x), int(y)
+
+
+def simulate(data, algorithm=None, devices: int = 1, **options) -> fd.Simulation:
+    mesh = fd.clients_mesh(jax.devices()[:devices])
+    options = {"local": LOCAL, "cohort_size": 3, "mesh": mesh} | options
+    return fd.Simulation(MODEL, data, fd.algorithms.scaffold() if algorithm is None else algorithm, **options)
+
+
+def leaves(state: fd.ServerState) -> list[np.ndarray]:
+    clients = state.clients.gather(range(N)) if hasattr(state.clients, "gather") else state.clients
+    return [np.asarray(a)[:N] if np.ndim(a) else np.asarray(a) for a in jax.tree.leaves((state.server, clients))]
+
+
+def materialised(data: fd.FederatedData, t: int = 0) -> fd.FederatedData:
+    """The federation whose stored examples are the shifted ones of round t."""
+    tests = [data.examples(i, t, test=True) for i in range(data.num_clients)]
+    return fd.FederatedData.from_clients([data.examples(i, t) for i in range(data.num_clients)], test_clients=tests)
+
+
+# --- one example ------------------------------------------------------------------------------------------------------
+
+
+def test_rotations() -> None:
+    square = IMAGE[:, :5]
+    for quarter in range(4):
+        shift = fd.shift.rotate(360, by=np.arange(N) % 4 / 4)
+        np.testing.assert_allclose(seen(shift, client=quarter, x=square)[0], np.rot90(square, quarter), atol=1e-5)
+    np.testing.assert_allclose(seen(fd.shift.rotate(180, by="all"))[0], IMAGE[::-1, ::-1], atol=1e-5)
+    over_time = fd.shift.rotate_over_time(30, most=90)
+    for t, turns in ((0, 0), (3, 1), (7, 1)):
+        np.testing.assert_allclose(seen(over_time, t, x=square)[0], np.rot90(square, turns), atol=1e-5)
+
+
+def test_brightness_blur_and_noise() -> None:
+    np.testing.assert_allclose(seen(fd.shift.brightness(0.4), client=1)[0], IMAGE + 0.1, rtol=1e-6)
+    np.testing.assert_allclose(
+        seen(fd.shift.blur(1e3, by="all"))[0], IMAGE.mean((0, 1), keepdims=True) + 0 * IMAGE, 1e-4
+    )
+    np.testing.assert_array_equal(seen(fd.shift.blur(1.0), client=0)[0], IMAGE)
+    distance = np.subtract.outer(np.arange(6), np.arange(6))
+    columns = np.exp(-(distance**2) / 2)
+    columns /= columns.sum(1, keepdims=True)
+    blurred = np.einsum("ih,hwc,jw->ijc", columns[:5, :5] / columns[:5, :5].sum(1, keepdims=True), IMAGE, columns)
+    np.testing.assert_allclose(seen(fd.shift.blur(2.0, by=np.full(N, 0.5)))[0], blurred, rtol=1e-5)
+    noisy = np.stack([seen(fd.shift.gaussian_noise(2.0), client=3, key=key)[0] - IMAGE for key in range(200)])
+    assert abs(noisy.std() - 2.0 * 3 / N) < 0.02 and abs(noisy.mean()) < 0.02
+
+
+def test_an_example_has_the_same_noise_in_every_round_and_another_than_its_neighbour() -> None:
+    data = DATA.shifted(fd.shift.gaussian_noise(1.0), seed=3)
+    first, later = data.examples(3, 0)[0], data.examples(3, 9)[0]
+    np.testing.assert_array_equal(first, later)
+    noise = first - ROWS[3][0]
+    assert len(np.unique(noise.round(5))) == noise.size
+    assert not np.allclose(noise, DATA.shifted(fd.shift.gaussian_noise(1.0), seed=4).examples(3)[0] - ROWS[3][0])
+    np.testing.assert_array_equal(data.examples(0)[0], ROWS[0][0])
+
+
+def test_labels_are_exchanged_and_restored() -> None:
+    shift = fd.shift.permute_labels([2, 5], [(0, 2), (1, 3)])
+    for t, labels in ((0, [0, 1, 2, 3, 4]), (2, [2, 3, 0, 1, 4]), (4, [2, 3, 0, 1, 4]), (5, [0, 1, 2, 3, 4])):
+        assert [seen(shift, t, y=y)[1] for y in range(5)] == labels
+
+
+def test_when_a_shift_is_on() -> None:
+    bright = fd.shift.brightness(1.0, by="all")
+
+    def share(shift, t: int) -> list[bool]:
+        """Which of 50 examples have the shift in round t."""
+        return [bool(seen(shift, t, key=key)[0][0, 0, 0] != IMAGE[0, 0, 0]) for key in range(50)]
+
+    sudden, gradual, recurring = (
+        fd.shift.sudden(4, bright),
+        fd.shift.gradual(2, 6, bright),
+        fd.shift.recurring(3, bright),
+    )
+    assert [sum(share(sudden, t)) for t in (0, 3, 4, 9)] == [0, 0, 50, 50]
+    assert [sum(share(recurring, t)) for t in (0, 2, 3, 5, 6)] == [0, 0, 50, 50, 0]
+    shares = [share(gradual, t) for t in (0, 2, 3, 4, 5, 6, 9)]
+    assert [sum(s) for s in shares[:2] + shares[-2:]] == [0, 0, 50, 50] and 15 <= sum(shares[3]) <= 35
+    for before, after in zip(shares, shares[1:], strict=False):
+        assert all(after[i] for i in range(50) if before[i])
+
+
+def test_mixtures_domains_and_chains() -> None:
+    bright, dark = fd.shift.brightness(1.0, by="all"), fd.shift.brightness(-1.0, by="all")
+
+    def change(shift, **where) -> float:
+        return float((seen(shift, **where)[0] - IMAGE).mean().round(4))
+
+    mixture = fd.shift.mixture(lambda t: jnp.array([4 - t, t, 0]), fd.shift.none(), bright, dark)
+    counts = {t: [change(mixture, t=t, key=key) for key in range(60)] for t in (0, 1, 4)}
+    assert set(counts[0]) == {0.0} and set(counts[4]) == {1.0} and set(counts[1]) == {0.0, 1.0}
+    assert 5 <= counts[1].count(1.0) <= 26  # 15 expected
+    domains = fd.shift.domains(fd.shift.none(), bright, dark)
+    assert [change(domains, client=i) for i in range(N)] == [0, 1, -1, 0]
+    assert [change(fd.shift.domains(bright, dark, of=[1, 1, 0, 0]), client=i) for i in range(N)] == [-1, -1, 1, 1]
+    assert change(fd.shift.chain(bright, bright, dark)) == 1 and change(domains, client=N) == 0
+
+
+# --- a round ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedlc", thorough("fedgvr"), thorough("ditto"), thorough("lfd"), thorough("fedrep")])
+def test_a_round_is_that_of_the_shifted_examples(name) -> None:
+    """Also for label counts (FedLC), and for the test set (FedGVR), which has no noise."""
+    contract = contract_simulation(small(ALGORITHMS[name]))
+    data = contract.data.shifted(fd.shift.gaussian_noise(0.5)).shifted(SWAP)
+    plain = fd.FederatedData.from_clients(
+        [data.examples(i) for i in range(data.num_clients)],
+        test_clients=[contract.data.shifted(SWAP).examples(i, test=True) for i in range(data.num_clients)],
+    )
+    states = []
+    for each in (data, plain):
+        local = fd.LocalTraining(epochs=2, batch_size=4)
+        sim = fd.Simulation(contract.model, each, contract.algorithm, local=local, cohort_size=3, lanes=2)
+        state = sim.init(jax.random.key(1))
+        for _ in range(2):
+            state, _ = sim.round_fn(state)
+        states.append(jax.tree.leaves((state.server, state.clients)))
+    for got, want in zip(*states, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_measures_see_the_shifted_examples() -> None:
+    data = DATA.shifted(fd.shift.chain(SWAP, fd.shift.rotate(30, by="all")))
+    shifted, plain = (simulate(each) for each in (data, materialised_with_test(data)))
+    measured = [sim.measure(sim.init(jax.random.key(0))) for sim in (shifted, plain)]
+    for name, values in measured[0].items():
+        np.testing.assert_allclose(values, measured[1][name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def materialised_with_test(data: fd.FederatedData, t: int = 0) -> fd.FederatedData:
+    """`materialised`, and the global test set is that of round t, which depends on no client."""
+    clients, tests = ([data.examples(i, t, test) for i in range(N)] for test in (False, True))
+    return fd.FederatedData.from_clients(clients, test=tuple(map(np.concatenate, zip(*tests, strict=True))))
+
+
+def test_the_test_set_is_that_of_the_last_round_or_of_the_first() -> None:
+    shift = fd.shift.sudden(2, SWAP)
+    histories = {}
+    for test in ("present", "first", "both"):
+        sim = simulate(DATA.shifted(shift, test=test))
+        state, histories[test] = sim.run(sim.init(jax.random.key(0)), 4, eval_every=1, progress=False)
+        assert sim.evaluate(state)["loss"] == histories[test][-1]["loss"]
+    states, params = simulate(DATA.shifted(shift)), []
+    state = states.init(jax.random.key(0))
+    for _ in range(4):
+        state, _ = states.round_fn(state)
+        params.append(state.params)
+    swapped = np.array([2, 1, 0])[DATA.y_test]
+    for t, model in enumerate(params):
+        logits = MODEL.apply(model, DATA.x_test)
+        first, present = (
+            float(MODEL.loss(logits, y).mean()) for y in (DATA.y_test, swapped if t >= 2 else DATA.y_test)
+        )
+        assert histories["present"][t]["loss"] == pytest.approx(present, rel=1e-5)
+        assert histories["first"][t]["loss"] == pytest.approx(first, rel=1e-5)
+        assert histories["both"][t]["loss"] == pytest.approx(present, rel=1e-5)
+        assert histories["both"][t]["first_loss"] == pytest.approx(first, rel=1e-5)
+    assert "first_loss" not in histories["first"][0]
+
+
+def by_client(key, t, client, x, y):
+    return x + 0.3 * client, y
+
+
+def by_round(key, t, client, x, y):
+    return x + 0.1 * t, y
+
+
+@pytest.mark.parametrize("shift", [by_client, fd.shift.brightness(1.2), fd.shift.domains(fd.shift.none(), by_round)])
+def test_clients_are_evaluated_on_their_own_shifted_examples(shift) -> None:
+    """A shift that depends on the client leaves the global test set as it is."""
+    sim = simulate(DATA.shifted(shift), fd.algorithms.ditto(lam=0.1))
+    plain = simulate(DATA, fd.algorithms.ditto(lam=0.1))
+    state = sim.init(jax.random.key(0))
+    for _ in range(3):
+        state, _ = sim.round_fn(state)
+    assert sim.evaluate(state)["loss"] == pytest.approx(plain.evaluate(state)["loss"], rel=1e-6)
+    expected = simulate(materialised(sim.data, 2), fd.algorithms.ditto(lam=0.1)).evaluate_clients(state)
+    for name, values in sim.evaluate_clients(state).items():
+        np.testing.assert_allclose(values, expected[name], rtol=1e-5, err_msg=name)
+
+
+def test_a_function_that_ignores_the_client_shifts_the_global_test_set() -> None:
+    sim = simulate(DATA.shifted(by_round))
+    state = sim.init(jax.random.key(0))._replace(round=jnp.int32(6))
+    loss = MODEL.loss(MODEL.apply(state.params, DATA.x_test + 0.5), DATA.y_test).mean()
+    assert sim.evaluate(state)["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+# --- combinations -----------------------------------------------------------------------------------------------------
+
+
+def test_places_and_resuming_do_not_change_results(tmp_path) -> None:
+    data = DATA.shifted(fd.shift.gaussian_noise(0.5)).shifted(fd.shift.sudden(2, SWAP), test="both")
+    expected, history = None, None
+    places = [
+        ("device", "", 1),
+        ("device", "stream", 2),
+        ("host", "", 2),
+        ("files", "stream", 1),
+        ("sharded", "shard", 2),
+    ]
+    for bank, rows, devices in places:
+        options = {"stream": rows == "stream", "shard_data": rows == "shard", "devices": devices}
+        sim = simulate(data, bank=tmp_path / "bank" if bank == "files" else bank, **options)
+        state, records = sim.run(sim.init(jax.random.key(0)), 4, eval_every=1, progress=False)
+        expected, history = expected or leaves(state), history or records
+        for got, want in zip(leaves(state), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        for record, first in zip(records, history, strict=True):
+            assert [record[n] for n in ("loss", "first_loss")] == pytest.approx(
+                [first[n] for n in ("loss", "first_loss")]
+            )
+    sim, checkpoints = simulate(data), fd.Checkpoints(tmp_path / "checkpoints")
+    sim.run(sim.init(jax.random.key(0)), 2, progress=False, checkpoints=checkpoints)
+    state, _ = sim.run(checkpoints.restore(simulate(data))[0], 2, progress=False)
+    whole, _ = sim.run(sim.init(jax.random.key(0)), 4, progress=False)
+    scanned, _ = jax.lax.scan(lambda state, _: sim.round_fn(state), sim.init(jax.random.key(0)), length=4)
+    for a, b, c in zip(leaves(state), leaves(whole), leaves(scanned), strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(c, b, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"data\.shifting"):
+        checkpoints.restore(simulate(DATA.shifted(fd.shift.gaussian_noise(0.6)).shifted(fd.shift.sudden(2, SWAP))))
+
+
+def test_a_sweep_over_a_number_of_a_shift_is_one_program() -> None:
+    def build(degrees: float) -> fd.Simulation:
+        shift = fd.shift.mixture([1, 2], fd.shift.none(), fd.shift.rotate(degrees, by="all"))
+        return simulate(DATA.shifted(shift), fd.algorithms.fedavg())
+
+    for run in fd.sweep(build, 3, [0, 1], fd.grid(degrees=[20.0, 80.0]), eval_every=1, progress=False):
+        sim = build(**run.setting)
+        state, history = sim.run(sim.init(jax.random.key(run.seed)), 3, eval_every=1, progress=False)
+        np.testing.assert_allclose(leaves(run.state)[0], leaves(state)[0], rtol=1e-5, atol=1e-6)
+        assert [r["loss"] for r in run.history] == pytest.approx([r["loss"] for r in history], rel=1e-5)
+    programs = [build(degrees).executor.programs.compiled for degrees in (20.0, 80.0, 50.0)]
+    assert len({id(each) for each in programs}) == len({id(each.evaluate) for each in programs}) == 1
+
+
+def test_shifted_data_share_the_arrays_on_the_devices() -> None:
+    plain, shifted = simulate(DATA), simulate(DATA.shifted(SWAP).redealt())
+    assert plain.setup.arrays.rows is shifted.setup.arrays.rows and shifted.data.x is DATA.x
+
+
+@fd.shift.rule
+def darker(amount: float):
+    return lambda key, t, client, x, y: (x - amount, y)
+
+
+def test_a_shift_of_ones_own_with_a_recipe() -> None:
+    assert repr(darker(0.25)) == "Shift(darker, amount=0.25)"
+    programs = [simulate(DATA.shifted(darker(amount))).executor.programs.compiled for amount in (0.1, 0.2)]
+    assert programs[0] is programs[1]
+    np.testing.assert_allclose(DATA.shifted(darker(0.25)).examples(0)[0], ROWS[0][0] - np.float32(0.25))
+
+
+BAD = [
+    (lambda: fd.shift.gaussian_noise(-1), "sigma must be a finite number >= 0, got -1"),
+    (lambda: fd.shift.rotate("x"), "degrees must be finite, got 'x'"),
+    (lambda: fd.shift.blur(1, by="nobody"), "by must be one of .*client.* got 'nobody'"),
+    (lambda: fd.shift.blur(1, by=[[1.0]]), r'by must be "client", "all", or a finite strength .* got float64\[1, 1\]'),
+    (lambda: fd.shift.sudden(-1, SWAP), "at must be a finite number >= 0, got -1"),
+    (lambda: fd.shift.sudden(1, 3), "shift must be a function, got 3: pass fd.shift.rotate"),
+    (lambda: fd.shift.gradual(5, 5, SWAP), "end must be larger than begin, 5, got 5"),
+    (lambda: fd.shift.recurring(0, SWAP), "period must be a finite number > 0"),
+    (lambda: fd.shift.permute_labels(0, [(0, 1), (1, 2)]), "pairs must have each label at most once"),
+    (lambda: fd.shift.permute_labels(0, [0, 1]), "pairs must be pairs of labels"),
+    (lambda: fd.shift.mixture([1.0]), "mixture needs at least 1 shift"),
+    (lambda: fd.shift.mixture([1.0, -1.0], SWAP, SWAP), "weights must be 2 numbers >= 0"),
+    (lambda: fd.shift.domains(SWAP, of=[0, 1]), r"of must be int \[N\] in 0..0"),
+    (lambda: DATA.shifted(SWAP, test="last"), "test must be one of .*present.* got 'last'"),
+    (lambda: simulate(DATA.shifted(fd.shift.rotate(9, by=[1.0]))), "by must have a strength for each"),
+    (lambda: simulate(DATA.shifted(fd.shift.domains(SWAP, of=[0]))), "of must have a domain for each of the 4 clients"),
+    (lambda: simulate(DATA.shifted(lambda key, t, client, x, y: x)), r"<lambda> must keep the .* int32\[\], got"),
+    (lambda: simulate(DATA.shifted(lambda key, t, client, x, y: (x[0], y))), "must keep the shapes"),
+    (lambda: simulate(DATA.shifted(lambda x: x)), "shift must be a function"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_shifts(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_shift_of_images_needs_images() -> None:
+    flat = fd.FederatedData.from_clients([(np.ones((2, 3), np.float32), np.array([0, 1]))] * 2)
+    for shift in (fd.shift.rotate(9), fd.shift.blur(1), fd.shift.rotate_over_time(1)):
+        with pytest.raises(ValueError, match=r"needs images \[height, width, channels\], got examples of float32\[3\]"):
+            fd.Simulation(fd.models.linear((3,), 2), flat.shifted(shift), fd.algorithms.fedavg(), cohort_size=2)
