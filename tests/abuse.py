@@ -921,6 +921,37 @@ def with_rule(**fields: Any) -> fd.Simulation:
     return fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, participation=rule)
 
 
+def shifts() -> Iterator[Call]:
+    shift, swap = fd.shift, fd.shift.permute_labels(0, [(0, 1)])
+    no_array = [*NOTHING, *TEXTS, *THINGS, {"a": 1}, {1}, RAGGED]
+    by = Kind([*no_array, [np.nan], [[0.5]], [True], [None]], ["client", "all", [0.5, 1], jnp.ones(3)])
+    finite = Kind([*NO_NUMBER], [0, -1, np.float32(0.5)])
+    pairs = Kind([*no_array, 3, 0.5, [0, 1], [(0, 0)], [(0, 1), (1, 2)], [(-1, 2)], [(0.5, 1)]], [[(0, 2)], ((0, 1),)])
+    rounds = Kind([*no_array, 0.5, -1, [-1], [[None]], True], [3, [2, 5], np.int64(2), jnp.array([1])])
+    one = {"shift": function()}
+    for name, arguments, kinds in (
+        ("gaussian_noise", {"sigma": 1.0}, {"sigma": nonnegative(), "by": by}),
+        ("rotate", {"degrees": 45.0}, {"degrees": finite, "by": by}),
+        ("brightness", {"amount": 0.5}, {"amount": finite, "by": by}),
+        ("blur", {"sigma": 1.0}, {"sigma": nonnegative(), "by": by}),
+        ("permute_labels", {"at": 0, "pairs": [(0, 1)]}, {"at": rounds, "pairs": pairs}),
+        ("rotate_over_time", {"degrees_per_round": 1.0}, {"degrees_per_round": finite, "most": optional(positive())}),
+        ("sudden", {"at": 1.0, "shift": swap}, {"at": nonnegative(), **one}),
+        ("gradual", {"begin": 1.0, "end": 2**30, "shift": swap}, {"begin": nonnegative(), **one}),
+        ("recurring", {"period": 1.0, "shift": swap}, {"period": positive(), **one}),
+    ):
+        yield Call(f"fd.shift.{name}", getattr(shift, name), arguments, kinds)
+    plain = [value for value in no_array if not callable(value)]
+    weights = Kind([*plain, 3, [1.0, 2.0], [-1.0], [0.0], [np.nan]], [[1], (0.5,), jnp.ones(1), lambda t: [t]])
+    yield Call("fd.shift.mixture", lambda weights: shift.mixture(weights, swap), {"weights": [1]}, {"weights": weights})
+    domains = Kind([*no_array[1:], 3, [1.0], [-1], [2], [True]], [None, [1, 0], jnp.zeros(3, int)])
+    yield Call("fd.shift.domains", lambda of: shift.domains(swap, swap, of=of), {"of": None}, {"of": domains})
+    kinds = {"shift": function(), "test": optional(choice("present", "first", "both")), "seed": integer(0)}
+    yield Call("data.shifted", DATA.shifted, {"shift": swap}, kinds)
+    kinds = {"client": integer(0, 2, [np.int64(1)])._replace(odd=["x"]), "round": integer(0), "test": Kind()}
+    yield Call("data.examples", DATA.shifted(swap).examples, {"client": 0}, {n: kinds[n] for n in ("round",)})
+
+
 def others() -> Iterator[Call]:
     yield Call("fd.aggregation.clipped", fd.aggregation.clipped, {}, {"norm": positive()})
     kinds = {"clip_norm": positive(), "noise_multiplier": nonnegative()}
@@ -954,9 +985,10 @@ WORDS = """
 WORDS += ["", "a\0b", "\n", "é" * 50, "9" * 30]
 FLAGS = """
     dataset algorithm partition clients size-sigma data-dir seed data-seed model init rounds cohort sampling
-    participation redeal epochs batch-size lr lr-decay momentum weight-decay clip-norm optimizer on-nonfinite dropout
-    stragglers over-selection deadline speed-spread clip-updates noise-multiplier measure measure-every
-    eval-every devices lanes stream bank seeds target resume checkpoint-every checkpoint-seconds keep output
+    participation shift shift-test redeal epochs batch-size lr lr-decay momentum weight-decay clip-norm optimizer
+    on-nonfinite dropout stragglers over-selection deadline speed-spread clip-updates noise-multiplier measure
+    measure-every eval-every devices lanes stream bank seeds target resume checkpoint-every checkpoint-seconds keep
+    output
 """.split()
 
 
@@ -1018,6 +1050,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
     "plots": plots,
     "models": models,
     "participation": participation,
+    "shifts": shifts,
     "others": others,
     "command line": command_line,
 }

@@ -85,6 +85,8 @@ def test_an_example_has_the_same_noise_in_every_round_and_another_than_its_neigh
     assert len(np.unique(noise.round(5))) == noise.size
     assert not np.allclose(noise, DATA.shifted(fd.shift.gaussian_noise(1.0), seed=4).examples(3)[0] - ROWS[3][0])
     np.testing.assert_array_equal(data.examples(0)[0], ROWS[0][0])
+    twice = data.shifted(fd.shift.brightness(1.0)).examples(3)[0] - ROWS[3][0]
+    assert twice.std() > 0.5 and twice.mean() > 0.5, "both shifts"
 
 
 def test_labels_are_exchanged_and_restored() -> None:
@@ -155,7 +157,8 @@ def test_a_round_is_that_of_the_shifted_examples(name) -> None:
 
 def test_measures_see_the_shifted_examples() -> None:
     data = DATA.shifted(fd.shift.chain(SWAP, fd.shift.rotate(30, by="all")))
-    shifted, plain = (simulate(each) for each in (data, materialised_with_test(data)))
+    local = fd.LocalTraining(epochs=2, batch_size=4, lr=2.0)  # so that predictions differ between classes
+    shifted, plain = (simulate(each, local=local) for each in (data, materialised_with_test(data)))
     measured = [sim.measure(sim.init(jax.random.key(0))) for sim in (shifted, plain)]
     for name, values in measured[0].items():
         np.testing.assert_allclose(values, measured[1][name], rtol=1e-3, atol=1e-5, err_msg=name)
@@ -200,7 +203,10 @@ def by_round(key, t, client, x, y):
     return x + 0.1 * t, y
 
 
-@pytest.mark.parametrize("shift", [by_client, fd.shift.brightness(1.2), fd.shift.domains(fd.shift.none(), by_round)])
+OF_CLIENTS = [by_client, fd.shift.gaussian_noise(1.2), fd.shift.domains(fd.shift.none(), by_round)]
+
+
+@pytest.mark.parametrize("shift", OF_CLIENTS, ids=["function", "noise", "domains"])
 def test_clients_are_evaluated_on_their_own_shifted_examples(shift) -> None:
     """A shift that depends on the client leaves the global test set as it is."""
     sim = simulate(DATA.shifted(shift), fd.algorithms.ditto(lam=0.1))
@@ -262,7 +268,7 @@ def test_a_sweep_over_a_number_of_a_shift_is_one_program() -> None:
         shift = fd.shift.mixture([1, 2], fd.shift.none(), fd.shift.rotate(degrees, by="all"))
         return simulate(DATA.shifted(shift), fd.algorithms.fedavg())
 
-    for run in fd.sweep(build, 3, [0, 1], fd.grid(degrees=[20.0, 80.0]), eval_every=1, progress=False):
+    for run in fd.sweep(build, 3, [0, 1], fd.grid(degrees=[20.0, 80.0]), 1, together=4, progress=False):
         sim = build(**run.setting)
         state, history = sim.run(sim.init(jax.random.key(run.seed)), 3, eval_every=1, progress=False)
         np.testing.assert_allclose(leaves(run.state)[0], leaves(state)[0], rtol=1e-5, atol=1e-6)
@@ -286,6 +292,28 @@ def test_a_shift_of_ones_own_with_a_recipe() -> None:
     programs = [simulate(DATA.shifted(darker(amount))).executor.programs.compiled for amount in (0.1, 0.2)]
     assert programs[0] is programs[1]
     np.testing.assert_allclose(DATA.shifted(darker(0.25)).examples(0)[0], ROWS[0][0] - np.float32(0.25))
+
+
+def test_the_command_line_composes_shifts() -> None:
+    command = "--dataset synthetic:num_clients=4 --algorithm fedavg --cohort 2 --shift-test both "
+    gradual = fd.shift.gradual(2, 4, fd.shift.permute_labels(1, [(0, 2)]))
+    for flags, shift in (
+        ("--shift brightness:2", fd.shift.brightness(2.0)),
+        ("--shift gaussian_noise:0.5,by=all --shift brightness:2 --shift gradual:2,4 --shift permute_labels:0-2,at=1",
+         fd.shift.chain(fd.shift.gaussian_noise(0.5, "all"), fd.shift.chain(fd.shift.brightness(2.0), gradual))),
+        ("--shift domains --shift none --shift brightness:1,all", fd.shift.domains(
+            fd.shift.none(), fd.shift.brightness(1.0, by="all"))),
+        ("--shift mixture:1+3 --shift none --shift brightness:1,all", fd.shift.mixture(
+            [1, 3], fd.shift.none(), fd.shift.brightness(1.0, by="all"))),
+    ):  # fmt: skip
+        data = fd.parse_run(command + flags).data
+        plain = fd.parse_run(command.replace("--shift-test both ", "")).data.shifted(shift)
+        for t in (0, 3):
+            for expected, got in zip(plain.examples(3, t), data.examples(3, t), strict=True):
+                np.testing.assert_array_equal(expected, got)
+        assert data.shifting.test == "both"
+    with pytest.raises(ValueError, match="--shift sudden:3 needs a shift after it, got none"):
+        fd.parse_run(command + "--shift sudden:3")
 
 
 BAD = [

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from fedjax_drift import checks, participation
+from fedjax_drift import checks, participation, shift
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, redeal, seed
 from fedjax_drift.data import augment, partition
@@ -64,6 +64,27 @@ def trace(file: str, base: participation.Participation | None = None) -> partici
     return participation.trace(available.astype(bool), base)
 
 
+def permute_labels(pairs: str, at: int = 0) -> shift.Shift:
+    """Returns `shift.permute_labels`. pairs: such as 0-7+1-2. at: a round, or several: 50+100."""
+    try:
+        labels = [tuple(map(int, pair.split("-"))) for pair in str(pairs).split("+")]
+        rounds = [int(t) for t in str(at).split("+")]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"pairs must be pairs of labels such as 0-7+1-2, and at rounds such as 50+100, got {pairs} and {at}"
+        ) from error
+    return shift.permute_labels(rounds, labels)
+
+
+def mixture(weights: str, *shifts: shift.Shift) -> shift.Shift:
+    """Returns `shift.mixture`. weights: one number for each shift, such as 0.5+0.3+0.2."""
+    try:
+        numbers = [float(weight) for weight in str(weights).split("+")]
+    except ValueError as error:
+        raise ConfigurationError(f"weights must be numbers such as 0.5+0.3+0.2, got {weights}") from error
+    return shift.mixture(numbers, *shifts)
+
+
 def numbers_in(file: str, content: str) -> np.ndarray:
     """Returns the numbers of a text file, [lines, numbers]. content: what it must contain."""
     path = checks.path("file", file)
@@ -81,6 +102,12 @@ PARTITIONS = (
 RULES = (
     participation.uniform, participation.bernoulli, participation.by_size, importance, participation.power_of_choice,
     schedule, participation.cyclic, participation.diurnal, participation.markov, trace,
+)  # fmt: skip
+
+
+SHIFTS = (
+    shift.gaussian_noise, shift.rotate, shift.brightness, shift.blur, permute_labels, shift.rotate_over_time,
+    shift.none, shift.sudden, shift.gradual, shift.recurring, shift.domains, mixture,
 )  # fmt: skip
 
 
@@ -113,6 +140,7 @@ MODEL = Choice(MODELS, hidden=("input_shape", "sizes"))
 TRAIN = Choice(TRAINED, hidden=("model", "base", "frozen_dtype"))
 OPTIMIZER = Choice(OPTIMIZERS, hidden=("mu_dtype",))
 PARTICIPATION = Choice({factory.__name__: factory for factory in RULES}, hidden=("base", "phases"))
+SHIFT = Choice({factory.__name__: factory for factory in SHIFTS}, hidden=("shift", "shifts", "of"))
 AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
 
 
@@ -220,6 +248,13 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "in every round, pool the examples of the cohort and redistribute them. evenly: all clients of a cohort get "
         "about the same labels, so only period drift remains. ALPHA: the examples of each label are split by "
         "Dirichlet(ALPHA); with --partition iid only client drift remains", redeal)
+    add(group, "--shift", SPEC, f"change the features or the labels of the examples by client or round, one of "
+        f"{', '.join(SHIFT.factories)}, for example rotate:degrees=45. The options are the arguments of fd.shift.NAME; "
+        "permute_labels takes pairs=0-7+1-2. Give --shift several times for several shifts, one after another. sudden, "
+        "gradual and recurring apply to all shifts after them, and domains and mixture choose one of those after them, "
+        "as in --shift sudden:at=50 --shift permute_labels:pairs=0-7", SHIFT, action="append")
+    add(group, "--shift-test", "NAME", "with --shift, evaluate on the test set of the present round, on that of the "
+        "first, or on both", str, "present", choices=("present", "first", "both"))
     group = parser.add_argument_group("local training of every client")
     add_parameters(group, LocalTraining, *LOCAL)
     add(group, "--steps", "K", "local steps of every client, instead of --epochs (default: as many as the epochs need)",

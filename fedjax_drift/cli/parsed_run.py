@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import platform
 import shlex
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from fedjax_drift import checks
+from fedjax_drift import checks, shift
 from fedjax_drift.cli.flags import DEFAULT_MODEL, FAILURES, MODEL, PARTITION, SWITCH, Parser, add_run, needs
 from fedjax_drift.cli.values import LOCAL, Spec
 from fedjax_drift.data import datasets, movielens
@@ -29,6 +30,7 @@ from fedjax_drift.models import num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
+from fedjax_drift.shift import Shift
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
 from fedjax_drift.types import Params
@@ -209,6 +211,7 @@ def assemble(
         "cohort_size": args.cohort,
         "participation": [spec.text for spec in args.participation or ()],
         "redeal": data.redeal,
+        "shift": [spec.text for spec in args.shift or ()],
         "failures": failures,
         "aggregation": first.aggregation.name,
         "measure": {"names": args.measure, "every": measure_every},
@@ -245,7 +248,23 @@ def load_data(args: argparse.Namespace) -> FederatedData:
     if getattr(args, "per_client", False) and data.test_sizes is None:  # only the command run has --per-client
         data = data.with_client_tests(seed)
     redeal = getattr(args, "redeal", None)  # the command data does not have --redeal
-    return data if redeal is None else data.redealt(None if redeal == "evenly" else redeal)
+    data = data if redeal is None else data.redealt(None if redeal == "evenly" else redeal)
+    shifts = getattr(args, "shift", None)
+    return data.shifted(_shift(shifts), args.shift_test, seed) if shifts else data
+
+
+def _shift(specs: Sequence[Spec]) -> Shift:
+    """The shift that the flags describe. A shift over time applies to those after it."""
+    spec, *rest = specs
+    takes = spec.defaults.keys() & {"shift", "shifts"}
+    if takes and not rest:
+        raise ConfigurationError(f"--shift {spec.text} needs a shift after it, got none: add --shift rotate:degrees=45")
+    if "shift" in takes:
+        return spec._replace(options=spec.options | {"shift": _shift(rest)}).make()
+    if "shifts" in takes:
+        bound = inspect.signature(spec.factory).bind_partial(**spec.options)
+        return spec.factory(*bound.args, *(_shift([each]) for each in rest))
+    return shift.chain(spec.make(), _shift(rest)) if rest else spec.make()
 
 
 def data_seed(args: argparse.Namespace) -> int:

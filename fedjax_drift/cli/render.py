@@ -45,12 +45,14 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     redistributed = "" if redeal is None else f", examples redistributed {method}"
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
     selected = " ".join(config["participation"]) or config["sampling"]
+    shifted = {"shifts": ", ".join(config["shift"])} if config["shift"] else {}
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
         "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
         + ("validation" if config["validation"] else "testing"),
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
         f"{config['cohort_size']:,} per round ({selected}{redistributed})",
+        **shifted,
         "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
         "local training": ", ".join([trained_for, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
         **({"failures": ", ".join(failing)} if failing else {}),

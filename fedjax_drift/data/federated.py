@@ -339,15 +339,19 @@ class FederatedData:
           test: which test set is evaluated after t rounds. "present" (default): that of round t - 1, the one just
             trained. "first": that of round 0. "both": the scores of the present one, and those of the first one with
             the prefix ``first_``.
-          seed: random seed of the shift, >= 0. The shifted data do not depend on the seed of a run.
+          seed: random seed of the shift, in 0..2**32 - 1. The shifted data do not depend on the seed of a run.
 
         Raises:
           ValueError: a value is out of range. (A shift that does not fit the examples is refused when a `Simulation` is
             created.)
         """
         new, old = shift_of(shift), self.shifting
-        test = checks.choice("test", test, ("present", "first", "both")) if test else old.test if old else "present"
-        seed = checks.integer("seed", seed, 0)
+        if test is None:
+            test = old.test if old else "present"
+        test, seed = (
+            checks.choice("test", test, ("present", "first", "both")),
+            checks.integer("seed", seed, 0, 2**32 - 1),
+        )
         return self._with(shifting=Shifting(chain(old.shift, new) if old else new, test, seed))
 
     def examples(self, client: int | str, round: int = 0, test: bool = False) -> Pair:  # noqa: A002

@@ -32,10 +32,11 @@ matplotlib is imported when the first figure is created.
 - The colours follow matplotlib's style, so ``plt.style.use("dark_background")`` works.
 """
 
-# training.py, clients.py, participation.py, story.py and tables.py have the plot functions. They use canvas.py
-# (figures), axis.py (the y axis), lines.py (the values), looks.py (colours) and style.py (options).
+# training.py, clients.py, examples.py, participation.py, story.py and tables.py have the plot functions. They use
+# canvas.py (figures), axis.py (the y axis), lines.py (the values), looks.py (colours) and style.py (options).
 
 from fedjax_drift.plots.clients import fairness, federation, label_mix
+from fedjax_drift.plots.examples import examples
 from fedjax_drift.plots.looks import COLOURS, MARKERS, STYLES
 from fedjax_drift.plots.participation import participation
 from fedjax_drift.plots.story import drift_story
@@ -63,6 +64,7 @@ __all__ = [
     "curves",
     "drift",
     "drift_story",
+    "examples",
     "fairness",
     "federation",
     "forgetting",

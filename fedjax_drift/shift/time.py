@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ CHOICE = 2**32 - 1  # fold_in(key, CHOICE) decides which shift an example has; t
 
 
 @rule
-def permute_labels(at: int | Sequence[int], pairs: Sequence[tuple[int, int]]) -> Any:
+def permute_labels(at: int | Sequence[int], pairs: Sequence[Sequence[int]]) -> Any:
     """Exchanges the two labels of every pair in the rounds ``at``: concept drift.
 
     With several rounds, the second exchange restores the labels, the third exchanges them again, and so on.
@@ -30,7 +31,10 @@ def permute_labels(at: int | Sequence[int], pairs: Sequence[tuple[int, int]]) ->
       at: one or more rounds, >= 0.
       pairs: pairs of different labels. A label is in at most one pair.
     """
-    rounds = jnp.asarray([checks.integer("a round of at", t, 0, 2**31 - 1) for t in np.atleast_1d(at).tolist()])
+    given = checks.array("at", [at] if isinstance(at, Integral) else at)
+    if given.ndim > 1 or given.dtype.kind not in "iu" or not given.size or given.min() < 0:
+        raise ConfigurationError(f"at must be one or more rounds >= 0, got {checks.shown(at)}")
+    rounds = jnp.asarray(given.reshape(-1), jnp.int32)
     listed = checks.array("pairs", pairs)
     if listed.ndim != 2 or listed.shape[1:] != (2,) or listed.dtype.kind not in "iu" or listed.min() < 0:
         raise ConfigurationError(f"pairs must be pairs of labels >= 0, such as [(0, 1), (2, 3)], got {pairs!r}")
@@ -146,7 +150,7 @@ def domains(*shifts: Shift, of: np.ndarray | None = None) -> Shift:
     """Every client has one of several shifts. The global test set has none of them.
 
     Args:
-      shifts: J shifts, the domains. `none` is one of them.
+      shifts: J shifts, the domains, usually with ``by="all"``. `none` is one of them.
       of: int [N], the domain of each client, in 0..J-1. Default: i mod J.
     """
     each = tuple(map(shift_of, shifts))
