@@ -58,6 +58,7 @@ BENCHMARKS = [
     Benchmark("wrong_calls.py"),
     Benchmark("weak_scaling.py"),
     Benchmark("algorithm_cost.py --turns 3"),
+    Benchmark("source_cost.py"),
 ]
 
 

@@ -34,7 +34,7 @@ def permute_labels(at: int | Sequence[int], pairs: Sequence[Sequence[int]]) -> A
     given = checks.array("at", [at] if isinstance(at, Integral) else at)
     if given.ndim > 1 or given.dtype.kind not in "iu" or not given.size or given.min() < 0:
         raise ConfigurationError(f"at must be one or more rounds >= 0, got {checks.shown(at)}")
-    rounds = jnp.asarray(given.reshape(-1), jnp.int32)
+    rounds = given.reshape(-1).astype(np.int32)  # not a JAX array, which would start the backend
     listed = checks.array("pairs", pairs)
     if listed.ndim != 2 or listed.shape[1:] != (2,) or listed.dtype.kind not in "iu" or listed.min() < 0:
         raise ConfigurationError(f"pairs must be pairs of labels >= 0, such as [(0, 1), (2, 3)], got {pairs!r}")
