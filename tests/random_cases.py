@@ -37,6 +37,8 @@ class Case(NamedTuple):
     augmented: bool
     aggregation: str  # a name in AGGREGATIONS
     options: dict[str, Any]  # further arguments of `Simulation`
+    participation: str = "uniform"  # a name in RULES
+    shift: str = "none"  # a name in SHIFTS
 
     @property
     def epsilon(self) -> float:
@@ -124,6 +126,25 @@ AGGREGATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
+RULES: dict[str, Callable[[], Any]] = {
+    "uniform": lambda: fd.participation.uniform(),
+    "bernoulli": lambda: fd.participation.bernoulli(),
+    "by_size": lambda: fd.participation.by_size(),
+    "by_size, replace": lambda: fd.participation.by_size(replace=True),
+    "importance": lambda: fd.participation.importance(np.array([0.5, 0.9, 0.3, 0.7, 0.2, 0.6, 0.8])),
+    "power_of_choice": lambda: fd.participation.power_of_choice(6),
+    "cyclic": lambda: fd.participation.cyclic(2, base=fd.participation.bernoulli()),
+    "markov": lambda: fd.participation.markov(0.6, 0.2, base=fd.participation.power_of_choice(5)),
+    "diurnal": lambda: fd.participation.diurnal(3.0, floor=0.3),
+}
+SHIFTS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "noise": lambda: fd.shift.gaussian_noise(0.3),
+    "labels": lambda: fd.shift.sudden(2, fd.shift.permute_labels(0, [(0, 2)])),
+    "domains": lambda: fd.shift.domains(fd.shift.none(), fd.shift.brightness(0.2, by="all")),
+}
+
+
 def jitter(key: jax.Array, x: jax.Array) -> jax.Array:
     return x + jax.random.normal(key, x.shape, x.dtype) / 10
 
@@ -147,10 +168,10 @@ def simulate(case: Case, place: Place, folder: Path) -> fd.Simulation:
     optimizer = {"optimizer": optax.scale_by_adam()} if case.adam else {}
     local = fd.LocalTraining(**case.local, **optimizer, augment=jitter if case.augmented else None)
     algorithm, rule = ALGORITHMS[case.algorithm](**case.arguments), AGGREGATIONS[case.aggregation]()
-    data = data_of(case.images, case.redealt, case.x64)
-    return fd.Simulation(
-        MODELS[case.model](), data, algorithm, local=local, aggregation=rule, **options, **case.options
-    )
+    data, shift = data_of(case.images, case.redealt, case.x64), SHIFTS[case.shift]()
+    data = data if shift is None else data.shifted(shift, test="both")
+    options |= {"aggregation": rule, "participation": RULES[case.participation]()}
+    return fd.Simulation(MODELS[case.model](), data, algorithm, local=local, **options, **case.options)
 
 
 def draw_case(rng: random.Random) -> Case:
@@ -168,12 +189,12 @@ def draw_case(rng: random.Random) -> Case:
         local |= some(lr_decay=0.9, momentum=0.5, weight_decay=0.1, clip_norm=0.5)
         options = some(dropout=0.3, stragglers=0.5, over_selection=1.5, deadline=1.5, measure="updates")
         options |= {"speed_spread": 0.5} if {"deadline", "over_selection"} & {*options} else {}
-        options |= {"cohort_size": K, "sampling": rng.choice(["uniform", "bernoulli"])}
-        options |= {"on_nonfinite": rng.choice(["keep", "drop_client", "raise"])}
+        local = local if rng.random() < 0.8 else {n: v for n, v in local.items() if n != "epochs"} | {"steps": 3}
+        options |= {"cohort_size": K, "on_nonfinite": rng.choice(["keep", "drop_client", "raise"])}
         case = Case(
             algorithm, required | some(**flags), rng.choice([*MODELS]), rng.random() < 0.5, rng.random() < 0.3,
             rng.choice([None, None, None, 0, 0.5]), local, rng.random() < 0.1, rng.random() < 0.2,
-            rng.choice([*AGGREGATIONS]), options,
+            rng.choice([*AGGREGATIONS]), options, rng.choice(["uniform", *RULES]), rng.choice(["none"] * 4 + [*SHIFTS]),
         )  # fmt: skip
         with contextlib.suppress(ConfigurationError), precision(case):
             simulate(case, Place(), Path())

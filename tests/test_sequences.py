@@ -14,7 +14,7 @@ pytestmark = pytest.mark.thorough
 
 CASE = Case(
     "scaffold", {}, "plain", False, False, None, {"epochs": 1, "batch_size": 3}, False, False, "mean",
-    {"cohort_size": 3, "sampling": "uniform", "on_nonfinite": "keep"},
+    {"cohort_size": 3, "on_nonfinite": "keep"},
 )  # fmt: skip
 
 
