@@ -127,6 +127,11 @@ class Setup:
                     'do not use jax.jit, vmap or scan, or pass bank="device"'
                 )
             state, expected = state._replace(clients=()), expected._replace(clients=())
+        if jax.tree.structure(state.participation) != jax.tree.structure(expected.participation):
+            raise ConfigurationError(
+                f"state must be of a simulation with the participation rule {self.engine.participation.name}, got one "
+                "of another rule: start with init, or keep the field participation of the state"
+            )
         tree.check_layout(state, expected, "this state is of another algorithm, model or federation")
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not traced(leaf)]
         if any(array.is_deleted() for array in arrays):
