@@ -67,7 +67,7 @@ def test_sharpness_matches_a_dense_hessian(data, x64, devices):
     with jax.enable_x64(x64):
         sim, cohort = simulate(data, devices=devices), [2, 0, 3]
         state = sim.init(jax.random.key(1))
-        measured = sim.measure(state, ("sharpness", "local_sharpness"), cohort)
+        measured = jax.device_get(sim.measure(state, ("sharpness", "local_sharpness"), cohort))
         local = [sim.round_fn(state, [i])[0].params for i in cohort]  # with one client, its model is the new global one
         H, tolerance = dense_hessian(sim, state.params), 1e-9 if x64 else 1e-5
         assert measured["sharpness"].dtype == measured["local_sharpness"].dtype == (jnp.float64 if x64 else jnp.float32)
@@ -118,13 +118,20 @@ def test_running_statistics_are_constants_of_the_hessian(data):
     np.testing.assert_allclose(measured["sharpness"], largest(H), rtol=1e-4, atol=1e-5 * largest(H)[0])
 
 
-def test_sharpness_of_shifted_data_is_that_of_the_round(data):
-    shifted = data.shifted(fd.shift.swapped_labels([(0, 2)], rounds=[2]) if hasattr(fd.shift, "swapped_labels") else None)
+def test_sharpness_uses_the_test_set_of_the_round(data):
+    """From round 1 on, two labels are swapped. The measures of predictions have the labels of the round, too."""
+    sim = simulate(data.shifted(fd.shift.permute_labels(1, [(0, 2)])))
+    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    swapped = simulate(fd.FederatedData(data.x, data.y, data.sizes, data.x_test, 2 - data.y_test))
+    want = largest(dense_hessian(swapped, state.params))
+    assert abs(want[0] / largest(dense_hessian(sim, state.params))[0] - 1) > 0.01
+    found = sim.measure(state, ("forgetting", "sharpness"))["sharpness"]
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * want[0])
 
 
 def test_sharpness_in_measured_rounds_and_sweeps(data):
     names = ("updates", "predictions", "labels", "sharpness", "local_sharpness")
-    sim = simulate(data, names, devices=2, lanes=2, sampling="bernoulli")
+    sim = simulate(data, names, devices=2, lanes=2, cohort_size=2, sampling="bernoulli")
     start = sim.init(jax.random.key(5))
     state, history = sim.run(start, 3, eval_every=0, progress=False, measure_every=2)
     assert "sharpness" not in history[0] and "sharpness" not in history[2]
