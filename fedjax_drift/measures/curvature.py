@@ -62,9 +62,7 @@ def hessian(engine: Engine, params: Params, test: TestRows, on_all_devices: bool
         logits = engine.model.apply(model if statistics is None else whole(model, statistics), x)
         return jnp.where(rows.mask, engine.model.loss(logits, y), 0).sum() / size
 
-    def one_device(
-        theta: jax.Array, v: jax.Array, t: jax.Array | None, size: jax.Array, test: TestRows
-    ) -> jax.Array:
+    def one_device(theta: jax.Array, v: jax.Array, t: jax.Array | None, size: jax.Array, test: TestRows) -> jax.Array:
         def add(total: jax.Array, rows: TestRows) -> tuple[jax.Array, None]:
             gradient = jax.grad(partial(share_of_loss, rows=rows, t=t, size=size))
             return total + jax.jvp(gradient, (theta,), (v,))[1], None
