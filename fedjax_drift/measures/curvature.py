@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,21 +63,25 @@ def hessian(engine: Engine, params: Params, test: TestRows, on_all_devices: bool
         logits = engine.model.apply(model if statistics is None else whole(model, statistics), x)
         return jnp.where(rows.mask, engine.model.loss(logits, y), 0).sum() / size
 
-    def one_device(theta: jax.Array, v: jax.Array, t: jax.Array | None, size: jax.Array, test: TestRows) -> jax.Array:
-        def add(total: jax.Array, rows: TestRows) -> tuple[jax.Array, None]:
-            gradient = jax.grad(partial(share_of_loss, rows=rows, t=t, size=size))
+    size = test.mask.sum()
+
+    def one_device(theta: jax.Array, v: jax.Array, t: jax.Array | None, size: jax.Array, rows: TestRows) -> jax.Array:
+        def add(total: jax.Array, batch: TestRows) -> tuple[jax.Array, None]:
+            gradient = jax.grad(partial(share_of_loss, rows=batch, t=t, size=size))
             return total + jax.jvp(gradient, (theta,), (v,))[1], None
 
-        return lax.scan(add, jnp.zeros_like(v), test)[0]
+        return lax.scan(add, jnp.zeros_like(v), rows)[0]
 
-    def summed(*arguments: jax.Array) -> jax.Array:
+    def summed(*arguments: Any) -> jax.Array:
         return sum_over_devices(engine, one_device(*arguments))
 
     def product(v: jax.Array) -> jax.Array:
-        arguments = theta, v, test.t, test.mask.sum(), test._replace(t=None)
+        rows = test._replace(t=None)
         if not on_all_devices:
-            return one_device(*arguments)
-        return on_each_device(engine, summed, (P(), P(), P(), P(), P(AXIS)), P())(*arguments)
+            return one_device(theta, v, test.t, size, rows)
+        everywhere = P()
+        specs = (everywhere, everywhere, everywhere, everywhere, P(AXIS))
+        return on_each_device(engine, summed, specs, everywhere)(theta, v, test.t, size, rows)
 
     return theta, product
 
@@ -84,10 +89,11 @@ def hessian(engine: Engine, params: Params, test: TestRows, on_all_devices: bool
 def lanczos(product: Product, like: jax.Array, key: jax.Array) -> jax.Array:
     """Eigenvalues [min(STEPS, d)] of a symmetric operator, ascending. All are exact if d <= STEPS.
 
-    Otherwise the largest ones converge first. Lanczos' method with full reorthogonalisation, from a random vector (Golub and Van Loan, Matrix Computations, 4th
-    edition, section 10.3). If the vectors span an invariant subspace, it continues with another random vector.
+    Otherwise the largest ones converge first. This is Lanczos' method with full reorthogonalisation, from a random
+    vector (Golub and Van Loan, Matrix Computations, 4th edition, section 10.3). If the vectors span an invariant
+    subspace, it continues with another random vector.
 
-    like: a vector with the shape [d] and the dtype of the operator's.
+    like: a vector with the shape [d] and the dtype of the operator's arguments.
     """
     d, dtype = like.size, like.dtype
     steps = min(STEPS, d)

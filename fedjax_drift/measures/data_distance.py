@@ -11,6 +11,7 @@ from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 
+Distance = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of distributions p [n, C] and q [n, C] or [1, C] -> [n]
 CHUNK = 2**16  # the pairs of clients, or the examples, in one step
 DIRECTIONS = 50  # on which embeddings are projected
 
@@ -71,7 +72,11 @@ def distances(
     checks.instance("data", data, FederatedData, "pass sim.data, for example")
     pairs, seed = checks.integer("pairs", pairs, 1), checks.integer("seed", seed, 0)
     counts = data.label_counts()
-    distance_of = {"hellinger": hellinger, "jensen_shannon": jensen_shannon, "total_variation": total_variation}
+    distance_of: dict[str, Distance] = {
+        "hellinger": hellinger,
+        "jensen_shannon": jensen_shannon,
+        "total_variation": total_variation,
+    }
     if ground is not None:
         distance_of["earth_mover"] = earth_mover(checked_ground(ground, counts.shape[1]))
     features = None if embedding is None else embedded(data, embedding)
@@ -84,8 +89,14 @@ def distances(
         for name, distance in (distance_of.items() if steps else ())
     }
     of_clients = {name: distance(p, all_clients) for name, distance in distance_of.items()}
-    sliced = None if features is None else sliced_wasserstein(features, data.sizes, rng)
-    return Distances(**({"earth_mover": None} | of_clients), sliced_wasserstein=sliced, between=between)
+    return Distances(
+        hellinger=of_clients["hellinger"],
+        jensen_shannon=of_clients["jensen_shannon"],
+        total_variation=of_clients["total_variation"],
+        earth_mover=of_clients.get("earth_mover"),
+        sliced_wasserstein=None if features is None else sliced_wasserstein(features, data.sizes, rng),
+        between=between,
+    )
 
 
 def some_pairs(N: int, most: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +108,7 @@ def some_pairs(N: int, most: int, rng: np.random.Generator) -> tuple[np.ndarray,
     return first, (first + rng.integers(1, N, size=most)) % N
 
 
-# --- labels: p [n, C] and q [n, C] or [1, C] -> [n] -------------------------------------------------------------------
+# --- labels -----------------------------------------------------------------------------------------------------------
 
 
 def hellinger(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -118,7 +129,7 @@ def total_variation(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.abs(p - q).sum(1) / 2
 
 
-def earth_mover(ground: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+def earth_mover(ground: np.ndarray) -> Distance:
     """The earth mover's distance with a metric between the labels, [C, C]."""
     C = len(ground)
     apart = ground[~np.eye(C, dtype=bool)]

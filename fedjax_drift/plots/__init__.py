@@ -51,6 +51,7 @@ from fedjax_drift.plots.training import (
     gain,
     quadratics,
     rounds_to_target,
+    sharpness,
     updates,
 )
 
@@ -75,6 +76,7 @@ __all__ = [
     "participation",
     "quadratics",
     "rounds_to_target",
+    "sharpness",
     "updates",
 ]
 
