@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import flax.linen as nn
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from scipy.optimize import linprog
+from scipy.spatial.distance import jensenshannon
+from scipy.stats import wasserstein_distance
 
 import fedjax_drift as fd
 from fedjax_drift.devices.mesh import clients_mesh
@@ -160,3 +164,181 @@ def test_sharpness_needs_a_test_set_but_no_classifier(data):
     sim = simulate(regression, model=model, cohort_size=1)
     found = sim.measure(sim.init(jax.random.key(0)), "sharpness")["sharpness"]
     np.testing.assert_allclose(found, np.linalg.eigvalsh(2 * x.T @ x / len(x))[::-1], rtol=1e-5)  # d = 3 eigenvalues
+
+
+# --- the plane through three models -----------------------------------------------------------------------------------
+
+
+def some_models(number):
+    return [init(jax.random.key(seed)) for seed in range(number)]
+
+
+def test_the_plane_has_the_losses_and_distances_of_its_models(data):
+    sim, models = simulate(data, devices=2), some_models(3)
+    plane = fd.measures.loss_plane(sim, dict(zip("abc", models, strict=True)), points=3, margin=0)
+    flat = np.stack([ravel_pytree(model)[0] for model in models]).astype(float)
+    for i in range(3):
+        for j in range(3):
+            apart = np.linalg.norm(plane.models[i] - plane.models[j])
+            np.testing.assert_allclose(apart, np.linalg.norm(flat[i] - flat[j]), rtol=1e-5)
+    assert plane.names == ("a", "b", "c") and plane.models[0].tolist() == [0, 0] and plane.models[1, 1] == 0
+    # The middle of the grid is w_1 + x e_1 + y e_2, with e_1 and e_2 by Gram-Schmidt.
+    e_1 = (flat[1] - flat[0]) / np.linalg.norm(flat[1] - flat[0])
+    e_2 = (flat[2] - flat[0]) - (flat[2] - flat[0]) @ e_1 * e_1
+    e_2 /= np.linalg.norm(e_2)
+    unravel = ravel_pytree(models[0])[1]
+    for row, column in ((1, 1), (2, 0), (0, 2)):
+        place = flat[0] + plane.x[column] * e_1 + plane.y[row] * e_2
+        want = sim.evaluate(sim.init(jax.random.key(0), unravel(jnp.asarray(place, jnp.float32))))
+        assert plane.loss[row, column] == pytest.approx(want["loss"], rel=1e-5)
+        assert plane.accuracy[row, column] == pytest.approx(want["accuracy"])
+
+
+def test_the_plane_of_other_examples(data):
+    sim, models = simulate(data), some_models(3)
+    plane = fd.measures.loss_plane(sim, models, points=2, margin=0, examples=data.client(1))
+    own = simulate(fd.FederatedData(data.x, data.y, data.sizes, *data.client(1)))
+    assert plane.loss[0, 0] == pytest.approx(own.evaluate(own.init(jax.random.key(0), models[0]))["loss"], rel=1e-5)
+
+
+def test_three_models_that_make_no_plane(data):
+    sim, (a, b, c) = simulate(data), some_models(3)
+    middle = jax.tree.map(lambda a, b: 0.25 * a + 0.75 * b, a, b)
+    for states, message in (
+        ([a, b], "states must be three models"),
+        (sim.init(jax.random.key(0)), "states must be three models"),
+        ([a, b, middle], "not lie on a line"),
+        ([a, a, b], "not lie on a line"),
+        ([a, b, {"hidden": c["hidden"]}], r"states\['model 3'\] must be shaped like the model's parameters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fd.measures.loss_plane(sim, states)
+    with pytest.raises(ValueError, match="points must be an integer >= 2"):
+        fd.measures.loss_plane(sim, [a, b, c], points=1)
+    with pytest.raises(ValueError, match="sim must be a Simulation"):
+        fd.measures.loss_plane(data, [a, b, c])
+    shifted = simulate(data.shifted(fd.shift.permute_labels(0, [(0, 2)])))
+    with pytest.raises(ValueError, match="examples must be left out if the data are shifted"):
+        fd.measures.loss_plane(shifted, [a, b, c], examples=data.client(0))
+
+
+def test_the_plot_of_a_plane_marks_the_models(tmp_path):
+    loss = np.linspace(0.5, 4, 12).reshape(3, 4)
+    loss[0, 0] = np.nan
+    corners = np.array([[0, 0], [2, 0], [1, 1]])
+    plane = fd.measures.LossPlane(np.arange(4.0), np.arange(3.0), loss, None, corners, ("a", "b", "c"))
+    axes = fd.plots.loss_plane(plane, tmp_path / "plane.png").axes[0]
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[corner] for corner in corners.tolist()]
+    assert [text.get_text() for text in axes.texts] == ["a", "b", "c"] and "from a towards b" in axes.get_xlabel()
+    assert axes.collections[0].get_array().min() == pytest.approx(0.5 + 3.5 / 11, rel=0.1)
+    with pytest.raises(ValueError, match="at least 1 finite accuracy"):
+        fd.plots.loss_plane(plane, key="accuracy")
+
+
+def test_the_plot_of_sharpness_shows_the_largest_eigenvalue():
+    history = [{"round": t, "sharpness": [3.0 * t, 1.0], "hessian_trace": 4.0, "local_sharpness": 2.0} for t in (1, 2)]
+    whole, local, trace = fd.plots.sharpness(history).axes
+    assert whole.lines[0].get_xydata().tolist() == [[1, 3], [2, 6]]
+    assert local.lines[0].get_ydata().tolist() == [2, 2] and trace.lines[0].get_ydata().tolist() == [4, 4]
+
+
+# --- distances between the clients' data ------------------------------------------------------------------------------
+
+LABELS = [[0, 0, 1], [2, 2, 2, 1], [0, 1, 2, 3], [3]]
+GROUND = np.array([[0, 2, 3, 4], [2, 0, 2, 3], [3, 2, 0, 1], [4, 3, 1, 0]])  # the labels do not lie on a line
+
+
+def labelled() -> fd.FederatedData:
+    rng = np.random.default_rng(0)
+    return fd.FederatedData.from_clients([(rng.normal(size=(len(y), 2)), np.array(y)) for y in LABELS])
+
+
+def mixes() -> tuple[np.ndarray, np.ndarray]:
+    counts = np.array([np.bincount(y, minlength=4) for y in LABELS])
+    return counts / counts.sum(1, keepdims=True), counts.sum(0) / counts.sum()
+
+
+def moved(p, q, ground) -> float:
+    """The earth mover's distance by the linear program of the textbook, with all C * C amounts."""
+    C = len(p)
+    sums = np.concatenate([np.kron(np.eye(C), np.ones(C)), np.kron(np.ones(C), np.eye(C))])
+    return linprog(np.ravel(ground), A_eq=sums, b_eq=np.concatenate([p, q])).fun
+
+
+def test_distances_of_labels_match_their_definitions():
+    p, q = mixes()
+    found = fd.measures.distances(labelled(), GROUND)
+    definitions = {
+        "hellinger": lambda p, q: np.linalg.norm(np.sqrt(p) - np.sqrt(q)) / np.sqrt(2),
+        "jensen_shannon": lambda p, q: jensenshannon(p, q, base=2),
+        "total_variation": lambda p, q: max(p[list(s)].sum() - q[list(s)].sum() for s in subsets(range(4))),
+        "earth_mover": lambda p, q: moved(p, q, GROUND),
+    }
+    for name, distance in definitions.items():
+        np.testing.assert_allclose(getattr(found, name), [distance(p_i, q) for p_i in p], rtol=1e-7, err_msg=name)
+        of_pairs = [distance(a, b) for a, b in itertools.combinations(p, 2)]
+        assert found.between[name] == pytest.approx(np.mean(of_pairs), rel=1e-7), name
+    assert found.sliced_wasserstein is None and fd.measures.distances(labelled()).earth_mover is None
+
+
+def subsets(values):
+    return itertools.chain.from_iterable(itertools.combinations(values, n) for n in range(len(values) + 1))
+
+
+def test_the_closed_forms_of_the_earth_movers_distance():
+    p, q = mixes()
+    places = np.array([0.0, 5, -1, 2])
+    for ground in (np.abs(np.subtract.outer(places, places)), 3 * (1 - np.eye(4))):
+        found = fd.measures.distances(labelled(), ground).earth_mover
+        np.testing.assert_allclose(found, [moved(p_i, q, ground) for p_i in p], rtol=1e-7)
+
+
+def test_sliced_wasserstein_averages_exact_distances_of_projections():
+    data = labelled()
+    found = fd.measures.distances(data, embedding=data.x[:, :1]).sliced_wasserstein  # one direction, up to its sign
+    parts = np.split(data.x[:, 0], np.cumsum(data.sizes)[:-1])
+    np.testing.assert_allclose(found, [wasserstein_distance(part, data.x[:, 0]) for part in parts], rtol=1e-6)
+    plane = fd.measures.distances(data, embedding=lambda x: 2 * x).sliced_wasserstein
+    np.testing.assert_allclose(plane, 2 * fd.measures.distances(data, embedding=data.x).sliced_wasserstein, rtol=1e-6)
+    shifted = data.x + np.where(np.repeat(np.arange(4), data.sizes) == 3, 100, 0)[:, None]  # by 100 sqrt(2)
+    far = fd.measures.distances(data, embedding=shifted).sliced_wasserstein[3]
+    share = 1 - data.sizes[3] / data.sizes.sum()
+    assert far == pytest.approx(share * 100 * 2**0.5 * 2 / np.pi, rel=0.1)  # the mean of |cos| is 2 / pi
+
+
+def test_means_over_many_pairs_use_some_of_them():
+    y = np.arange(200) % 3
+    data = fd.FederatedData(np.zeros((200, 1), np.float32), y, np.ones(200, int))
+    apart = np.mean([a != b for a, b in itertools.combinations(y, 2)])
+    assert fd.measures.distances(data, pairs=19_900).between["total_variation"] == pytest.approx(apart)
+    assert fd.measures.distances(data, pairs=5000).between["total_variation"] == pytest.approx(apart, abs=0.03)
+    few = fd.measures.distances(data, pairs=5000)
+    assert few.between["hellinger"] == fd.measures.distances(data, pairs=5000).between["hellinger"]
+    alone = fd.FederatedData(data.x, y, [200])
+    assert fd.measures.distances(alone).between == {} and fd.measures.distances(alone).hellinger.tolist() == [0]
+
+
+def test_a_ground_distance_must_be_a_metric():
+    data, wrong = labelled(), GROUND.copy()
+    wrong[0, 3] = wrong[3, 0] = 9
+    for ground, message in (
+        (np.ones((3, 3)), r"shape \[4, 4\]"),
+        (np.triu(GROUND), "symmetric"),
+        (np.zeros((4, 4)), "positive numbers beside it"),
+        (wrong, "detour over label"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fd.measures.distances(data, ground)
+    for embedding, message in ((data.x[:3], "one row for each of the 12"), (data.x * np.nan, "must be finite")):
+        with pytest.raises(ValueError, match=message):
+            fd.measures.distances(data, embedding=embedding)
+    with pytest.raises(ValueError, match="label counts need"):
+        fd.measures.distances(fd.FederatedData(data.x, data.x[:, 0], data.sizes))
+
+
+def test_the_plot_of_a_federation_shows_label_distances():
+    _, _, far, _ = fd.plots.federation(labelled()).axes
+    found = fd.measures.distances(labelled())
+    assert sum(bar.get_height() for bar in far.patches) == 4
+    assert far.lines[0].get_xdata()[0] == np.median(found.jensen_shannon)
+    assert f"Hellinger {found.hellinger.mean():.2f}" in far.get_xlabel().replace("\n", " ")
