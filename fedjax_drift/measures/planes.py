@@ -123,8 +123,9 @@ def combined(models: Sequence[Params], shares: jax.Array) -> Params:
 def evaluated(sim: Any, named: Mapping[str, Any], examples: Any) -> tuple[TestRows, int]:
     """The examples on the devices, and their number."""
     if examples is None:
-        rounds = max(int(state.round) if isinstance(state, ServerState) else 0 for state in named.values())
-        return sim.executor.test(rounds), sim.setup.engine.test_size
+        states = {name: state for name, state in named.items() if isinstance(state, ServerState)}
+        rounds = [checks.integer(f"the round of states[{name!r}]", state.round, 0) for name, state in states.items()]
+        return sim.executor.test(max(rounds, default=0)), sim.setup.engine.test_size
     if sim.data.shifting is not None:
         raise ConfigurationError(
             "examples must be left out if the data are shifted, because they depend on the client and the round, got "
