@@ -1,7 +1,7 @@
 """The curvature of the test loss: the largest eigenvalues of its Hessian, and the trace of the Hessian.
 
 The Hessian H [d, d] of a model is never stored. Products of H with a vector are enough. Such a product is the
-derivative of the gradient in the direction of the vector, and costs as much as a few evaluations.
+derivative of the gradient in the direction of the vector, and takes as long as about eight evaluations.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ matplotlib is imported when the first figure is created.
 - The colours follow matplotlib's style, so ``plt.style.use("dark_background")`` works.
 """
 
-# training.py, clients.py, examples.py, participation.py, planes.py, story.py and tables.py have the plot functions. They
-# use canvas.py (figures), axis.py (the y axis), lines.py (the values), looks.py (colours) and style.py (options).
+# training.py, clients.py, examples.py, participation.py, planes.py, story.py and tables.py have the plot functions.
+# They use canvas.py (figures), axis.py (the y axis), lines.py (the values), looks.py (colours) and style.py (options).
 
 from fedjax_drift.plots.clients import fairness, federation, label_mix
 from fedjax_drift.plots.examples import examples
