@@ -49,8 +49,8 @@ class Log:
     columns ``name[0]`` to ``name[n-1]``. A column that first appears in a later round is added to all rows.
 
     With ``tensorboard=True``, the numbers of every round are also written to the folder ``tensorboard/``. It has one
-    TensorBoard run for each ``algorithm`` and ``seed`` in the records. Of a list, only the last value is written (for
-    drift measures, the value after the last local epoch).
+    TensorBoard run for each ``algorithm`` and ``seed`` in the records. Of a list, only one value is written, as
+    by `scalars`.
 
     If a write fails, for example because the disk is full, there is one warning and the training continues. The files
     then contain complete lines only. The missing lines are written with a later record, or by `close`, once there is
@@ -226,13 +226,17 @@ def scalars(record: Record) -> dict[str, float]:
     """Returns the numbers of a record, for loggers that accept nothing else, such as MLflow.
 
     Drift measures have one value per local epoch. They get the value after the last epoch, which is that of the round.
-    Names, such as that of the algorithm, are left out, and so is ``label_mix``, which is a distribution.
+    ``sharpness`` gets the largest eigenvalue, which is the first. Names, such as that of the algorithm, are left out,
+    and so is ``label_mix``, which is a distribution.
 
     >>> scalars({"round": 2, "algorithm": "fedavg", "client_drift": [0.5, 0.75]})
     {'round': 2, 'client_drift': 0.75}
     """
-    last = {name: value[-1] if isinstance(value, list) and value else value for name, value in record.items()}
-    return {name: value for name, value in last.items() if name != "label_mix" and isinstance(value, int | float)}
+    one = {
+        name: value[0 if name == "sharpness" else -1] if isinstance(value, list) and value else value
+        for name, value in record.items()
+    }
+    return {name: value for name, value in one.items() if name != "label_mix" and isinstance(value, int | float)}
 
 
 def needs_tensorboard() -> None:

@@ -828,6 +828,41 @@ def plots() -> Iterator[Call]:
     yield Call("fd.plots.Style", fd.plots.Style, {}, kinds)
     sound = [[0.5], np.ones(3), (1, 2), jnp.ones(2)]
     yield Call("fd.personal.summary", fd.personal.summary, {}, {"values": Kind(NO_ARRAY, sound, ANYTHING)})
+    yield from of_models_and_clients()
+
+
+def of_models_and_clients() -> Iterator[Call]:
+    """The functions of `fd.measures`, and the plot of a plane."""
+    sim = built()
+    shape = sim.init(jax.random.key(0)).params
+    models = [
+        jax.tree.map(lambda a, seed=seed: jax.random.normal(jax.random.key(seed), a.shape), shape) for seed in (1, 2, 3)
+    ]
+    states = [sim.init(jax.random.key(0), params) for params in models]
+    named = dict(zip("abc", [states[0], *(state.params for state in states[1:])], strict=True))
+    kinds = {
+        "sim": only(fd.Simulation),
+        "states": Kind([*ANYTHING, states[:2], states[0], [states[0]] * 3], [named, tuple(states)], like=named),
+        "examples": Kind([v for v in ANYTHING if v is not None], [None, (X, Y), DATA.client(0)]),
+        "points": integer(2, sound=[2, np.int64(3)]),
+        "margin": Kind([*NO_NUMBER, -1], [0, 0.5, np.float32(1)]),
+    }
+    valid = {"sim": sim, "states": states, "points": 2}
+    yield Call("fd.measures.loss_plane", fd.measures.loss_plane, valid, kinds)
+    plane = fd.measures.loss_plane(**valid)
+    kinds = {"plane": only(), "key": choice("loss", "accuracy")}
+    yield Call("fd.plots.loss_plane", fd.plots.loss_plane, {"plane": plane}, kinds)
+    metric = 1 - np.eye(3)
+    kinds = {
+        "data": only(fd.FederatedData),
+        "ground": Kind(
+            [*TEXTS, *THINGS, *BOOLS, -metric, np.ones((3, 3)), metric[:2]], [None, metric, metric.tolist()]
+        ),
+        "embedding": Kind([*TEXTS, *BOOLS, X[:3], X / np.nan], [None, X, lambda x: x]),
+        "pairs": integer(),
+        "seed": integer(0),
+    }
+    yield Call("fd.measures.distances", fd.measures.distances, {"data": DATA}, kinds)
 
 
 class Net(nn.Module):

@@ -59,6 +59,7 @@ BENCHMARKS = [
     Benchmark("weak_scaling.py"),
     Benchmark("algorithm_cost.py --turns 3"),
     Benchmark("source_cost.py"),
+    Benchmark("curvature.py"),
 ]
 
 

@@ -81,7 +81,15 @@ def write_results(
     files: dict[str, Callable[[Path], Any]] = {
         "summary.csv": lambda path: path.write_text(fd.table(records, format="csv", target=target))
     }
-    for draw in (plots.curves, plots.updates, plots.drift, plots.agreement, plots.forgetting, plots.gain):
+    for draw in (
+        plots.curves,
+        plots.updates,
+        plots.drift,
+        plots.agreement,
+        plots.forgetting,
+        plots.sharpness,
+        plots.gain,
+    ):
         files[f"{draw.__name__}.png"] = partial(draw, records)
     first = next(map(by_seed, records.values()), [()])[0]  # for one seed, all algorithms have the same cohorts
     files["label_mix.png"] = partial(plots.label_mix, first)

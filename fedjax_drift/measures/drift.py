@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
-from fedjax_drift.round.cohort import Assignment, look_up
+from fedjax_drift.measures.curvature import curvature, largest_eigenvalue
+from fedjax_drift.round.cohort import CURVATURE, Assignment, look_up
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
 from fedjax_drift.round.evaluate import at_round, inputs, labels
 from fedjax_drift.round.places import at_places, in_cohort_order
@@ -44,9 +45,13 @@ MEASURES = {
     "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that "
     "the client has and for those that it does not have; and the accuracy on these classes after every local epoch",
     "labels": "share of each class in the cohort's examples",
+    "sharpness": "largest eigenvalues, and trace, of the Hessian of the test loss at the global model",
+    "local_sharpness": "largest eigenvalue of the Hessian of the test loss at the local model of each client",
 }
 KEPT_BYTES = 2**30  # the most memory on each device for the updates of the clients of a measured round
-TESTED = ("predictions", "forgetting")  # these need the test set
+CLASSIFIED = ("predictions", "forgetting")  # these compare predictions on the test set
+CURVED = ("sharpness", "local_sharpness")  # these take as long as hundreds of evaluations
+QUICK = tuple(name for name in MEASURES if name not in CURVED)
 
 
 def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, streamed: bool) -> tuple[str, ...]:
@@ -64,13 +69,13 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, s
                 f'measure={name!r} evaluates the global model, got a model with statistics="local", whose running '
                 'statistics only the clients have: use "updates", or statistics="average"'
             )
-        if name in TESTED and not has_test:
+        if name in (*CLASSIFIED, *CURVED) and not has_test:
             raise ConfigurationError(f"measure={name!r} needs a test set, got none: pass test=(x, y) with the data")
         if name == "predictions" and engine.test_size < 2:
             raise ConfigurationError(
                 'measure="predictions" needs at least 2 test examples, got 1: use a larger test set'
             )
-        if name in (*TESTED, "labels") and engine.num_classes is None:
+        if name in (*CLASSIFIED, "labels") and engine.num_classes is None:
             raise ConfigurationError(
                 f"measure={name!r} needs a classifier with the default loss and one integer label per example, got a "
                 'different model or different labels: use "updates" or "gradients", which work with every model'
@@ -125,13 +130,23 @@ def observer(engine: Engine, names: Sequence[str], cohort: jax.Array | Client | 
     )
 
 
+class Tested(NamedTuple):
+    """What the measures of a round need of the test set."""
+
+    rows: TestRows  # of this round
+    y: PyTree = ()  # [T * B], the labels, if a measure compares predictions
+    z: PyTree = ()  # [T * B, C], the logits of the global model, if a measure compares predictions
+
+
 def shared_values(engine: Engine, names: Sequence[str], assigned: Assignment, arrays: Arrays) -> PyTree:
     """The test examples and their global predictions, if a measure needs them."""
-    if not {*TESTED} & {*names}:
+    if not {*CLASSIFIED, *CURVED} & {*names}:
         return ()
     assert arrays.test is not None
     test = at_round(engine, arrays.test, assigned.shared.t)
-    return test._replace(y=labels(engine, test)), predictions(engine, assigned.shared.server.params, test)
+    if not {*CLASSIFIED} & {*names}:
+        return Tested(test)
+    return Tested(test, labels(engine, test).reshape(-1), predictions(engine, assigned.shared.server.params, test))
 
 
 def update_and_measure(
@@ -149,27 +164,29 @@ def update_and_measure(
             measured["update_norm"] = jnp.sqrt(tree.dot(D, D))
             if places * engine.local.parts * tree.nbytes(D) <= KEPT_BYTES:
                 measured["update"] = D
-        if shared.extra:
-            test, z_global = shared.extra
-            z, y, mask = predictions(engine, theta, test), test.y.reshape(-1), test.mask.reshape(-1)
+        if {*CLASSIFIED} & {*names}:
+            z, mask = predictions(engine, theta, tested.rows), tested.rows.mask.reshape(-1)
         if "predictions" in names:
-            measured["cka"] = linear_cka(z, z_global, mask)
-            measured["kl"] = mean_kl(z_global, z, mask)
+            measured["cka"] = linear_cka(z, tested.z, mask)
+            measured["kl"] = mean_kl(tested.z, z, mask)
             measured["confidence"] = mean_confidence(z, mask)
         if "forgetting" in names:
-            measured["class_accuracy"] = class_accuracy(z, y, mask)
+            measured["class_accuracy"] = class_accuracy(z, tested.y, mask)
         return measured
 
-    if not {*names} - {"labels"}:
+    tested = shared.extra  # () if no measure needs the test set
+    if not {*names} - {"labels", "sharpness"}:
         return update(engine, shared, client, old, work), (), {}
     result = update(engine, shared, client, old, work._replace(watch=after_epoch))
     training = result.trained(engine.algorithm.name)
     aggregated, bad_leaf = check_finite(engine, client, result)
     measured = {**training.measured, "valid": (client.id < engine.num_clients) & (bad_leaf < 0)}
+    if "local_sharpness" in names:
+        key = curvature_key(engine, shared)
+        measured["local_sharpness"] = largest_eigenvalue(engine, training.theta, tested.rows, key)
     if "forgetting" in names:
-        test, z_global = shared.extra
         of_epochs = measured.pop("class_accuracy")  # [E, C]
-        of_global = class_accuracy(z_global, test.y.reshape(-1), test.mask.reshape(-1))
+        of_global = class_accuracy(tested.z, tested.y, tested.rows.mask.reshape(-1))
         present = label_counts(engine, work) > 0
         for name, classes in (("present", present), ("absent", ~present)):
             tested = classes & ~jnp.isnan(of_global)
@@ -180,6 +197,11 @@ def update_and_measure(
     weight = jnp.where(aggregated, result.weight, 0)
     models = training.theta, trained(engine, tree.subtract(training.theta, training.start))
     return result, (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), measured
+
+
+def curvature_key(engine: Engine, shared: Shared) -> jax.Array:
+    """The key for the random vectors of a round. It is the same for all models, so that they differ in nothing else."""
+    return jax.random.fold_in(shared.key, engine.num_clients + CURVATURE)
 
 
 def with_means(names: Sequence[str]) -> set[str]:
@@ -198,7 +220,8 @@ def measures(
 ) -> dict[str, jax.Array]:
     """The measures of a round, after its clients have trained.
 
-    states: the client states before the round. sums, of_clients: what `update_and_measure` returned for all clients.
+    assigned: with the result of `shared_values` in `Shared.extra`. states: the client states before the round. sums,
+    of_clients: what `update_and_measure` returned for all clients.
     """
     w, of_clients = assigned.shared.server.params, dict(of_clients)
     measured: dict[str, jax.Array] = {}
@@ -206,6 +229,8 @@ def measures(
         measured["label_mix"] = label_mix(engine, assigned.shared, assigned)
     if "gradients" in names:
         measured |= gradients(engine, assigned.shared, assigned)
+    if "sharpness" in names:
+        measured |= curvature(engine, w, assigned.shared.extra.rows, curvature_key(engine, assigned.shared))
     if left := with_means(names):
         models, weight = sums
         means = jax.tree.map(lambda s, like: (s / weight).astype(like.dtype), models, (w, trained(engine, w)))
@@ -310,7 +335,7 @@ def label_mix(engine: Engine, shared: Shared, assigned: Assignment) -> jax.Array
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         return label_counts(engine, client_work(engine, shared, client, longest)), (), ()
 
-    counts, _, _ = over_clients(engine, one, shared, assigned.placed, ())
+    counts, _, _ = over_clients(engine, one, shared._replace(extra=()), assigned.placed, ())
     return counts / counts.sum()
 
 

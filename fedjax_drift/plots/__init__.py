@@ -32,13 +32,14 @@ matplotlib is imported when the first figure is created.
 - The colours follow matplotlib's style, so ``plt.style.use("dark_background")`` works.
 """
 
-# training.py, clients.py, examples.py, participation.py, story.py and tables.py have the plot functions. They use
-# canvas.py (figures), axis.py (the y axis), lines.py (the values), looks.py (colours) and style.py (options).
+# training.py, clients.py, examples.py, participation.py, planes.py, story.py and tables.py have the plot functions.
+# They use canvas.py (figures), axis.py (the y axis), lines.py (the values), looks.py (colours) and style.py (options).
 
 from fedjax_drift.plots.clients import fairness, federation, label_mix
 from fedjax_drift.plots.examples import examples
 from fedjax_drift.plots.looks import COLOURS, MARKERS, STYLES
 from fedjax_drift.plots.participation import participation
+from fedjax_drift.plots.planes import loss_plane
 from fedjax_drift.plots.story import drift_story
 from fedjax_drift.plots.style import Style
 from fedjax_drift.plots.tables import Compared, compared
@@ -50,6 +51,7 @@ from fedjax_drift.plots.training import (
     gain,
     quadratics,
     rounds_to_target,
+    sharpness,
     updates,
 )
 
@@ -70,9 +72,11 @@ __all__ = [
     "forgetting",
     "gain",
     "label_mix",
+    "loss_plane",
     "participation",
     "quadratics",
     "rounds_to_target",
+    "sharpness",
     "updates",
 ]
 

@@ -12,6 +12,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.measures.data_distance import distances
 from fedjax_drift.measures.personal import summary
 from fedjax_drift.plots.canvas import (
     MEASURE,
@@ -159,7 +160,8 @@ def federation(data: FederatedData, path: FilePath = None, *, style: Style = DEF
     """Plots the number of training examples of all clients and, for integer labels, their label distributions.
 
     The label distributions are shown for at most 50 clients, whose ids are evenly spaced. They need one label per
-    example.
+    example. A third panel shows how far the label distribution of each client is from that of the federation
+    (`fd.measures.distances`).
 
     path: as in `curves`. style: only its ``figsize`` has an effect. Raises ValueError if ``data`` is not a
     `FederatedData`.
@@ -168,32 +170,52 @@ def federation(data: FederatedData, path: FilePath = None, *, style: Style = DEF
         raise ConfigurationError(
             f"data must be of type FederatedData, got {type(data).__name__}: pass sim.data, for example"
         )
-    N = data.num_clients
     labelled = np.issubdtype(data.y.dtype, np.integer) and data.y.ndim == 1
-    figure = new_figure(10.0 if labelled else 5.0, 5.0, checked(style))
+    figure = new_figure(10.0 if labelled else 5.0, 6.4 if labelled else 5.0, checked(style))
     if labelled:
-        mix, sizes = figure.subplots(1, 2, width_ratios=(3, 2))
-        draw_label_mixes(data, mix, figure)
+        panels = figure.subplot_mosaic([["mix", "sizes"], ["mix", "far"]], width_ratios=(3, 2))
+        draw_label_mixes(data, panels["mix"], figure)
+        draw_sizes(data, panels["sizes"])
+        draw_label_distances(data, panels["far"])
     else:
-        sizes = figure.subplots()
-
-    low, high = int(data.sizes.min()), int(data.sizes.max())
-    width = max(1, -(-(high - low + 1) // min(30, math.ceil(2 * N**0.5))))
-    bins = np.arange(low, high + width + 1, width) - 0.5
-    sizes.hist(data.sizes, bins=bins.tolist(), color=fill(sizes)[0], edgecolor=sizes.get_facecolor(), linewidth=0.5)
-    median = float(np.median(data.sizes))
-    sizes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:,.0f}")
-    if high - low < 10:
-        sizes.set_xlim(low - 5, high + 5)
-    sizes.set(
-        xlabel="Training examples of a client", ylabel="Clients", title=f"Sizes ({len(data.x):,} examples in all)"
-    )
-    sizes.set_ylim(top=1.15 * sizes.get_ylim()[1])  # room for the legend
-    sizes.locator_params(integer=True)
-    sizes.legend(frameon=False)
-    hide_frame(sizes)
+        draw_sizes(data, figure.subplots())
     figure.suptitle(wrapped(data.name, letters_across(0.8 * figure.get_figwidth())))
     return finished(figure, path)
+
+
+def draw_sizes(data: FederatedData, axes: Axes) -> None:
+    """Draws a histogram of the number of examples of the clients."""
+    low, high = int(data.sizes.min()), int(data.sizes.max())
+    width = max(1, -(-(high - low + 1) // min(30, math.ceil(2 * data.num_clients**0.5))))
+    bins = np.arange(low, high + width + 1, width) - 0.5
+    axes.hist(data.sizes, bins=bins.tolist(), color=fill(axes)[0], edgecolor=axes.get_facecolor(), linewidth=0.5)
+    median = float(np.median(data.sizes))
+    axes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:,.0f}")
+    if high - low < 10:
+        axes.set_xlim(low - 5, high + 5)
+    axes.set(xlabel="Training examples of a client", ylabel="Clients", title=f"Sizes ({len(data.x):,} examples in all)")
+    axes.set_ylim(top=1.15 * axes.get_ylim()[1])  # room for the legend
+    axes.locator_params(integer=True)
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    axes.legend(frameon=False)
+    hide_frame(axes)
+
+
+def draw_label_distances(data: FederatedData, axes: Axes) -> None:
+    """Draws a histogram of the distances of the clients' label distributions from that of the federation."""
+    measured = distances(data, pairs=1)
+    far = measured.jensen_shannon
+    axes.hist(
+        far, bins=[0.05 * i for i in range(21)], color=fill(axes)[0], edgecolor=axes.get_facecolor(), linewidth=0.5
+    )
+    median = float(np.median(far))
+    axes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:.2f}")
+    others = f"means: Hellinger {measured.hellinger.mean():.2f}, total variation {measured.total_variation.mean():.2f}"
+    axes.set(xlabel=f"Jensen-Shannon distance of a label mix\n({others})", ylabel="Clients")
+    axes.set(title="Distance from all clients' mix", xlim=(0, 1), ylim=(0, 1.15 * axes.get_ylim()[1]))
+    axes.locator_params(axis="y", integer=True)
+    axes.legend(frameon=False)
+    hide_frame(axes)
 
 
 def draw_label_mixes(data: FederatedData, axes: Axes, figure: Figure) -> None:

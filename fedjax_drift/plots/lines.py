@@ -33,12 +33,16 @@ class Line(NamedTuple):
     ended: bool = False  # whether a seed has no finite values after the last point
 
 
-def by_round(runs: Runs, key: str, style: Style, factor: float = 1, log: bool = False) -> dict[str, Line]:
-    """Returns the line of each run over the rounds that have `key`. If a value is a list, its last entry is used.
+def by_round(
+    runs: Runs, key: str, style: Style, factor: float = 1, log: bool = False, entry: int = -1
+) -> dict[str, Line]:
+    """Returns the line of each run over the rounds that have `key`.
 
-    log: average the logarithms, if all values are positive.
+    log: average the logarithms, if all values are positive. entry: the one that is used of a list. Default: the last.
     """
-    values = {name: [(t, factor * values[:, -1]) for t, values in seeds] for name, seeds in measured(runs, key).items()}
+    values = {
+        name: [(t, factor * values[:, entry]) for t, values in seeds] for name, seeds in measured(runs, key).items()
+    }
     lines = lines_of(values, style, log)
     return {
         name: within(line, values[name], limits(key, factor))._replace(note=note_of(runs[name], values[name]))

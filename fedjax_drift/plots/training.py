@@ -130,6 +130,23 @@ def forgetting(records: Records, path: FilePath = None, *, style: Style = DEFAUL
     return finished(figure_of_panels("forgetting", panels, MEASURE.format("forgetting"), style), path)
 
 
+def sharpness(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+    """Plots the largest eigenvalue of the Hessian of the test loss, and its trace, against rounds.
+
+    The eigenvalue is that at the global model, and that at the local models after their training, as the mean of the
+    cohort. Panels without data are left out.
+
+    records, path, style: as in `curves`. Raises ValueError if no round has any of these measures.
+    """
+    runs, style = by_run(records), checked(style)
+    panels = (
+        Panel("Sharpness of the global model", "Largest eigenvalue", by_round(runs, "sharpness", style, entry=0)),
+        Panel("Sharpness of local models", "Largest eigenvalue", by_round(runs, "local_sharpness", style)),
+        Panel("Trace of the Hessian", "Trace", by_round(runs, "hessian_trace", style)),
+    )
+    return finished(figure_of_panels("sharpness", panels, MEASURE.format("sharpness"), style), path)
+
+
 def gain(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots FedEve's Kalman gain, period variance and client variance against rounds.
 

@@ -36,7 +36,7 @@ from fedjax_drift.types import PyTree, ServerState
 
 # fold_in(clients_key, i) is the key of client i in a round, for i < N. fold_in(clients_key, N + n) is the key for other
 # random numbers of the round:
-REDISTRIBUTION, FAILURES, NOISE, FINE_TUNING = 0, 1, 2, 3  # values of n
+REDISTRIBUTION, FAILURES, NOISE, FINE_TUNING, CURVATURE = 0, 1, 2, 3, 4  # values of n
 
 # fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices, fold_in(state.key, PARTICIPATION)
 # that for the initial state of the participation rule. Round t uses fold_in(state.key, t), and no round has these

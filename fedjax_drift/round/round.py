@@ -40,8 +40,9 @@ class Observer(NamedTuple):
     before: ``before(assigned, arrays)`` returns values that are the same for all clients, for `Shared.extra`.
     update: ``update(shared, client, old, work) -> (result, terms, measured)`` trains one client, as `train.update`
       does.
-    after: ``after(assigned, states, sums, measured)`` returns the measures. states: `ServerState.clients` before the
-      round. sums: of the terms over the clients. measured: the values of each client, leaves [D, G, L, ...].
+    after: ``after(assigned, states, sums, measured)`` returns the measures. assigned: with the values of ``before`` in
+      `Shared.extra`. states: `ServerState.clients` before the round. sums: of the terms over the clients. measured: the
+      values of each client, leaves [D, G, L, ...].
     """
 
     before: Callable[[Assignment, Arrays], PyTree]
@@ -159,5 +160,5 @@ def observed_round(
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
         info = with_metrics(engine, info, reported)
-    measures = observer.after(assigned, state.clients, sums, measured)
+    measures = observer.after(assigned._replace(shared=shared), state.clients, sums, measured)
     return ServerState(state.round + 1, state.key, server, clients, state_of_rule), info, measures

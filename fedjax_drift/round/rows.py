@@ -37,7 +37,7 @@ def place(data: FederatedData, mesh: Mesh, rows_at: str, eval_batch_size: int, w
         if rows not in placed:
             placed[rows] = _place_rows(data, mesh, rows_at)
         if test not in placed:
-            placed[test] = _place_test(data, mesh, eval_batch_size, whole_test)
+            placed[test] = place_test(data, mesh, eval_batch_size, whole_test)
         if sizes not in placed:
             placed[sizes] = put(data.sizes, NamedSharding(mesh, P()))
     return Arrays(placed[rows], placed[test], placed[sizes])
@@ -52,7 +52,8 @@ def _place_rows(data: FederatedData, mesh: Mesh, rows_at: str) -> Rows | None:
     return Rows(*put(arrays, NamedSharding(mesh, P())))
 
 
-def _place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int, whole: bool) -> TestRows | None:
+def place_test(data: FederatedData, mesh: Mesh, eval_batch_size: int, whole: bool) -> TestRows | None:
+    """Returns the test set on the devices, see `place`."""
     if data.x_test is None or data.y_test is None:
         return None
     M, D = len(data.x_test), 1 if whole else num_teams(mesh)

@@ -15,6 +15,7 @@ from fedjax_drift.types import Record
 SUMMARISED = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps", "client_steps",
               "bad_leaf", "selected")  # fmt: skip
 """Entries of ``info`` that `record` summarises or leaves out. All other entries go into the record."""
+NOT_OF_CLIENTS = ("label_mix", "sharpness")  # arrays in ``info`` that have no axis of clients
 SHOWN = ("round", "clients", "train_loss", "loss", "accuracy")  # entries of records that notebooks show
 
 
@@ -60,7 +61,7 @@ def record(done: int, info: dict[str, np.ndarray]) -> Record:
 
 def _recorded(name: str, value: np.ndarray, counted: np.ndarray) -> float | list[float]:
     """Returns a scalar unchanged, and values per client as their mean over the cohort, as Python numbers for JSON."""
-    if value.ndim and name != "label_mix":
+    if value.ndim and name not in NOT_OF_CLIENTS:
         value = value[counted]
         known = ~np.isnan(value)
         value = np.where(known, value, 0).sum(0) / np.maximum(known.sum(0), 1) + np.where(known.any(0), 0, np.nan)

@@ -98,8 +98,8 @@ class Simulation:
         state. "raise": `round_fn` waits for the round and raises FloatingPointError. The state before the round stays
         valid.
       measure: the drift measures to compute in every round, any of "updates", "gradients", "predictions", "forgetting",
-        "labels" (see `Simulation.measure`). They are computed while the clients train, except for "gradients",
-        for which they train a second time. Default: none, at no cost.
+        "labels", "sharpness", "local_sharpness" (see `Simulation.measure`). They are computed while the clients train,
+        except for "gradients", for which they train a second time. Default: none, at no cost.
       **options: the fields of `fd.Failures` and `fd.Placement` can also be passed directly as keyword arguments:
         ``Simulation(..., dropout=0.1, lanes=16)``.
 
@@ -544,7 +544,7 @@ class Simulation:
     def measure(
         self,
         state: ServerState,
-        names: str | Sequence[str] = tuple(drift.MEASURES),
+        names: str | Sequence[str] = drift.QUICK,
         cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None,
     ) -> dict[str, jax.Array]:
         """Measures the drift of the round ``round_fn(state, cohort)``. The state does not change.
@@ -556,7 +556,8 @@ class Simulation:
 
         Args:
           state: from `init` or an earlier round.
-          names: the measures to compute. Default: all of them. This requires a classifier and a test set.
+          names: the measures to compute. Default: all but "sharpness" and "local_sharpness", which take long. This
+            requires a classifier and a test set.
           cohort: as in `round_fn`.
 
         Returns:
@@ -578,6 +579,12 @@ class Simulation:
             is better, as it often is in early rounds. ``accuracy_present``, ``accuracy_absent`` [K, E], the means over
             these classes of the accuracy of the local model (LfD, figure 4).
           - "labels": ``label_mix`` [C], the share of each class in the examples of the cohort.
+          - "sharpness": ``sharpness`` [5], the largest eigenvalues of the Hessian of the test loss at w, in descending
+            order, from 20 steps of Lanczos' method (fewer eigenvalues for a model with fewer parameters);
+            ``hessian_trace`` [], an unbiased estimate of its trace from 10 random vectors (Hutchinson). These take 30
+            products with the Hessian. The test loss is that of `evaluate`.
+          - "local_sharpness": ``local_sharpness`` [K], the largest eigenvalue at theta_i after the last epoch. It takes
+            20 products with the Hessian for each client.
 
         Raises:
           ValueError: a name is unknown, or a measure needs a test set or labels that the data do not have.

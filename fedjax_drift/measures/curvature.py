@@ -1,0 +1,138 @@
+"""The curvature of the test loss: the largest eigenvalues of its Hessian, and the trace of the Hessian.
+
+The Hessian H [d, d] of a model is never stored. Products of H with a vector are enough. Such a product is the
+derivative of the gradient in the direction of the vector, and takes as long as about eight evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
+
+from fedjax_drift.batch_norm import whole
+from fedjax_drift.devices.mesh import AXIS
+from fedjax_drift.round.engine import Engine, TestRows, on_each_device, sum_over_devices
+from fedjax_drift.round.evaluate import inputs
+from fedjax_drift.types import Params
+
+STEPS = 20  # of Lanczos' method
+LARGEST = 5  # the number of eigenvalues in `sharpness`
+PROBES = 10  # the number of random vectors in the estimate of the trace
+
+Product = Callable[[jax.Array], jax.Array]  # v [d] -> H v [d]
+
+
+def curvature(engine: Engine, params: Params, test: TestRows, key: jax.Array) -> dict[str, jax.Array]:
+    """The curvature at a model. The devices share the batches of the test set.
+
+    Returns ``sharpness`` [min(5, d)], the largest eigenvalues of the Hessian in descending order, and
+    ``hessian_trace`` [], an estimate of its trace.
+    """
+    theta, product = hessian(engine, params, test, on_all_devices=True)
+    largest = lanczos(product, theta, key)[::-1][:LARGEST]
+    return {"sharpness": largest, "hessian_trace": trace(product, theta, key)}
+
+
+def largest_eigenvalue(engine: Engine, params: Params, test: TestRows, key: jax.Array) -> jax.Array:
+    """The largest eigenvalue of the Hessian at the model of a client, a scalar, on the device that trains it."""
+    theta, product = hessian(engine, params, test, on_all_devices=False)
+    return lanczos(product, theta, key)[-1]
+
+
+def hessian(engine: Engine, params: Params, test: TestRows, on_all_devices: bool) -> tuple[jax.Array, Product]:
+    """The trained parameters as a vector [d], and the product with the Hessian of the test loss.
+
+    The test loss is the mean over the test examples, with the model in evaluation mode. Running statistics are
+    constants. A product takes the memory of one batch.
+
+    on_all_devices: whether the caller is outside of `on_each_device`, and the batches are sharded.
+    """
+    statistics = None if engine.model.statistics is None else params["batch_stats"]
+    leaves, as_leaves = ravel_pytree(params if statistics is None else params["params"])
+    theta = leaves.astype(jnp.promote_types(leaves.dtype, jnp.float32))
+
+    def share_of_loss(theta: jax.Array, rows: TestRows, t: jax.Array | None, size: jax.Array) -> jax.Array:
+        model, (x, y) = as_leaves(theta.astype(leaves.dtype)), inputs(engine, rows, t)
+        logits = engine.model.apply(model if statistics is None else whole(model, statistics), x)
+        return jnp.where(rows.mask, engine.model.loss(logits, y), 0).sum() / size
+
+    size = test.mask.sum()
+
+    def one_device(theta: jax.Array, v: jax.Array, t: jax.Array | None, size: jax.Array, rows: TestRows) -> jax.Array:
+        def add(total: jax.Array, batch: TestRows) -> tuple[jax.Array, None]:
+            gradient = jax.grad(partial(share_of_loss, rows=batch, t=t, size=size))
+            return total + jax.jvp(gradient, (theta,), (v,))[1], None
+
+        return lax.scan(add, jnp.zeros_like(v), rows)[0]
+
+    def summed(*arguments: Any) -> jax.Array:
+        return sum_over_devices(engine, one_device(*arguments))
+
+    def product(v: jax.Array) -> jax.Array:
+        rows = test._replace(t=None)
+        if not on_all_devices:
+            return one_device(theta, v, test.t, size, rows)
+        everywhere = P()
+        specs = (everywhere, everywhere, everywhere, everywhere, P(AXIS))
+        return on_each_device(engine, summed, specs, everywhere)(theta, v, test.t, size, rows)
+
+    return theta, product
+
+
+def lanczos(product: Product, like: jax.Array, key: jax.Array) -> jax.Array:
+    """Eigenvalues [min(STEPS, d)] of a symmetric operator, ascending. All are exact if d <= STEPS.
+
+    Otherwise the largest ones converge first. This is Lanczos' method with full reorthogonalisation, from a random
+    vector (Golub and Van Loan, Matrix Computations, 4th edition, section 10.3). If the vectors span an invariant
+    subspace, it continues with another random vector.
+
+    like: a vector with the shape [d] and the dtype of the operator's arguments.
+    """
+    d, dtype = like.size, like.dtype
+    steps = min(STEPS, d)
+
+    def orthogonal(v: jax.Array, Q: jax.Array) -> jax.Array:
+        for _ in range(2):  # the second pass removes what rounding has left
+            v = v - jnp.matmul(jnp.matmul(Q, v, precision="highest"), Q, precision="highest")
+        return v
+
+    def step(k: jax.Array, carry: tuple) -> tuple:
+        Q, diagonal, beside, v, scale = carry  # v: the rest of H q_{k-1}. scale: the norm of H q_{k-1}
+        rest = jnp.linalg.norm(v)
+        ended = rest <= jnp.finfo(dtype).eps * scale  # also in step 0
+        fresh = orthogonal(jax.random.normal(jax.random.fold_in(key, k), (d,), dtype), Q)
+        q = jnp.where(ended, fresh / jnp.linalg.norm(fresh), v / rest)
+        Q, image = Q.at[k].set(q), product(q)
+        diagonal, beside = diagonal.at[k].set(dot(q, image)), beside.at[k].set(jnp.where(ended, 0, rest))
+        return Q, diagonal, beside, orthogonal(image, Q), jnp.linalg.norm(image)
+
+    zeros = jnp.zeros(steps, dtype)
+    start = jnp.zeros((steps, d), dtype), zeros, zeros, jnp.zeros_like(like), jnp.zeros((), dtype)
+    _, diagonal, beside, _, _ = lax.fori_loop(0, steps, step, start)
+    return jnp.linalg.eigvalsh(jnp.diag(diagonal) + jnp.diag(beside[1:], 1) + jnp.diag(beside[1:], -1))
+
+
+def trace(product: Product, like: jax.Array, key: jax.Array) -> jax.Array:
+    """An unbiased estimate of the trace, a scalar: the mean of v' H v over random vectors v of signs.
+
+    Its variance is 2 / PROBES times the sum of the squares of the entries of H that are not on the diagonal (Hutchinson
+    1990, Communications in Statistics 19(2)).
+    """
+
+    def probe(i: jax.Array) -> jax.Array:
+        v = jax.random.rademacher(jax.random.fold_in(key, STEPS + i), like.shape, like.dtype)
+        return dot(v, product(v))
+
+    return lax.map(probe, jnp.arange(PROBES)).mean()
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The inner product of two vectors, without rounding of the factors."""
+    return jnp.matmul(a, b, precision="highest")
