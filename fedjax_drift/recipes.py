@@ -21,6 +21,7 @@ form.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -307,8 +308,17 @@ def _compared(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.nbytes <= LARGE and value.dtype != object:
         return (value.dtype.str, value.shape, hashlib.sha256(np.ascontiguousarray(value).data).digest())
     if inspect.isfunction(value) and value.__module__.partition(".")[0] == "optax":
-        return (value.__code__, _compared(value.__defaults__), _compared(inspect.getclosurevars(value).nonlocals))
+        return (value.__code__, _compared(value.__defaults__), _compared(_captured(value)))
     return (type(value), value) if _comparable(value) else _Same(value)
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    """The values that a function captures, by name. A name without a value yet is left out."""
+    captured = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            captured[name] = cell.cell_contents
+    return captured
 
 
 def _comparable(value: Any) -> bool:

@@ -1020,10 +1020,10 @@ WORDS = """
 WORDS += ["", "a\0b", "\n", "é" * 50, "9" * 30]
 FLAGS = """
     dataset algorithm partition clients size-sigma data-dir seed data-seed model init rounds cohort sampling
-    participation shift shift-test redeal epochs batch-size lr lr-decay momentum weight-decay clip-norm optimizer
-    on-nonfinite dropout stragglers over-selection deadline speed-spread clip-updates noise-multiplier measure
-    measure-every eval-every devices lanes stream bank seeds target resume checkpoint-every checkpoint-seconds keep
-    output
+    participation shift shift-test redeal epochs batch-size lr lr-decay lr-schedule momentum weight-decay
+    clip-norm optimizer on-nonfinite dropout stragglers over-selection deadline speed-spread clip-updates
+    noise-multiplier measure measure-every eval-every devices lanes stream bank seeds target resume
+    checkpoint-every checkpoint-seconds keep output
 """.split()
 
 

@@ -168,3 +168,20 @@ def test_optimizers_by_name() -> None:
         state, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
         before = sim.evaluate(sim.init(jax.random.key(0)))["loss"]
         assert sim.evaluate(state)["loss"] < before
+
+
+def test_schedules_by_name() -> None:
+    run = "--dataset synthetic:num_clients=4 --algorithm fedavg --cohort 2 --rounds 4 --lr 0.4 --lr-schedule"
+    for name, rates in (
+        ("step:every=2,factor=0.5", [0.4, 0.4, 0.2, 0.2]),
+        ("cosine:decay_steps=2", [0.4, 0.2, 0.0, 0.0]),
+        ("warmup_cosine:1,3", [0.0, 0.4, 0.2, 0.0]),
+    ):
+        parsed = fd.parse_run(f"{run} {name}")
+        (sim,) = parsed.simulations.values()
+        assert [float(sim.local.rate(t)) for t in range(4)] == pytest.approx(rates, abs=1e-6)
+        assert (parsed.config["local"]["lr"], parsed.config["local"]["lr_schedule"]) == (0.4, name)
+    state, history = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
+    assert [record["lr"] for record in history] == pytest.approx([0.0, 0.4])
+    with pytest.raises(ValueError, match="every must be an integer >= 1, got 0"):
+        fd.parse_run(f"{run} step:every=0")

@@ -134,11 +134,34 @@ OPTIMIZERS = {
     "sgd": sgd, "adam": optax.scale_by_adam, "adamw": adamw, "rmsprop": optax.scale_by_rms,
     "adagrad": optax.scale_by_rss, "muon": muon,
 }  # fmt: skip
+
+
+def cosine(init_value: float, decay_steps: int, alpha: float = 0.0) -> optax.Schedule:
+    """Returns a cosine decay to ``alpha`` times the learning rate, within ``decay_steps`` rounds."""
+    steps, alpha = checks.integer("decay_steps", decay_steps, 1), checks.nonnegative("alpha", alpha)
+    return optax.cosine_decay_schedule(init_value, steps, alpha)
+
+
+def step(init_value: float, every: int, factor: float = 0.1) -> optax.Schedule:
+    """Returns a schedule that multiplies the learning rate by ``factor`` after every ``every`` rounds."""
+    every, factor = checks.integer("every", every, 1), checks.positive("factor", factor)
+    return optax.exponential_decay(init_value, every, factor, staircase=True)
+
+
+def warmup_cosine(init_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0) -> optax.Schedule:
+    """Returns a linear warm-up from 0 to ``init_value``, and then a cosine decay. decay_steps: of both together."""
+    steps = checks.integer("decay_steps", decay_steps, 2)
+    warmup, end = checks.integer("warmup_steps", warmup_steps, 1, steps - 1), checks.nonnegative("end_value", end_value)
+    return optax.warmup_cosine_decay_schedule(0.0, init_value, warmup, steps, end)
+
+
+SCHEDULES: dict[str, Callable[..., Any]] = {"cosine": cosine, "step": step, "warmup_cosine": warmup_cosine}
 DATASET = Choice(DATASETS, hidden=("request",))
 PARTITION = Choice({factory.__name__: factory for factory in PARTITIONS}, hidden=("num_clients", "seed", "size_sigma"))
 MODEL = Choice(MODELS, hidden=("input_shape", "sizes"))
 TRAIN = Choice(TRAINED, hidden=("model", "base", "frozen_dtype"))
 OPTIMIZER = Choice(OPTIMIZERS, hidden=("mu_dtype",))
+SCHEDULE = Choice(SCHEDULES, hidden=("init_value",))
 PARTICIPATION = Choice({factory.__name__: factory for factory in RULES}, hidden=("base", "phases"))
 SHIFT = Choice({factory.__name__: factory for factory in SHIFTS}, hidden=("shift", "shifts", "of"))
 AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
@@ -259,6 +282,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add_parameters(group, LocalTraining, *LOCAL)
     add(group, "--steps", "K", "local steps of every client, instead of --epochs (default: as many as the epochs need)",
         count)
+    add(group, "--lr-schedule", SPEC, "learning rate of round t, which begins at --lr: one of "
+        f"{', '.join(SCHEDULES)}, for example cosine:decay_steps=500 or step:every=100 (default: --lr-decay)", SCHEDULE)
     add(group, "--optimizer", SPEC, "optax optimizer of the clients, instead of SGD with momentum: one of "
         f"{', '.join(OPTIMIZERS)}. Its state is reset in every round", OPTIMIZER)
     add(group, "--augment", SPEC, "train on random variants of the images: one of "

@@ -156,6 +156,9 @@ def assemble(
     specs, values = algorithm_specs(args), dict(values or {})
     numbers = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
     optimizer, augment = args.optimizer and _optimizer(args.optimizer), args.augment and args.augment.make()
+    lr = numbers["lr"]
+    if args.lr_schedule is not None:
+        numbers["lr"] = args.lr_schedule.using(init_value=lr).make()
     local = LocalTraining(**numbers, steps=args.steps, optimizer=optimizer, augment=augment)
     algorithms = {}
     for spec in specs:
@@ -207,6 +210,7 @@ def assemble(
         "init": None if args.init is None else os.path.abspath(args.init),
         "algorithms": {spec.text: {"name": spec.name, **spec.defaults, **spec.options} for spec in specs},
         "local": vars(local)
+        | {"lr": lr, "lr_schedule": args.lr_schedule and args.lr_schedule.text}
         | {"optimizer": args.optimizer and args.optimizer.text, "augment": args.augment and args.augment.text},
         "cohort_size": args.cohort,
         "participation": [spec.text for spec in args.participation or ()],

@@ -35,7 +35,7 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     given = "epochs" if local["steps"] is None else "steps"
     trained_for = f"{local[given]} {given[:-1]}{'s' * (local[given] > 1)}"
     usual = vars(fd.LocalTraining(local["epochs"], local["batch_size"], local["lr"])) | vars(fd.Failures())
-    usual |= {"steps": local["steps"]}
+    usual |= {"steps": local["steps"], "lr_schedule": None}
     changed = [f"{name} {value}" for name, value in local.items() if value != usual[name]]
     failing = [f"{k.replace('_', ' ')} {value}" for k, value in config["failures"].items() if value != usual[k]]
     failing += [config["aggregation"]] * (config["aggregation"] != "mean")
