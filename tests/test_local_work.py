@@ -179,7 +179,7 @@ def test_schedules_by_name() -> None:
     ):
         parsed = fd.parse_run(f"{run} {name}")
         (sim,) = parsed.simulations.values()
-        assert [float(sim.local.rate(t)) for t in range(4)] == pytest.approx(rates, abs=1e-6)
+        assert [float(sim.local.rate(jnp.int32(t))) for t in range(4)] == pytest.approx(rates, abs=1e-6)
         assert (parsed.config["local"]["lr"], parsed.config["local"]["lr_schedule"]) == (0.4, name)
     state, history = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
     assert [record["lr"] for record in history] == pytest.approx([0.0, 0.4])
