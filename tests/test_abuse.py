@@ -20,6 +20,7 @@ def test_awkward_arguments_have_no_wrong_outcome(family, cases) -> None:
     assert not [str(outcome) for outcome in abuse.abused(family, cases) if outcome.wrong]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", [fd.algorithms.scaffold(), fd.algorithms.feddc(0.1), fd.algorithms.slowmo(0.5)])
 def test_a_learning_rate_below_the_float32_range_gives_finite_states(algorithm) -> None:
     local = fd.LocalTraining(lr=0.1, lr_decay=0.5)
@@ -37,6 +38,7 @@ def test_a_model_with_nan_has_accuracy_0_and_causes_a_warning() -> None:
         assert sim.evaluate(state)["accuracy"] == 0
 
 
+@pytest.mark.thorough
 def test_measuring_works_with_debug_nans() -> None:
     """The measures of absent clients are NaN. This must not raise an error with ``jax_debug_nans``."""
     options = {"cohort_size": 2, "sampling": "bernoulli", "measure": "updates"}

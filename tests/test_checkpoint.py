@@ -179,6 +179,7 @@ def test_restoring_with_another_simulation_warns_without_strict(device, saved, t
         saved.restore(device, strict=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.* belong")
 @pytest.mark.parametrize("bank", ["host", "files"])
 def test_restoring_with_another_simulation_warns_with_states_on_the_host(bank, tmp_path) -> None:
@@ -265,6 +266,7 @@ def test_any_damage_restores_the_same_state_or_the_previous_checkpoint(device, s
     assert all(outcomes[fault, 4] == 2 for fault in FAULTS)  # the files about.json and arrays.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damages", [6, thorough(20)])
 def test_random_damage_is_never_silent(damages, tmp_path, capfd) -> None:
     """A short run of `python tests/damage_checkpoints.py FOLDER`."""
@@ -539,6 +541,7 @@ def test_an_error_in_on_round_loses_no_round(at, device, tmp_path) -> None:
     assert same(restored, state) and told(before) == told(history)
 
 
+@pytest.mark.thorough
 def test_an_error_in_on_round_loses_no_round_of_a_sweep(device, tmp_path) -> None:
     for rounds, at in ((6, 6), (9, 7)):
         with pytest.raises(ZeroDivisionError) as error:
@@ -749,6 +752,7 @@ def test_code_that_computes_something_else_causes_a_warning(bank, edit, tmp_path
             saved.restore(edited)
 
 
+@pytest.mark.thorough
 def test_the_computation_is_the_same_in_every_process(tmp_path) -> None:
     """It has neither addresses nor the order of a set, and it does not depend on learning rates, mu and the devices."""
     script = """
@@ -832,6 +836,7 @@ def test_the_command_line_resumes_a_run(tmp_path, capsys, monkeypatch) -> None:
         assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.thorough
 def test_files_are_not_written_through_links(tmp_path) -> None:
     """Links under names that a temporary file could have, and as the lock. What they point to is not touched."""
     folder, bank = tmp_path / "folder", tmp_path / "bank"

@@ -258,6 +258,7 @@ def test_every_kind_of_algorithm_option_can_be_passed(tmp_path, monkeypatch):
     assert made["model"]["cosine"] is True
 
 
+@pytest.mark.thorough
 def test_examples_and_client_states_on_the_host_give_the_same_results(tmp_path, capsys):
     """Each algorithm has its own folder in the folder of --bank. A folder that is not empty is refused."""
     command = [*TINY, "--algorithm", "scaffold", "--algorithm", "feddyn:alpha=0.1", "--output"]
@@ -273,6 +274,7 @@ def test_examples_and_client_states_on_the_host_give_the_same_results(tmp_path, 
     assert "--bank must be a new or empty folder" in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:round 0. 3 of 3 client updates are not finite")
 def test_the_next_algorithm_runs_after_one_that_diverges(tmp_path, capsys):
     folder = tmp_path / "o"

@@ -67,6 +67,7 @@ def test_a_pages_examples_run(page, tmp_path, monkeypatch) -> None:
                 exec(compile(source, page, "exec"), names)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("page", "needs", "source"), ELSEWHERE, ids=[f"{p.stem}-{n}" for p, n, _ in ELSEWHERE])
 def test_an_example_with_another_package_runs(page, needs, source, tmp_path) -> None:
     if importlib.util.find_spec(needs) is None:
@@ -212,6 +213,7 @@ SMALL = {  # values for the cell with the tag "parameters", so that the notebook
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", some(NOTEBOOKS, {path.name for path in NOTEBOOKS[1:]}))
 def test_notebooks_run(path, monkeypatch) -> None:
     """Every cell runs as it is. A cell with smaller values follows the notebook's cell of parameters."""

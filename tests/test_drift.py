@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import thorough
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
@@ -195,6 +196,7 @@ def test_updates_are_measured_from_the_model_that_was_sent(data):
     assert float(found[-1]) == pytest.approx(float(jnp.linalg.norm(after.server.M)), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_period_drift_is_zero_if_all_clients_take_part(data):
     # With equal weights for unequal clients, as printed in the paper, it is not.
     equal = fd.FederatedData.from_clients([rows(np.random.default_rng(0), 9, [i % C]) for i in range(7)])
@@ -207,6 +209,7 @@ def test_period_drift_is_zero_if_all_clients_take_part(data):
         assert (float(found["period_drift_uniform"]) == 0) == (clients is equal)
 
 
+@pytest.mark.thorough
 def test_measures_use_the_redistributed_examples_of_the_round(data):
     # The cohort has 15 examples, so each client gets 5. So the mean of the clients' gradients is the gradient of the
     # pooled examples.
@@ -225,6 +228,7 @@ def test_measures_use_the_redistributed_examples_of_the_round(data):
     assert abs(own / pooled - 1) > 0.02  # the mean gradient of their own examples is another one
 
 
+@pytest.mark.thorough
 def test_measures_of_clients_without_redistributed_examples_are_nan(data):
     # Each of the 4 classes goes to a single client. So at least 3 of the 7 clients get no example.
     sim = simulate(data.redealt(1e-3), cohort_size=7)
@@ -239,7 +243,11 @@ REQUIRED |= {name: {"server_lr": 0.1} for name in ("fedadam", "fedyogi", "fedada
 REQUIRED |= {name: {"beta": 0.5} for name in ("slowmo", "fedadc")}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+# one of each kind: with client states, with an evaluation in the round, with personal models
+MEASURED = ("fedavg", "scaffold", "fedgvr", "ditto", "fedrep")
+
+
+@pytest.mark.parametrize("name", [name if name in MEASURED else thorough(name) for name in ALGORITHMS])
 def test_every_algorithm_can_be_measured(data, name):
     def features(params, x):
         return jnp.tanh((x @ params["body"]) * params["norm"][None])
@@ -308,6 +316,7 @@ def test_updates_that_do_not_fit_are_measured_in_a_second_training(data, monkeyp
         np.testing.assert_allclose(kept[name], again[name], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_measures_of_a_client_that_diverges_are_nan():
     rng = np.random.default_rng(0)
     x, y = rows(rng, 6)
@@ -372,6 +381,7 @@ def test_updates_cannot_be_measured_if_the_algorithm_does_not_call_local_train(d
     assert sim.measure(state, "labels")["label_mix"].shape == (C,)  # "labels" only counts examples
 
 
+@pytest.mark.thorough
 def test_an_algorithm_may_return_its_own_metrics(data):
     """The measures do not depend on the metrics that an algorithm returns."""
     plain = fd.algorithms.fedavg()

@@ -97,6 +97,7 @@ def test_a_clients_result_does_not_depend_on_the_rest_of_the_cohort_or_the_devic
     assert len(set(losses)) == 1
 
 
+@pytest.mark.thorough
 def test_a_clients_result_does_not_depend_on_the_largest_client(data) -> None:
     """The examples of a client are padded to the size of the federation's largest client.
 
@@ -123,6 +124,7 @@ def test_results_do_not_depend_on_the_numbers_of_lanes_and_devices(data) -> None
         assert_close(after_three_rounds(lanes, devices), reference)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lanes", [thorough(1), 3, thorough(6)])
 def test_the_setting_threefry_partitionable_does_not_change_results(data, lanes) -> None:
     """The engine always uses True. With False, a client's shuffle would depend on the largest client in its group."""
@@ -196,6 +198,7 @@ def test_rounds_are_deterministic_and_the_old_state_stays_valid(data) -> None:
     assert not np.array_equal(np.asarray(other.params["a"]), np.asarray(state.params["a"]))
 
 
+@pytest.mark.thorough
 def test_many_rounds_may_be_dispatched_without_reading_a_result() -> None:
     """With several CPU devices, XLA aborts the process if too many programs wait for each other.
 
@@ -222,6 +225,7 @@ def test_donation_overwrites_the_state_but_not_the_callers_params(data) -> None:
     assert jax.tree.leaves(params)[0] is not None and np.isfinite(params["a"]).all()
 
 
+@pytest.mark.thorough
 def test_states_may_come_from_other_devices_or_from_numpy(data) -> None:
     explicit = jax.make_mesh((2,), ("clients",))  # with explicit axes, JAX's default
     sim = fd.Simulation(MLP, data, KEEPING, cohort_size=10, mesh=explicit)
@@ -322,6 +326,7 @@ def test_shuffle_is_a_uniform_permutation_that_ignores_padding() -> None:
     assert len(counts) == 6 and abs(counts - 1000).max() < 150  # 5 standard deviations
 
 
+@pytest.mark.thorough
 def test_an_optimizer_with_a_learning_rate_of_its_own_descends(data) -> None:
     def after(local: fd.LocalTraining) -> fd.ServerState:
         sim = simulate(data, local=local)
@@ -333,6 +338,7 @@ def test_an_optimizer_with_a_learning_rate_of_its_own_descends(data) -> None:
     assert_equal(after(same).params, after(sgd).params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "noise", [thorough(optax.identity()), optax.add_noise(1e-4, 0.0, key=3)], ids=["without", "with"]
 )
@@ -442,6 +448,7 @@ def test_given_cohorts_are_checked_before_anything_is_compiled(data) -> None:
     assert sim.model.apply.traces == 1  # that of Simulation()
 
 
+@pytest.mark.thorough
 def test_few_steps_are_wasted_with_the_sizes_of_femnist() -> None:
     """Executed steps exceed the needed steps by at most 12 %.
 
@@ -488,6 +495,7 @@ def test_nonfinite_updates(data) -> None:
         poisoned().run(start, 6, progress=False)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) -> None:
     """The label 4 has no logit. JAX reads NaN for it, and its gradient is 0. The loss is not recognised, because of its
     factor 2."""
@@ -587,6 +595,7 @@ def test_clients_have_names_and_decode_returns_the_inputs_of_the_model() -> None
     assert plain.decode(np.arange(3)).dtype == jnp.int32 and plain.client_names is None
 
 
+@pytest.mark.thorough
 def test_only_uint8_images_are_divided_by_255(data) -> None:
     """Other uint8 inputs are features, float32 with the same values, unless mean and std are given."""
     rng = np.random.default_rng(0)

@@ -133,6 +133,7 @@ def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  #
     assert np.mean([(info["cohort"] >= 0).sum() for info in infos]) > 9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -153,6 +154,7 @@ def test_failures_do_not_depend_on_placement(data, options) -> None:  # noqa: F8
         states = [a, b]
 
 
+@pytest.mark.thorough
 def test_drift_is_measured_for_the_clients_that_report(data) -> None:  # noqa: F811
     sim = simulate(data, dropout=0.4, stragglers=0.4, measure=("updates", "gradients"))
     start = sim.init(jax.random.key(0))
@@ -165,6 +167,7 @@ def test_drift_is_measured_for_the_clients_that_report(data) -> None:  # noqa: F
         np.testing.assert_allclose(info[name], want[name], rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_sweep_over_dropout(data) -> None:  # noqa: F811
     def build(dropout: float) -> fd.Simulation:
         return simulate(data, fd.algorithms.fedavg(), dropout=dropout)
@@ -321,6 +324,7 @@ def test_a_group_executes_the_steps_of_its_longest_lane_in_every_epoch(data) -> 
     assert executed_steps(engine, whole) == 2 * 20
 
 
+@pytest.mark.thorough
 def test_an_algorithm_may_train_stragglers_for_all_steps(data) -> None:  # noqa: F811
     """An algorithm may increase ``work.num_steps``. The result must not depend on the number of lanes."""
     fedavg = fd.algorithms.fedavg()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small import thorough
 
 import fedjax_drift as fd
 
@@ -62,7 +63,8 @@ def test_steps_of_whole_epochs_are_these_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "options"), [(1, {"lanes": 3}), (2, {"stream": True}), (2, {"shard_data": True, "bank": "sharded"})]
+    ("devices", "options"),
+    [(1, {"lanes": 3}), thorough(2, {"stream": True}), thorough(2, {"shard_data": True, "bank": "sharded"})],
 )
 def test_places_do_not_change_the_steps(devices, options) -> None:
     expected, _ = rounds(simulate())
@@ -78,7 +80,7 @@ def test_stragglers_stop_before_the_last_step() -> None:
     assert (info["client_steps"] < STEPS).any()
 
 
-@pytest.mark.parametrize(("steps", "parts"), [(3, 3), (25, 10)])
+@pytest.mark.parametrize(("steps", "parts"), [(3, 3), thorough(25, 10)])
 def test_drift_is_measured_after_every_tenth_of_the_steps(steps, parts) -> None:
     local = fd.LocalTraining(steps=steps, batch_size=4, lr=0.2)
     _, info = rounds(simulate(fd.algorithms.fedavg(), local=local, measure="updates"), 1)
@@ -121,10 +123,10 @@ def test_a_schedule_of_the_learning_rate() -> None:
     ("make", "options"),
     [
         (fd.algorithms.fedavg, {}),
-        (fd.algorithms.fedeve, {}),  # its clients use the server learning rate, too
-        (fd.algorithms.fedexp, {"eps": optax.linear_schedule(0.1, 0.01, 3)}),  # which is reported
+        thorough(fd.algorithms.fedeve, {}),  # its clients use the server learning rate, too
+        thorough(fd.algorithms.fedexp, {"eps": optax.linear_schedule(0.1, 0.01, 3)}),  # which is reported
         (fd.algorithms.fedprox, {"mu": lambda t: 0.1 / (1.0 + t)}),
-        (fd.algorithms.partly_shared, {}),
+        thorough(fd.algorithms.partly_shared, {}),
     ],
 )
 def test_numbers_of_an_algorithm_may_be_schedules(make, options) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import thorough
 from test_algorithms import small
 
 import fedjax_drift as fd
@@ -150,6 +151,7 @@ def test_power_of_choice_equals_a_numpy_loop(data) -> None:
         assert t or np.isinf(known).sum() == N - K
 
 
+@pytest.mark.thorough
 def test_exact_power_of_choice_evaluates_the_present_model(data) -> None:
     for devices, options in ((1, {}), (2, {"lanes": 2}), (2, {"shard_data": True})):
         sim = simulate(data, fd.participation.power_of_choice(N, exact=True), devices=devices, **options)
@@ -254,7 +256,7 @@ def test_observe_gets_the_losses_of_those_that_report(data) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if "power" in name and "," in name else pytest.param(name, marks=pytest.mark.thorough) for name in RULES],
+    [name if name == "cyclic, power_of_choice" else thorough(name) for name in RULES],
 )
 def test_places_and_resuming_do_not_change_results(name, data, tmp_path) -> None:
     """Client states on the device, sharded, on the host or in files; examples on the devices, sharded or streamed; one
@@ -287,6 +289,7 @@ def test_places_and_resuming_do_not_change_results(name, data, tmp_path) -> None
         np.testing.assert_allclose(c, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_sweep_over_a_number_of_a_rule_is_one_program(data) -> None:
     def build(up: float) -> fd.Simulation:
         return simulate(data, fd.participation.markov(up, 0.2))

@@ -141,6 +141,7 @@ def deal_one_by_one(rng, class_sizes, sizes, alpha):
     return counts
 
 
+@pytest.mark.thorough
 def test_vectorised_assignment_has_the_same_distribution_as_one_by_one():
     class_sizes, sizes, draws = np.array([1, 5, 5]), np.array([1, 3, 7]), 3000
     alpha = 1.5  # with a small alpha, the literal procedure takes too long

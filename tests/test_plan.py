@@ -284,6 +284,7 @@ def test_a_lane_in_bfloat16_has_half_of_the_activations() -> None:
     assert 0 < single.convolved < single.activations
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("low_rank", [False, True])
 def test_the_table_of_an_embedding_does_not_change_the_activations_of_a_lane(low_rank) -> None:
     def lane(vocabulary: int) -> lanes.Lane:

@@ -7,6 +7,7 @@ import matplotlib.colors
 import numpy as np
 import pytest
 from matplotlib import style
+from small import thorough
 
 import fedjax_drift as fd
 from fedjax_drift import logs, plots
@@ -89,7 +90,7 @@ def test_agreement_is_plotted_over_local_epochs_if_there_are_several():
     assert cka.get_xlabel() == "Round"
 
 
-@pytest.mark.parametrize("rounds", (51, 75, 99, 100, 101, 149, 500))
+@pytest.mark.parametrize("rounds", (*map(thorough, (51, 75, 99)), 100, 101, *map(thorough, (149, 500))))
 @pytest.mark.parametrize("seeds", (1, 3))
 def test_noise_is_smoothed_equally_at_all_rounds(rounds, seeds):
     """The variance of a mean is the sum of the squared weights, which the points of this test show one by one."""
@@ -177,7 +178,7 @@ def test_forgetting_shows_no_impossible_ratios():
     assert 0 <= axes.get_ylim()[0] < axes.get_ylim()[1] <= 3
 
 
-@pytest.mark.parametrize("magic", ("", "%matplotlib inline"))
+@pytest.mark.parametrize("magic", (thorough(""), "%matplotlib inline"))
 def test_a_notebook_shows_a_figure_once_with_and_without_magic(magic):
     import nbformat
     from nbclient import NotebookClient
@@ -189,6 +190,7 @@ def test_a_notebook_shows_a_figure_once_with_and_without_magic(magic):
     assert output.output_type == "execute_result" and len(output.data["image/png"]) > 5_000
 
 
+@pytest.mark.thorough
 def test_large_fonts_and_dark_backgrounds():
     """No text covers another one, and nothing has the colour of the background."""
     records = {f"a setting with quite a long name, number {i}": [history(), history(seed=i)] for i in range(8)}

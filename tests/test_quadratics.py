@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from small import thorough
 
 experiment = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "experiments" / "quadratics.py")))
 QUADRATICS = experiment.draw()
@@ -55,7 +56,7 @@ def test_fedspeed_ends_at_a_distance_proportional_to_rho_and_fednova_at_the_fixe
     assert np.linalg.norm(w - QUADRATICS.fixed_point(experiment.LR, experiment.STEPS)) < 1e-4
 
 
-@pytest.mark.parametrize(("cohort_size", "rounds"), [(20, 40), (4, 200)])
+@pytest.mark.parametrize(("cohort_size", "rounds"), [thorough(20, 40), (4, 200)])
 @pytest.mark.parametrize("name", ["SCAFFOLD", "VRL-SGD", "FedDyn, alpha = 1", "FedDC, alpha = 1"])
 def test_drift_correction_converges_to_the_optimum(name, cohort_size, rounds) -> None:
     w = experiment.models(QUADRATICS, experiment.ALGORITHMS[name], cohort_size, rounds)

@@ -89,6 +89,7 @@ def test_results_do_not_depend_on_placement(data, mapped, expected, where, strea
     assert_close(sim.round_fn(by_run, cohort=ids)[0].server, simulate(data).round_fn(state, cohort=ids)[0].server)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [thorough("vrl_sgd"), "lfd"])
 def test_states_of_other_algorithms_can_be_kept_anywhere(data, name) -> None:
     """In VRL-SGD, a client state has a scalar and is completed after the round.
@@ -121,6 +122,7 @@ def test_sharded_client_states_are_divided_among_the_devices(data) -> None:
     )  # no device ever has all client states
 
 
+@pytest.mark.thorough
 def test_redistributed_examples_can_be_streamed(data, mapped) -> None:
     here, there = (
         simulate(rows.redealt(0.5), devices=1, stream=stream) for rows, stream in ((data, False), (mapped, True))
@@ -318,6 +320,7 @@ def needing_memory() -> fd.Model:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "devices"), [("round_fn", 1), thorough("run", 2)])
 def test_a_failed_program_keeps_its_state_unless_the_state_was_donated(data, method, devices) -> None:
     """Here XLA runs out of memory itself, after the state has been passed to the program."""
@@ -386,6 +389,7 @@ def test_the_memory_limit_of_a_container_is_used(groups, limits, expected, tmp_p
     assert memory.memory_of(fd.clients_mesh(jax.devices()[:2])) == 500.0
 
 
+@pytest.mark.thorough
 def test_cohorts_of_huge_federations_are_uniform() -> None:
     N, K, draws = 3000, 6, 4000
     cohorts = np.asarray(jax.jit(jax.vmap(lambda key: first_distinct(key, N, K)))(

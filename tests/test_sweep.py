@@ -125,6 +125,7 @@ def test_runs_on_one_device_are_bitwise_identical_to_separate_runs(data) -> None
     assert_as_alone(build, runs[1:], 3, 0, params=params, measure_every=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["scaffold, bernoulli", thorough("optimizer, redealt")])
 def test_a_last_turn_that_is_not_full(data, name) -> None:
     """Three runs are trained, two side by side. So the last turn trains the last run twice."""
@@ -140,6 +141,7 @@ def test_a_last_turn_that_is_not_full(data, name) -> None:
     assert_as_alone(build, runs[2:], 2, 2e-5, eval_every=0)
 
 
+@pytest.mark.thorough
 def test_fewer_runs_than_devices_use_all_devices(data) -> None:
     sim = simulate(data, fd.algorithms.scaffold())
     runs = quietly(lambda: sim, 3, seeds=[5])
@@ -249,7 +251,7 @@ def test_an_error_in_on_round_keeps_the_completed_rounds(sim) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["run", "sweep"])
-@pytest.mark.parametrize("saved", [False, True], ids=["", "with checkpoints"])
+@pytest.mark.parametrize("saved", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["", "with checkpoints"])
 def test_a_program_that_fails_keeps_its_error_and_the_completed_rounds(data, several, saved, tmp_path) -> None:
     """The failed program has overwritten its state. Checkpoints have earlier ones."""
 
@@ -373,6 +375,7 @@ def tracks_of(build, settings) -> list:
     return TURNS.tracks(planned, most=len(planned), constant=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["local training", thorough("algorithm"), thorough("data")])
 def test_settings_may_need_different_programs(data, name, tmp_path) -> None:
     """Settings that differ in more than numbers are trained in one sweep, each as it would be alone."""
@@ -491,7 +494,7 @@ def test_a_sweep_resumes_if_a_run_lacks_the_newest_checkpoint(data, tmp_path) ->
         quietly(partial(saving, data), 1, settings=grid(lr=[0.1, 0.1, 0.2]), checkpoints=tmp_path / "twice")
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("together", [thorough(1), 2])
 def test_a_sweep_continues_the_runs_of_an_earlier_sweep(data, together) -> None:
     def build(lr: float) -> fd.Simulation:
         return simulate(data, fd.algorithms.scaffold(), local=local(lr=lr))

@@ -38,7 +38,7 @@ from fedjax_drift.round.cohort import select
 from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
-from fedjax_drift.round.round import init
+from fedjax_drift.round.round import init, initial_params
 from fedjax_drift.round.train import any_update
 from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
@@ -194,7 +194,12 @@ def scoring(engine: Engine) -> Engine:
     """The engine with the fields only that an evaluation uses. Different algorithms then share the evaluation."""
     if engine.shifting is None:
         engine = engine._replace(num_clients=None)  # type: ignore[arg-type]
-    return engine._replace(**{name: None for name in Engine._fields if name not in SCORING})  # type: ignore[arg-type]
+    return only(engine, *SCORING)
+
+
+def only(engine: Engine, *names: str) -> Engine:
+    """The engine with these fields only."""
+    return engine._replace(**{name: None for name in Engine._fields if name not in names})  # type: ignore[arg-type]
 
 
 def _placed(engine: Engine, numbers: Numbers, private: bool = False) -> Numbers:
@@ -232,10 +237,13 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
         static = (options["static_argnums"],) if "static_argnums" in options else ()
         return jax.jit(layout.over_runs(of_numbers, per_run, static) if layout else of_numbers, **options)
 
+    start = jit(init, (0, 2), changes={"state_rows": 1} if one_state else None, out_shardings=state)
+    if layout is None:
+        start = partial(_started, _initial(recipes.split(only(engine, "model", "mesh"), form.fixed)[0]), start)
     score, score_rows = _scoring(recipes.split(scoring(engine), form.fixed)[0], layout)
     round_of, next_state = partial(jit, drift.measured_round, (0, 3), static_argnums=2), (state, seen)
     return Compiled(
-        init=jit(init, (0, 2), changes={"state_rows": 1} if one_state else None, out_shardings=state),
+        init=start,
         round=round_of(out_shardings=next_state),
         donating_round=round_of(donate_argnums=3, out_shardings=next_state),
         rounds=jit(rounds, (0, 3), static_argnums=2, donate_argnums=3, out_shardings=next_state),
@@ -245,6 +253,30 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
         evaluate=score,
         evaluate_rows=score_rows,
     )
+
+
+@lru_cache(KEPT)
+def _initial(form: recipes.Form) -> Callable:
+    """Returns the program of the initial parameters. Different algorithms with the same model share it, because random
+    numbers take most of the time to compile a new state."""
+
+    def parameters(frozen: FrozenArrays, key: jax.Array) -> Params:
+        return initial_params(recipes.join(form, (), frozen), key)
+
+    return jax.jit(parameters, out_shardings=NamedSharding(form.value.mesh, P()))
+
+
+def _started(
+    parameters: Callable,
+    start: Callable,
+    numbers: Numbers,
+    frozen: FrozenArrays,
+    key: jax.Array,
+    params: Params | None,
+    sizes: jax.Array,
+) -> ServerState:
+    """The state before round 0, from two programs. Without ``params``, the first makes the initial parameters."""
+    return start(numbers, frozen, key, parameters(frozen, key) if params is None else params, sizes)
 
 
 @lru_cache(KEPT)
