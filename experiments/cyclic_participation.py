@@ -10,11 +10,11 @@ of their labels. So there are three kinds of participation, with 10 clients a ro
 - cyclic, random groups: one of five random groups is available in each round. The groups have similar labels.
 - cyclic, groups by label: the five groups have clients with consecutive numbers, and so almost disjoint labels.
 
-The model is 2NN. A client trains for one epoch with batch size 50, and gradients are clipped to norm 10. For every algorithm, with uniform participation and
-with groups by label, the learning rate (and alpha of FedDC and FedDyn) is the one with the best validation accuracy in
-a run with another seed, in which 10 % of the training examples are held out. Random groups have the settings of
-uniform. Then three seeds are run, each with its own partition. The score of a run is its mean test accuracy over the
-last 50 rounds, which are ten whole cycles, on half of the test set.
+The model is 2NN. A client trains for one epoch with batch size 50, and gradients are clipped to norm 10. For every
+algorithm, with uniform participation and with groups by label, the learning rate (and alpha of FedDC and FedDyn) is the
+one with the best validation accuracy in a run with another seed, in which 10 % of the training examples are held out.
+Random groups have the settings of uniform. Then three seeds are run, each with its own partition. The score of a run is
+its mean accuracy on half of the test set over the last 50 rounds, which are ten whole cycles.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ def federation(seed: int) -> fd.FederatedData:
 
 
 def simulate(data: fd.FederatedData, rule: str, name: str, lr: float, **settings: float) -> fd.Simulation:
-    return fd.Simulation(
-        MODEL, data, ALGORITHMS[name][0](**settings), local=fd.LocalTraining(epochs=1, batch_size=50, lr=lr, clip_norm=10.0),
-        cohort_size=10, participation=RULES[rule], measure="gradients",
-    )  # fmt: skip
+    local, algorithm = fd.LocalTraining(epochs=1, batch_size=50, lr=lr, clip_norm=10.0), ALGORITHMS[name][0](**settings)
+    options = {"cohort_size": 10, "participation": RULES[rule], "measure": "gradients"}
+    return fd.Simulation(MODEL, data, algorithm, local=local, **options)
 
 
 def score(history: list[dict]) -> float:
