@@ -3,6 +3,8 @@
     python experiments/cyclic_participation.py [--rounds 100] [--output DIR]
     python experiments/cyclic_participation.py --draw DIR      only writes the picture and the table again
 
+The results are saved after every algorithm and kind of participation. The same command continues.
+
 The data are MNIST with 100 clients, two blocks of the examples sorted by label each. Clients are numbered by the mean
 of their labels. So there are three kinds of participation, with 10 clients a round:
 
@@ -84,12 +86,16 @@ def main() -> None:
         return report(arguments.draw)
     fd.use_cpu_devices()
     validation, federations = federation(TUNING_SEED).with_validation(0.1, 0), [federation(seed) for seed in SEEDS]
-    found: list[dict] = []
+    file = arguments.output / "cyclic_participation.json" if arguments.output else None
+    found: list[dict] = json.loads(file.read_text()) if file and file.exists() else []
+    settings_of = {(run["algorithm"], run["participation"]): run["settings"] for run in found}
     for name in ALGORITHMS:
         for rule in RULES:
+            if (name, rule) in settings_of:
+                continue
             start = time.perf_counter()
-            if rule != "cyclic, random groups":
-                settings = tuned(validation, rule, name, arguments.rounds)
+            known = settings_of.get((name, "uniform")) if rule == "cyclic, random groups" else None
+            settings = settings_of[name, rule] = known or tuned(validation, rule, name, arguments.rounds)
             histories = []
             for seed, data in zip(SEEDS, federations, strict=True):
                 sim = simulate(data, rule, name, **settings)
@@ -102,9 +108,9 @@ def main() -> None:
             })  # fmt: skip
             scores = [round(100 * score(history), 2) for history in histories]
             print(f"{name}, {rule}: {settings}, {scores} %, {time.perf_counter() - start:.0f} s", flush=True)
-            if arguments.output:
-                arguments.output.mkdir(parents=True, exist_ok=True)
-                (arguments.output / "cyclic_participation.json").write_text(json.dumps(found) + "\n")
+            if file:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(found) + "\n")
     if arguments.output:
         report(arguments.output)
 
