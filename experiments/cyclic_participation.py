@@ -5,12 +5,13 @@
 
 The results are saved after every algorithm and kind of participation. The same command continues.
 
-The data are MNIST with 100 clients, two blocks of the examples sorted by label each. Clients are numbered by the mean
-of their labels. So there are three kinds of participation, with 10 clients a round:
+The data are MNIST with 100 clients. Clients 0 to 19 share the images of the labels 0 and 1, clients 20 to 39 those of
+the labels 2 and 3, and so on; the shares of the two labels of a client are uniformly distributed. There are three kinds
+of participation, with 10 clients a round:
 
 - uniform
 - cyclic, random groups: one of five random groups is available in each round. The groups have similar labels.
-- cyclic, groups by label: the five groups have clients with consecutive numbers, and so almost disjoint labels.
+- cyclic, groups by label: the five groups are those that share two labels. So a cohort has two of the ten labels.
 
 The model is 2NN. A client trains for one epoch with batch size 50, and gradients are clipped to norm 10. For every
 algorithm, with uniform participation and with groups by label, the learning rate (and alpha of FedDC and FedDyn) is the
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,11 +53,12 @@ MODEL = fd.models.mnist_2nn()
 
 
 def federation(seed: int) -> fd.FederatedData:
-    """MNIST with 100 clients in the order of their mean labels."""
-    data = fd.datasets.load("mnist", partition=fd.partition.shards(100, 2, seed=seed))
-    order = np.argsort([data.client(i)[1].mean() for i in range(data.num_clients)])
-    clients, test = [data.client(i) for i in order], (data.x_test[::2], data.y_test[::2])
-    return fd.FederatedData.from_clients(clients, test=test, mean=data.mean, std=data.std, name="mnist")
+    """MNIST with 100 clients. Clients 20 g to 20 g + 19 have the labels 2 g and 2 g + 1."""
+    weights, rng = np.zeros((100, 10)), np.random.default_rng(seed)
+    for i in range(100):
+        weights[i, 2 * (i // 20) + np.arange(2)] = rng.dirichlet([1, 1])
+    data = fd.datasets.load("mnist", partition=fd.partition.distribution(100, weights, seed))
+    return replace(data, x_test=data.x_test[::2], y_test=data.y_test[::2])
 
 
 def simulate(data: fd.FederatedData, rule: str, name: str, lr: float, **settings: float) -> fd.Simulation:

@@ -60,20 +60,13 @@ def unobserved(engine: Engine) -> Observer:
 
 
 @partitionable
-def initial_params(engine: Engine, key: jax.Array) -> Params:
-    """The model's own initial parameters."""
-    init_key, _ = jax.random.split(key)
-    return engine.model.init(init_key)
-
-
-@partitionable
 def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array) -> ServerState:
     """The state before round 0, from ``params`` or, by default, from the model's own initial parameters.
 
     sizes: int32 [N], the numbers of examples of all clients.
     """
-    _, round_key = jax.random.split(key)
-    params = initial_params(engine, key) if params is None else params
+    init_key, round_key = jax.random.split(key)
+    params = engine.model.init(init_key) if params is None else params
     client = engine.algorithm.init_client(params)
     clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.state_rows, *jnp.shape(c))), client)
     server, clients = jax.tree.map(tree.strip_weak_type, (engine.algorithm.init_server(params), clients))

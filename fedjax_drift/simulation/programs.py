@@ -35,10 +35,10 @@ from fedjax_drift.model import Model
 from fedjax_drift.participation import uniform
 from fedjax_drift.round.aggregation import mean
 from fedjax_drift.round.cohort import select
-from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows
+from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows, partitionable
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
-from fedjax_drift.round.round import init, initial_params
+from fedjax_drift.round.round import init
 from fedjax_drift.round.train import any_update
 from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
@@ -260,8 +260,9 @@ def _initial(form: recipes.Form) -> Callable:
     """Returns the program of the initial parameters. Different algorithms with the same model share it, because random
     numbers take most of the time to compile a new state."""
 
+    @partitionable
     def parameters(frozen: FrozenArrays, key: jax.Array) -> Params:
-        return initial_params(recipes.join(form, (), frozen), key)
+        return recipes.join(form, (), frozen).model.init(jax.random.split(key)[0])  # as in `init`
 
     return jax.jit(parameters, out_shardings=NamedSharding(form.value.mesh, P()))
 
