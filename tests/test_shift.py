@@ -155,6 +155,7 @@ def test_a_round_is_that_of_the_shifted_examples(name) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_measures_see_the_shifted_examples() -> None:
     data = DATA.shifted(fd.shift.chain(SWAP, fd.shift.rotate(30, by="all")))
     local = fd.LocalTraining(epochs=2, batch_size=4, lr=2.0)  # so that predictions differ between classes
@@ -206,7 +207,7 @@ def by_round(key, t, client, x, y):
 OF_CLIENTS = [by_client, fd.shift.gaussian_noise(1.2), fd.shift.domains(fd.shift.none(), by_round)]
 
 
-@pytest.mark.parametrize("shift", OF_CLIENTS, ids=["function", "noise", "domains"])
+@pytest.mark.parametrize("shift", [OF_CLIENTS[0], *map(thorough, OF_CLIENTS[1:])], ids=["function", "noise", "domains"])
 def test_clients_are_evaluated_on_their_own_shifted_examples(shift) -> None:
     """A shift that depends on the client leaves the global test set as it is."""
     sim = simulate(DATA.shifted(shift), fd.algorithms.ditto(lam=0.1))
@@ -263,6 +264,7 @@ def test_places_and_resuming_do_not_change_results(tmp_path) -> None:
         checkpoints.restore(simulate(DATA.shifted(fd.shift.gaussian_noise(0.6)).shifted(fd.shift.sudden(2, SWAP))))
 
 
+@pytest.mark.thorough
 def test_a_sweep_over_a_number_of_a_shift_is_one_program() -> None:
     def build(degrees: float) -> fd.Simulation:
         shift = fd.shift.mixture([1, 2], fd.shift.none(), fd.shift.rotate(degrees, by="all"))
