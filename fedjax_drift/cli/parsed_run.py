@@ -30,7 +30,6 @@ from fedjax_drift.models import num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
-from fedjax_drift.shift import Shift
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
 from fedjax_drift.types import Params
@@ -257,7 +256,7 @@ def load_data(args: argparse.Namespace) -> FederatedData:
     return data.shifted(_shift(shifts), args.shift_test, seed) if shifts else data
 
 
-def _shift(specs: Sequence[Spec]) -> Shift:
+def _shift(specs: Sequence[Spec]) -> shift.Shift:
     """The shift that the flags describe. A shift over time applies to those after it."""
     spec, *rest = specs
     takes = spec.defaults.keys() & {"shift", "shifts"}

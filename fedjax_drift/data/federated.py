@@ -348,10 +348,8 @@ class FederatedData:
         new, old = shift_of(shift), self.shifting
         if test is None:
             test = old.test if old else "present"
-        test, seed = (
-            checks.choice("test", test, ("present", "first", "both")),
-            checks.integer("seed", seed, 0, 2**32 - 1),
-        )
+        test = checks.choice("test", test, ("present", "first", "both"))
+        seed = checks.integer("seed", seed, 0, 2**32 - 1)
         return self._with(shifting=Shifting(chain(old.shift, new) if old else new, test, seed))
 
     def examples(self, client: int | str, round: int = 0, test: bool = False) -> Pair:  # noqa: A002

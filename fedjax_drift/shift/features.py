@@ -96,6 +96,16 @@ def blur(sigma: float, by: By = "client") -> Shift:
     return _of_features("blur", by, blurred)
 
 
+def check_inputs(name: str, x: jax.Array, images: bool) -> None:
+    """Raises ConfigurationError unless an example has floating inputs, and is an image [H, W, C] if ``images``."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or images and x.ndim != 3:
+        what = "images [height, width, channels]" if images else "floating inputs"
+        raise ConfigurationError(
+            f"{name} needs {what}, got examples of {x.dtype}{[*x.shape]}: pass a function (key, t, client, x, y) -> "
+            "(x, y) of your own"
+        )
+
+
 def rotated(image: jax.Array, degrees: jax.Array) -> jax.Array:
     """The image [H, W, C], rotated about its centre."""
     angle = jnp.deg2rad(degrees)
@@ -135,12 +145,7 @@ def _of_features(
         return jnp.append(jnp.asarray(by, float), 0)[owner.id]
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
-        if not jnp.issubdtype(x.dtype, jnp.floating) or images and x.ndim != 3:
-            what = "images [height, width, channels]" if images else "floating inputs"
-            raise ConfigurationError(
-                f"{name} needs {what}, got examples of {x.dtype}{[*x.shape]}: pass a function (key, t, client, x, y) "
-                "-> (x, y) of your own"
-            )
+        check_inputs(name, x, images)
         strength = strength_of(owner).astype(x.dtype)
         return jnp.where(strength == 0, x, shifted(key, strength, x).astype(x.dtype)), y
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec
 
 import jax
-import jax.numpy as jnp
 
-from fedjax_drift import checks, reprs
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, reprs, tree
 from fedjax_drift.recipes import Recipe, recorded
+from fedjax_drift.types import THREEFRY
 
 P = ParamSpec("P")
 Example = tuple[jax.Array, jax.Array]  # (x, y)
@@ -60,9 +59,7 @@ def shift_of(value: Any, name: str = "shift") -> Shift:
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         of_client, shifted = _uses_client(function, key, t, owner.id, x, y), function(key, t, owner.id, x, y)
-        if not of_client:
-            return shifted
-        return jax.tree.map(lambda new, old: jnp.where(owner.id < owner.num_clients, new, old), shifted, (x, y))
+        return tree.select(owner.id < owner.num_clients, shifted, (x, y)) if of_client else shifted
 
     return Shift(change, getattr(value, "__name__", name))
 
@@ -107,7 +104,7 @@ class Shifting(NamedTuple):
         owner: of all examples, or of each, [B]. index: int32 [B], the numbers of the examples among those of their
         owner. part: `TRAINING` or `TESTING`.
         """
-        key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), part)
+        key = jax.random.fold_in(jax.random.key(self.seed, impl=THREEFRY), part)
         each = 0 if owner.id.ndim else None
 
         def one(id_: jax.Array, index: jax.Array, x: jax.Array, y: jax.Array) -> Example:
@@ -115,31 +112,3 @@ class Shifting(NamedTuple):
             return self.shift.change(of_example, t, Owner(id_, owner.num_clients), x, y)
 
         return jax.vmap(one, (each, 0, 0, 0))(owner.id, index, x, y)
-
-    def check(self, x: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct, num_clients: int) -> None:
-        """Raises ConfigurationError unless the shift returns an example like the one that it gets. x, y: one decoded
-        example."""
-
-        def one(key: jax.Array, number: jax.Array, x: jax.Array, y: jax.Array) -> Example:
-            return self.shift.change(key, number, Owner(number, num_clients), x, y)
-
-        key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32"))
-        shown = f"{_shown(x)} and {_shown(y)}"
-        try:
-            result = jax.eval_shape(one, key, jax.ShapeDtypeStruct((), jnp.int32), x, y)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            raise ConfigurationError(
-                f"shift must be a function (key, t, client, x, y) -> (x, y) of one example, {shown}, got one that "
-                f"fails: {checks.first_line(error)}"
-            ) from error
-        returned = " and ".join(map(_shown, result)) if isinstance(result, tuple) else checks.shown(result)
-        if returned != shown:
-            raise ConfigurationError(
-                f"{self.shift.name} must keep the shapes and the dtypes of an example, {shown}, got {returned}"
-            )
-
-
-def _shown(array: Any) -> str:
-    return f"{array.dtype}{[*array.shape]}" if hasattr(array, "shape") else checks.shown(array)

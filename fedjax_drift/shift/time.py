@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift import checks
+from fedjax_drift import checks, tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.recipes import recorded
-from fedjax_drift.shift.features import rotated
+from fedjax_drift.shift.features import check_inputs, rotated
 from fedjax_drift.shift.rule import Example, Owner, Shift, rule, shift_of
 
 CHOICE = 2**32 - 1  # fold_in(key, CHOICE) decides which shift an example has; the shifts of a `chain` have 0, 1, ...
@@ -64,10 +64,7 @@ def rotate_over_time(degrees_per_round: float, most: float | None = None) -> Shi
     limit = None if most is None else checks.positive("most", most)
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
-        if x.ndim != 3:
-            raise ConfigurationError(
-                f"rotate_over_time needs images [height, width, channels], got examples of {x.dtype}{[*x.shape]}"
-            )
+        check_inputs("rotate_over_time", x, images=True)
         angle = speed * t
         return rotated(x, angle if limit is None else jnp.clip(angle, -limit, limit)), y
 
@@ -165,8 +162,7 @@ def domains(*shifts: Shift, of: np.ndarray | None = None) -> Shift:
         if given is not None and len(given) != N:
             raise ConfigurationError(f"of must have a domain for each of the {N} clients, got {len(given)}")
         domain = owner.id % len(each) if given is None else jnp.asarray(given, jnp.int32)[jnp.minimum(owner.id, N - 1)]
-        shifted = _select(domain, each, key, t, owner, x, y)
-        return jax.tree.map(lambda new, old: jnp.where(owner.id < N, new, old), shifted, (x, y))
+        return tree.select(owner.id < N, _select(domain, each, key, t, owner, x, y), (x, y))
 
     return Shift(change, "domains")
 
@@ -197,7 +193,7 @@ def _in_share(name: str, share: Callable[[jax.Array], jax.Array], shift: Any) ->
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         now = share(t)
         on = now if now.dtype == bool else _random(key) < now
-        return jax.tree.map(lambda new, old: jnp.where(on, new, old), inner.change(key, t, owner, x, y), (x, y))
+        return tree.select(on, inner.change(key, t, owner, x, y), (x, y))
 
     return Shift(change, f"{name}, {inner.name}")
 

@@ -88,6 +88,10 @@ class Programs:
         return split(self.engine, self.constant)
 
     @cached_property
+    def _scoring_numbers(self) -> tuple[float, ...]:
+        return split(scoring(self.engine), self.constant)[1]
+
+    @cached_property
     def compiled(self) -> Compiled:
         """The jitted functions. Their first argument is `numbers`."""
         form, _ = self._split
@@ -116,7 +120,7 @@ class Programs:
 
     def launch_scoring(self, name: str, *arguments: Any, numbers: Numbers | None = None) -> Any:
         """Calls an evaluation. numbers: those of `scoring`. Default: those of the engine."""
-        numbers = split(scoring(self.engine), self.constant)[1] if numbers is None else numbers
+        numbers = self._scoring_numbers if numbers is None else numbers
         return launch(self.mesh, getattr(self.compiled, name), numbers, self.frozen, *arguments)
 
     def select_on_host(self, state: ServerState, sizes: np.ndarray) -> tuple[jax.Array, jax.Array | None]:

@@ -23,6 +23,7 @@ from fedjax_drift.model import Model, cross_entropy
 from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
+from fedjax_drift.shift.rule import Owner
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
 
@@ -260,31 +261,55 @@ def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
         check_optimizer(local.optimizer, local.direction, params)
 
 
+def check_augment(local: LocalTraining, data: FederatedData, decode: Callable) -> None:
+    """Checks that the augmentation returns one example like the one that it gets. decode: see `check_model`."""
+    if local.augment is not None:
+        key, x, _ = _one_example(data, decode)
+        _check_keeps(("augment", "augment"), "(key, x) -> x", local.augment, (key, x), x)
+
+
 def check_shift(data: FederatedData) -> None:
     """Checks that the shift of the data returns one example like the one that it gets."""
     if data.shifting is None:
         return
-    x = jax.ShapeDtypeStruct(data.x.shape[1:], jax.dtypes.canonicalize_dtype(data.x.dtype))
-    y = jax.eval_shape(lambda: jnp.asarray(integers_as_int32(data.y[:1])))
-    data.shifting.check(jax.eval_shape(data.decoding, x), jax.ShapeDtypeStruct(y.shape[1:], y.dtype), data.num_clients)
+    shift, (key, x, y) = data.shifting.shift, _one_example(data, data.decoding)
+
+    def change(key: jax.Array, number: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        return shift.change(key, number, Owner(number, data.num_clients), x, y)
+
+    arguments = (key, jax.ShapeDtypeStruct((), jnp.int32), x, y)
+    _check_keeps(("shift", shift.name), "(key, t, client, x, y) -> (x, y)", change, arguments, (x, y))
 
 
-def check_augment(local: LocalTraining, data: FederatedData, decode: Callable) -> None:
-    """Checks that the augmentation returns one example like the one that it gets. decode: see `check_model`."""
-    if local.augment is None:
-        return
+def _one_example(data: FederatedData, decode: Callable) -> tuple[Any, Any, Any]:
+    """The shapes and dtypes of a key, and of the input and the label of one example."""
     stored = jax.ShapeDtypeStruct(data.x.shape[1:], jax.dtypes.canonicalize_dtype(data.x.dtype))
-    example = jax.eval_shape(decode, stored)
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=THREEFRY))
-    shown = f"{example.dtype}{[*example.shape]}"
+    label = jax.eval_shape(lambda: jnp.asarray(integers_as_int32(data.y[:1]))[0])
+    return jax.eval_shape(lambda: jax.random.key(0, impl=THREEFRY)), jax.eval_shape(decode, stored), label
+
+
+def _check_keeps(names: tuple[str, str], form: str, function: Callable, arguments: tuple, example: Any) -> None:
+    """Checks that a function of one example returns arrays with the shapes and the dtypes of ``example``.
+
+    names: of the option, and of the function.
+    """
+
+    def texts(arrays: Any) -> Any:
+        return jax.tree.map(lambda a: f"{a.dtype}{[*a.shape]}", arrays)
+
+    def shown(arrays: Any) -> str:
+        return " and ".join(texts(arrays)) if isinstance(arrays, tuple) else f"{texts(arrays)}"
+
+    option, name = names
     try:
-        variant = jax.eval_shape(local.augment, key, example)
+        result = jax.eval_shape(function, *arguments)
     except ConfigurationError:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"augment must be a function (key, x) -> x of one example, {shown}, got one that fails: {first_line(error)}"
+            f"{option} must be a function {form} of one example, {shown(example)}, got one that fails: "
+            f"{first_line(error)}"
         ) from error
-    returned = jax.tree.map(lambda a: f"{a.dtype}{[*a.shape]}", variant)
-    if returned != shown:
-        raise ConfigurationError(f"augment must keep the shape and the dtype of an example, {shown}, got {returned}")
+    if texts(result) != texts(example):
+        what = "the shapes and the dtypes" if isinstance(example, tuple) else "the shape and the dtype"
+        raise ConfigurationError(f"{name} must keep {what} of an example, {shown(example)}, got {shown(result)}")
