@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedjax_drift import (
     algorithms,
+    compression,
     data,
     errors,
     logs,
@@ -88,6 +89,7 @@ __all__ = [
     "algorithms",
     "augment",
     "clients_mesh",
+    "compression",
     "data",
     "datasets",
     "described_mesh",

@@ -7,7 +7,7 @@ elementwise equations with ``jax.tree.map``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -96,6 +96,18 @@ def first_nonfinite(tree: PyTree) -> jax.Array:
 def select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """``new`` if the scalar ``condition`` is True, otherwise ``old``."""
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
+
+
+def like(params: PyTree) -> Callable[[PyTree], bool]:
+    """A function of a tree that says whether the tree has the structure and the shapes of ``params``."""
+    structure: Any = jax.tree.structure(params)
+    shapes = jax.tree.map(jnp.shape, params)
+
+    def is_like(tree: PyTree) -> bool:
+        same: Any = jax.tree.structure(tree)
+        return same == structure and jax.tree.map(jnp.shape, tree) == shapes
+
+    return is_like
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ FLOORS = [
     | {"adapters", "batch_norm", "version", "disk", "reprs", "schedules"},
     {"data", "models", "shift"},
     {"local", "devices", "participation"},
-    {"round", "algorithms"},
+    {"round", "algorithms", "compression"},
     {"measures", "storage"},
     {"simulation"},
     {"plots", "logs", "records", "run_folder", "paper_table", "statistics", "testing", "tuning"},

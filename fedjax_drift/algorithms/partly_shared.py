@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, leaves
+from fedjax_drift import checks, leaves, tree
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
@@ -149,6 +149,10 @@ def partly_shared(
         rest = rest._replace(statistics=None if work.statistics is None else trained.statistics)
         return start, rest._replace(mean_steps=base_epochs * mean_steps)
 
+    def complete(client: Client, message: PyTree) -> Client:
+        assert base.complete is not None
+        return client._replace(base=base.complete(client.base, message[0] if averages else message))
+
     def finish(server: Any, client: Client) -> Client:
         assert base.finish is not None
         return client._replace(base=base.finish(server, client.base))
@@ -160,6 +164,7 @@ def partly_shared(
         init_client=init_client,
         client_update=client_update,
         server_update=server_update if averages else base.server_update,
+        complete=complete if base.complete is not None else None,
         finish=finish if base.finish is not None else None,
         report=report if base.report is not None else None,
         personal=model_of_client if keeps else None,
@@ -170,11 +175,7 @@ def partly_shared(
 
 def without_personal(message: PyTree, params: Params, mask: PyTree) -> PyTree:
     """The message with zeros on the personal leaves of all its parts that are shaped like the parameters."""
-    structure: Any = jax.tree.structure(params)
-
-    def is_like_params(part: PyTree) -> bool:
-        same: Any = jax.tree.structure(part)
-        return same == structure and jax.tree.map(jnp.shape, part) == jax.tree.map(jnp.shape, params)
+    is_like_params = tree.like(params)
 
     def masked(part: PyTree) -> PyTree:
         if not is_like_params(part):

@@ -90,6 +90,10 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
         assert base.observe is not None
         return server._replace(base=base.observe(server.base, metrics))
 
+    def complete(client: Client, message: Message) -> Client:
+        assert base.complete is not None
+        return client._replace(base=base.complete(client.base, message.base))
+
     def finish(server: Server, client: Client) -> Client:
         assert base.finish is not None
         return client._replace(base=base.finish(server.base, client.base))
@@ -108,6 +112,7 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
         client_update=client_update,
         server_update=server_update,
         observe=observe if base.observe else None,
+        complete=complete if base.complete else None,
         finish=finish if base.finish else None,
         report=report if base.report else None,
         personal=personal if base.personal or local else None,

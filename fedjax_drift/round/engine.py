@@ -24,7 +24,7 @@ from fedjax_drift.participation.rule import Participation
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.shift.rule import Shifting
-from fedjax_drift.types import Algorithm, PyTree
+from fedjax_drift.types import Algorithm, Params, PyTree
 
 
 class Rows(NamedTuple):
@@ -119,6 +119,7 @@ class Engine(NamedTuple):
     redeal: Redeal | None  # not None: the cohort's examples are redistributed in every round
     failures: Failures | None  # None: every selected client reports
     aggregation: Aggregation
+    message: PyTree = None  # shapes and dtypes of a message, if `Algorithm.complete` needs them
 
     @property
     def over_selects(self) -> bool:
@@ -140,6 +141,14 @@ class Shared(NamedTuple):
     t: jax.Array  # int32 [], the round
     lr: jax.Array  # float [], eta_t
     extra: Any = ()  # additional values for the function that `train.over_clients` calls, the same for all
+
+
+def initial_client(engine: Engine, params: Params) -> PyTree:
+    """The state of one client before its first round."""
+    client, complete = engine.algorithm.init_client(params), engine.algorithm.complete
+    if complete is None or engine.message is None:
+        return client
+    return complete(client, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), engine.message))
 
 
 def absent(engine: Engine) -> Client:

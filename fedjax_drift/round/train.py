@@ -29,6 +29,7 @@ from fedjax_drift.round.engine import (
     Rows,
     Shared,
     absent,
+    initial_client,
     mean_steps,
     on_each_device,
     partitionable,
@@ -36,7 +37,7 @@ from fedjax_drift.round.engine import (
 )
 from fedjax_drift.round.exchange import exchange, longest_share
 from fedjax_drift.shift.rule import Owner
-from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, ServerState, Trained, Work
+from fedjax_drift.types import THREEFRY, Algorithm, Batch, ClientResult, Params, PyTree, ServerState, Trained, Work
 
 LANES = "lanes"  # the axis of the clients that train side by side
 
@@ -255,10 +256,24 @@ def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
 
 def update_of_size(engine: Engine, shared: Shared, size: jax.Array) -> ClientResult:
     """The update of client 0 in its initial state, as if it had ``size`` examples."""
+    client, work = some_client(engine, shared, size)
+    return update(engine, shared, client, initial_client(engine, shared.server.params), work)
+
+
+def some_client(engine: Engine, shared: Shared, size: jax.Array) -> tuple[Client, Work]:
+    """Client 0 as if it had ``size`` examples, and its work."""
     zero = jnp.zeros((), jnp.int32)
     client = Client(zero, size, zero, engine.local.num_steps(size), zero)
-    work = client_work(engine._replace(lanes=1), shared, client, size)
-    return update(engine, shared, client, engine.algorithm.init_client(shared.server.params), work)
+    return client, client_work(engine._replace(lanes=1), shared, client, size)
+
+
+@partitionable
+def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
+    """The message of some client, before `Algorithm.complete` has completed its state. For `jax.eval_shape`."""
+    zero, key = jnp.zeros((), jnp.int32), jax.random.key(0, impl=THREEFRY)
+    shared = Shared(engine.algorithm.init_server(params), rows, key, zero, jnp.zeros((), float))
+    _, work = some_client(engine, shared, zero)
+    return engine.algorithm.client_update(shared.server, engine.algorithm.init_client(params), work).message
 
 
 def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array) -> jax.Array:

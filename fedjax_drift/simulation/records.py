@@ -13,7 +13,7 @@ from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.types import Record
 
 SUMMARISED = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps", "client_steps",
-              "bad_leaf", "selected")  # fmt: skip
+              "bad_leaf", "selected", "uplink_bytes", "downlink_bytes")  # fmt: skip
 """Entries of ``info`` that `record` summarises or leaves out. All other entries go into the record."""
 NOT_OF_CLIENTS = ("label_mix", "sharpness")  # arrays in ``info`` that have no axis of clients
 SHOWN = ("round", "clients", "train_loss", "loss", "accuracy")  # entries of records that notebooks show
@@ -44,6 +44,7 @@ def record(done: int, info: dict[str, np.ndarray]) -> Record:
     """Returns the record after ``done`` rounds. Values per client are replaced by their mean over the cohort."""
     counted = info["weight"] != 0  # the aggregated clients
     sizes = np.where(counted, info["size"], 0)
+    selected = info.get("selected", info["cohort"]) >= 0
     loss = {}
     if "loss" in info:
         share = sizes / sizes.sum() if counted.any() else np.full(len(sizes), np.nan)
@@ -55,6 +56,8 @@ def record(done: int, info: dict[str, np.ndarray]) -> Record:
         "lr": float(str(info["lr"])),  # the shortest decimal number with the same float32 value
         "steps": int(info["steps"]),
         "executed_steps": int(info["executed_steps"]),
+        "uplink_bytes": float(info["uplink_bytes"].sum(dtype=float)),
+        "downlink_bytes": float(info["downlink_bytes"]) * int(selected.sum()),
         **{name: _recorded(name, value, counted) for name, value in info.items() if name not in SUMMARISED},
     }
 

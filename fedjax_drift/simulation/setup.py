@@ -25,12 +25,12 @@ from fedjax_drift.model import Model
 from fedjax_drift.participation import Participation, bernoulli
 from fedjax_drift.round import rows
 from fedjax_drift.round.aggregation import Aggregation
-from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows
+from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows, initial_client
 from fedjax_drift.round.evaluate import at_round, evaluate
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.round import init
-from fedjax_drift.round.train import any_update, checked
+from fedjax_drift.round.train import any_update, checked, some_message
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.fit import check_model
 from fedjax_drift.simulation.lanes import lane_of
@@ -100,8 +100,7 @@ class Setup:
 
     def any_row(self) -> tuple[Any, Any]:
         """The shapes and dtypes of one example on the devices."""
-        x, y = self.data.x[:1], self.data.y[:1]
-        return jax.eval_shape(lambda: (jnp.asarray(flat(x, self.mesh)), jnp.asarray(integers_as_int32(y))))
+        return any_row(self.data, self.mesh)
 
     def any_update(self) -> ClientResult:
         """The shapes and dtypes of one client's update."""
@@ -154,6 +153,12 @@ class Setup:
                 "that)"
             )
         return state._replace(clients=clients)
+
+
+def any_row(data: FederatedData, mesh: Mesh) -> tuple[Any, Any]:
+    """The shapes and dtypes of one example on the devices."""
+    x, y = data.x[:1], data.y[:1]
+    return jax.eval_shape(lambda: (jnp.asarray(flat(x, mesh)), jnp.asarray(integers_as_int32(y))))
 
 
 class Options(NamedTuple):
@@ -219,9 +224,7 @@ def assemble(options: Options) -> Setup:
             f"{participation.name} needs the losses of clients that do not train, and so all examples on the devices, "
             "got a streamed data set: pass stream=False"
         )
-    client_store = placement.states_at(jax.eval_shape(algorithm.init_client, shapes.params), N, capacity, mesh)
     D = num_teams(mesh)
-    sharded = client_store == "sharded" and D > 1
     lane = partial(lane_of, model, decoded, data.x, data.y, min(local.batch_size, max_size))
     engine = Engine(
         model=model,
@@ -238,8 +241,8 @@ def assemble(options: Options) -> Setup:
         mean_size=len(data.x) / N,
         max_size=max_size,
         capacity=capacity,
-        state_rows=-(-N // D) * D if sharded else N,
-        sharded=sharded,
+        state_rows=N,
+        sharded=False,
         rows_by_rank=rows_by_rank(data.sizes, local.batches(data.sizes)) if rows_at == "parts" else None,
         example=data.x.shape[1:],
         decode=decoded,
@@ -252,6 +255,14 @@ def assemble(options: Options) -> Setup:
         failures=failures if failures.any else None,
         aggregation=aggregation,
     )
+    if algorithm.complete is not None:
+        message = jax.eval_shape(partial(some_message, engine), shapes.params, Rows(*any_row(data, mesh)))
+        engine = engine._replace(message=message)
+    client_store = placement.states_at(
+        jax.eval_shape(partial(initial_client, engine), shapes.params), N, capacity, mesh
+    )
+    if client_store == "sharded" and D > 1:
+        engine = engine._replace(state_rows=-(-N // D) * D, sharded=True)
     measures = drift.check_measures(options.measure, engine, data.x_test is not None, rows_at == "host")
     arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size)
     if "accuracy" in algorithm.requires:

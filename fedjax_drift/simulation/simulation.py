@@ -324,6 +324,8 @@ class Simulation:
           - ``loss``: the client's objective (loss plus the terms of the algorithm), averaged over these steps.
           - ``finite``: whether the update and the loss of the client are finite.
           - ``bad_leaf``: the index of the first leaf of the update that is not finite, or -1.
+          - ``uplink_bytes``: the bytes that the client has sent, 0 for a client that does not report. A value that does
+            not depend on the client is not sent.
           - ``selected``: the ids of all selected clients. Only present if clients can fail. With over-selection this
             array is longer than the others.
 
@@ -334,6 +336,8 @@ class Simulation:
           - ``executed_steps``: the number of local steps that the devices run. If L > 1 clients are trained side by
             side on a device, it includes the idle steps of clients that wait for a client with more steps.
           - ``executed_ratio``: ``executed_steps / steps``.
+          - ``downlink_bytes``: the bytes that each selected client receives: the variables of the server that its
+            update reads, or what the server can compute from them alone if this is less.
           - ``available``: the number of available clients. Only present with a rule of availability.
 
           In addition, info has the metrics of the algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results
@@ -459,6 +463,7 @@ class Simulation:
           - ``train_loss``: the mean of ``loss`` (see `round_fn`) over the aggregated clients, weighted by their numbers
             of examples.
           - ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``: as in `round_fn`.
+          - ``uplink_bytes``, ``downlink_bytes``: the sums over the clients of the round.
           - the results of `evaluate`, if the model was evaluated after this round.
           - the metrics of the algorithm and the drift measures. A scalar is stored as it is. For a value per client,
             the mean over the cohort is stored. A measure with one value per local epoch is a list of length E.

@@ -51,7 +51,7 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             "Algorithm",
             algorithm,
             ("init_server", "init_client", "client_update", "server_update"),
-            ("observe", "finish", "report", "personal"),
+            ("observe", "finish", "report", "complete", "personal"),
         ),
     ):
         for name in (*needed, *(name for name in optional if getattr(value, name) is not None)):

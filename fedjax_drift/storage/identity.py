@@ -29,7 +29,7 @@ from fedjax_drift import recipes
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Frozen
-from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.engine import Engine, initial_client
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.tree import crc32, described, layout
 from fedjax_drift.types import ServerState
@@ -67,7 +67,7 @@ def identity(
         **settings(engine.aggregation, "aggregation"),
     }
     places = {"device": "on the devices", "sharded": "on the devices", "host": "on the host"}
-    shapes = {"server": state.server, "client": jax.eval_shape(engine.algorithm.init_client, state.params)}
+    shapes = {"server": state.server, "client": jax.eval_shape(functools.partial(initial_client, engine), state.params)}
     return {
         "algorithm": engine.algorithm.name,
         **settings(engine.algorithm, "algorithm"),

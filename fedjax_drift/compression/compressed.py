@@ -1,0 +1,139 @@
+"""Compression of the messages of any algorithm, with error feedback.
+
+Client i:  the update of the base algorithm, whose message is m_i
+           d_i = decode(encode(m_i + e_i))           the server gets d_i in the place of m_i         (1)
+           e_i <- m_i + e_i - d_i                    error feedback only                             (2)
+Server:    as the base algorithm
+
+with e_i = 0 before the first participation. The weights of the messages are not compressed. Each leaf of a message is
+coded by itself.
+
+Error feedback: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock, Stich, Jaggi,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, arXiv 1901.09847, algorithm 2.
+
+Deviations:  error feedback is per client and per message, not per step. The state of a client that rarely participates
+has an old residual.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_drift import checks, tree
+from fedjax_drift.compression.codec import Codec, bits_of
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm
+
+MESSAGE = 2**32 - 2  # fold_in(work.key, MESSAGE) is the key of the codec; `local.OPTIMIZER` is the next number
+
+
+class Client(NamedTuple):
+    base: PyTree  # the state of the base algorithm
+    residual: PyTree  # e_i, shaped like a message; () before `complete`
+
+
+@algorithm
+def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts: str = "all") -> Algorithm:
+    """Any algorithm, whose clients send their messages through a codec.
+
+    `info` has the bytes that each client sends, ``uplink_bytes`` [K], and ``compression_error`` [K], which is
+    ||m_i + e_i - d_i||^2 / ||m_i + e_i||^2 over the compressed leaves.
+
+    Args:
+      base: the algorithm. It may be a compressed one.
+      codec: such as ``fd.compression.top_k(0.01)``.
+      error_feedback: whether a client keeps what the codec has left out, and adds it to its next message. Its state is
+        then larger by the size of a message. Default: True. Use ``random_k(scale=True)`` and `qsgd` with few levels
+        without it: their error may exceed the message, and the residual then grows without a bound.
+      parts: "all" (default): all leaves of a message with floating-point numbers. "params": those of the parts of a
+        message that have the structure of the model's parameters. The others are sent as they are, for example the
+        number of steps in FedNova.
+
+    Raises:
+      ValueError: an argument is of the wrong type, or the codec does not return (decoded, bits).
+    """
+    checks.instance("base", base, Algorithm, "call the factory, such as fd.algorithms.fedavg()")
+    checks.instance("codec", codec, Codec, "pass fd.compression.top_k(0.01), for example")
+    error_feedback = checks.flag("error_feedback", error_feedback)
+    checks.choice("parts", parts, ("all", "params"))
+    check_codec(codec)
+    keeps = error_feedback
+
+    def client_update(server: Any, client: Any, work: Work) -> ClientResult:
+        result = base.client_update(server, client.base if keeps else client, work)
+        wanted = lax.optimization_barrier(result.message)  # XLA then compiles the base algorithm as without a codec
+        if keeps and jax.tree.leaves(client.residual):
+            wanted = jax.tree.map(jnp.add, wanted, client.residual)
+        key = jax.random.fold_in(jax.random.fold_in(work.key, MESSAGE), zlib.crc32(base.name.encode()))
+        is_coded = tree.like(server.params) if parts == "params" else lambda part: True
+        decoded, bits, error = send(codec, key, wanted, is_coded)  # (1)
+        state = Client(result.state, tree.subtract(wanted, decoded)) if keeps else result.state  # (2)
+        metrics: dict[str, Any] = {"uplink_bytes": bits / 8, "compression_error": error}
+        known = result.metrics
+        with_them = known | metrics if isinstance(known, Trained) else {**known, **metrics}
+        return result._replace(message=decoded, state=state, metrics=with_them)
+
+    def init_client(params: Params) -> Client:
+        return Client(base.init_client(params), ())
+
+    def complete(client: Client, message: PyTree) -> Client:
+        state = base.complete(client.base, message) if base.complete else client.base
+        return Client(state, tree.zeros_like(message))
+
+    def finish(server: Any, client: Client) -> Client:
+        assert base.finish is not None
+        return client._replace(base=base.finish(server, client.base))
+
+    def personal(server: Any, client: Client) -> Params:
+        assert base.personal is not None
+        return base.personal(server, client.base)
+
+    sending = base._replace(client_update=client_update, name=f"{base.name}+{codec.name}")
+    if not keeps:
+        return sending
+    return sending._replace(
+        init_client=init_client,
+        complete=complete,
+        finish=finish if base.finish else None,
+        personal=personal if base.personal else None,
+    )
+
+
+def send(
+    codec: Codec, key: jax.Array, message: PyTree, is_coded: Callable[[PyTree], bool]
+) -> tuple[PyTree, jax.Array, jax.Array]:
+    """What the server decodes, the bits that are sent, and the relative squared error.
+
+    is_coded: whether the leaves of a part of the message go through the codec. Integers never do.
+    """
+    coded = jax.tree.map(lambda part: jax.tree.map(lambda leaf: is_coded(part), part), message, is_leaf=is_coded)
+    leaves, structure = jax.tree.flatten(message)
+    decoded, total, error, square = [], jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
+    for i, (m, through_codec) in enumerate(zip(leaves, jax.tree.leaves(coded), strict=True)):
+        if not (through_codec and m.size and jnp.issubdtype(m.dtype, jnp.floating)):
+            decoded.append(m)
+            total += float(m.size * bits_of(m))
+            continue
+        d, bits = codec.send(jax.random.fold_in(key, i), m)
+        decoded.append(d.astype(m.dtype))
+        difference = m - decoded[-1]
+        total, error, square = total + bits, error + tree.dot(difference, difference), square + tree.dot(m, m)
+    relative = jnp.where(square > 0, error / jnp.where(square > 0, square, 1), 0)
+    return jax.tree.unflatten(structure, decoded), total, relative
+
+
+def check_codec(codec: Codec) -> None:
+    """Checks that the codec returns an array like its argument, and a number of bits."""
+    x = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    result = jax.eval_shape(codec.send, jax.random.key(0), x)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigurationError(f"send of {codec.name} must return (decoded, bits), got {checks.shown(result)}")
+    tree.check_layout(result[0], x, f"what {codec.name} decodes must have the shape of what is sent", dtypes=False)
+    if jnp.shape(result[1]):
+        raise ConfigurationError(f"bits of {codec.name} must be a scalar, got the shape {[*jnp.shape(result[1])]}")

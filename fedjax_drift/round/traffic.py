@@ -1,0 +1,73 @@
+"""The bytes that server and clients exchange in a round, read from the traced update of one client.
+
+- Up: the leaves of the message, except for those that do not depend on the client (the zeros of `partly_shared`).
+- Down: what the update needs of the server. These are the server's variables that the update reads, or what the server
+  can compute from its variables alone, whichever is less. FedEve's server sends w_hat = w - server_lr M, not w and M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal, Var
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from fedjax_drift.round.engine import Engine, Rows, Shared, initial_client
+from fedjax_drift.round.train import some_client, update
+from fedjax_drift.types import THREEFRY, ClientResult, PyTree
+
+CONSTANT, SERVER, CLIENT = range(3)  # what a value depends on; everything also depends on constants
+
+
+class Traffic(NamedTuple):
+    """Bytes for one client, without a codec."""
+
+    up: int
+    down: int
+
+
+def traffic(engine: Engine, server: PyTree, rows: Rows) -> Traffic:
+    """The bytes that a client sends and receives in a round. server, rows: only their shapes are used."""
+
+    def result(server: PyTree, state: PyTree, rows: Rows, t: jax.Array) -> ClientResult:
+        key = jax.random.fold_in(jax.random.key(0, impl=THREEFRY), t)
+        shared = Shared(server, rows, key, t, jnp.asarray(t, float))
+        client, work = some_client(engine, shared, t)
+        return update(engine, shared, client, state, work)
+
+    def shaped(values: PyTree) -> PyTree:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), values)
+
+    state = jax.eval_shape(lambda server: initial_client(engine, server.params), shaped(server))
+    arguments = shaped(server), state, shaped(rows), jax.ShapeDtypeStruct((), jnp.int32)
+    closed, shapes = jax.make_jaxpr(result, return_shape=True)(*arguments)
+    program, is_read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    variables = program.invars[: sum(is_read[: len(jax.tree.leaves(server))])]
+    source, needed = _sources(program, variables)
+    message = program.outvars[: len(jax.tree.leaves(shapes.message))]  # the first field of a `ClientResult`
+    up = _bytes(v for v in message if _of(source, v) == CLIENT)
+    return Traffic(up, min(_bytes(variables), _bytes(needed)))
+
+
+def _sources(program: Jaxpr, variables: list[Var]) -> tuple[dict[Var, int], set[Any]]:
+    """What each value of the program depends on, and the values of the server that the client needs."""
+    source = dict.fromkeys(program.constvars, CONSTANT) | dict.fromkeys(program.invars, CLIENT)
+    source |= dict.fromkeys(variables, SERVER)
+    needed: set[Any] = set()
+    for equation in program.eqns:
+        level = max((_of(source, v) for v in equation.invars), default=CONSTANT)
+        source |= dict.fromkeys(equation.outvars, level)
+        if level == CLIENT:
+            needed |= {v for v in equation.invars if _of(source, v) == SERVER}
+    return source, needed | {v for v in program.outvars if _of(source, v) == SERVER}
+
+
+def _of(source: dict[Var, int], v: Any) -> int:
+    return CONSTANT if isinstance(v, Literal) else source.get(v, CONSTANT)
+
+
+def _bytes(variables: Iterable[Any]) -> int:
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)

@@ -1,0 +1,355 @@
+"""Tests of codecs, of compressed algorithms, and of the bytes that a round sends."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.linalg import hadamard
+from small import thorough
+
+import fedjax_drift as fd
+from fedjax_drift.compression.compressed import Client
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.testing import check_contract
+
+c, a = fd.compression, fd.algorithms
+CODECS = {
+    "none": c.none(), "cast": c.cast("bfloat16"), "qsgd": c.qsgd(4), "top_k": c.top_k(0.1), "random_k": c.random_k(0.1),
+    "unbiased random_k": c.random_k(0.3, scale=True), "sign": c.sign(), "signSGD": c.sign("none"), "drive": c.drive(),
+}  # fmt: skip
+UNBIASED = ("none", "qsgd", "unbiased random_k")
+
+
+def sent(codec: c.Codec, x: np.ndarray, key: int = 0) -> tuple[np.ndarray, float]:
+    decoded, bits = codec.send(jax.random.key(key), jnp.asarray(x))
+    return np.asarray(decoded), float(bits)
+
+
+def array(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype("f4")
+
+
+# --- codecs: the bits that an encoder writes, and what a decoder reads from them --------------------------------------
+
+
+def to_bits(values: np.ndarray, width: int) -> str:
+    return "".join(format(int(v), f"0{width}b") for v in values) if width else ""
+
+
+def float_bits(values: np.ndarray) -> str:
+    return to_bits(np.asarray(values, "f4").reshape(-1).view("u4"), 32)
+
+
+def read_floats(bits: str) -> np.ndarray:
+    return np.array([int(bits[i : i + 32], 2) for i in range(0, len(bits), 32)], "u4").view("f4")
+
+
+def encode_sparse(decoded: np.ndarray, k: int) -> str:
+    d, width = decoded.size, math.ceil(math.log2(decoded.size))
+    places = np.sort(np.argsort(-np.abs(decoded.ravel()), kind="stable")[:k])
+    indices, bitmap = to_bits(places, width), to_bits(np.isin(np.arange(d), places), 1)
+    return float_bits(decoded.ravel()[places]) + min(bitmap, indices, key=len)
+
+
+def decode_sparse(bits: str, d: int, k: int) -> np.ndarray:
+    width, values, places = math.ceil(math.log2(d)), read_floats(bits[: 32 * k]), bits[32 * k :]
+    if len(places) == d:
+        index = [j for j in range(d) if places[j] == "1"]
+    else:
+        index = [int(places[width * j : width * (j + 1)], 2) for j in range(k)]
+    x = np.zeros(d, "f4")
+    x[index] = values
+    return x
+
+
+@pytest.mark.parametrize("shape", [(7, 13), (64,), (5,)])
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5, 1.0])
+def test_sparse_messages_have_the_bits_of_an_encoder(shape, fraction) -> None:
+    x = array(*shape)
+    k = math.ceil(round(fraction * x.size, 9))
+    for codec in (c.top_k(fraction), c.random_k(fraction)):
+        decoded, bits = sent(codec, x)
+        written = encode_sparse(decoded, k)
+        assert len(written) == bits and (decoded != 0).sum() == k
+        np.testing.assert_array_equal(decode_sparse(written, x.size, k).reshape(shape), decoded)
+    largest = np.sort(np.abs(x.ravel()))[-k:]
+    np.testing.assert_array_equal(np.sort(np.abs(sent(c.top_k(fraction), x)[0][np.abs(x) >= largest[0]])), largest)
+
+
+def test_of_equal_magnitudes_the_first_are_sent() -> None:
+    decoded, _ = sent(c.top_k(0.5), np.float32([1, -2, 2, 1, -1, 0]))
+    np.testing.assert_array_equal(decoded, [1, -2, 2, 0, 0, 0])
+
+
+@pytest.mark.parametrize("d", [1, 10, 30, 1000, 1200, 44_426])
+def test_the_fraction_is_exact_in_a_compiled_round(d) -> None:
+    """There the fraction is a float32 number: 0.1 * 30 is more than 3."""
+    for fraction in (0.001, 0.01, 0.1, 0.3, 0.7, 1.0):
+        _, bits = jax.jit(lambda f: c.top_k(f).send(jax.random.key(0), jnp.ones(d)))(fraction)
+        k = math.ceil(round(fraction * d, 9))
+        assert bits == 32 * k + min(k * math.ceil(math.log2(d)), d)
+
+
+@pytest.mark.parametrize("levels", [1, 4, 7, 255])
+def test_qsgd_has_the_bits_of_an_encoder(levels) -> None:
+    x, width = array(9, 5), math.ceil(math.log2(levels + 1))
+    decoded, bits = sent(c.qsgd(levels), x)
+    norm = np.sqrt((x * x).sum())
+    level = np.rint(np.abs(decoded) * levels / norm)
+    written = float_bits(norm) + to_bits(x.ravel() < 0, 1) + to_bits(level.ravel(), width)
+    assert len(written) == bits and level.max() <= levels
+    signs = np.where([bit == "1" for bit in written[32 : 32 + x.size]], -1, 1)
+    read = [int(written[32 + x.size + width * j :][:width], 2) for j in range(x.size)]
+    np.testing.assert_allclose(read_floats(written[:32]) * signs * read / levels, decoded.ravel(), rtol=1e-6)
+    assert (np.abs(level - np.abs(x) * levels / norm) < 1 + 1e-5).all()
+
+
+def test_signs_casts_and_drive_have_the_bits_of_an_encoder() -> None:
+    x = array(9, 5)
+    scale = np.abs(x).mean()
+    for codec, expected, bits in (
+        (c.sign(), np.where(x >= 0, scale, -scale), 32 + x.size),
+        (c.sign("none"), np.where(x >= 0, 1, -1), x.size),
+        (c.cast("float16"), x.astype("f2").astype("f4"), 16 * x.size),
+        (c.none(), x, 32 * x.size),
+    ):
+        decoded, found = sent(codec, x)
+        assert found == bits
+        np.testing.assert_allclose(decoded, expected, rtol=1e-6)
+    diagonal = np.asarray(jax.random.rademacher(jax.random.key(0), (64,), jnp.float32))  # 45 values are padded to 64
+    rotation = hadamard(64) @ np.diag(diagonal) / 8
+    rotated = rotation[:, :45] @ x.ravel()
+    expected = (x * x).sum() / np.abs(rotated).sum() * (rotation.T @ np.where(rotated >= 0, 1, -1))[:45]
+    decoded, bits = sent(c.drive(), x)
+    assert bits == 32 + 64
+    np.testing.assert_allclose(decoded.ravel(), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose((decoded * x).sum(), (x * x).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_zeros_single_values_and_other_dtypes(name) -> None:
+    for x in (
+        np.zeros(5, "f4"),
+        np.float32([-3.0]),
+        np.float32(2.0),
+        np.zeros((3, 1), "f2"),
+        jnp.ones(4, jnp.bfloat16),
+    ):
+        decoded, bits = sent(CODECS[name], x)
+        assert decoded.shape == np.shape(x) and decoded.dtype == x.dtype and bits > 0 and np.isfinite(decoded).all()
+    if name not in ("signSGD", "unbiased random_k"):
+        assert not sent(CODECS[name], np.zeros(5, "f4"))[0].any()
+        np.testing.assert_allclose(sent(CODECS[name], np.float32([-3.0]))[0], [-3.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_unbiased_codecs(name) -> None:
+    x, draws = jnp.asarray(array(40)), 10_000
+    decoded = np.asarray(
+        jax.jit(jax.vmap(lambda key: CODECS[name].send(key, x)[0]))(jax.random.split(jax.random.key(0), draws))
+    )
+    error = decoded.std(0, dtype=float) / draws**0.5
+    assert (np.abs(decoded.mean(0, dtype=float) - x) <= 4 * error + 1e-6).all()
+
+
+def test_the_mean_of_drive_is_near_its_argument() -> None:
+    x = jnp.asarray(array(64))
+    decoded = jax.jit(jax.vmap(lambda key: c.drive().send(key, x)[0]))(jax.random.split(jax.random.key(0), 10_000))
+    assert np.linalg.norm(decoded.mean(0) - x) < 0.05 * np.linalg.norm(x)
+
+
+# --- compressed algorithms --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data() -> fd.FederatedData:
+    rng = np.random.default_rng(1)
+    rows = [(rng.normal(size=(n, 6)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 5, 1, 6)]
+    return fd.FederatedData.from_clients(rows, test=rows[1])
+
+
+LINEAR = fd.models.linear((6,), num_classes=3)
+
+
+def simulate(data, algorithm, **options) -> fd.Simulation:
+    local = fd.LocalTraining(epochs=2, batch_size=4, lr=0.1)
+    return fd.Simulation(LINEAR, data, algorithm, **{"local": local, "cohort_size": 3} | options)
+
+
+def after(sim: fd.Simulation, n: int = 3) -> tuple[fd.ServerState, list[dict]]:
+    state, infos = sim.init(jax.random.key(0)), []
+    for _ in range(n):
+        state, info = sim.round_fn(state)
+        infos.append(jax.device_get(info))
+    return state, infos
+
+
+def same(one, other) -> None:
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
+
+
+@pytest.mark.parametrize("make", [a.fedavg, a.scaffold, *map(thorough, (a.fednova, a.fedeve, a.vrl_sgd))])
+def test_whole_messages_give_the_same_bits(make, data) -> None:
+    """In SCAFFOLD, XLA fuses other operations, so the last bit may differ."""
+    equal = (
+        partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+        if make is a.scaffold
+        else np.testing.assert_array_equal
+    )
+    base, _ = after(simulate(data, make()))
+    for codec, feedback in ((c.none(), True), (c.top_k(1.0), True), (c.random_k(1.0, scale=True), False)):
+        state, infos = after(simulate(data, c.compressed(make(), codec, error_feedback=feedback)))
+        jax.tree.map(equal, state.server, base.server)
+        jax.tree.map(equal, state.clients.base if feedback else state.clients, base.clients)
+        assert not any(info["compression_error"].any() for info in infos)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_was_sent_and_the_residual_add_up_to_the_messages(name) -> None:
+    def update(server, client, work) -> fd.ClientResult:
+        keys = jax.random.split(work.key)
+        message = {"w": jax.random.normal(keys[0], (6, 5)), "n": (jax.random.normal(keys[1]), jnp.int32(3))}
+        return fd.ClientResult(message, 1.0, client, {})
+
+    base = a.fedavg()._replace(client_update=update)
+    algorithm, server = c.compressed(base, CODECS[name]), SimpleNamespace(params=None)
+    keys = jax.random.split(jax.random.key(0), 20)
+    messages = [update(None, (), SimpleNamespace(key=key)).message for key in keys]
+    state = algorithm.complete(algorithm.init_client(None), jax.tree.map(jnp.zeros_like, messages[0]))
+    total = jax.tree.map(jnp.zeros_like, messages[0])
+    for key in keys[: 5 if name == "unbiased random_k" else 20]:  # its residual grows without a bound
+        result = algorithm.client_update(server, state, SimpleNamespace(key=key))
+        state, total = result.state, jax.tree.map(jnp.add, total, result.message)
+    messages = messages[: 5 if name == "unbiased random_k" else 20]
+    assert int(total["n"][1]) == 3 * len(messages)  # integers are sent as they are
+    for leaf, residual, *parts in zip(*map(jax.tree.leaves, (total, state.residual, *messages)), strict=True):
+        np.testing.assert_allclose(leaf + residual, sum(parts), atol=1e-4 if "random" in name else 1e-5)
+
+
+def test_error_feedback_converges_on_quadratics_and_without_it_does_not() -> None:
+    """F_i(w) = |w - a_i|^2 / 2 in ten dimensions; one of ten values is sent."""
+    targets = np.random.default_rng(0).normal(size=(4, 10)).astype("f4") * 3
+    data = fd.FederatedData.from_clients([(target[None], np.zeros(1, np.int32)) for target in targets])
+    model = fd.Model(lambda key: jnp.zeros(10), lambda w, x: w[None] - x, loss=lambda z, y: (z * z).sum(-1) / 2)
+    distance = {}
+    for feedback in (True, False):
+        algorithm = c.compressed(a.fedavg(), c.top_k(0.1), error_feedback=feedback)
+        sim = fd.Simulation(model, data, algorithm, local=fd.LocalTraining(lr=0.02), cohort_size=4)
+        state, _ = sim.run(sim.init(jax.random.key(0)), 1500, progress=False)
+        distance[feedback] = float(np.abs(np.asarray(state.params) - targets.mean(0)).max())
+    assert distance[True] < 0.2 < 1 < distance[False], distance
+
+
+def test_parts_of_a_message_that_are_not_parameters_are_sent_as_they_are(data) -> None:
+    for parts in ("all", "params"):
+        _, (info,) = after(simulate(data, c.compressed(a.fednova(), c.sign(), parts=parts)), 1)
+        message = 32 + 18 + 32 + 3  # the kernel and the bias, each with a scale
+        rest = 32 + 1 if parts == "all" else 32  # the number of steps
+        assert (info["uplink_bytes"] == (message + rest) / 8).all()
+
+
+def test_a_compressed_algorithm_keeps_the_contract() -> None:
+    check_contract(c.compressed(a.scaffold(0.7), c.top_k(0.5)))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        c.compressed(a.feddc(0.1), c.top_k(0.3)),
+        thorough(c.compressed(a.vrl_sgd(), c.qsgd(7), error_feedback=False)),
+        a.partly_shared(c.compressed(a.fedavg(), c.sign()), "bias", new_clients="mean"),
+        thorough(c.compressed(c.compressed(a.ditto(), c.top_k(0.5)), c.qsgd(15))),
+    ],
+    ids=lambda algorithm: algorithm.name,
+)
+def test_compression_with_every_placement(algorithm, data, tmp_path) -> None:
+    expected, _ = after(simulate(data, algorithm, mesh=fd.clients_mesh(jax.devices()[:1])))
+    for i, options in enumerate((
+        {"bank": "host"}, {"bank": tmp_path / "folder"}, {"bank": "sharded"}, {"stream": True, "lanes": 2},
+    )):  # fmt: skip
+        state, _ = after(simulate(data, algorithm, **options))
+        for one, other in zip(*map(jax.tree.leaves, (state.server, expected.server)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=str(i))
+
+
+def test_another_fraction_compiles_nothing_and_a_run_resumes_bitwise(data, tmp_path) -> None:
+    def build(fraction: float) -> fd.Simulation:
+        return simulate(data, c.compressed(a.scaffold(), c.top_k(fraction)))
+
+    runs = fd.sweep(build, 3, [0], fd.grid(fraction=[0.2, 0.6]), progress=False)
+    for run in runs:
+        _, history = build(run.setting["fraction"]).run(build(0.2).init(jax.random.key(0)), 3, progress=False)
+        assert [r["uplink_bytes"] for r in run.history] == [r["uplink_bytes"] for r in history]
+    one, other = build(0.2), build(0.6)
+    assert one.executor.programs.compiled is other.executor.programs.compiled
+    whole, _ = one.run(one.init(jax.random.key(0)), 4, progress=False)
+    checkpoints = fd.Checkpoints(tmp_path, every=2)
+    one.run(one.init(jax.random.key(0)), 2, checkpoints=checkpoints, progress=False)
+    restored, _ = checkpoints.restore(one)
+    end, _ = one.run(restored, 2, progress=False)
+    same(end.server, whole.server)
+    same(end.clients, whole.clients)
+    assert isinstance(end.clients, Client) and jax.tree.leaves(end.clients.residual)[0].any()
+
+
+def test_invalid_codecs() -> None:
+    for wrong, message in (
+        (lambda: c.top_k(0), r"fraction must be in \(0, 1\], got 0"),
+        (lambda: c.random_k(1.5), r"fraction must be in \(0, 1\], got 1.5"),
+        (lambda: c.qsgd(0), "levels must be .* got 0"),
+        (lambda: c.sign("l2"), "scale must be .* got 'l2'"),
+        (lambda: c.cast("int8"), "dtype must be a floating-point dtype .* got 'int8'"),
+        (lambda: c.compressed(a.fedavg, c.top_k(0.1)), "base must be"),
+        (lambda: c.compressed(a.fedavg(), c.top_k), "codec must be"),
+        (lambda: c.compressed(a.fedavg(), c.top_k(0.1), parts="some"), "parts must be"),
+        (lambda: c.compressed(a.fedavg(), c.Codec(lambda key, x: x)), r"must return \(decoded, bits\)"),
+        (lambda: c.compressed(a.fedavg(), c.Codec(lambda key, x: (x[:1], 1))), "the shape of what is sent"),
+        (lambda: c.compressed(a.fedavg(), c.Codec(lambda key, x: (x, x))), "bits of codec must be a scalar"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            wrong()
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+MODEL = 4 * (6 * 3 + 3)  # bytes of the linear model
+BIAS = 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("make", "up", "down"),
+    [
+        (a.fedavg, MODEL, MODEL),
+        (a.fedavgm, MODEL, MODEL),
+        (a.scaffold, 2 * MODEL, 2 * MODEL),  # the update and the change of c_i; w and c
+        (lambda: a.feddc(0.1), 2 * MODEL, 2 * MODEL),
+        (a.fedeve, 2 * MODEL + 8, MODEL),  # n_i Delta_i, Delta_i, n_i and the squared norm; w_hat
+        (a.fednova, MODEL + 4, MODEL),  # the update and the number of steps
+        (a.ditto, MODEL, MODEL),
+        (lambda: a.partly_shared(personal="bias"), MODEL - BIAS, MODEL - BIAS),
+    ],
+)
+def test_bytes_by_hand(make, up, down, data) -> None:
+    sim = simulate(data, make(), dropout=0.3)
+    state, infos = after(sim)
+    for info in infos:
+        np.testing.assert_array_equal(info["uplink_bytes"], np.where(info["cohort"] >= 0, up, 0))
+        assert info["downlink_bytes"] == down
+    _, history = sim.run(sim.init(jax.random.key(0)), 3, progress=False)
+    reported = [record["clients"] for record in history]
+    assert [record["uplink_bytes"] for record in history] == [up * n for n in reported] and min(reported) < 3
+    assert [record["downlink_bytes"] for record in history] == [3 * down] * 3  # those that drop out have received it
+
+
+def test_only_the_trained_parameters_of_lora_are_sent(data) -> None:
+    model = fd.models.lora(LINEAR, 2, "kernel", whole="bias")
+    sim = fd.Simulation(model, data, a.fedavg(), cohort_size=3)
+    _, info = sim.round_fn(sim.init(jax.random.key(0)))
+    trained = 4 * (2 * (6 + 3) + 3)
+    assert (info["uplink_bytes"] == trained).all() and info["downlink_bytes"] == trained
