@@ -156,8 +156,8 @@ def report(folder: Path) -> None:
         left.bar(place + 0.27 * (i - 1), means, 0.25, yerr=errors, label=rule, color=colours[i], capsize=2)
     left.set_xticks(place, ALGORITHMS, rotation=30)
     low = min(values.mean() for values in scores.values())
-    left.set(ylabel="Test accuracy, last 50 rounds (%)", ylim=(max(0, low - 10), 100))
-    left.legend(fontsize=8, loc="lower left")
+    left.set(ylabel="Test accuracy, last 50 rounds (%)", ylim=(max(0, low - 15), 100))
+    left.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     for i, name in enumerate(ALGORITHMS):
         (run,) = (r for r in found if (r["algorithm"], r["participation"]) == (name, "cyclic, groups by label"))
         curve = 100 * np.array(run["accuracy"])[:, -4 * GROUPS :].mean(0)
@@ -166,7 +166,7 @@ def report(folder: Path) -> None:
         xlabel="Round, before the last", ylabel="Test accuracy (%)", title="Groups by label: the last four cycles"
     )
     right.locator_params(axis="x", integer=True)
-    right.legend(fontsize=8, ncols=2)
+    right.legend(fontsize=8, ncols=2, loc="center right", bbox_to_anchor=(1, 0.42))
     figure.savefig(folder / "cyclic_participation.png", dpi=110)
 
 
