@@ -114,6 +114,21 @@ def measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarra
     return by_name
 
 
+def megabytes(history: History) -> tuple[np.ndarray, np.ndarray]:
+    """The rounds of a history, and the megabytes (10^6 bytes) that clients have sent and received until then.
+
+    Raises ConfigurationError for a history without these bytes, of an older version.
+    """
+    runs = {"": [history]}
+    ((rounds, up),), ((also, down),) = (measured(runs, f"{way}link_bytes")[""] for way in ("up", "down"))
+    if not len(rounds) or len(rounds) != len(history) or len(also) != len(history):
+        raise ConfigurationError(
+            "records must have uplink_bytes and downlink_bytes in every round, got some without: run again with this "
+            'version, or pass x="round"'
+        )
+    return rounds, np.cumsum(up[:, 0] + down[:, 0]) / 1e6
+
+
 def numbers(name: str, values: Any, lists: bool = False) -> np.ndarray:
     """The values as an array of floats, [n]. None becomes NaN.
 

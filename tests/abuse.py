@@ -987,6 +987,31 @@ def shifts() -> Iterator[Call]:
     yield Call("data.examples", DATA.shifted(swap).examples, {"client": 0}, {n: kinds[n] for n in ("round",)})
 
 
+def codecs() -> Iterator[Call]:
+    compression, fedavg = fd.compression, fd.algorithms.fedavg()
+    fraction = Kind([*NO_NUMBER, 0, -1, 1.5], [1, 0.5, np.float32(0.1)])
+    dtype = Kind([*NOTHING[1:], 3, "int8", "bfloat", {"a": 1}, [0.5]], ["float16", jnp.bfloat16, np.dtype("f4")])
+    for name, arguments, kinds in (
+        ("top_k", {"fraction": 0.5}, {"fraction": fraction}),
+        ("random_k", {"fraction": 0.5}, {"fraction": fraction, "scale": flag()}),
+        ("qsgd", {"levels": 4}, {"levels": integer(1, 2**20)}),
+        ("sign", {}, {"scale": choice("l1", "none")}),
+        ("cast", {}, {"dtype": dtype}),
+    ):
+        yield Call(f"fd.compression.{name}", getattr(compression, name), arguments, kinds)
+    top_k = compression.top_k(0.5)
+    kinds = {"base": only(fd.Algorithm), "codec": only(type(top_k)), "error_feedback": flag()}
+    kinds["parts"] = choice("all", "params")
+    yield Call("fd.compression.compressed", compression.compressed, {"base": fedavg, "codec": top_k}, kinds)
+    wrong = [lambda key, x: x, lambda key, x: (x, x), lambda key, x: (x[:1], 1), lambda x: (x, 1)]
+    send = {"send": Kind([*[v for v in ANYTHING if not callable(v)], *wrong], [lambda key, x: (x / 2, 1)])}
+
+    def with_codec(send: Callable) -> fd.Algorithm:
+        return compression.compressed(fedavg, compression.Codec(send))
+
+    yield Call("a codec", with_codec, {"send": top_k.send}, send)
+
+
 def others() -> Iterator[Call]:
     yield Call("fd.aggregation.clipped", fd.aggregation.clipped, {}, {"norm": positive()})
     kinds = {"clip_norm": positive(), "noise_multiplier": nonnegative()}
@@ -1019,11 +1044,11 @@ WORDS = """
 """.split()
 WORDS += ["", "a\0b", "\n", "é" * 50, "9" * 30]
 FLAGS = """
-    dataset algorithm partition clients size-sigma data-dir seed data-seed model init rounds cohort sampling
-    participation shift shift-test redeal epochs batch-size lr lr-decay lr-schedule momentum weight-decay
-    clip-norm optimizer on-nonfinite dropout stragglers over-selection deadline speed-spread clip-updates
-    noise-multiplier measure measure-every eval-every devices lanes stream bank seeds target resume
-    checkpoint-every checkpoint-seconds keep output
+    dataset algorithm partition clients size-sigma data-dir seed data-seed model init rounds cohort
+    sampling participation shift shift-test redeal compress error-feedback epochs batch-size lr lr-decay
+    lr-schedule momentum weight-decay clip-norm optimizer on-nonfinite dropout stragglers over-selection
+    deadline speed-spread clip-updates noise-multiplier measure measure-every eval-every devices lanes
+    stream bank seeds target resume checkpoint-every checkpoint-seconds keep output
 """.split()
 
 
@@ -1086,6 +1111,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
     "models": models,
     "participation": participation,
     "shifts": shifts,
+    "codecs": codecs,
     "others": others,
     "command line": command_line,
 }

@@ -57,7 +57,10 @@ def simulation(bank: str) -> fd.Simulation:
     )  # many examples, so that an evaluation takes a while
     data = fd.FederatedData.from_clients(rows, test=many)
     model = fd.Model(init=lambda key: jax.numpy.zeros((3, 2)), apply=lambda w, x: x @ w)
-    return fd.Simulation(model, data, fd.algorithms.scaffold(), cohort_size=2, bank=bank)
+    data = data.shifted(fd.shift.gradual(1, 5, fd.shift.gaussian_noise(0.5)))
+    algorithm = fd.compression.compressed(fd.algorithms.scaffold(), fd.compression.top_k(0.3))
+    markov = fd.participation.markov(0.5, 0.1)
+    return fd.Simulation(model, data, algorithm, cohort_size=2, participation=markov, bank=bank)
 
 
 def fingerprint(state: fd.ServerState, history: list[dict]) -> str:

@@ -39,6 +39,7 @@ class Case(NamedTuple):
     options: dict[str, Any]  # further arguments of `Simulation`
     participation: str = "uniform"  # a name in RULES
     shift: str = "none"  # a name in SHIFTS
+    codec: str = "none"  # a name in CODECS
 
     @property
     def epsilon(self) -> float:
@@ -143,6 +144,14 @@ SHIFTS: dict[str, Callable[[], Any]] = {
     "labels": lambda: fd.shift.sudden(2, fd.shift.permute_labels(0, [(0, 2)])),
     "domains": lambda: fd.shift.domains(fd.shift.none(), fd.shift.brightness(0.2, by="all")),
 }
+# The other codecs are not continuous, so that a rounding error may change what they send.
+CODECS: dict[str, Callable[[fd.Algorithm], fd.Algorithm]] = {
+    "none": lambda algorithm: algorithm,
+    "random_k": lambda algorithm: fd.compression.compressed(algorithm, fd.compression.random_k(0.6)),
+    "random_k without error feedback": lambda algorithm: fd.compression.compressed(
+        algorithm, fd.compression.random_k(0.6), error_feedback=False
+    ),
+}
 
 
 def jitter(key: jax.Array, x: jax.Array) -> jax.Array:
@@ -168,6 +177,7 @@ def simulate(case: Case, place: Place, folder: Path) -> fd.Simulation:
     optimizer = {"optimizer": optax.scale_by_adam()} if case.adam else {}
     local = fd.LocalTraining(**case.local, **optimizer, augment=jitter if case.augmented else None)
     algorithm, rule = ALGORITHMS[case.algorithm](**case.arguments), AGGREGATIONS[case.aggregation]()
+    algorithm = CODECS[case.codec](algorithm)
     data, shift = data_of(case.images, case.redealt, case.x64), SHIFTS[case.shift]()
     data = data if shift is None else data.shifted(shift, test="both")
     options |= {"aggregation": rule, "participation": RULES[case.participation]()}
@@ -195,6 +205,7 @@ def draw_case(rng: random.Random) -> Case:
             algorithm, required | some(**flags), rng.choice([*MODELS]), rng.random() < 0.5, rng.random() < 0.3,
             rng.choice([None, None, None, 0, 0.5]), local, rng.random() < 0.1, rng.random() < 0.2,
             rng.choice([*AGGREGATIONS]), options, rng.choice(["uniform", *RULES]), rng.choice(["none"] * 4 + [*SHIFTS]),
+            rng.choice(["none"] * 4 + [*CODECS]),
         )  # fmt: skip
         with contextlib.suppress(ConfigurationError), precision(case):
             simulate(case, Place(), Path())

@@ -155,7 +155,7 @@ def test_the_base_is_an_argument_and_messages_have_the_size_of_the_adapters() ->
     state = sim.init(jax.random.key(0))
     trained = 4 * (784 * 4 + 4 * 400 + 400 * 10)
     assert tree.nbytes(state.params) == trained
-    assert sim.communication()["message sum"] == 2 * trained + 4  # the update, the control variate, and the weight
+    assert sim.device_traffic()["message sum"] == 2 * trained + 4  # the update, the control variate, and the weight
     assert tree.nbytes(state.clients) == data.num_clients * trained
     for name in ("round", "donating_round"):
         text = sim.executor.programs.lower(name, (), state, sim.setup.arrays, None).as_text()

@@ -298,6 +298,16 @@ def test_another_fraction_compiles_nothing_and_a_run_resumes_bitwise(data, tmp_p
     assert isinstance(end.clients, Client) and jax.tree.leaves(end.clients.residual)[0].any()
 
 
+def test_the_command_line() -> None:
+    words = "--dataset synthetic:num_clients=3 --algorithm fedavg --algorithm scaffold --cohort 2 --compress top_k:0.5"
+    for feedback in ("", " --error-feedback no"):
+        run = fd.parse_run(words + feedback)
+        assert [sim.algorithm.name for sim in run.simulations.values()] == ["fedavg+top_k", "scaffold+top_k"]
+        assert all((sim.algorithm.complete is None) == bool(feedback) for sim in run.simulations.values())
+    with pytest.raises(ConfigurationError, match=r"fraction must be in \(0, 1\]"):
+        fd.parse_run(words.replace("0.5", "2"))
+
+
 def test_invalid_codecs() -> None:
     for wrong, message in (
         (lambda: c.top_k(0), r"fraction must be in \(0, 1\], got 0"),
@@ -345,6 +355,19 @@ def test_bytes_by_hand(make, up, down, data) -> None:
     reported = [record["clients"] for record in history]
     assert [record["uplink_bytes"] for record in history] == [up * n for n in reported] and min(reported) < 3
     assert [record["downlink_bytes"] for record in history] == [3 * down] * 3  # those that drop out have received it
+
+
+def test_curves_over_megabytes(data) -> None:
+    histories = {}
+    for algorithm in (a.fedavg(), a.scaffold()):
+        sim = simulate(data, algorithm)
+        histories[algorithm.name] = [sim.run(sim.init(jax.random.key(s)), 4, progress=False)[1] for s in range(2)]
+    axes, _ = fd.plots.curves(histories, x="megabytes").axes
+    for line, models in zip(axes.lines, (1, 2), strict=True):  # three clients, both ways
+        np.testing.assert_allclose(line.get_xdata(), np.arange(1, 5) * 6 * models * MODEL / 1e6)
+    assert axes.get_xlabel().startswith("Megabytes sent and received")
+    with pytest.raises(ConfigurationError, match="uplink_bytes and downlink_bytes in every round"):
+        fd.plots.curves([{"round": 1, "accuracy": 0.5, "train_loss": 1.0}], x="megabytes")
 
 
 def test_only_the_trained_parameters_of_lora_are_sent(data) -> None:

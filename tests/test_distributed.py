@@ -183,7 +183,7 @@ def test_shards_contain_every_example_once() -> None:
 
 def test_communication_matches_the_compiled_program() -> None:
     sim = simulate(rows(), shard_data=True, bank="sharded")
-    sent = sim.communication()
+    sent = sim.device_traffic()
     assert sent["message sum"] == 2 * 4 * (6 * 4 + 4) + 4  # SCAFFOLD: two models, and the weight
     assert sent["client states"] == 2 * 5 * 4 * (
         6 * 4 + 4
@@ -197,7 +197,7 @@ def test_communication_matches_the_compiled_program() -> None:
     )
     assert program.count(" all-reduce(") == 1
     half = sent["client states"] // 2  # only the new states
-    assert simulate(rows()).communication() == sent | {"client states": half, "rows": 0}
+    assert simulate(rows()).device_traffic() == sent | {"client states": half, "rows": 0}
 
 
 def test_auto_shards_only_what_does_not_fit_on_one_device(monkeypatch) -> None:

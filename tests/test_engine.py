@@ -275,7 +275,7 @@ def test_algorithms_with_finish_communicate_client_states_twice(data) -> None:
     algorithm = fd.algorithms.vrl_sgd()
     for bank in ("device", "sharded"):
         finished, unfinished = (
-            simulate(data, a, devices=2, bank=bank).communication()["client states"]
+            simulate(data, a, devices=2, bank=bank).device_traffic()["client states"]
             for a in (algorithm, algorithm._replace(finish=None))
         )
         assert finished == 2 * unfinished > 0

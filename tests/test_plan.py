@@ -48,7 +48,7 @@ def test_a_plan_matches_the_program_that_runs() -> None:
     assert plan.total == plan.arguments + plan.results + plan.temporary and plan.fits
     assert plan.examples == tree.nbytes(arrays.rows) and plan.client_states == tree.nbytes(state.clients) // 2
     assert plan.examples + plan.client_states < plan.arguments
-    assert plan.devices == "2 x cpu" and plan.lanes == sim.lanes and plan.sent == sim.communication()
+    assert plan.devices == "2 x cpu" and plan.lanes == sim.lanes and plan.sent == sim.device_traffic()
     assert plan.collectives["all-reduce"] >= 1
     text = str(plan._replace(memory=plan.total - 1))
     assert "does not fit" in text and "2 x cpu" in text and "all-reduce" in text

@@ -62,7 +62,7 @@ def turns(arguments: argparse.Namespace) -> dict:
             cut = {"shard_data": D > 1, "bank": "sharded" if D > 1 else "device", "mesh": fd.clients_mesh(devices)}
             sims[D] = measure.simulation(workload, algorithm=fd.algorithms.ALGORITHMS[name](), lanes=1, **cut)
             found[f"{name} {D}"] = []
-        sent = sims[2].communication()
+        sent = sims[2].device_traffic()
         found[f"{name} sent"] = ", ".join(f"{what} {n / 1e6:.2g} MB" for what, n in sent.items())
         for turn in range(arguments.turns):
             for D, sim in sims.items():

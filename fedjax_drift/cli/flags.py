@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from fedjax_drift import checks, participation, shift
+from fedjax_drift import checks, compression, participation, shift
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, redeal, seed
 from fedjax_drift.data import augment, partition
@@ -110,6 +110,11 @@ SHIFTS = (
     shift.none, shift.sudden, shift.gradual, shift.recurring, shift.domains, mixture,
 )  # fmt: skip
 
+CODECS = (
+    compression.top_k, compression.random_k, compression.qsgd, compression.sign, compression.drive, compression.cast,
+    compression.none,
+)  # fmt: skip
+
 
 def sgd(momentum: float = 0.0, nesterov: bool = False) -> optax.GradientTransformation:
     """Returns SGD, with momentum within a round."""
@@ -164,6 +169,7 @@ OPTIMIZER = Choice(OPTIMIZERS, hidden=("mu_dtype",))
 SCHEDULE = Choice(SCHEDULES, hidden=("init_value",))
 PARTICIPATION = Choice({factory.__name__: factory for factory in RULES}, hidden=("base", "phases"))
 SHIFT = Choice({factory.__name__: factory for factory in SHIFTS}, hidden=("shift", "shifts", "of"))
+CODEC = Choice({factory.__name__: factory for factory in CODECS})
 AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
 
 
@@ -278,6 +284,10 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "as in --shift sudden:at=50 --shift permute_labels:pairs=0-7", SHIFT, action="append")
     add(group, "--shift-test", "NAME", "with --shift, evaluate on the test set of the present round, on that of the "
         "first, or on both", str, "present", choices=("present", "first", "both"))
+    add(group, "--compress", SPEC, f"send the clients' messages through a codec, one of {', '.join(CODEC.factories)}, "
+        "for example top_k:fraction=0.01. The options are the arguments of fd.compression.NAME (default: none)", CODEC)
+    add(group, "--error-feedback", "yes|no", "with --compress, whether a client adds what the codec has left out to "
+        "its next message", str, "yes", choices=("yes", "no"))
     group = parser.add_argument_group("local training of every client")
     add_parameters(group, LocalTraining, *LOCAL)
     add(group, "--steps", "K", "local steps of every client, instead of --epochs (default: as many as the epochs need)",

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from fedjax_drift import checks, shift
+from fedjax_drift import checks, compression, shift
 from fedjax_drift.cli.flags import DEFAULT_MODEL, FAILURES, MODEL, PARTITION, SWITCH, Parser, add_run, needs
 from fedjax_drift.cli.values import LOCAL, Spec
 from fedjax_drift.data import datasets, movielens
@@ -32,7 +32,7 @@ from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
-from fedjax_drift.types import Params
+from fedjax_drift.types import Algorithm, Params
 
 BANKS = ("auto", "device", "sharded", "host")  # values of --bank that are not folders
 SAME = ("rounds", "sampling", "validation", "standardize", "on_nonfinite", "eval_every", "seed", "bfloat16", "stream")
@@ -162,7 +162,7 @@ def assemble(
     algorithms = {}
     for spec in specs:
         try:
-            algorithms[spec.text] = spec._replace(options=spec.options | values).make()
+            algorithms[spec.text] = _compressed(args, spec._replace(options=spec.options | values).make())
         except ValueError as error:
             raise ConfigurationError(f"algorithm {spec.text}: {error}") from error
     measure_every = _measure_every(args)
@@ -215,6 +215,7 @@ def assemble(
         "participation": [spec.text for spec in args.participation or ()],
         "redeal": data.redeal,
         "shift": [spec.text for spec in args.shift or ()],
+        "compress": args.compress and args.compress.text,
         "failures": failures,
         "aggregation": first.aggregation.name,
         "measure": {"names": args.measure, "every": measure_every},
@@ -229,6 +230,13 @@ def assemble(
         **{name: getattr(args, name) for name in SAME},
     }  # fmt: skip
     return ParsedRun(simulations, data, params, config, args.rounds, args.eval_every, measure_every, args.seed)
+
+
+def _compressed(args: argparse.Namespace, algorithm: Algorithm) -> Algorithm:
+    """The algorithm with the codec of --compress."""
+    if args.compress is None:
+        return algorithm
+    return compression.compressed(algorithm, args.compress.make(), args.error_feedback == "yes")
 
 
 def load_data(args: argparse.Namespace) -> FederatedData:

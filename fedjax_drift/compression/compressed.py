@@ -130,8 +130,15 @@ def send(
 
 def check_codec(codec: Codec) -> None:
     """Checks that the codec returns an array like its argument, and a number of bits."""
+    checks.function(f"send of {codec.name}", codec.send, "see fd.compression.Codec")
     x = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    result = jax.eval_shape(codec.send, jax.random.key(0), x)
+    try:
+        result = jax.eval_shape(codec.send, jax.random.key(0), x)
+    except Exception as error:
+        raise ConfigurationError(
+            f"send of {codec.name} must be a function (key, x) -> (decoded, bits), got one that fails: "
+            f"{checks.first_line(error)}"
+        ) from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigurationError(f"send of {codec.name} must return (decoded, bits), got {checks.shown(result)}")
     tree.check_layout(result[0], x, f"what {codec.name} decodes must have the shape of what is sent", dtypes=False)

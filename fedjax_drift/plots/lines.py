@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_drift.plots.bands import BANDS
 from fedjax_drift.plots.style import Style
-from fedjax_drift.records import History, Runs, measured
+from fedjax_drift.records import History, Runs, measured, megabytes
 
 SHOWN_POINTS = 100  # lines with more points are smoothed by default, to at most half as many points
 RANGES = {  # the possible values of entries of a record
@@ -48,6 +48,15 @@ def by_round(
         name: within(line, values[name], limits(key, factor))._replace(note=note_of(runs[name], values[name]))
         for name, line in lines.items()
     }
+
+
+def over_megabytes(lines: Mapping[str, Line], runs: Runs) -> dict[str, Line]:
+    """Returns lines over rounds as lines over the megabytes sent until then, the mean over the seeds of a run."""
+
+    def sent(histories: Sequence[History], x: np.ndarray) -> np.ndarray:
+        return np.mean([np.interp(x, *megabytes(history)) for history in histories], axis=0)
+
+    return {name: line._replace(x=sent(runs[name], line.x)) if line.x.size else line for name, line in lines.items()}
 
 
 def by_epoch(runs: Runs, key: str, style: Style) -> dict[str, Line]:

@@ -19,7 +19,7 @@ from fedjax_drift.plots.canvas import (
     new_figure,
     wrapped,
 )
-from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one
+from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one, over_megabytes
 from fedjax_drift.plots.looks import ink, look
 from fedjax_drift.plots.style import DEFAULT, Style, checked
 from fedjax_drift.records import Reached, Records, Runs, by_run, measured, numbers
@@ -34,27 +34,33 @@ LONGEST_TICK = 30  # characters of a name in one line beside a bar
 CLIENT_DRIFT = "Client drift after the last local epoch"
 
 
-def curves(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
-    """Plots test accuracy (in percent) and training loss against rounds, one line per run.
+def curves(records: Records, path: FilePath = None, *, x: str = "round", style: Style = DEFAULT) -> Figure:
+    """Plots test accuracy (in percent) and training loss against rounds or megabytes, one line per run.
 
     If no run has an accuracy, because the models are not classifiers, it plots the test loss instead.
 
     Args:
       records: the runs to plot. The module `fd.plots` lists the allowed types.
       path: file to which the figure is written. Its suffix selects the format. Default: no file.
+      x: the axis of the lines: "round" (default), or "megabytes", the 10^6 bytes that the clients have sent and
+        received until then.
       style: how the rounds are smoothed, which band is drawn, and the size of the figure. Default: `Style()`.
 
     Raises:
       ValueError: the records have no round with finite values, or an argument is not allowed.
     """
+    checks.choice("x", x, ("round", "megabytes"))
     runs, style = by_run(records), checked(style)
     accuracy, loss = by_round(runs, "accuracy", style, 100), "Loss (nats per example)"
     tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
     if not any(line.x.size for line in accuracy.values()):
         loss = "Loss, mean over examples"
         tested = Panel("Test loss of the global model", loss, by_round(runs, "loss", style))
-    panels = tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss", style))
-    return finished(figure_of_panels("curves", panels, "pass {name: history of Simulation.run}", style), path)
+    panels = [tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss", style))]
+    if x == "megabytes":
+        panels = [panel._replace(lines=over_megabytes(panel.lines, runs)) for panel in panels]
+    label = "Round" if x == "round" else "Megabytes sent and received"
+    return finished(figure_of_panels("curves", panels, "pass {name: history of Simulation.run}", style, label), path)
 
 
 def drift(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:

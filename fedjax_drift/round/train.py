@@ -284,7 +284,13 @@ def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array) -> jax.Arr
     """
     rule, K = engine.participation, engine.clients_selected
     assert rule.expected is not None
-    factor = rule.expected(K, Clients(sizes, lambda ids: jnp.full(ids.shape, jnp.nan)))
+
+    def losses(ids: jax.Array) -> jax.Array:
+        raise ConfigurationError(
+            f"expected of the participation rule {rule.name} must not ask for losses: call clients.losses in select"
+        )
+
+    factor = rule.expected(K, Clients(sizes, losses))
     return factor @ jax.vmap(lambda size: update_of_size(engine, shared, size).weight)(sizes)
 
 

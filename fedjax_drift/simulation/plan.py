@@ -43,7 +43,7 @@ class Plan(NamedTuple):
       temporary: The memory that the program needs while it runs, in addition to its arguments and results.
       memory: The memory of one device; inf if it is unknown.
       collectives: How often each kind of collective operation occurs in the program.
-      sent: The bytes that devices exchange in a round, as in `Simulation.communication`.
+      sent: The bytes that devices exchange in a round, as in `Simulation.device_traffic`.
       steps: The local steps that the busiest device does one after another in a round. With clients of different sizes,
         it is the number for a cohort whose sizes are spread evenly over those of all clients.
       cycles: The cycles of a local step of L clients, as estimated by XLA's compiler for a TPU; 0 for other devices.

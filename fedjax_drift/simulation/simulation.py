@@ -728,10 +728,12 @@ class Simulation:
 
         Raises ValueError if the examples or client states would be kept on the host.
         """
-        return plan_of(self.setup, self.executor.programs, self.communication())
+        return plan_of(self.setup, self.executor.programs, self.device_traffic())
 
-    def communication(self) -> dict[str, int]:
+    def device_traffic(self) -> dict[str, int]:
         """Returns the number of bytes that the D devices of the mesh exchange in a round, computed from shapes.
+
+        The bytes between server and clients are in the ``info`` of `round_fn`.
 
         The numbers do not include scalars and client ids. They include the padding that is sent if the number of
         clients is not a multiple of D * L, the number of clients that train at the same time.
@@ -754,6 +756,11 @@ class Simulation:
             "client states": times * (D - 1) * G * e.lanes * tree.nbytes(update.state),
             "rows": (D - 1) * share * tree.nbytes(row),
         }
+
+    def communication(self) -> dict[str, int]:
+        """The former name of `device_traffic`."""
+        checks.warn("communication is now called device_traffic: use sim.device_traffic()", DeprecationWarning)
+        return self.device_traffic()
 
     def __repr__(self) -> str:
         e, together = self.setup.engine, team_size(self.mesh)
