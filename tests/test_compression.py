@@ -362,7 +362,7 @@ def test_curves_over_megabytes(data) -> None:
     for algorithm in (a.fedavg(), a.scaffold()):
         sim = simulate(data, algorithm)
         histories[algorithm.name] = [sim.run(sim.init(jax.random.key(s)), 4, progress=False)[1] for s in range(2)]
-    axes, _ = fd.plots.curves(histories, x="megabytes").axes
+    _, axes = fd.plots.curves(histories, x="megabytes").axes
     for line, models in zip(axes.lines, (1, 2), strict=True):  # three clients, both ways
         np.testing.assert_allclose(line.get_xdata(), np.arange(1, 5) * 6 * models * MODEL / 1e6)
     assert axes.get_xlabel().startswith("Megabytes sent and received")
