@@ -199,9 +199,8 @@ class Algorithm(NamedTuple):
         variables. client: the state that client_update returned in this round. (VRL-SGD)
       report: ``report(server, mean, context) -> metrics``, scalars that are added to ``info``. The arguments are those
         of server_update.
-      complete: ``complete(client, message) -> client`` adds to the state of `init_client` what has the shapes of a
-        message, which are known once the algorithm has a model and data. message: zeros. `client_update` must also
-        accept the incomplete state. (error feedback of `fd.compression.compressed`)
+      complete: ``complete(client, message) -> client`` adds to the state of `init_client` what is shaped like a
+        message. message: zeros. `client_update` must also accept the state without it. (`fd.compression`)
       personal: ``personal(server, client) -> params``, the model that ONE client uses itself (Ditto, FedPer), which
         `Simulation.evaluate_clients` evaluates. None: clients use the global model.
       requires: Requirements, checked when a `Simulation` is created. "features", "head", "extractor", "cosine": the

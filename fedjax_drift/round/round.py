@@ -24,15 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import tree
-from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.cohort import NOISE, Assignment, assign, available, initial_participation, observe
-from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, initial_client, partitionable, replicated
+from fedjax_drift.round.cohort import NOISE, Assignment, assign, available, observe
+from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import at_round, evaluate
 from fedjax_drift.round.info import describe, with_metrics
 from fedjax_drift.round.places import in_cohort_order
-from fedjax_drift.round.traffic import traffic
+from fedjax_drift.round.traffic import exchanged_bytes
 from fedjax_drift.round.train import check_finite, client_work, expected_weight, finished, over_clients, scalars, update
-from fedjax_drift.types import ClientResult, Metrics, Params, PyTree, Round, ServerState, Work
+from fedjax_drift.types import ClientResult, Metrics, PyTree, Round, ServerState, Work
 
 
 class Observer(NamedTuple):
@@ -58,26 +57,6 @@ def unobserved(engine: Engine) -> Observer:
         update=lambda shared, client, old, work: (update(engine, shared, client, old, work), (), ()),
         after=lambda assigned, states, added, kept: {},
     )
-
-
-@partitionable
-def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array) -> ServerState:
-    """The state before round 0, from ``params`` or, by default, from the model's own initial parameters.
-
-    sizes: int32 [N], the numbers of examples of all clients.
-    """
-    init_key, round_key = jax.random.split(key)
-    params = engine.model.init(init_key) if params is None else params
-    client = initial_client(engine, params)
-    clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.state_rows, *jnp.shape(c))), client)
-    server, clients = jax.tree.map(tree.strip_weak_type, (engine.algorithm.init_server(params), clients))
-    if not hasattr(server, "params"):
-        raise ConfigurationError(
-            f"{engine.algorithm.name}: init_server must return a pytree with an attribute params, got "
-            f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
-        )
-    participation = initial_participation(engine, round_key, sizes)
-    return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation)
 
 
 def round_fn(
@@ -155,11 +134,9 @@ def observed_round(
     of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
     outcome, metrics = jax.tree.map(of_cohort, (outcome, metrics))  # [K, ...]
     state_of_rule = observe(engine, state, assigned, outcome["answered"], metrics.get("loss"))
-    exchanged = traffic(engine, state.server, assigned.shared.rows)
     info = describe(engine, assigned, outcome, available(engine, state))
-    info["uplink_bytes"] = jnp.where(info["cohort"] >= 0, metrics.pop("uplink_bytes", float(exchanged.up)), 0.0)
-    info["downlink_bytes"] = jnp.asarray(exchanged.down, float)
     info = with_metrics(engine, info, metrics)
+    info |= exchanged_bytes(engine, state.server, assigned.shared.rows, info)
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,16 @@ class Traffic(NamedTuple):
 
     up: int
     down: int
+
+
+def exchanged_bytes(engine: Engine, server: PyTree, rows: Rows, info: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """``uplink_bytes`` [K] of the clients of a round, and ``downlink_bytes`` [] for each of them.
+
+    info: of the round. Its ``uplink_bytes`` are those of a codec, if the algorithm has one.
+    """
+    up, down = traffic(engine, server, rows)
+    sent = jnp.where(info["cohort"] >= 0, info.get("uplink_bytes", float(up)), 0.0)
+    return {"uplink_bytes": sent, "downlink_bytes": jnp.asarray(down, float)}
 
 
 def traffic(engine: Engine, server: PyTree, rows: Rows) -> Traffic:

@@ -25,7 +25,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.model import Model
 from fedjax_drift.recipes import Frozen
 from fedjax_drift.round.engine import Engine
-from fedjax_drift.round.round import init
+from fedjax_drift.round.initial import init
 from fedjax_drift.simulation.lanes import Lane, fastest
 from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.tree import nbytes

@@ -38,7 +38,7 @@ from fedjax_drift.round.cohort import select
 from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows, partitionable
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
-from fedjax_drift.round.round import init
+from fedjax_drift.round.initial import init
 from fedjax_drift.round.train import any_update
 from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of

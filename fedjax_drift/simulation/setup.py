@@ -29,7 +29,7 @@ from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows, initial_clie
 from fedjax_drift.round.evaluate import at_round, evaluate
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.failures import Failures
-from fedjax_drift.round.round import init
+from fedjax_drift.round.initial import init
 from fedjax_drift.round.train import any_update, checked, some_message
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.fit import check_model

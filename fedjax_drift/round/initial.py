@@ -1,0 +1,32 @@
+"""The state of a simulation before round 0."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import tree
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.round.cohort import initial_participation
+from fedjax_drift.round.engine import Engine, initial_client, partitionable
+from fedjax_drift.types import Params, ServerState
+
+
+@partitionable
+def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array) -> ServerState:
+    """The state before round 0, from ``params`` or, by default, from the model's own initial parameters.
+
+    sizes: int32 [N], the numbers of examples of all clients.
+    """
+    init_key, round_key = jax.random.split(key)
+    params = engine.model.init(init_key) if params is None else params
+    client = initial_client(engine, params)
+    clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.state_rows, *jnp.shape(c))), client)
+    server, clients = jax.tree.map(tree.strip_weak_type, (engine.algorithm.init_server(params), clients))
+    if not hasattr(server, "params"):
+        raise ConfigurationError(
+            f"{engine.algorithm.name}: init_server must return a pytree with an attribute params, got "
+            f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
+        )
+    participation = initial_participation(engine, round_key, sizes)
+    return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation)
