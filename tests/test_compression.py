@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -296,6 +299,19 @@ def test_another_fraction_compiles_nothing_and_a_run_resumes_bitwise(data, tmp_p
     same(end.server, whole.server)
     same(end.clients, whole.clients)
     assert isinstance(end.clients, Client) and jax.tree.leaves(end.clients.residual)[0].any()
+
+
+def test_an_algorithm_is_compressed_before_jax_has_started() -> None:
+    """`use_cpu_devices` must come before JAX's devices are used."""
+    program = (
+        "import fedjax_drift as fd; fd.compression.compressed(fd.algorithms.fedavg(), fd.compression.top_k(0.1)); "
+        "fd.use_cpu_devices(2); import jax; print(jax.device_count())"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2"
 
 
 def test_the_command_line() -> None:

@@ -28,7 +28,7 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.compression.codec import Codec, bits_of
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm
+from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm
 
 MESSAGE = 2**32 - 2  # fold_in(work.key, MESSAGE) is the key of the codec; `local.OPTIMIZER` is the next number
 
@@ -63,17 +63,19 @@ def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts
     error_feedback = checks.flag("error_feedback", error_feedback)
     checks.choice("parts", parts, ("all", "params"))
     check_codec(codec)
-    keeps = error_feedback
 
     def client_update(server: Any, client: Any, work: Work) -> ClientResult:
-        result = base.client_update(server, client.base if keeps else client, work)
+        result = base.client_update(server, client.base if error_feedback else client, work)
         wanted = lax.optimization_barrier(result.message)  # XLA then compiles the base algorithm as without a codec
-        if keeps and jax.tree.leaves(client.residual):
+        if error_feedback and jax.tree.leaves(client.residual):
             wanted = jax.tree.map(jnp.add, wanted, client.residual)
-        key = jax.random.fold_in(jax.random.fold_in(work.key, MESSAGE), zlib.crc32(base.name.encode()))
+        own = zlib.crc32(base.name.encode())  # so that a codec around another one has other random numbers
+        key = jax.random.fold_in(jax.random.fold_in(work.key, MESSAGE), own)
         is_coded = tree.like(server.params) if parts == "params" else lambda part: True
         decoded, bits, error = send(codec, key, wanted, is_coded)  # (1)
-        state = Client(result.state, tree.subtract(wanted, decoded)) if keeps else result.state  # (2)
+        state = result.state
+        if error_feedback:
+            state = Client(state, tree.subtract(wanted, decoded))  # (2)
         metrics: dict[str, Any] = {"uplink_bytes": bits / 8, "compression_error": error}
         known = result.metrics
         with_them = known | metrics if isinstance(known, Trained) else {**known, **metrics}
@@ -95,7 +97,7 @@ def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts
         return base.personal(server, client.base)
 
     sending = base._replace(client_update=client_update, name=f"{base.name}+{codec.name}")
-    if not keeps:
+    if not error_feedback:
         return sending
     return sending._replace(
         init_client=init_client,
@@ -132,8 +134,8 @@ def check_codec(codec: Codec) -> None:
     """Checks that the codec returns an array like its argument, and a number of bits."""
     checks.function(f"send of {codec.name}", codec.send, "see fd.compression.Codec")
     x = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    try:
-        result = jax.eval_shape(codec.send, jax.random.key(0), x)
+    try:  # without a key that exists, which would start JAX's devices
+        result = jax.eval_shape(lambda x: codec.send(jax.random.key(0, impl=THREEFRY), x), x)
     except Exception as error:
         raise ConfigurationError(
             f"send of {codec.name} must be a function (key, x) -> (decoded, bits), got one that fails: "

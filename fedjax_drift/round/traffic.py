@@ -7,26 +7,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from fedjax_drift import tree
 from fedjax_drift.round.engine import Engine, Rows, Shared, initial_client
 from fedjax_drift.round.train import some_client, update
 from fedjax_drift.types import THREEFRY, ClientResult, PyTree
 
 CONSTANT, SERVER, CLIENT = range(3)  # what a value depends on; everything also depends on constants
-
-
-class Traffic(NamedTuple):
-    """Bytes for one client, without a codec."""
-
-    up: int
-    down: int
 
 
 def exchanged_bytes(engine: Engine, server: PyTree, rows: Rows, info: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -39,8 +33,11 @@ def exchanged_bytes(engine: Engine, server: PyTree, rows: Rows, info: Mapping[st
     return {"uplink_bytes": sent, "downlink_bytes": jnp.asarray(down, float)}
 
 
-def traffic(engine: Engine, server: PyTree, rows: Rows) -> Traffic:
-    """The bytes that a client sends and receives in a round. server, rows: only their shapes are used."""
+def traffic(engine: Engine, server: PyTree, rows: Rows) -> tuple[int, int]:
+    """The bytes that a client sends without a codec, and those that it receives.
+
+    server, rows: only their shapes are used.
+    """
 
     def result(server: PyTree, state: PyTree, rows: Rows, t: jax.Array) -> ClientResult:
         key = jax.random.fold_in(jax.random.key(0, impl=THREEFRY), t)
@@ -48,18 +45,15 @@ def traffic(engine: Engine, server: PyTree, rows: Rows) -> Traffic:
         client, work = some_client(engine, shared, t)
         return update(engine, shared, client, state, work)
 
-    def shaped(values: PyTree) -> PyTree:
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), values)
-
-    state = jax.eval_shape(lambda server: initial_client(engine, server.params), shaped(server))
-    arguments = shaped(server), state, shaped(rows), jax.ShapeDtypeStruct((), jnp.int32)
-    closed, shapes = jax.make_jaxpr(result, return_shape=True)(*arguments)
+    state = jax.eval_shape(lambda server: initial_client(engine, server.params), server)
+    closed, shapes = jax.make_jaxpr(result, return_shape=True)(server, state, rows, jnp.int32(0))
     program, is_read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     variables = program.invars[: sum(is_read[: len(jax.tree.leaves(server))])]
     source, needed = _sources(program, variables)
     message = program.outvars[: len(jax.tree.leaves(shapes.message))]  # the first field of a `ClientResult`
-    up = _bytes(v for v in message if _of(source, v) == CLIENT)
-    return Traffic(up, min(_bytes(variables), _bytes(needed)))
+    of_client = [v for v in message if _of(source, v) == CLIENT]
+    up, read, computed = (tree.nbytes([v.aval for v in each]) for each in (of_client, variables, needed))
+    return up, min(read, computed)
 
 
 def _sources(program: Jaxpr, variables: list[Var]) -> tuple[dict[Var, int], set[Any]]:
@@ -76,8 +70,4 @@ def _sources(program: Jaxpr, variables: list[Var]) -> tuple[dict[Var, int], set[
 
 
 def _of(source: dict[Var, int], v: Any) -> int:
-    return CONSTANT if isinstance(v, Literal) else source.get(v, CONSTANT)
-
-
-def _bytes(variables: Iterable[Any]) -> int:
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
+    return CONSTANT if isinstance(v, Literal) else source[v]
