@@ -90,9 +90,9 @@ def test_of_equal_magnitudes_the_first_are_sent() -> None:
     np.testing.assert_array_equal(decoded, [1, -2, 2, 0, 0, 0])
 
 
-@pytest.mark.parametrize("d", [1, 10, 30, 1000, 1200, 44_426])
+@pytest.mark.parametrize("d", [1, 10, 30, 1000, 3000, 44_426])
 def test_the_fraction_is_exact_in_a_compiled_round(d) -> None:
-    """There the fraction is a float32 number: 0.1 * 30 is more than 3."""
+    """There the fraction is a float32 number: 0.001 * 3000 is more than 3."""
     for fraction in (0.001, 0.01, 0.1, 0.3, 0.7, 1.0):
         _, bits = jax.jit(lambda f: c.top_k(f).send(jax.random.key(0), jnp.ones(d)))(fraction)
         k = math.ceil(round(fraction * d, 9))

@@ -58,7 +58,7 @@ def random_k(fraction: float, scale: bool = False) -> Codec:
 
 
 def number_sent(fraction: float, d: int) -> jax.Array:
-    """k = ceil(fraction d), int32 []. In float32, 0.1 * 30 is a little more than 3, which must not become 4."""
+    """k = ceil(fraction d), int32 []. In float32, 0.001 * 3000 is a little more than 3, which must not become 4."""
     return jnp.clip(jnp.ceil(fraction * d * (1 - 3e-7)), 1, d).astype(jnp.int32)
 
 
