@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedjax_drift import (
     algorithms,
+    clock,
     compression,
     data,
     errors,
@@ -27,6 +28,7 @@ from fedjax_drift import (
     testing,
     tuning,
 )
+from fedjax_drift.clock import Devices
 from fedjax_drift.data import augment, datasets, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.redeal import drift_regimes
@@ -72,6 +74,7 @@ __all__ = [
     "Batch",
     "Checkpoints",
     "ClientResult",
+    "Devices",
     "Failures",
     "FederatedData",
     "LocalTraining",
@@ -89,6 +92,7 @@ __all__ = [
     "algorithms",
     "augment",
     "clients_mesh",
+    "clock",
     "compression",
     "data",
     "datasets",

@@ -14,7 +14,8 @@ from test_algorithms import small
 
 import fedjax_drift as fd
 from fedjax_drift.participation import Clients
-from fedjax_drift.round.cohort import PARTICIPATION, round_keys
+from fedjax_drift.round.cohort import PARTICIPATION
+from fedjax_drift.round.engine import round_keys
 from fedjax_drift.testing import contract_simulation
 
 SIZES = np.array([3, 8, 5, 12, 1, 7, 9, 4])

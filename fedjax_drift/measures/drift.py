@@ -24,6 +24,7 @@ from fedjax_drift.measures.curvature import curvature, largest_eigenvalue
 from fedjax_drift.round.cohort import CURVATURE, Assignment, look_up
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
 from fedjax_drift.round.evaluate import at_round, inputs, labels
+from fedjax_drift.round.flight import as_started
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.round import Observer, observed_round, round_fn, unobserved
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
@@ -261,6 +262,7 @@ def second_training(
 
     def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         w_S, mean_update = shared.extra
+        shared = as_started(engine, shared, client)
         work = client_work(engine, shared, client, longest)
         at_mean = full_gradient(work, w_S) if "gradients" in names else None
 

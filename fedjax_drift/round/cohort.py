@@ -1,6 +1,7 @@
 """Selects the clients of a round, and assigns them to devices.
 
-select    selects the clients with the participation rule, unless the caller gives them
+select    the clients of the round: drawn with the participation rule, unless the caller gives them; or those that
+          report next if rounds are asynchronous
 fail      replaces clients that drop out or report too late by absent clients; stragglers get fewer steps
 assign    selects the clients, lets some of them fail, and assigns the cohort to devices, groups and lanes (places.py)
 """
@@ -25,11 +26,14 @@ from fedjax_drift.round.engine import (
     Rows,
     Shared,
     absent,
+    at_present,
     mean_steps,
     partitionable,
     replicated,
+    round_keys,
 )
 from fedjax_drift.round.failures import Failures
+from fedjax_drift.round.flight import DEVICE_SPEEDS, Past, arrivals, keeps_past, seconds, with_start
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.train import client_work, over_clients
 from fedjax_drift.types import PyTree, ServerState
@@ -38,10 +42,9 @@ from fedjax_drift.types import PyTree, ServerState
 # random numbers of the round:
 REDISTRIBUTION, FAILURES, NOISE, FINE_TUNING, CURVATURE = 0, 1, 2, 3, 4  # values of n
 
-# fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices, fold_in(state.key, PARTICIPATION)
-# that for the initial state of the participation rule. Round t uses fold_in(state.key, t), and no round has these
-# numbers.
-DEVICE_SPEEDS, PARTICIPATION = 2**32 - 1, 2**32 - 2
+# fold_in(state.key, PARTICIPATION) is the key for the initial state of the participation rule, fold_in(state.key,
+# flight.DEVICE_SPEEDS) that for the speeds. Round t uses fold_in(state.key, t), and no round has these numbers.
+PARTICIPATION = 2**32 - 2
 
 
 class Assignment(NamedTuple):
@@ -72,32 +75,41 @@ def assign(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array
         cohort = look_up(engine, rows, *select(engine, state, arrays))
     elif not isinstance(cohort, Client):
         cohort = look_up(engine, rows, cohort.astype(jnp.int32))
+    cohort = with_start(engine, state, cohort)
     drawn = cohort.id
     if engine.redeal is not None:
         redeal_key = jax.random.fold_in(key, engine.num_clients + REDISTRIBUTION)
         rows, cohort = redistributed(engine, engine.redeal, redeal_key, cohort, rows)
     selected = cohort
     if engine.failures is not None:
-        cohort = fail(engine, engine.failures, state.key, key, cohort)
-    lr = engine.local.rate(state.round)
+        cohort = fail(engine, engine.failures, state, cohort)
     # With sharded examples, clients are sorted by the batches of an epoch, because `rows_by_rank` assumes it.
     steps = cohort.steps if engine.rows_by_rank is None else engine.local.batches(cohort.size)
     order, empty, placed = at_places(engine, cohort, steps)
     order, placed = replicated(engine, (order, placed))
-    return Assignment(Shared(state.server, rows, key, state.round, lr), drawn, selected, cohort, order, empty, placed)
-
-
-def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the key for sampling the cohort of round t, and the key of the clients."""
-    cohort_key, clients_key = jax.random.split(jax.random.fold_in(key, t))
-    return cohort_key, clients_key
+    lr, past = engine.local.rate(state.round), Past(state.clock.past, state.key) if keeps_past(engine) else ()
+    shared = Shared(state.server, rows, key, state.round, lr, past=past)
+    return Assignment(shared, drawn, selected, cohort, order, empty, placed)
 
 
 @partitionable
 def select(engine: Engine, state: ServerState, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-    """The ids int32 [capacity] that a round selects, and their factors float [capacity], or None without factors.
+    """The ids int32 [capacity] of a round's clients, and their factors float [capacity], or None without factors.
 
-    Unused entries are N. ``arrays.rows`` and the server's variables are only used by a rule that asks for losses.
+    Unused entries are N.
+    """
+    if engine.asynchronous:
+        return arrivals(engine, state)[0], None
+    return draw(engine, state, arrays, engine.clients_selected)
+
+
+def draw(
+    engine: Engine, state: ServerState, arrays: Arrays, count: int, free: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """What the participation rule selects: ``count`` clients, or as many as it can. See `select`.
+
+    ``arrays.rows`` and the server's variables are only used by a rule that asks for losses. free: bool [N], the clients
+    that aren't in flight; None: all.
     """
     rule, N, t = engine.participation, engine.num_clients, state.round
     key, clients_key = round_keys(state.key, t)
@@ -107,9 +119,10 @@ def select(engine: Engine, state: ServerState, arrays: Arrays) -> tuple[jax.Arra
         shared = Shared(state.server, arrays.rows, clients_key, t, engine.local.rate(t))
         return client_losses(engine, shared, look_up(engine, arrays.rows, ids))
 
-    ids, factor = rule.select(
-        state.participation, key, t, engine.clients_selected, Clients(arrays.sizes, losses, available(engine, state))
-    )
+    allowed = available(engine, state)
+    if free is not None:
+        allowed = free if allowed is None else free & allowed
+    ids, factor = rule.select(state.participation, key, t, count, Clients(arrays.sizes, losses, allowed))
     if not engine.factors:
         return ids, None
     factor = jnp.ones(ids.shape, float) if factor is None else factor.astype(float)
@@ -186,39 +199,60 @@ def look_up(engine: Engine, rows: Rows, ids: jax.Array, factor: jax.Array | None
     size, place = jnp.where(present, rows.sizes[known], 0), jnp.where(present, ids, engine.state_rows)
     if engine.factors and factor is None:
         factor = jnp.ones(ids.shape, float)
-    return Client(jnp.where(present, ids, N), size, rows.offsets[known], engine.local.num_steps(size), place, factor)
+    ids, start = jnp.where(present, ids, N), at_present(engine, ids.shape)
+    return Client(ids, size, rows.offsets[known], engine.local.num_steps(size), place, factor, **start)
 
 
-def fail(engine: Engine, failures: Failures, state_key: jax.Array, clients_key: jax.Array, cohort: Client) -> Client:
+def fail(engine: Engine, failures: Failures, state: ServerState, cohort: Client) -> Client:
     """The selected clients after failures. Clients that do not report are absent, and stragglers do fewer steps.
 
-    Whether a client drops out or straggles depends only on the round's key, the client's id and its number of steps.
     With over-selection, only the first K clients that report are returned.
     """
-    absentee, mean = absent(engine), mean_steps(engine)
-    speeds_key = jax.random.fold_in(state_key, DEVICE_SPEEDS)
-    key = jax.random.fold_in(clients_key, engine.num_clients + FAILURES)
+    absentee = absent(engine)
+    drops, steps = outcome(engine, failures, state, cohort)
+    cohort = cohort._replace(steps=steps)
+    time = duration(engine, failures, state, cohort)
+    answers = ~drops & (cohort.id != absentee.id)
+    if failures.deadline is not None:
+        answers &= time <= failures.deadline
+    cohort = jax.tree.map(lambda a, none: jnp.where(answers, a, none), cohort, absentee)
+    K = engine.cohort_size
+    if engine.over_selects and K < len(time):
+        time = jnp.where(answers, time, jnp.inf)
+        first = jnp.sort(jnp.argsort(time, stable=True)[:K])  # the first K that report, in the order of the cohort
+        cohort = jax.tree.map(lambda a: a[first], cohort)
+    return cohort
 
-    def one(client: Client) -> tuple[Client, jax.Array]:
+
+def outcome(engine: Engine, failures: Failures, state: ServerState, clients: Client) -> tuple[jax.Array, jax.Array]:
+    """Whether each client drops out, bool [C], and its local steps, int32 [C], which are fewer for a straggler.
+
+    Both depend only on the key of the round in which the client started, its id and its number of steps.
+    """
+
+    def one(client: Client) -> tuple[jax.Array, jax.Array]:
+        _, clients_key = round_keys(state.key, state.round if client.version is None else client.version)
+        key = jax.random.fold_in(clients_key, engine.num_clients + FAILURES)
         drops, straggles, part = jax.random.uniform(jax.random.fold_in(key, client.id), (3,))
         K_i = client.steps
         most = jnp.maximum(K_i - 1, jnp.minimum(K_i, 1))  # a client with one step, or without steps, cannot stop early
         some = jnp.minimum(1 + (part * (K_i - 1)).astype(jnp.int32), most)  # 1..K_i - 1, each equally likely
-        steps = jnp.where(straggles < failures.stragglers, some, K_i)
-        slowness = jnp.exp(failures.speed_spread * jax.random.normal(jax.random.fold_in(speeds_key, client.id)))
-        time = steps / mean * slowness
-        answers = (drops >= failures.dropout) & (client.id != absentee.id)
-        if failures.deadline is not None:
-            answers &= time <= failures.deadline
-        client = jax.tree.map(lambda a, none: jnp.where(answers, a, none), client._replace(steps=steps), absentee)
-        return client, jnp.where(answers, time, jnp.inf)
+        return drops < failures.dropout, jnp.where(straggles < failures.stragglers, some, K_i)
 
-    cohort, time = jax.vmap(one)(cohort)
-    K = engine.cohort_size
-    if engine.over_selects and K < len(time):
-        first = jnp.sort(jnp.argsort(time, stable=True)[:K])  # the first K that report, in the order of the cohort
-        cohort = jax.tree.map(lambda a: a[first], cohort)
-    return cohort
+    return jax.vmap(one)(clients)
+
+
+def duration(engine: Engine, failures: Failures, state: ServerState, clients: Client) -> jax.Array:
+    """float [C]: how long each client needs for its steps, in seconds with ``devices=``, else in mean clients."""
+    if engine.devices is not None:
+        return seconds(engine, state.key, state.server, clients)
+    key = jax.random.fold_in(state.key, DEVICE_SPEEDS)
+
+    def one(client: Client) -> jax.Array:
+        slowness = jnp.exp(failures.speed_spread * jax.random.normal(jax.random.fold_in(key, client.id)))
+        return client.steps / mean_steps(engine) * slowness
+
+    return jax.vmap(one)(clients)
 
 
 def redistributed(engine: Engine, redealing: Redeal, key: jax.Array, cohort: Client, rows: Rows) -> tuple[Rows, Client]:

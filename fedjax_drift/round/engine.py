@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model
@@ -59,6 +60,8 @@ class Client(NamedTuple):
     """int32, index of its state in ServerState.clients. This is its id unless a client store (`bank=`) keeps the
     states. The personal evaluation uses it as an index of the client's test examples."""
     factor: jax.Array | None = None  # float, multiplies its weight; None if the participation rule has no factors
+    version: jax.Array | None = None  # int32, the round in which it started; None if rounds are synchronous
+    discount: jax.Array | None = None  # float, multiplies its update, but not its weight; None likewise
 
 
 class TestRows(NamedTuple):
@@ -119,7 +122,15 @@ class Engine(NamedTuple):
     redeal: Redeal | None  # not None: the cohort's examples are redistributed in every round
     failures: Failures | None  # None: every selected client reports
     aggregation: Aggregation
+    clock: Clock
+    devices: Devices | None  # the speeds of the clients; None: rounds have no virtual time
+    row: tuple[Any, Any]  # the shapes and dtypes of one example on the devices, its input and its label
     message: PyTree = None  # shapes and dtypes of a message, if `Algorithm.complete` needs them
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the server is updated without waiting for all clients that are training."""
+        return self.clock.concurrency is not None
 
     @property
     def over_selects(self) -> bool:
@@ -141,6 +152,7 @@ class Shared(NamedTuple):
     t: jax.Array  # int32 [], the round
     lr: jax.Array  # float [], eta_t
     extra: Any = ()  # additional values for the function that `train.over_clients` calls, the same for all
+    past: Any = ()  # `flight.Past`, if clients may have started in an earlier round
 
 
 def initial_client(engine: Engine, params: Params) -> PyTree:
@@ -154,7 +166,21 @@ def initial_client(engine: Engine, params: Params) -> PyTree:
 def absent(engine: Engine) -> Client:
     """The absent client, which fills an empty place."""
     factor = jnp.zeros((), float) if engine.factors else None
-    return Client(*map(jnp.int32, (engine.num_clients, 0, 0, 0, engine.state_rows)), factor=factor)  # type: ignore
+    client = Client(*map(jnp.int32, (engine.num_clients, 0, 0, 0, engine.state_rows)), factor=factor)  # type: ignore
+    return client._replace(**at_present(engine, ()))
+
+
+def at_present(engine: Engine, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+    """The fields of clients that did not start in an earlier round. None of them if rounds are synchronous."""
+    if not engine.asynchronous:
+        return {}
+    return {"version": jnp.zeros(shape, jnp.int32), "discount": jnp.ones(shape, float)}
+
+
+def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the key for sampling the cohort of round t, and the key of the clients. key: that of the state."""
+    cohort_key, clients_key = jax.random.split(jax.random.fold_in(key, t))
+    return cohort_key, clients_key
 
 
 def mean_steps(engine: Engine) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.round.clock import initial_clock
 from fedjax_drift.round.cohort import initial_participation
 from fedjax_drift.round.engine import Engine, initial_client, partitionable
 from fedjax_drift.types import Params, ServerState
@@ -29,4 +30,5 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
             f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
         )
     participation = initial_participation(engine, round_key, sizes)
-    return ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation)
+    state = ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation)
+    return state._replace(clock=initial_clock(engine, state, sizes))

@@ -11,6 +11,7 @@ sum       adds weight * message to a running sum, then one psum over the devices
 combine   the mean of the messages: sum / total weight, or another rule           aggregation.py
 update    server_update(server, mean, context)                                    round.py
 observe   the participation rule sees the losses of the cohort                    round.py
+advance   virtual time goes on, and other clients start (asynchronous rounds)     clock.py
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import tree
+from fedjax_drift.round.clock import advance
 from fedjax_drift.round.cohort import NOISE, Assignment, assign, available, observe
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import at_round, evaluate
+from fedjax_drift.round.flight import as_started, mixed
 from fedjax_drift.round.info import describe, with_metrics
 from fedjax_drift.round.places import in_cohort_order
 from fedjax_drift.round.traffic import exchanged_bytes
@@ -84,13 +87,15 @@ def observed_round(
 
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """Trains one client. Returns values to be summed over the clients, values of this client, and its new state."""
-        result, terms, measured = observer.update(shared, client, old, client_work(engine, shared, client, longest))
+        start = as_started(engine, shared, client)  # ``shared``, unless it has started in an earlier round
+        result, terms, measured = observer.update(start, client, old, client_work(engine, start, client, longest))
         answered, bad_leaf = check_finite(engine, client, result)  # answered: it is aggregated
         if engine.drop_nonfinite:
             result = result._replace(state=tree.select(answered, result.state, old))
-        message, weight = aggregation.contribute(result.message, result.weight)
+        message, weight = aggregation.contribute(mixed(engine, shared, start, result.message), result.weight)
         weight = jnp.where(answered, weight, 0)
-        message = jax.tree.map(lambda m: jnp.where(answered, weight * m, 0), message)
+        factor = weight if client.discount is None else client.discount.astype(weight.dtype) * weight
+        message = jax.tree.map(lambda m: jnp.where(answered, factor * m, 0), message)
         added = message, weight, answered.astype(weight.dtype), terms
         of_client = (
             {"weight": weight, "answered": answered, "bad_leaf": bad_leaf},
@@ -142,4 +147,6 @@ def observed_round(
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
         info = with_metrics(engine, info, reported)
     measures = observer.after(assigned._replace(shared=shared), state.clients, sums, measured)
-    return ServerState(state.round + 1, state.key, server, clients, state_of_rule), info, measures
+    new = ServerState(state.round + 1, state.key, server, clients, state_of_rule, state.clock)
+    clock, times = advance(engine, state, new, arrays, assigned)
+    return new._replace(clock=clock), with_metrics(engine, info, times), measures

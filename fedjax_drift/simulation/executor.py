@@ -83,7 +83,7 @@ class Executor:
     def computation(self) -> str:
         """Names what a round computes, for checkpoints: the version of JAX, the kind of device, and a checksum of the
         traced updates of a client and of the server."""
-        shapes = self.setup.state, Rows(*self.setup.any_row())
+        shapes = self.setup.state, Rows(*self.setup.engine.row)
         try:
             checksum = self.programs.checksum(*shapes)
         except UNTRACEABLE:

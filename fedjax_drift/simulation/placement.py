@@ -216,7 +216,8 @@ def shardings_of(engine: Engine, on_host: bool) -> ServerState:
         sizes = jax.ShapeDtypeStruct((engine.num_clients,), np.int32)
         state = jax.eval_shape(partial(init, engine), jax.random.key(0, impl=THREEFRY), None, sizes)
         clients = jax.tree.map(lambda a: NamedSharding(mesh, P(axis, *over_team(a.shape[1:], mesh))), state.clients)
-    return ServerState(*(everywhere, everywhere, everywhere, clients, everywhere))  # type: ignore[arg-type]
+    fields: dict[str, PyTree] = dict.fromkeys(ServerState._fields, everywhere)
+    return ServerState(**fields | {"clients": clients})
 
 
 _PLACED: WeakKeyDictionary[Frozen, dict[Mesh, PyTree]] = WeakKeyDictionary()
@@ -266,7 +267,9 @@ def on_host(state: ServerState) -> ServerState:
         device = jax.local_devices()[0]
     words, participation = jax.device_put((words, participation), device)
     key = jax.random.wrap_key_data(words, impl=THREEFRY)
-    return at_round(state._replace(key=key, server=(), participation=participation, clients=()), int(state.round))
+    return at_round(
+        state._replace(key=key, server=(), participation=participation, clients=(), clock=()), int(state.round)
+    )
 
 
 def at_round(state: ServerState, t: int) -> ServerState:

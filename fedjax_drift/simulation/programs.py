@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import recipes, tree
+from fedjax_drift.clock import synchronous
 from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import any_device, is_described
 from fedjax_drift.devices.processes import spans_processes
@@ -49,7 +50,7 @@ from fedjax_drift.types import Params, PyTree, Round, ServerState
 KEPT = 16
 MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
 # The fields of an engine that contain numbers, and those that an evaluation uses.
-CONTINUOUS = ("algorithm", "local", "participation", "failures", "aggregation", "shifting")
+CONTINUOUS = ("algorithm", "local", "participation", "failures", "aggregation", "clock", "devices", "shifting")
 SCORING = ("model", "mesh", "decode", "shifting", "num_clients", "test_size", "row_scores", "set_scores")
 Numbers = tuple[Any, ...]
 FrozenArrays = tuple[PyTree, ...]
@@ -157,7 +158,14 @@ class Programs:
         if engine.algorithm.personal is None:  # different algorithms then share the program
             engine = engine._replace(algorithm=None)  # type: ignore[arg-type]
         form, numbers = split(
-            engine._replace(participation=uniform(), factors=False, failures=None, aggregation=mean())
+            engine._replace(
+                participation=uniform(),
+                factors=False,
+                failures=None,
+                aggregation=mean(),
+                clock=synchronous(),
+                devices=None,
+            )
         )
         program = _personal(form, local is not None, eval_batch_size)
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, recipes, tree
 from fedjax_drift.algorithms.running_statistics import with_running_statistics
+from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams, team_size
@@ -36,6 +37,7 @@ from fedjax_drift.simulation.fit import check_model
 from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.placement import Placement, moved, shardings_of
 from fedjax_drift.simulation.selection import selection_of
+from fedjax_drift.simulation.timing import check_clock, check_mixes
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, ServerState
@@ -98,13 +100,9 @@ class Setup:
     def with_lanes(self, lanes: int) -> Setup:
         return replace(self, engine=self.engine._replace(lanes=lanes))
 
-    def any_row(self) -> tuple[Any, Any]:
-        """The shapes and dtypes of one example on the devices."""
-        return any_row(self.data, self.mesh)
-
     def any_update(self) -> ClientResult:
         """The shapes and dtypes of one client's update."""
-        return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.any_row()))
+        return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.engine.row))
 
     def update_leaves(self) -> list[str]:
         """The names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list."""
@@ -126,12 +124,12 @@ class Setup:
                     'do not use jax.jit, vmap or scan, or pass bank="device"'
                 )
             state, expected = state._replace(clients=()), expected._replace(clients=())
-        structures = [jax.tree.structure(each.participation) for each in (state, expected)]
-        if len({*structures}) > 1:
-            raise ConfigurationError(
-                f"state must be of a simulation with the participation rule {self.engine.participation.name}, got one "
-                "of another rule: start with init, or keep the field participation of the state"
-            )
+        for field, what in (("participation", "participation rule"), ("clock", "clock")):
+            if len({jax.tree.structure(getattr(each, field)) for each in (state, expected)}) > 1:
+                raise ConfigurationError(
+                    f"state must be of a simulation with the {what} {getattr(self.engine, field).name}, got one of "
+                    f"another {what}: start with init, or keep the field {field} of the state"
+                )
         tree.check_layout(state, expected, "this state is of another algorithm, model or federation")
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not traced(leaf)]
         if any(array.is_deleted() for array in arrays):
@@ -172,6 +170,8 @@ class Options(NamedTuple):
     participation: Participation
     failures: Failures
     aggregation: Aggregation
+    clock: Clock
+    devices: Devices | None
     placement: Placement
     on_nonfinite: str
     measure: str | Sequence[str]
@@ -180,7 +180,9 @@ class Options(NamedTuple):
 def assemble(options: Options) -> Setup:
     """Checks the options and their combinations, resolves those that depend on others, and places the data on the
     devices."""
-    model, data, algorithm, local, cohort_size, participation, failures, aggregation, placement, *_ = options
+    model, data, algorithm, local, cohort_size, participation, failures, aggregation, clock, devices, placement, *_ = (
+        options
+    )
     validate.check_types(model, data, algorithm, local)
     N = data.num_clients
     cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
@@ -254,9 +256,13 @@ def assemble(options: Options) -> Setup:
         redeal=redeal,
         failures=failures if failures.any else None,
         aggregation=aggregation,
+        clock=clock,
+        devices=devices,
+        row=any_row(data, mesh),
     )
+    engine = engine._replace(devices=check_clock(engine, selection))
     if algorithm.complete is not None:
-        message = jax.eval_shape(partial(some_message, engine), shapes.params, Rows(*any_row(data, mesh)))
+        message = jax.eval_shape(partial(some_message, engine), shapes.params, Rows(*engine.row))
         engine = engine._replace(message=message)
     client_store = placement.states_at(
         jax.eval_shape(partial(initial_client, engine), shapes.params), N, capacity, mesh
@@ -273,6 +279,8 @@ def assemble(options: Options) -> Setup:
                 f"{algorithm.name} needs the test accuracy, got an evaluation without it: use a classifier and integer "
                 'labels, or a Model whose scores return an "accuracy"'
             )
+    if clock.mixes == "models":
+        check_mixes(engine, shapes.params)
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)
     return Setup(
         data=data,
@@ -287,7 +295,7 @@ def assemble(options: Options) -> Setup:
         client_store=client_store,
         state=jax.eval_shape(partial(init, one_state), jax.random.key(0, impl=THREEFRY), None, arrays.sizes),
         shardings=shardings_of(engine, on_host=client_store not in ON_DEVICES),
-        selects_ahead=selection.ahead,
+        selects_ahead=selection.ahead and not engine.asynchronous,
         x64=validate.x64(),
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_drift import checks, reprs, tree
+from fedjax_drift.clock import Clock, Devices, synchronous
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import num_teams, put, team_size
@@ -91,8 +92,13 @@ class Simulation:
       failures: `fd.Failures`: clients that drop out, stop early or report too late. Default: every client reports.
       aggregation: how the server averages the clients' messages: ``fd.aggregation.clipped(norm)``,
         ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own rule. Default: the weighted mean.
-      placement: `fd.Placement`: the devices, where examples and client states are kept, and how many clients train side
-        by side on one device. It does not change the results, except for rounding errors.
+      clock: whether the server waits for all clients of a round: ``fd.clock.synchronous()`` (default), or
+        ``fd.clock.asynchronous(concurrency=1000)``, with which a round is one update of the server.
+      devices: `fd.Devices`: the speeds of the clients' devices. ``info["time"]`` is then the virtual time, and a
+        ``deadline`` is in seconds. Default: asynchronous rounds have equal devices with one second for a step, and
+        synchronous rounds have no virtual time.
+      placement: `fd.Placement`: the accelerators, where examples and client states are kept, and how many clients train
+        side by side on one device. It does not change the results, except for rounding errors.
       on_nonfinite: what happens if the update or the loss of a client is NaN or infinite. "keep" (default): the update
         is averaged like any other, and `run` warns. "drop_client": the client is dropped from the round and keeps its
         state. "raise": `round_fn` waits for the round and raises FloatingPointError. The state before the round stays
@@ -118,6 +124,8 @@ class Simulation:
         participation: Participation | None = None,
         failures: Failures | None = None,
         aggregation: Aggregation | None = None,
+        clock: Clock | None = None,
+        devices: Devices | None = None,
         placement: Placement | None = None,
         on_nonfinite: str = "keep",
         measure: str | Sequence[str] = (),
@@ -131,7 +139,8 @@ class Simulation:
             raise TypeError(_unexpected(next(iter(options))))
         given = Options(
             model, data, algorithm, LocalTraining() if local is None else local, cohort_size, rule_of(participation),
-            failures, mean() if aggregation is None else aggregation, placement, on_nonfinite, measure,
+            failures, mean() if aggregation is None else aggregation, synchronous() if clock is None else clock,
+            devices, placement, on_nonfinite, measure,
         )  # fmt: skip
         self.executor = Executor(assemble(given), self.__repr__)
 
@@ -176,7 +185,9 @@ class Simulation:
         data = {"data": self.data.name, "clients": self.data.num_clients, "cohort_size": engine.cohort_size}
         sampling = {**_settings_of(engine.participation), "aggregation": self.aggregation.name}
         failures = dataclasses.asdict(engine.failures) if engine.failures else {}
+        timing = {**_clock_of(engine.clock), **(dataclasses.asdict(engine.devices) if engine.devices else {})}
         settings = {"algorithm": self.algorithm.name, **of_algorithm, **of_local, **data, **sampling, **failures}
+        settings |= timing
         return {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
 
     @property
@@ -369,7 +380,13 @@ class Simulation:
         return self.executor.fitting(lambda: one_round(state, fetched, setup.measures, donate), state)
 
     def _checked_cohort(self, cohort: Any, what: str = "cohort") -> jax.Array | None:
-        if cohort is None or traced(cohort):
+        if cohort is None:
+            return None
+        if self.setup.engine.asynchronous:
+            raise ConfigurationError(
+                f"{what} must be None with asynchronous rounds, whose clients are those that report next: leave it out"
+            )
+        if traced(cohort):
             return cohort
         if isinstance(cohort, Sequence) and any(isinstance(client, str) for client in cohort):
             cohort = [self.data.id_of(client) if isinstance(client, str) else client for client in cohort]
@@ -748,7 +765,7 @@ class Simulation:
         """
         e, D = self.setup.engine, num_teams(self.mesh)
         G = -(-e.most_clients // (D * e.lanes))
-        update, row = self.setup.any_update(), self.setup.any_row()
+        update, row = self.setup.any_update(), e.row
         times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
@@ -779,6 +796,13 @@ def _settings_of(rule: Participation) -> dict[str, Any]:
         return {"sampling": short}
     arguments = reprs.plain(rule.recipe.arguments) if rule.recipe else {}
     return {"participation": rule.name, **{f"participation_{name}": value for name, value in arguments.items()}}
+
+
+def _clock_of(clock: Clock) -> dict[str, Any]:
+    """The settings of asynchronous rounds. {} if rounds are synchronous."""
+    if clock.concurrency is None:
+        return {}
+    return {"clock": clock.name, **(reprs.plain(clock.recipe.arguments) if clock.recipe else {})}
 
 
 def _row(clients: PyTree, i: int) -> PyTree:

@@ -87,6 +87,7 @@ class Stored(NamedTuple):
     key: Any
     server: PyTree
     participation: PyTree
+    clock: PyTree
     clients: PyTree
 
 
@@ -102,7 +103,7 @@ def arrays_of(state: ServerState) -> Stored:
     elif isinstance(clients, ClientStore):
         ids = np.append(clients.ids, clients.num_clients)
         clients = {"ids": ids, "states": clients.gather(ids)}
-    return Stored(state.round, jax.random.key_data(state.key), state.server, state.participation, clients)
+    return Stored(state.round, jax.random.key_data(state.key), state.server, state.participation, state.clock, clients)
 
 
 def layout(spec: Specification, arrays: PyTree) -> list[list]:

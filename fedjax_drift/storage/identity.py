@@ -65,6 +65,8 @@ def identity(
         "on_nonfinite": on_nonfinite,
         **settings(engine.failures or Failures(), "failures"),
         **settings(engine.aggregation, "aggregation"),
+        **(settings(engine.clock, "clock") if engine.asynchronous else {}),
+        **settings(engine.devices, "devices"),
     }
     places = {"device": "on the devices", "sharded": "on the devices", "host": "on the host"}
     shapes = {"server": state.server, "client": jax.eval_shape(functools.partial(initial_client, engine), state.params)}

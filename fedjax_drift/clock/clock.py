@@ -1,0 +1,100 @@
+"""The contract of a clock: when the server is updated, and with which of the clients' updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import checks, reprs
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.recipes import Recipe, recorded
+
+
+class Clock(NamedTuple):
+    """When the server is updated. `synchronous` and `asynchronous` make one.
+
+    Attributes:
+      concurrency: M, the number of clients that train at the same time. None: rounds are synchronous.
+      discount: ``discount(staleness) -> factor``, by which an update is multiplied, a scalar. staleness: float [], the
+        number of updates of the server since the client started.
+      max_staleness: an update that is staler than this is dropped.
+      mixes: "updates" or "models", see `asynchronous`.
+      name: the name in logs and messages.
+      recipe: how it was made.
+    """
+
+    concurrency: int | None = None
+    discount: Callable[[jax.Array], jax.Array] = jnp.ones_like
+    max_staleness: int = 0
+    mixes: str = "updates"
+    name: str = "synchronous"
+    recipe: Recipe | None = None
+
+    def __repr__(self) -> str:
+        values = reprs.plain(self.recipe.arguments) if self.recipe else {}
+        return f"Clock({', '.join([self.name, *(f'{name}={value!r}' for name, value in values.items())])})"
+
+
+@recorded
+def synchronous() -> Clock:
+    """The server waits for the clients of a round, and all of them start with its present variables. The default."""
+    return Clock()
+
+
+@recorded
+def asynchronous(
+    concurrency: int,
+    staleness: str = "constant",
+    exponent: float = 0.5,
+    hinge: tuple[float, float] = (10.0, 4.0),
+    max_staleness: int = 20,
+    mixes: str = "updates",
+) -> Clock:
+    """Clients report when they are ready, and the server is updated with every K reports.
+
+    M clients train at the same time, and K is the ``cohort_size``. A round is one update of the server: the K clients
+    that report next are averaged, and K others start with the new variables, selected by the participation rule from
+    the clients that aren't training. A client has the server's variables, the learning rate and the random numbers of
+    the round in which it started. Its staleness tau is the number of updates since then. The server receives
+
+        mean = sum_i s(tau_i) weight_i message_i / sum_i weight_i
+
+    so that s makes an update smaller, also if all are equally stale.
+
+    With K > 1 it is FedBuff (Nguyen et al. 2022, arXiv 2106.06639). With ``cohort_size=1``, ``mixes="models"`` and a
+    ``server_lr`` alpha it is FedAsync (Xie, Koyejo, Gupta 2019, arXiv 1903.03934).
+
+    Args:
+      concurrency: M, in K..N. With M = K the server waits for all, so that nothing is stale.
+      staleness: s(tau). "constant": 1. "polynomial": (1 + tau)^-exponent. "hinge": 1 up to tau = b, and then
+        1 / (a (tau - b) + 1).
+      exponent: >= 0, of "polynomial". Default: 0.5, as in FedBuff.
+      hinge: (a, b), each >= 0. Default: (10, 4), as in FedAsync.
+      max_staleness: >= 0. An update with a higher staleness is dropped, and its client keeps its old state. The state
+        has max_staleness + 1 copies of the server's variables. Default: 20.
+      mixes: "updates" (default): the message of a client is the difference from the model with which it started.
+        "models": it is the difference from the present model, so that the server mixes models as FedAsync does:
+        w <- (1 - alpha s) w + alpha s theta_i. The message of the algorithm must be shaped like the model.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    concurrency = checks.integer("concurrency", concurrency, 1)
+    max_staleness = checks.integer("max_staleness", max_staleness, 0)
+    checks.choice("mixes", mixes, ("updates", "models"))
+    exponent = checks.nonnegative("exponent", exponent)
+    if not isinstance(hinge, tuple | list) or len(hinge) != 2:
+        raise ConfigurationError(
+            f"hinge must be two numbers (a, b), got {checks.shown(hinge)}: pass (10, 4), for example"
+        )
+    a, b = (checks.nonnegative(f"hinge[{i}]", value) for i, value in enumerate(hinge))
+    discounts: dict[str, Callable[[Any], Any]] = {
+        "constant": jnp.ones_like,
+        "polynomial": lambda tau: (1 + tau) ** -exponent,
+        "hinge": lambda tau: 1 / (a * jnp.maximum(tau - b, 0) + 1),
+    }
+    discount = discounts[checks.choice("staleness", staleness, discounts)]
+    return Clock(concurrency, discount, max_staleness, mixes, "asynchronous")

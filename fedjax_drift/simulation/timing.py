@@ -1,0 +1,75 @@
+"""Checks a clock and the clients' devices, before anything is compiled."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from fedjax_drift import checks, tree
+from fedjax_drift.clock import Clock, Devices
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.round.engine import Engine, Rows
+from fedjax_drift.round.failures import Failures
+from fedjax_drift.round.train import some_message
+from fedjax_drift.simulation.selection import Selection, selection_of
+
+
+def check_clock(engine: Engine, selection: Selection) -> Devices | None:
+    """Checks the options ``clock`` and ``devices`` and their combination with others. Returns the devices, by default
+    equal ones for asynchronous rounds, and None for synchronous rounds."""
+    clock, devices, K, N = engine.clock, engine.devices, engine.cohort_size, engine.num_clients
+    failures = engine.failures or Failures()
+    checks.instance("clock", clock, Clock, "fd.clock.asynchronous(concurrency=100), for example")
+    checks.function("discount of the clock", clock.discount, "it maps a staleness to a factor")
+    if devices is not None:
+        checks.instance("devices", devices, Devices, "pass fd.Devices(speed_spread=0.5), for example")
+        devices.check_number(N)
+        if checks.used(failures.speed_spread):
+            raise ConfigurationError(
+                f"speed_spread is an option of fd.Devices if devices= is given, got failures with "
+                f"{failures.speed_spread}: leave it out of the failures"
+            )
+    if clock.concurrency is None:
+        return devices
+    M = checks.integer("concurrency", clock.concurrency, K, N, "from the cohort size to the number of clients")
+    rule, needs = selection.rule, "asynchronous rounds need"
+    if engine.aggregation.noise_multiplier is not None:
+        raise ConfigurationError(
+            f"the privacy accounting of {engine.aggregation.name} needs synchronous rounds, got {clock.name} ones: "
+            "leave clock= out"
+        )
+    if failures.deadline is not None or checks.used(failures.over_selection - 1):
+        option = "over_selection" if failures.deadline is None else "deadline"
+        raise ConfigurationError(
+            f"{option} must be left out of asynchronous rounds, which never wait for slow clients, got "
+            f"{getattr(failures, option)}: pass max_staleness= to the clock, or a larger concurrency="
+        )
+    if selection.capacity != K or selection.factors or rule.expected is not None:
+        raise ConfigurationError(
+            f"{needs} a participation rule that selects a given number of different clients without factors, got "
+            f"{rule.name}: pass fd.participation.uniform(), for example"
+        )
+    if selection.asks_losses:
+        raise ConfigurationError(
+            f"{needs} a participation rule that doesn't ask for losses, got {rule.name}: with power_of_choice, pass "
+            "exact=False"
+        )
+    if selection_of(rule, N, M).capacity != M:
+        raise ConfigurationError(f"{rule.name} must select {M} clients, the concurrency, before round 0")
+    if engine.redeal is not None:
+        raise ConfigurationError(
+            "asynchronous rounds can't pool the examples of a cohort, got data.redealt(): pass the data as they are"
+        )
+    return Devices() if devices is None else devices
+
+
+def check_mixes(engine: Engine, params: Any) -> None:
+    """Checks that the messages are shaped like the model, for a clock that mixes models."""
+    message = jax.eval_shape(partial(some_message, engine), params, Rows(*engine.row))
+    if tree.layout(message) != tree.layout(params):
+        raise ConfigurationError(
+            f'mixes must be "updates" for {engine.algorithm.name}, whose message isn\'t the update of a model alone, '
+            'got "models"'
+        )

@@ -1,0 +1,423 @@
+"""Virtual time and asynchronous rounds: against an event queue in plain Python, limits, and combinations."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import slow
+from small import thorough
+from test_participation import LOCAL as ONE_EPOCH
+from test_participation import MODEL, K, N, leaves, model, rounds
+from test_participation import data as data
+from test_trajectories import CLASSES, FEATURES, LOCAL, SIZES, label_skewed_clients, library_order
+
+import fedjax_drift as fd
+from fedjax_drift.participation import Clients
+from fedjax_drift.round.engine import round_keys
+from fedjax_drift.round.flight import DEVICE_SPEEDS
+
+DEVICES = fd.Devices(speed_spread=0.8, up=1e3, down=4e3, seconds_per_step=0.1)
+ASYNCHRONOUS = fd.clock.asynchronous(6, "polynomial", max_staleness=4)
+
+
+def simulate(data, rule=None, algorithm=None, accelerators: int = 1, **options) -> fd.Simulation:
+    mesh = fd.clients_mesh(jax.devices()[:accelerators])
+    algorithm = fd.algorithms.scaffold() if algorithm is None else algorithm
+    options = {"local": ONE_EPOCH, "cohort_size": K, "mesh": mesh, "participation": rule} | options
+    if "sampling" in options:
+        del options["participation"]
+    return fd.Simulation(MODEL, data, algorithm, **options)
+
+
+# --- an event queue ---------------------------------------------------------------------------------------------------
+
+
+def updates_of(
+    M: int, K: int, T: int, duration: Callable[[int], float], start: Callable[[int, int, set[int]], list[int]]
+) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """Yields the time of each of T updates of the server, and its clients: (client, round in which it started).
+
+    duration(i): the seconds that client i needs. start(t, count, busy): the clients that start in round t.
+    """
+    queue = [(duration(i), slot, i, 0) for slot, i in enumerate(start(0, M, set()))]
+    heapq.heapify(queue)
+    for t in range(T):
+        arrived = [heapq.heappop(queue) for _ in range(K)]
+        now = arrived[-1][0]
+        arrived.sort(key=lambda event: event[1])
+        yield now, [(i, version) for _, _, i, version in arrived]
+        new = start(t + 1, K, {i for _, _, i, _ in queue})
+        for (_, slot, _, _), i in zip(arrived, new, strict=True):
+            heapq.heappush(queue, (now + duration(i), slot, i, t + 1))
+
+
+class Server(dict):
+    """The variables of a server, by the letters of the papers."""
+
+    __getattr__ = dict.__getitem__
+
+
+def fedavg(fed: slow.Federation, t: int, i: int, sent: Server, own: dict) -> tuple[dict, float]:
+    return {"D": fed.train(t, i, sent.w) - sent.w}, fed.size(i)
+
+
+def scaffold(fed: slow.Federation, t: int, i: int, sent: Server, own: dict) -> tuple[dict, float]:
+    c_i = own.get("c", 0.0)
+    D = fed.train(t, i, sent.w, slow.corrected(sent.c - c_i)) - sent.w
+    own["c"] = c_i - sent.c - D / fed.path(t, i)
+    return {"D": D, "dc": own["c"] - c_i}, 1.0
+
+
+def feddc(fed: slow.Federation, t: int, i: int, sent: Server, own: dict) -> tuple[dict, float]:
+    c_i, h, a = own.get("c", 0.0), own.get("h", 0.0), 0.1
+    D = fed.train(t, i, sent.w, slow.corrected(sent.c - c_i, a, sent.w - h)) - sent.w
+    own["c"], own["h"] = c_i - sent.c - D / fed.path(t, i), h + D
+    return {"D": D, "dc": own["c"] - c_i}, 1.0
+
+
+def step(name: str, server: Server, mean: dict, share: float) -> Server:
+    """The variables after an update. share: |S| / N."""
+    w, D = server.w, mean["D"]
+    if name == "fedavgm":
+        v = 0.9 * server.v - D
+        return Server(w=w - 0.5 * v, v=v)
+    if name == "fedavg":
+        return Server(w=w + D)
+    c = server.c + share * mean["dc"]
+    if name == "scaffold":
+        return Server(w=w + D, c=c)
+    h = server.h + share * D
+    return Server(w=w + D + h, c=c, h=h)
+
+
+CLIENTS = {"fedavg": fedavg, "fedavgm": fedavg, "scaffold": scaffold, "feddc": feddc}
+OPTIONS = {"fedavgm": {"server_lr": 0.5}, "feddc": {"alpha": 0.1}}
+VECTORS = {"fedavg": 1, "fedavgm": 1, "scaffold": 2, "feddc": 2}  # sent in each direction, of the size of the model
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_asynchronous_rounds_are_those_of_an_event_queue(name) -> None:
+    """The same events, and in float64 the same models, over 30 updates with log-normal speeds."""
+    M, buffer, T, most = 5, 2, 30, 2
+    with jax.enable_x64(True):
+        examples, rng = label_skewed_clients(np.float64), np.random.default_rng(1)
+        params = {"w": rng.normal(size=(FEATURES, CLASSES)), "b": rng.normal(size=CLASSES)}
+        sim = fd.Simulation(
+            fd.Model(init=lambda key: jax.tree.map(jnp.asarray, params), apply=lambda p, x: x @ p["w"] + p["b"][None]),
+            fd.FederatedData.from_clients(examples),
+            getattr(fd.algorithms, name)(**OPTIONS.get(name, {})),
+            local=fd.LocalTraining(**LOCAL),
+            cohort_size=buffer,
+            clock=fd.clock.asynchronous(M, "hinge", hinge=(2, 1), max_staleness=most),
+            devices=DEVICES,
+            mesh=fd.clients_mesh(jax.devices()[:1]),
+        )
+        state = sim.init(jax.random.key(0))
+        key, rule, sizes = state.key, fd.participation.uniform(), jnp.asarray(SIZES, jnp.int32)
+        infos, models = [], []
+        for _ in range(T):
+            state, info = sim.round_fn(state)
+            infos.append(jax.device_get(info))
+            models.append(slow.pack(jax.device_get(state.params)))
+
+        fed = slow.Federation(examples, [], lambda *which: library_order(key, *which), slow.Local(**LOCAL))
+        w = slow.pack(params)
+        speeds = jax.random.fold_in(key, DEVICE_SPEEDS)
+        bytes_sent = VECTORS[name] * w.nbytes
+
+        def duration(i: int) -> float:
+            slowness = math.exp(0.8 * float(jax.random.normal(jax.random.fold_in(speeds, i))))
+            return bytes_sent / 4e3 + fed.num_steps(i) * 0.1 * slowness + bytes_sent / 1e3
+
+        def start(t: int, count: int, busy: set[int]) -> list[int]:
+            free = jnp.asarray([i not in busy for i in range(len(SIZES))])
+            clients = Clients(sizes, lambda ids: ids, free if t else None)
+            return np.asarray(rule.select((), round_keys(key, t)[0], jnp.int32(t), count, clients)[0]).tolist()
+
+        zeros = np.zeros_like(w)
+        servers, owns, stale = [Server(w=w, v=zeros, c=zeros, h=zeros)], [{} for _ in SIZES], set()
+        for t, (now, reports) in enumerate(updates_of(M, buffer, T, duration, start)):
+            kept = [(i, v) for i, v in reports if t - v <= most]
+            assert infos[t]["cohort"].tolist() == [i if t - v <= most else -1 for i, v in reports], t
+            assert infos[t]["staleness"].tolist() == [t - v for _, v in reports], t
+            assert infos[t]["too_stale"] == len(reports) - len(kept)
+            np.testing.assert_allclose(infos[t]["time"], now, rtol=1e-12)
+            total: dict[str, Any] = {}
+            weights = 0.0
+            for i, v in kept:
+                distance = np.linalg.norm(servers[v].w - servers[t].w)
+                here = infos[t]["cohort"].tolist().index(i)
+                np.testing.assert_allclose(infos[t]["start_distance"][here], distance, rtol=1e-9, atol=1e-12)
+                message, weight = CLIENTS[name](fed, v, i, servers[v], owns[i])
+                s = 1 / (2 * max(t - v - 1, 0) + 1)
+                for part, value in message.items():
+                    total[part] = total.get(part, 0.0) + s * weight * value
+                weights += weight
+                stale.add(t - v)
+            mean = {part: value / weights for part, value in total.items()}
+            servers.append(step(name, servers[t], mean, len(kept) / len(SIZES)) if kept else servers[t])
+            error = np.linalg.norm(models[t] - servers[-1].w) / np.linalg.norm(servers[-1].w)
+            assert error < 1e-9, (t, error)
+        assert stale == {0, 1, 2} and sum(info["too_stale"] for info in infos) > 0
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [None, fd.participation.cyclic(2), fd.participation.power_of_choice(5)])
+def test_with_concurrency_equal_to_the_cohort_size_rounds_are_synchronous(data, rule) -> None:
+    """Bit for bit, with all speeds, because the server waits for all."""
+    plain, infos = rounds(simulate(data, rule), 4)
+    state, timed = rounds(simulate(data, rule, clock=fd.clock.asynchronous(K, "polynomial"), devices=DEVICES), 4)
+    for a, b in zip(leaves(plain), leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [i["cohort"].tolist() for i in infos] == [i["cohort"].tolist() for i in timed]
+    assert all((info["staleness"] == 0).all() for info in timed) and jax.tree.leaves(state.clock.past) == []
+
+
+def test_if_all_clients_are_in_flight_each_trains_once_a_round(data) -> None:
+    sim = simulate(data, None, cohort_size=N, clock=fd.clock.asynchronous(N), devices=DEVICES)
+    for info in rounds(sim, 3)[1]:
+        assert sorted(info["cohort"]) == [*range(N)]
+
+
+def test_max_staleness_0_drops_all_late_updates(data) -> None:
+    clock = fd.clock.asynchronous(6, max_staleness=0)
+    state, infos = rounds(simulate(data, None, clock=clock, devices=DEVICES), 8)
+    for info in infos:
+        np.testing.assert_array_equal(info["cohort"] == -1, info["staleness"] > 0)
+        assert info["too_stale"] == (info["staleness"] > 0).sum()
+    assert sum(info["too_stale"] for info in infos) > 0 and np.isfinite(model(state)).all()
+
+
+def test_a_client_is_never_in_two_slots(data) -> None:
+    sim = simulate(data, fd.participation.diurnal(5.0), clock=ASYNCHRONOUS, devices=DEVICES)
+    state, in_flight = sim.init(jax.random.key(3)), []
+    for t in range(12):
+        ids = np.asarray(state.clock.slots.id)
+        present = ids[ids < N]
+        in_flight.append(len(present))
+        assert len({*present}) == len(present)
+        np.testing.assert_array_equal(np.isinf(state.clock.slots.wait), ids == N)
+        state, info = sim.round_fn(state)
+        assert {*info["cohort"].tolist()} - {-1} <= {*present.tolist()}, t
+    assert min(in_flight) < 6 and max(in_flight[1:]) > 3  # slots stay empty at night, and are filled again
+
+
+def test_an_update_is_multiplied_by_its_discount_and_its_weight_is_not(data) -> None:
+    """One stale client: w moves by s D."""
+    half = fd.clock.asynchronous(2)._replace(discount=lambda tau: jnp.where(tau > 0, 0.5, 1.0))
+    full = fd.clock.asynchronous(2)
+    one, other = (
+        simulate(data, None, fd.algorithms.fedavg(), cohort_size=1, clock=clock, devices=DEVICES)
+        for clock in (half, full)
+    )
+    state, _ = rounds(one, 1)
+    after_one, info = one.round_fn(state)
+    after_other, _ = other.round_fn(state)
+    while info["staleness"][0] == 0:
+        state = after_one
+        after_one, info = one.round_fn(state)
+        after_other, _ = other.round_fn(state)
+    moved = model(after_one) - model(state), model(after_other) - model(state)
+    np.testing.assert_allclose(moved[0], 0.5 * moved[1], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "clock, expected",
+    [
+        (fd.clock.asynchronous(9), [1, 1, 1, 1]),
+        (fd.clock.asynchronous(9, "polynomial"), [1, 2**-0.5, 6**-0.5, 10**-0.5]),
+        (fd.clock.asynchronous(9, "polynomial", exponent=1), [1, 1 / 2, 1 / 6, 1 / 10]),
+        (fd.clock.asynchronous(9, "hinge"), [1, 1, 1 / 11, 1 / 51]),
+        (fd.clock.asynchronous(9, "hinge", hinge=(2, 0)), [1, 1 / 3, 1 / 11, 1 / 19]),
+    ],
+)
+def test_discounts(clock, expected) -> None:
+    np.testing.assert_allclose(clock.discount(jnp.asarray([0.0, 1.0, 5.0, 9.0])), expected, rtol=1e-6)
+
+
+def test_fedasync_mixes_models(data) -> None:
+    """w <- (1 - alpha s) w + alpha s theta_i (Xie et al. 2019), where theta_i was trained from a stale model."""
+    alpha, clock = 0.6, fd.clock.asynchronous(4, "polynomial", exponent=1.0, mixes="models")
+    sim = simulate(data, None, fd.algorithms.fedavg(server_lr=alpha), cohort_size=1, clock=clock, devices=DEVICES)
+    plain = simulate(data, None, fd.algorithms.fedavg(), cohort_size=1)
+    states, stale = [sim.init(jax.random.key(0))], set()
+    for t in range(8):
+        new, info = sim.round_fn(states[-1])
+        (i,), (tau,) = info["cohort"].tolist(), info["staleness"].tolist()
+        started = plain.init(jax.random.key(0), states[t - tau].params)._replace(round=jnp.int32(t - tau))
+        theta, _ = plain.round_fn(started, cohort=[i])
+        mixing = alpha / (1 + tau)
+        np.testing.assert_allclose(
+            model(new), (1 - mixing) * model(states[-1]) + mixing * model(theta), rtol=1e-5, atol=1e-6
+        )
+        states.append(new)
+        stale.add(tau)
+    assert len(stale) > 2
+
+
+# --- synchronous rounds -----------------------------------------------------------------------------------------------
+
+
+def seconds_by_hand(state: fd.ServerState, devices: fd.Devices, ids, steps, up: float, down: float) -> np.ndarray:
+    z = [jax.random.normal(jax.random.fold_in(jax.random.fold_in(state.key, DEVICE_SPEEDS), i)) for i in ids]
+    per_step = np.broadcast_to(devices.seconds_per_step, N)[ids]
+    rates = [np.broadcast_to(rate, N)[ids] for rate in (devices.up, devices.down)]
+    return up / rates[0] + down / rates[1] + steps * per_step * np.exp(devices.speed_spread * np.array(z))
+
+
+def test_a_synchronous_round_ends_with_its_slowest_client(data) -> None:
+    rng = np.random.default_rng(0)
+    devices = fd.Devices(0.5, up=rng.uniform(1e2, 1e3, N), down=500.0, seconds_per_step=rng.uniform(0.1, 1, N))
+    sim = simulate(data, None, devices=devices)
+    state, infos = rounds(sim, 3)
+    expected = 0.0
+    for info in infos:
+        ids = info["cohort"]
+        sent = 2 * 4 * 15  # SCAFFOLD sends two vectors of 15 numbers in float32, in each direction
+        expected += seconds_by_hand(state, devices, ids, info["client_steps"], sent, sent).max()
+        np.testing.assert_allclose(info["time"], expected, rtol=1e-5)
+    plain, _ = rounds(simulate(data, None), 3)
+    np.testing.assert_array_equal(model(state), model(plain))  # time changes nothing
+
+
+def test_a_deadline_is_in_seconds_with_devices(data) -> None:
+    devices = fd.Devices(speed_spread=1.0, seconds_per_step=2.0)
+    sim = simulate(data, None, devices=devices, deadline=4.0, cohort_size=N)
+    state, infos = rounds(sim, 2)
+    steps = -(-np.asarray(sim.data.sizes) // 4)
+    times = seconds_by_hand(state, devices, np.arange(N), steps, 0, 0)
+    assert (times > 4).any() and (times <= 4).any()
+    for t, info in enumerate(infos):
+        np.testing.assert_array_equal(info["cohort"] >= 0, times <= 4)
+        assert info["time"] == 4 * (t + 1)  # the server waits until the deadline
+    sim = simulate(data, None, devices=devices, over_selection=2.0)
+    state, (info,) = rounds(sim, 1)
+    chosen = info["selected"]
+    times = seconds_by_hand(state, devices, chosen, steps[chosen], 0, 0)
+    assert {*info["cohort"]} == {*chosen[np.argsort(times)[:K]]}
+    np.testing.assert_allclose(info["time"], np.sort(times)[K - 1], rtol=1e-5)
+
+
+def test_a_codec_shortens_the_upload(data) -> None:
+    devices = fd.Devices(up=1.0, seconds_per_step=1e-6)
+    for codec, sent in ((fd.compression.none(), 4 * 15), (fd.compression.sign(), None)):
+        sim = simulate(data, None, fd.compression.compressed(fd.algorithms.fedavg(), codec), devices=devices)
+        _, (info,) = rounds(sim, 1)
+        np.testing.assert_allclose(info["time"], sent or info["uplink_bytes"][0], rtol=1e-5)
+    assert info["uplink_bytes"][0] < 4 * 15
+
+
+# --- combinations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        thorough({"accelerators": 2}),
+        {"accelerators": 2, "bank": "sharded", "shard_data": True},
+        {"bank": "host", "stream": True},
+        thorough({"bank": "folder"}),
+        thorough({"lanes": 2}),
+        thorough({"lanes": 2, "accelerators": 2, "stream": True}),
+    ],
+    ids=str,
+)
+def test_asynchronous_rounds_do_not_depend_on_the_placement(data, tmp_path, options) -> None:
+    if len(jax.devices()) < options.get("accelerators", 1):
+        pytest.skip("needs 2 devices")
+    timing = {"clock": ASYNCHRONOUS, "devices": DEVICES, "stragglers": 0.3, "dropout": 0.2}
+    reference, infos = rounds(simulate(data, **timing), 6)
+    options = options | ({"bank": tmp_path / "states"} if options.get("bank") == "folder" else {})
+    state, others = rounds(simulate(data, **timing, **options), 6)
+    for info, other in zip(infos, others, strict=True):
+        for name in ("cohort", "staleness", "time", "client_steps"):
+            np.testing.assert_array_equal(info[name], other[name], name)
+    np.testing.assert_allclose(model(state), model(reference), rtol=1e-5, atol=1e-6)
+    assert any((info["cohort"] < 0).any() for info in infos)  # somebody has dropped out
+
+
+def test_run_scan_sweep_and_resume_agree(data, tmp_path) -> None:
+    sim = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES)
+    state, infos = rounds(sim, 5)
+    once, history = sim.run(sim.init(jax.random.key(0)), 5, progress=False)
+    np.testing.assert_allclose([record["time"] for record in history], [info["time"] for info in infos], rtol=1e-6)
+    scanned, _ = jax.lax.scan(lambda state, _: sim.round_fn(state), sim.init(jax.random.key(0)), length=5)
+    runs = sim.sweep(5, [7, 0], progress=False)
+    for other in (once, scanned, runs[1].state):
+        np.testing.assert_allclose(model(other), model(state), rtol=1e-6, atol=1e-7)
+    sim.run(sim.init(jax.random.key(0)), 3, progress=False, checkpoints=tmp_path)
+    resumed, _ = fd.Checkpoints(tmp_path).restore(sim)
+    resumed, _ = sim.run(resumed, 2, progress=False)
+    for a, b in zip(jax.tree.leaves(resumed.clock), jax.tree.leaves(once.clock), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(model(resumed), model(once))
+
+
+def test_another_exponent_or_speed_compiles_nothing(data) -> None:
+    one = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES)
+    other = fd.clock.asynchronous(6, "polynomial", exponent=0.7, max_staleness=4)
+    faster = fd.Devices(speed_spread=0.3, up=2e3, down=9e3, seconds_per_step=0.2)
+    another = simulate(data, None, clock=other, devices=faster)
+    assert one.executor.programs.compiled is another.executor.programs.compiled
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"clock": fd.clock.asynchronous(2)}, "concurrency must be in 3..8"),
+        ({"clock": fd.clock.asynchronous(9)}, "concurrency must be in 3..8"),
+        ({"clock": "asynchronous"}, "clock must be"),
+        ({"clock": ASYNCHRONOUS, "sampling": "bernoulli"}, "got bernoulli"),
+        ({"clock": ASYNCHRONOUS, "deadline": 2.0}, "deadline must be left out"),
+        ({"clock": ASYNCHRONOUS, "over_selection": 1.5}, "over_selection must be left out"),
+        ({"devices": 2.0}, "devices must be"),
+        ({"devices": fd.Devices(up=np.ones(3))}, "each of the 8 clients"),
+        ({"devices": fd.Devices(), "speed_spread": 0.5, "deadline": 1.0}, "speed_spread is an option of fd.Devices"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(data, options, message) -> None:
+    with pytest.raises(fd.errors.ConfigurationError, match=message):
+        simulate(data, **options)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: fd.clock.asynchronous(0), "concurrency must be an integer >= 1"),
+        (lambda: fd.clock.asynchronous(5, "linear"), "staleness must be one of"),
+        (lambda: fd.clock.asynchronous(5, exponent=-1), "exponent must be"),
+        (lambda: fd.clock.asynchronous(5, hinge=3), "hinge must be two numbers"),
+        (lambda: fd.clock.asynchronous(5, max_staleness=-1), "max_staleness must be"),
+        (lambda: fd.clock.asynchronous(5, mixes="weights"), "mixes must be one of"),
+        (lambda: fd.Devices(speed_spread=-1), "speed_spread must be"),
+        (lambda: fd.Devices(up=0), "up must be"),
+        (lambda: fd.Devices(down=[1.0, -2.0]), "down must be"),
+        (lambda: fd.Devices(seconds_per_step=math.inf), "seconds_per_step must be"),
+    ],
+)
+def test_values_out_of_range_are_refused(make, message) -> None:
+    with pytest.raises(fd.errors.ConfigurationError, match=message):
+        make()
+
+
+def test_a_cohort_cannot_be_given_and_models_are_mixed_only_as_updates_of_models(data) -> None:
+    sim = simulate(data, None, clock=ASYNCHRONOUS)
+    with pytest.raises(fd.errors.ConfigurationError, match="cohort must be None"):
+        sim.round_fn(sim.init(jax.random.key(0)), cohort=[1, 2, 3])
+    with pytest.raises(fd.errors.ConfigurationError, match="mixes must be"):
+        simulate(data, None, clock=fd.clock.asynchronous(6, mixes="models"))
+    other = simulate(data, None)
+    with pytest.raises(fd.errors.ConfigurationError, match="clock"):
+        other.round_fn(sim.init(jax.random.key(0)))
