@@ -13,7 +13,7 @@ import numpy as np
 
 from fedjax_drift import checks, statistics
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.records import Reached, Records, Seeds, by_run_and_seed, measured, rounds_to_target
+from fedjax_drift.records import UNITS, Reached, Records, Seeds, by_run_and_seed, measured, rounds_to_target
 from fedjax_drift.statistics import Mean
 
 Cells = list[list[str]]  # the rows of a table, the first one with the headings
@@ -55,6 +55,7 @@ def table(
     target: float | None = None,
     baseline: str | None = None,
     key: str = "accuracy",
+    by: str = "round",
 ) -> str:
     """Returns a table for a paper: one row per method, with intervals over seeds and tests against a baseline.
 
@@ -81,6 +82,7 @@ def table(
         no such column.
       baseline: the name of the method with which the others are compared. Default: the first method.
       key: the entry of the records to compare. Default: "accuracy".
+      by: what is counted until the target: "round" (default), "time" or "megabytes", as in `fd.rounds_to_target`.
 
     Returns:
       The table as text. Markdown has notes below the table, and LaTeX has them as comments.
@@ -103,24 +105,24 @@ def table(
     """
     last = checks.integer("last", last, 1)
     written = checks.choice("format", format, FORMATS)
-    key = checks.text("key", key, "an entry of the records")
+    key, by = checks.text("key", key, "an entry of the records"), checks.choice("by", by, UNITS)
     if target is not None:
         target = checks.number("target", target, "a finite number", math.isfinite, computed=False)
     runs = by_run_and_seed(records)
-    methods = _methods(runs, last, key, target)
+    methods = _methods(runs, last, key, target, by)
     first = next(iter(methods))
     baseline = first if baseline is None else checks.choice("baseline", baseline, methods)
     pairs = _paired(methods, baseline)
     if written == "csv":
-        return _csv(_numbers(methods, pairs, baseline, key, target))
-    cells = _cells(methods, pairs, baseline, key, target)
-    return (_latex if written == "latex" else _markdown)(cells, _notes(methods, baseline, key, last))
+        return _csv(_numbers(methods, pairs, baseline, key, target, by))
+    cells = _cells(methods, pairs, baseline, key, target, by)
+    return (_latex if written == "latex" else _markdown)(cells, _notes(methods, baseline, key, last, by))
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
-def _methods(runs: dict[str, Seeds], last: int, key: str, target: float | None) -> dict[str, Method]:
+def _methods(runs: dict[str, Seeds], last: int, key: str, target: float | None, by: str) -> dict[str, Method]:
     """The numbers of the methods that have been evaluated. Runs without evaluations are left out."""
     evaluated = {
         name: {seed: history for seed, history in seeds.items() if any(key in record for record in history)}
@@ -133,7 +135,7 @@ def _methods(runs: dict[str, Seeds], last: int, key: str, target: float | None) 
             "another key"
         )
     histories = {name: list(seeds.values()) for name, seeds in evaluated.items()}
-    reached = {} if target is None else rounds_to_target(histories, target, key)
+    reached = {} if target is None else rounds_to_target(histories, target, key, by)
     points, losses = measured(histories, key), measured(histories, "loss")
     methods = {}
     for name, seeds in evaluated.items():
@@ -169,7 +171,7 @@ def _paired(methods: dict[str, Method], baseline: str) -> dict[str, Paired]:
 
 
 def _numbers(
-    methods: dict[str, Method], pairs: dict[str, Paired], baseline: str, key: str, target: float | None
+    methods: dict[str, Method], pairs: dict[str, Paired], baseline: str, key: str, target: float | None, by: str
 ) -> list[dict[str, str | float | None]]:
     """The rows of the CSV file. None is an empty field."""
     rows: list[dict[str, str | float | None]] = []
@@ -186,7 +188,7 @@ def _numbers(
             row |= {
                 "target": target,
                 "reached": len(met),
-                "rounds_to_target": float(np.mean(met)) if everyone else None,
+                f"{UNITS[by].lower()}_to_target": float(np.mean(met)) if everyone else None,
             }
         if len(methods) > 1:
             pair = pairs.get(name, Paired(0, statistics.mean([]), math.nan))
@@ -200,7 +202,7 @@ def _numbers(
 
 
 def _cells(
-    methods: dict[str, Method], pairs: dict[str, Paired], baseline: str, key: str, target: float | None
+    methods: dict[str, Method], pairs: dict[str, Paired], baseline: str, key: str, target: float | None, by: str
 ) -> Cells:
     """The headings and the rows of the table, as text."""
     percent = key.endswith("accuracy")
@@ -208,7 +210,7 @@ def _cells(
     intervals = any(len(method.scores) > 1 for method in methods.values())
     named = key.replace("_", " ") + " (%)" * percent + ", 95 % interval" * intervals
     goal = "" if target is None else f"{100 * target:g} %" if percent else f"{target:g}"
-    heading = ["method", named, "seeds", *([f"rounds to {goal}"] if goal else [])]
+    heading = ["method", named, "seeds", *([f"{UNITS[by].lower()} to {goal}"] if goal else [])]
     heading += [f"vs {baseline}" + ", 95 % interval" * intervals, "p"] if len(methods) > 1 else []
     digits = ".2f" if percent else "#.4g"
     rows = [heading]
@@ -235,7 +237,7 @@ def _interval(mean: Mean, digits: str, factor: float) -> str:
 
 
 def _reached(seeds: Sequence[Reached]) -> str:
-    """The mean number of rounds to the target. A seed that does not reach it counts with its last round."""
+    """The mean over the seeds. A seed that does not reach the target counts with its last round."""
     met = sum(seed.round is not None for seed in seeds)
     if not met:
         return "not reached"
@@ -247,7 +249,7 @@ def _p_value(p: float) -> str:
     return "-" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _notes(methods: dict[str, Method], baseline: str, key: str, last: int) -> list[str]:
+def _notes(methods: dict[str, Method], baseline: str, key: str, last: int, by: str) -> list[str]:
     """What the numbers mean, and what makes the runs hard to compare."""
     counts = sorted({method.evaluations for method in methods.values()})
     of = f"last {counts[-1]} evaluations" if counts[-1] > 1 else "last evaluation"
@@ -262,7 +264,7 @@ def _notes(methods: dict[str, Method], baseline: str, key: str, last: int) -> li
         notes.append(f"Fewer evaluations: {few}.")
     reached = [seed for method in methods.values() for seed in method.reached or () if seed.round is not None]
     widest = max((seed.round - seed.after for seed in reached if seed.round is not None), default=0)
-    if widest > 1:
+    if by == "round" and widest > 1:
         notes.append(f"Rounds to the target: the first evaluated round, with evaluations up to {widest} rounds apart.")
     if len({end for method in methods.values() for end in method.rounds}) > 1:
         ends = (f"{name} {low}" + f" to {high}" * (low < high) for name, (_, _, (low, high), _) in methods.items())

@@ -38,21 +38,26 @@ Runs = Mapping[str, Sequence[History]]  # name of a run -> one history per seed
 Seeds = dict[int | None, History]  # seed -> history; None: the only history, whose seed is unknown
 
 
-class Reached(NamedTuple):
-    """The round in which one run reached a target.
+UNITS = {"round": "Rounds", "time": "Seconds", "megabytes": "Megabytes"}  # what a run is counted in, and its name
 
-    A run may be evaluated only every few rounds. So the run reached the target for the first time somewhere in the
-    rounds ``after + 1`` to ``round``.
+
+class Reached(NamedTuple):
+    """When one run reached a target, in rounds, or in virtual seconds or megabytes with ``by=``.
+
+    A run may be evaluated only every few rounds. So the run reached the target for the first time somewhere between
+    ``after`` and ``round``.
     """
 
-    round: int | None
+    round: float | None
     """The first evaluated round at the target. None if no evaluated round reaches the target."""
-    after: int
+    after: float
     """The last evaluated round before ``round``, or 0 if there is none. If ``round`` is None, the last evaluated
     round."""
 
 
-def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> dict[str, list[Reached]]:
+def rounds_to_target(
+    records: Records, target: float, key: str = "accuracy", by: str = "round"
+) -> dict[str, list[Reached]]:
     """Computes when each run first reaches a target.
 
     Args:
@@ -61,25 +66,30 @@ def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> 
       target: a run reaches it when ``key`` is at least ``target``; for a key that ends in "loss", at most ``target``.
         An accuracy is in 0..1.
       key: the entry of the records to compare. Default: "accuracy".
+      by: what is counted until then: "round" (default); "time", virtual seconds, for a simulation with ``clock=`` or
+        ``devices=``; or "megabytes", the 10^6 bytes that the clients have sent and received.
 
     Returns:
       A dict from the name of a run to a list with one `Reached` per seed. The name of a single history is "".
 
     Raises:
-      ValueError: the target is not a finite number, or is an accuracy above 1; or no record has the key.
+      ValueError: the target is not a finite number, or is an accuracy above 1; or no record has the key, or the unit.
 
     >>> history = [{"round": 10, "accuracy": 0.5}, {"round": 20, "accuracy": 0.9}, {"round": 30, "accuracy": 0.8}]
     >>> rounds_to_target({"FedAvg": history}, 0.7)
     {'FedAvg': [Reached(round=20, after=10)]}
     """
     target = checks.number("target", target, "a finite number", math.isfinite, computed=False)
-    key = checks.text("key", key, "an entry of the records")
+    key, by = checks.text("key", key, "an entry of the records"), checks.choice("by", by, UNITS)
     if key == "accuracy" and target > 1:
         raise ConfigurationError(
             f"target must be an accuracy in 0..1, got {target:g}: pass {target / 100:g} for {target:g} %"
         )
-    runs = measured(by_run(records), key)
-    reached = {name: [_reached(*seed, target, key) for seed in seeds if seed[0].size] for name, seeds in runs.items()}
+    histories = by_run(records)
+    reached: dict[str, list[Reached]] = {}
+    for name, seeds in measured(histories, key).items():
+        pairs = zip(histories[name], seeds, strict=True)
+        reached[name] = [_reached(spent(history, by, t), v, target, key) for history, (t, v) in pairs if t.size]
     if not any(reached.values()):
         raise ConfigurationError(
             f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate during the run (eval_every=), "
@@ -88,13 +98,13 @@ def rounds_to_target(records: Records, target: float, key: str = "accuracy") -> 
     return {name: seeds for name, seeds in reached.items() if seeds}
 
 
-def _reached(rounds: np.ndarray, values: np.ndarray, target: float, key: str) -> Reached:
-    """The `Reached` of one run. values: [n, E]; only the last column is compared with the target."""
+def _reached(counts: np.ndarray, values: np.ndarray, target: float, key: str) -> Reached:
+    """The `Reached` of one run. counts: [n], from `spent`. values: [n, E]; only the last column is compared."""
     at_target = values[:, -1] <= target if key.endswith("loss") else values[:, -1] >= target
     if not at_target.any():
-        return Reached(None, int(rounds[-1]))
+        return Reached(None, counts[-1].item())
     first = int(at_target.argmax())
-    return Reached(int(rounds[first]), int(rounds[first - 1]) if first else 0)
+    return Reached(counts[first].item(), counts[first - 1].item() if first else 0)
 
 
 def measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
@@ -114,19 +124,29 @@ def measured(runs: Runs, key: str) -> dict[str, list[tuple[np.ndarray, np.ndarra
     return by_name
 
 
-def megabytes(history: History) -> tuple[np.ndarray, np.ndarray]:
-    """The rounds of a history, and the megabytes (10^6 bytes) that clients have sent and received until then.
+def spent(history: History, by: str, rounds: np.ndarray) -> np.ndarray:
+    """What a run has used up after each of these rounds, [n], in one of the `UNITS`.
 
-    Raises ConfigurationError for a history without these bytes, of an older version.
+    Raises ConfigurationError for a history without virtual time, or without the bytes of every round.
     """
-    runs = {"": [history]}
-    ((rounds, up),), ((also, down),) = (measured(runs, f"{way}link_bytes")[""] for way in ("up", "down"))
-    if not len(rounds) or len(rounds) != len(history) or len(also) != len(history):
+    if by == "round":
+        return rounds
+    runs, fix = {"": [history]}, 'or pass "round"'
+    if by == "time":
+        ((known, seconds),) = measured(runs, "time")[""]
+        if not len(known):
+            raise ConfigurationError(
+                "records must have a time, got none: simulate with devices=fd.Devices(...) or "
+                f"clock=fd.clock.asynchronous(...), {fix}"
+            )
+        return np.interp(rounds, known, seconds[:, 0])
+    ((known, up),), ((also, down),) = (measured(runs, f"{way}link_bytes")[""] for way in ("up", "down"))
+    if not len(known) or len(known) != len(history) or len(also) != len(history):
         raise ConfigurationError(
             "records must have uplink_bytes and downlink_bytes in every round, got some without: run again with this "
-            'version, or pass x="round"'
+            f"version, {fix}"
         )
-    return rounds, np.cumsum(up[:, 0] + down[:, 0]) / 1e6
+    return np.interp(rounds, known, np.cumsum(up[:, 0] + down[:, 0]) / 1e6)
 
 
 def numbers(name: str, values: Any, lists: bool = False) -> np.ndarray:

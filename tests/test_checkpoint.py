@@ -723,7 +723,7 @@ def test_an_option_that_a_version_lacks_has_its_default() -> None:
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("bank", ["device", "files"])
+@pytest.mark.parametrize("bank", ["device", thorough("files")])
 def test_code_that_computes_something_else_causes_a_warning(bank, edit, tmp_path) -> None:
     """What counts is what a round computes, not the text of a function."""
     if bank == "files" and edit not in ("body", "module"):

@@ -221,6 +221,7 @@ def test_only_a_similar_option_is_suggested(typed, meant, capsys):
     assert f"unknown argument '{typed}'" + (f": did you mean {meant!r}?" if meant else " (see") in said
 
 
+@pytest.mark.thorough
 def test_measures_are_written_and_plotted(tmp_path, capsys):
     """Each client lacks some of the classes, and the algorithm reports its gain."""
     folder = tmp_path / "o"
@@ -317,6 +318,7 @@ def test_a_bug_is_not_reported_as_bad_input(tmp_path, monkeypatch):
         cli.main([*TINY, "--algorithm", "fedavg", "--output", str(tmp_path / "o")])
 
 
+@pytest.mark.thorough
 def test_tune_tries_as_many_settings_of_every_algorithm(tmp_path, capsys):
     """The score of a setting is the mean of the last evaluations of two seeds, on held-out examples."""
     folder = tmp_path / "o"

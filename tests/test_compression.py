@@ -249,6 +249,7 @@ def test_error_feedback_converges_on_quadratics_and_without_it_does_not() -> Non
     assert distance[True] < 0.2 < 1 < distance[False], distance
 
 
+@pytest.mark.thorough
 def test_parts_of_a_message_that_are_not_parameters_are_sent_as_they_are(data) -> None:
     for parts in ("all", "params"):
         _, (info,) = after(simulate(data, c.compressed(a.fednova(), c.sign(), parts=parts)), 1)
@@ -281,6 +282,7 @@ def test_compression_with_every_placement(algorithm, data, tmp_path) -> None:
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=str(i))
 
 
+@pytest.mark.thorough
 def test_another_fraction_compiles_nothing_and_a_run_resumes_bitwise(data, tmp_path) -> None:
     def build(fraction: float) -> fd.Simulation:
         return simulate(data, c.compressed(a.scaffold(), c.top_k(fraction)))
@@ -367,7 +369,12 @@ def test_bytes_by_hand(make, up, down, data) -> None:
     for info in infos:
         np.testing.assert_array_equal(info["uplink_bytes"], np.where(info["cohort"] >= 0, up, 0))
         assert info["downlink_bytes"] == down
+
+
+def test_a_history_has_the_bytes_of_all_clients(data) -> None:
+    sim = simulate(data, a.scaffold(), dropout=0.3)
     _, history = sim.run(sim.init(jax.random.key(0)), 3, progress=False)
+    up = down = 2 * MODEL
     reported = [record["clients"] for record in history]
     assert [record["uplink_bytes"] for record in history] == [up * n for n in reported] and min(reported) < 3
     assert [record["downlink_bytes"] for record in history] == [3 * down] * 3  # those that drop out have received it

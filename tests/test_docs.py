@@ -24,7 +24,10 @@ from fedjax_drift.cli.commands import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LONG = {"monitoring.md", "models.md", "scale.md", "getting_started.md"}  # pages whose examples take 8 s or more
+LONG = {  # pages whose examples take 8 s or more
+    "monitoring.md", "models.md", "scale.md", "getting_started.md", "sources_of_drift.md", "concepts.md",
+    "algorithms.md",
+}  # fmt: skip
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n+)?```python\n(.*?)```", re.DOTALL)
 
 

@@ -267,6 +267,7 @@ def test_limit_cases() -> None:
     assert_same(gvrgm.params, run(alg.fedprox(mu=0.3, weighting="uniform")).params)
 
 
+@pytest.mark.thorough
 def test_the_aggregations_of_feddc() -> None:
     """All are equal if all clients participate and have equal sizes. "cohort" and "paper" do not need equal sizes.
 
@@ -472,6 +473,7 @@ def test_the_exact_recursion_overshoots_less_if_eps_jumps() -> None:
     assert worst("printed") > 2 * worst("exact")
 
 
+@pytest.mark.thorough
 def test_a_constraint_restricts_its_part() -> None:
     """A strong penalty on a part keeps its weights close to those of the global model. The other parts still move."""
 

@@ -208,6 +208,7 @@ PERSONAL: list[Case] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm, hyperparameters, changes", first_of_each(PERSONAL), ids=map(case_id, PERSONAL))
 def test_personal_models_match_the_numpy_reference(
     algorithm: str, hyperparameters: dict[str, Any], changes: dict[str, Any]
@@ -263,7 +264,7 @@ def test_synthetic_data_of_table_3_match_the_numpy_reference(
 
 
 @pytest.mark.parametrize("variate", ["scaffold", thorough("last_update")])
-@pytest.mark.parametrize("aggregation", ["code", "cohort", "paper"])
+@pytest.mark.parametrize("aggregation", [thorough("code"), thorough("cohort"), "paper"])
 def test_the_aggregations_of_feddc_match_the_numpy_reference(aggregation: str, variate: str) -> None:
     """Three of eight clients take part in a round, and their sizes differ. Client 5 takes part once."""
     rng = np.random.default_rng(0)

@@ -257,6 +257,7 @@ def scratch(algorithm: fd.Algorithm, cohort_size: int, program: str = "round", *
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_cohort() -> None:
     one_message = 4 * 5010
     assert scratch(fd.algorithms.fedavg(), 64, lanes=2) - scratch(fd.algorithms.fedavg(), 4, lanes=2) < one_message

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import pytest
 
 import fedjax_drift as fd
 from experiments import code_figures
@@ -25,7 +26,7 @@ FLOORS = [
     {"errors", "types", "model", "recipes", "tree", "leaves", "checks"}
     | {"adapters", "batch_norm", "version", "disk", "reprs", "schedules"},
     {"data", "models", "shift"},
-    {"local", "devices", "participation"},
+    {"local", "devices", "clock", "participation"},
     {"round", "algorithms", "compression"},
     {"measures", "storage"},
     {"simulation"},
@@ -147,6 +148,7 @@ def test_namespaces_list_their_public_names_only() -> None:
         assert all(hasattr(namespace, name) for name in namespace.__all__)
 
 
+@pytest.mark.thorough
 def test_values_are_shown_without_arrays_and_addresses() -> None:
     """Notebooks show the value of a cell's last line."""
     rows = [(np.ones((n, 3), np.float32), np.arange(n) % 2) for n in (2, 5, 4)]

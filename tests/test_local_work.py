@@ -162,6 +162,7 @@ def test_bad_local_work() -> None:
             make()
 
 
+@pytest.mark.thorough
 def test_optimizers_by_name() -> None:
     run = "--dataset synthetic:num_clients=4 --algorithm fedavg --cohort 2 --rounds 2 --lr 0.01"
     for name in ("sgd:momentum=0.5", "adamw:weight_decay=0.1", "muon"):

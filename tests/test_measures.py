@@ -65,7 +65,7 @@ def largest(H) -> np.ndarray:
     return np.linalg.eigvalsh(H)[::-1][: curvature.LARGEST]
 
 
-@pytest.mark.parametrize(("x64", "devices"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(("x64", "devices"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.thorough)])
 def test_sharpness_matches_a_dense_hessian(data, x64, devices):
     """11 test examples in batches of 4, or of 4 on each of two devices: the last ones are padding."""
     with jax.enable_x64(x64):
@@ -113,6 +113,7 @@ class Normalised(nn.Module):
         return nn.Dense(C)(nn.BatchNorm(use_running_average=not train)(nn.Dense(2)(x)))
 
 
+@pytest.mark.thorough
 def test_running_statistics_are_constants_of_the_hessian(data):
     model = fd.Model.from_linen(Normalised(), (3,), statistics="average")
     sim = simulate(data, model=model)
@@ -122,6 +123,7 @@ def test_running_statistics_are_constants_of_the_hessian(data):
     np.testing.assert_allclose(measured["sharpness"], largest(H), rtol=1e-4, atol=1e-5 * largest(H)[0])
 
 
+@pytest.mark.thorough
 def test_sharpness_uses_the_test_set_of_the_round(data):
     """From round 1 on, two labels are swapped. The measures of predictions have the labels of the round, too."""
     sim = simulate(data.shifted(fd.shift.permute_labels(1, [(0, 2)])))
@@ -133,6 +135,7 @@ def test_sharpness_uses_the_test_set_of_the_round(data):
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * want[0])
 
 
+@pytest.mark.thorough
 def test_sharpness_in_measured_rounds_and_sweeps(data):
     names = ("updates", "predictions", "labels", "sharpness", "local_sharpness")
     sim = simulate(data, names, devices=2, lanes=2, cohort_size=2, sampling="bernoulli")

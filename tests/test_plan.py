@@ -231,6 +231,7 @@ def test_cycles_and_collectives_are_read_from_the_text_of_a_program() -> None:
     assert program_text.collectives(HLO) == {"all-reduce": 1, "all-gather": 1}
 
 
+@pytest.mark.thorough
 def test_the_steps_of_a_plan_match_a_round() -> None:
     """There are five groups of two clients. One device trains all groups. The busier of two devices trains the
     first, the fourth and the fifth group."""

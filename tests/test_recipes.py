@@ -196,6 +196,7 @@ def test_algorithms_share_the_evaluation_program(data) -> None:
     assert sims[0].executor.programs.compiled.evaluate is sims[1].executor.programs.compiled.evaluate
 
 
+@pytest.mark.thorough
 def test_programs_do_not_keep_tracers(data) -> None:
     """A simulation that is created inside vmap, with a traced learning rate, gives the same result as with a number."""
 

@@ -171,6 +171,7 @@ def materialised_with_test(data: fd.FederatedData, t: int = 0) -> fd.FederatedDa
     return fd.FederatedData.from_clients(clients, test=tuple(map(np.concatenate, zip(*tests, strict=True))))
 
 
+@pytest.mark.thorough
 def test_the_test_set_is_that_of_the_last_round_or_of_the_first() -> None:
     shift = fd.shift.sudden(2, SWAP)
     histories = {}
@@ -231,6 +232,7 @@ def test_a_function_that_ignores_the_client_shifts_the_global_test_set() -> None
 # --- combinations -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_places_and_resuming_do_not_change_results(tmp_path) -> None:
     data = DATA.shifted(fd.shift.gaussian_noise(0.5)).shifted(fd.shift.sudden(2, SWAP), test="both")
     expected, history = None, None

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from fedjax_drift import checks, compression, participation, shift
+from fedjax_drift import checks, clock, compression, participation, shift
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, redeal, seed
 from fedjax_drift.data import augment, partition
@@ -170,6 +170,7 @@ SCHEDULE = Choice(SCHEDULES, hidden=("init_value",))
 PARTICIPATION = Choice({factory.__name__: factory for factory in RULES}, hidden=("base", "phases"))
 SHIFT = Choice({factory.__name__: factory for factory in SHIFTS}, hidden=("shift", "shifts", "of"))
 CODEC = Choice({factory.__name__: factory for factory in CODECS})
+CLOCK = Choice({factory.__name__: factory for factory in (clock.synchronous, clock.asynchronous)})
 AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
 
 
@@ -300,8 +301,18 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         f"{', '.join(AUGMENT.factories)}; options are those of fd.augment.NAME", AUGMENT)
     add_parameters(group, Simulation, "on_nonfinite")
     unit = "A deadline of 1 is the time of a client of mean size on a device of median speed."
-    group = parser.add_argument_group("client failures and privacy", textwrap.fill(unit, 76))
+    group = parser.add_argument_group("client failures", textwrap.fill(unit, 76))
     add_parameters(group, Failures, *FAILURES)
+    group = parser.add_argument_group("virtual time")
+    add(group, "--clock", SPEC, "synchronous, or asynchronous:concurrency=M, with which M clients train at the same "
+        "time and the server is updated with every K reports. The options are the arguments of fd.clock.asynchronous "
+        "(default: synchronous)", CLOCK)
+    add(group, "--seconds-per-step", "S", "seconds of a local step on a device of median speed. With this flag, --up, "
+        "--down or asynchronous rounds, --speed-spread is that of the devices, and --deadline is in seconds (default: "
+        "1)", float)
+    add(group, "--up", "BYTES", "bytes that a client sends in a second (default: any number)", float)
+    add(group, "--down", "BYTES", "bytes that a client receives in a second (default: any number)", float)
+    group = parser.add_argument_group("privacy")
     add(group, "--clip-updates", "NORM", "clip each client's message to this norm (default: no clipping)", float)
     add(group, "--noise-multiplier", "Z", "differential privacy: all clients have weight 1, and Gaussian noise with "
         "standard deviation Z * NORM is added to the sum of their messages. It needs --clip-updates and --sampling "

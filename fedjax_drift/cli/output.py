@@ -73,13 +73,17 @@ def write_results(
     output: Path,
     records: Mapping[str, Sequence[Mapping[str, Any]]],
     per_client: Mapping[str, Mapping[str, np.ndarray]],
-    target: float | None,
+    goal: tuple[float | None, str],
     data: fd.FederatedData,
 ) -> list[str]:
-    """Writes the tables and plots for which the records have numbers, and returns the names of the files."""
+    """Writes the tables and plots for which the records have numbers, and returns the names of the files.
+
+    goal: the target accuracy, or None, and what is counted until then (`records.UNITS`).
+    """
+    target, by = goal
     plots = fd.plots
     files: dict[str, Callable[[Path], Any]] = {
-        "summary.csv": lambda path: path.write_text(fd.table(records, format="csv", target=target))
+        "summary.csv": lambda path: path.write_text(fd.table(records, format="csv", target=target, by=by))
     }
     for draw in (
         plots.curves,
@@ -91,10 +95,11 @@ def write_results(
         plots.gain,
     ):
         files[f"{draw.__name__}.png"] = partial(draw, records)
+    files["curves.png"] = partial(plots.curves, records, x=by)
     first = next(map(by_seed, records.values()), [()])[0]  # for one seed, all algorithms have the same cohorts
     files["label_mix.png"] = partial(plots.label_mix, first)
     if target is not None:
-        files["rounds_to_target.png"] = partial(plots.rounds_to_target, records, target)
+        files["rounds_to_target.png"] = partial(plots.rounds_to_target, records, target, by=by)
         files["drift_story.png"] = partial(plots.drift_story, records, target, data)
     if per_client:
         files["clients.csv"] = partial(_write_clients, per_client)

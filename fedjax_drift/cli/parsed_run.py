@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import os
 import platform
 import shlex
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 from fedjax_drift import checks, compression, shift
 from fedjax_drift.cli.flags import DEFAULT_MODEL, FAILURES, MODEL, PARTITION, SWITCH, Parser, add_run, needs
 from fedjax_drift.cli.values import LOCAL, Spec
+from fedjax_drift.clock import Devices
 from fedjax_drift.data import datasets, movielens
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.partition import Partition
@@ -183,7 +185,9 @@ def assemble(
         part = {"name": args.train.name, **args.train.options, "parameters": num_parameters(trained), "base": base}
     failures = {name: getattr(args, name) for name in FAILURES}
     names = ("on_nonfinite", "measure", "lanes", "devices_per_client")
-    options: dict[str, Any] = failures | _participation(args) | {name: getattr(args, name) for name in names}
+    timing = _timing(args)
+    failures |= {"speed_spread": 0.0} if "devices" in timing else {}
+    options: dict[str, Any] = failures | _participation(args) | {name: getattr(args, name) for name in names} | timing
     options |= {"stream": "auto" if args.stream == "auto" else SWITCH[args.stream], "aggregation": _aggregation(args)}
     simulations = {
         name: Simulation(
@@ -217,6 +221,10 @@ def assemble(
         "shift": [spec.text for spec in args.shift or ()],
         "compress": args.compress and args.compress.text,
         "failures": failures,
+        "clock": args.clock and args.clock.text,
+        "speeds": {name: value for name, value in vars(timing["devices"]).items() if value < math.inf}
+        if "devices" in timing
+        else None,
         "aggregation": first.aggregation.name,
         "measure": {"names": args.measure, "every": measure_every},
         "data_seed": data_seed(args),
@@ -350,6 +358,16 @@ def _participation(args: argparse.Namespace) -> dict[str, Any]:
             )
         rule = spec._replace(options=spec.options | {"base": rule}).make()
     return {"participation": rule}
+
+
+def _timing(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of `Simulation` about virtual time. --speed-spread is one of them if any other is given."""
+    clock = args.clock and args.clock.make()
+    given = {name: getattr(args, name) for name in ("seconds_per_step", "up", "down")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given and (clock is None or clock.concurrency is None):
+        return {"clock": clock}
+    return {"clock": clock, "devices": Devices(args.speed_spread, **given)}
 
 
 def _measure_every(args: argparse.Namespace) -> int:

@@ -74,7 +74,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
         print(text, end="\n\n", flush=True)
     parser = Parser(prog="fedjax-drift run")
     run.add_flags(parser)
-    simulate = run.start(parser.parse_args(words[1:]), words, table)
+    simulate = run.start(parser.parse_args(words[1:]), words, lambda records, target, by: table(records, target))
 
     def work() -> int:
         code = simulate()

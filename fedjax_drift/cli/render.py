@@ -26,6 +26,7 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
         print(f"\nfedjax-drift: warning: {message}", file=sys.stderr)
 
 
+BRIEF = {"round": "", "time": "s ", "megabytes": "MB "}  # of `records.UNITS`
 NAME_WIDTH = 22  # columns for the name of an algorithm in the table, which then has 80 columns
 
 
@@ -46,6 +47,8 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
     selected = " ".join(config["participation"]) or config["sampling"]
     shifted = {"shifts": ", ".join(config["shift"])} if config["shift"] else {}
+    speeds = {name: value for name, value in (config["speeds"] or {}).items() if value != vars(fd.Devices())[name]}
+    timed = [config["clock"]] * bool(config["clock"]) + [f"{k.replace('_', ' ')} {v:g}" for k, v in speeds.items()]
     measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
     return aligned({
         "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
@@ -56,13 +59,14 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
         "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
         "local training": ", ".join([trained_for, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
         **({"failures": ", ".join(failing)} if failing else {}),
+        **({"time": ", ".join(timed)} if timed else {}),
         **measured,
         "devices": f"{devices['count']} ({devices['platform']}), {together}lanes {config['lanes']}",
         "output": str(output),
     })  # fmt: skip
 
 
-def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None = None) -> str:
+def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None = None, by: str = "round") -> str:
     """Returns one line per algorithm, and a second line if it also keeps the mean of its clients' models.
 
     The seconds per round are a median, so that the compilation in the first round has no effect. With several seeds,
@@ -71,8 +75,8 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
     """
     width = min(NAME_WIDTH, max(map(len, ["algorithm", *records])))
     runs = {name: by_seed(history) for name, history in records.items()}
-    met = {} if target is None else _met(runs, target)
-    last = "s/round" if target is None else f"to {100 * target:g} %"
+    met = {} if target is None else _met(runs, target, by)
+    last = "s/round" if target is None else f"{BRIEF[by]}to {100 * target:g} %"
     lines = [f"{'algorithm':{width}}  rounds  accuracy     best  at round  train loss  {last:>8}"]
     for name, seeds in runs.items():
         if len(name) > width:  # on a separate line, because two long names may differ only at the end
@@ -92,13 +96,13 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
     return "\n".join(lines)
 
 
-def _met(runs: Mapping[str, Sequence[Any]], target: float) -> dict[str, str]:
-    """Returns the round in which each algorithm first reaches the target, as a mean over seeds.
+def _met(runs: Mapping[str, Sequence[Any]], target: float, by: str) -> dict[str, str]:
+    """Returns when each algorithm first reaches the target, as a mean over seeds.
 
     ">" means that at least one seed does not reach it.
     """
     try:
-        reached = fd.rounds_to_target(runs, target)
+        reached = fd.rounds_to_target(runs, target, by=by)
     except ValueError:  # nothing was evaluated
         return dict.fromkeys(runs, "-")
     said = dict.fromkeys(runs, "-")

@@ -21,8 +21,8 @@ from fedjax_drift.storage.checkpoint import restore_together, split_by_run
 
 # Options that may be changed with --resume.
 RESUMED = (
-    "--rounds", "--target", "--patience", "--devices", "--devices-per-client", "--lanes", "--stream", "--bank",
-    "--no-progress",
+    "--rounds", "--target", "--by", "--until-time", "--until-megabytes", "--patience", "--devices",
+    "--devices-per-client", "--lanes", "--stream", "--bank", "--no-progress",
 )  # fmt: skip
 Restored = tuple[fd.ServerState | None, list[dict[str, Any]]]  # the state, and the history of all seeds
 

@@ -70,6 +70,7 @@ from fedjax_drift.cli.values import accuracy, count, count0, number_of_seeds, pr
 from fedjax_drift.devices.processes import first_does
 from fedjax_drift.disk import lock_folder, replace_file
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.records import UNITS
 from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
 from fedjax_drift.simulation.progress import watched
 from fedjax_drift.simulation.sweep import check_sweepable
@@ -90,6 +91,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "the mean over seeds and its 95 % confidence interval", number_of_seeds, 1)
     add(group, "--target", "ACCURACY",
         "target accuracy in 0..1: report and plot the first round that reaches this accuracy", accuracy)
+    add(group, "--by", "UNIT", "what --target, the tables and curves.png count: round, time (virtual seconds) or "
+        "megabytes (sent and received by the clients)", str, "round", choices=UNITS)
+    add(group, "--until-time", "S", "end a run at the first evaluation after S virtual seconds", float)
+    add(group, "--until-megabytes", "MB", "end a run at the first evaluation after the clients have exchanged so many "
+        "megabytes", float)
     group.add_argument("--stop-at-target", action="store_true", help="end a run when it reaches the target accuracy")
     add(group, "--patience", "N", "end a run after N evaluations without a better accuracy (without accuracies: loss). "
         "With --validation, they are evaluations on held-out training examples", count)
@@ -179,7 +185,7 @@ class Job:
 def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[..., str] = table) -> Callable[[], int]:
     """Checks the options and reads the data. Returns a function that runs the algorithms.
 
-    final_table: ``final_table(records, target)`` is printed at the end.
+    final_table: ``final_table(records, target, by)`` is printed at the end.
     """
     output = args.resume or output_folder(args, args.dataset.name, *(spec.name for spec in algorithm_specs(args)))
     earlier = json.loads((output / CONFIG).read_text()) if args.resume else {}
@@ -202,6 +208,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[.
         **parsed.config,
         "seeds": [*seeds],
         "target": args.target,
+        "by": args.by,
         "checkpoints": saves,
         "tensorboard": args.tensorboard,
         "per_client": args.per_client,
@@ -260,11 +267,13 @@ def _check_simulations(args: argparse.Namespace, simulations: Iterable[fd.Simula
 
 
 def _until(args: argparse.Namespace) -> Until | None:
-    """Returns the rule of --stop-at-target and --patience that ends a run early."""
+    """Returns the rule that ends a run early: those of --stop-at-target, --patience and --until-*."""
     rules = [fd.until.reaches(accuracy=args.target)] if args.stop_at_target else []
     if args.patience is not None:
         by_loss, by_accuracy = fd.until.stalls("loss", args.patience), fd.until.stalls("accuracy", args.patience)
         rules.append(lambda history: (by_accuracy if "accuracy" in history[-1] else by_loss)(history))
+    rules += [] if args.until_time is None else [fd.until.time(args.until_time)]
+    rules += [] if args.until_megabytes is None else [fd.until.megabytes(args.until_megabytes)]
     return (lambda history: any(rule(history) for rule in rules)) if rules else None
 
 
@@ -348,12 +357,12 @@ def _report(
     records = {name: history for name, history in records.items() if history}
     files = ["config.json", "rounds.jsonl", "rounds.csv"]
     if fd.distributed.is_first():
-        files += write_results(job.output, records, per_client, config["target"], job.parsed.data)
+        files += write_results(job.output, records, per_client, (config["target"], config["by"]), job.parsed.data)
         models = "seed-*/" * (len(job.seeds) > 1) + MODEL
         folders = [file_name(name) for name in config["algorithms"]]
         files += [f"{folder}/{models}" for folder in folders if any(job.output.glob(f"{folder}/{models}"))]
     if records:
-        print("\n" + final_table(records, config["target"]))
+        print("\n" + final_table(records, config["target"], config["by"]))
     if any("accuracy" in scores for scores in per_client.values()):
         print("\n" + clients_table(per_client))
     closing = [f"stopped: {', '.join(stopped)}"] if stopped else []

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_drift.plots.bands import BANDS
 from fedjax_drift.plots.style import Style
-from fedjax_drift.records import History, Runs, measured, megabytes
+from fedjax_drift.records import History, Runs, measured, spent
 
 SHOWN_POINTS = 100  # lines with more points are smoothed by default, to at most half as many points
 RANGES = {  # the possible values of entries of a record
@@ -50,13 +50,15 @@ def by_round(
     }
 
 
-def over_megabytes(lines: Mapping[str, Line], runs: Runs) -> dict[str, Line]:
-    """Returns lines over rounds as lines over the megabytes sent until then, the mean over the seeds of a run."""
+def over(by: str, lines: Mapping[str, Line], runs: Runs) -> dict[str, Line]:
+    """Returns lines over rounds as lines over another unit, see `records.UNITS`: the mean over the seeds of a run."""
+    if by == "round":
+        return dict(lines)
 
-    def sent(histories: Sequence[History], x: np.ndarray) -> np.ndarray:
-        return np.mean([np.interp(x, *megabytes(history)) for history in histories], axis=0)
+    def mean(histories: Sequence[History], x: np.ndarray) -> np.ndarray:
+        return np.mean([spent(history, by, x) for history in histories], axis=0)
 
-    return {name: line._replace(x=sent(runs[name], line.x)) if line.x.size else line for name, line in lines.items()}
+    return {name: line._replace(x=mean(runs[name], line.x)) if line.x.size else line for name, line in lines.items()}
 
 
 def by_epoch(runs: Runs, key: str, style: Style) -> dict[str, Line]:

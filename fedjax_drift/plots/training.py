@@ -19,10 +19,10 @@ from fedjax_drift.plots.canvas import (
     new_figure,
     wrapped,
 )
-from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one, over_megabytes
+from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one, over
 from fedjax_drift.plots.looks import ink, look
 from fedjax_drift.plots.style import DEFAULT, Style, checked
-from fedjax_drift.records import Reached, Records, Runs, by_run, measured, numbers
+from fedjax_drift.records import UNITS, Reached, Records, Runs, by_run, measured, numbers
 from fedjax_drift.records import rounds_to_target as reached_rounds
 
 if TYPE_CHECKING:
@@ -31,25 +31,26 @@ if TYPE_CHECKING:
 
 
 LONGEST_TICK = 30  # characters of a name in one line beside a bar
+AXIS = {"round": "Round", "time": "Virtual time (s)", "megabytes": "Megabytes sent and received"}
 CLIENT_DRIFT = "Client drift after the last local epoch"
 
 
 def curves(records: Records, path: FilePath = None, *, x: str = "round", style: Style = DEFAULT) -> Figure:
-    """Plots test accuracy (in percent) and training loss against rounds or megabytes, one line per run.
+    """Plots test accuracy (in percent) and training loss against rounds, seconds or megabytes, one line per run.
 
     If no run has an accuracy, because the models are not classifiers, it plots the test loss instead.
 
     Args:
       records: the runs to plot. The module `fd.plots` lists the allowed types.
       path: file to which the figure is written. Its suffix selects the format. Default: no file.
-      x: the axis of the lines: "round" (default), or "megabytes", the 10^6 bytes that the clients have sent and
-        received until then.
+      x: the axis of the lines: "round" (default), "time", the virtual seconds (``clock=`` and ``devices=`` of
+        `fd.Simulation`), or "megabytes", the 10^6 bytes that the clients have sent and received until then.
       style: how the rounds are smoothed, which band is drawn, and the size of the figure. Default: `Style()`.
 
     Raises:
       ValueError: the records have no round with finite values, or an argument is not allowed.
     """
-    checks.choice("x", x, ("round", "megabytes"))
+    checks.choice("x", x, UNITS)
     runs, style = by_run(records), checked(style)
     accuracy, loss = by_round(runs, "accuracy", style, 100), "Loss (nats per example)"
     tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
@@ -57,10 +58,9 @@ def curves(records: Records, path: FilePath = None, *, x: str = "round", style: 
         loss = "Loss, mean over examples"
         tested = Panel("Test loss of the global model", loss, by_round(runs, "loss", style))
     panels = [tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss", style))]
-    if x == "megabytes":
-        panels = [panel._replace(lines=over_megabytes(panel.lines, runs)) for panel in panels]
-    label = "Round" if x == "round" else "Megabytes sent and received"
-    return finished(figure_of_panels("curves", panels, "pass {name: history of Simulation.run}", style, label), path)
+    panels = [panel._replace(lines=over(x, panel.lines, runs)) for panel in panels]
+    hint = "pass {name: history of Simulation.run}"
+    return finished(figure_of_panels("curves", panels, hint, style, AXIS[x]), path)
 
 
 def drift(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
@@ -174,9 +174,15 @@ def gain(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> 
 
 
 def rounds_to_target(
-    records: Records, target: float, path: FilePath = None, *, key: str = "accuracy", style: Style = DEFAULT
+    records: Records,
+    target: float,
+    path: FilePath = None,
+    *,
+    key: str = "accuracy",
+    by: str = "round",
+    style: Style = DEFAULT,
 ) -> Figure:
-    """Plots the number of rounds until each run first reaches a target.
+    """Plots the number of rounds, of seconds or of megabytes until each run first reaches a target.
 
     A bar is the mean over the seeds, and a dot is one seed. If a run is evaluated only every few rounds, it may reach
     the target between two evaluations. A thin line shows this interval. A hatched bar is a lower bound, because at
@@ -188,25 +194,26 @@ def rounds_to_target(
       target: a run reaches the target when ``key`` is at least ``target``. If ``key`` ends in "loss", it must be at
         most ``target``.
       key: the entry of the records to compare. Default: "accuracy", in 0..1.
+      by: what is counted: "round" (default), "time" or "megabytes", as in `fd.rounds_to_target`.
       style: only its ``figsize`` has an effect.
 
     Raises:
       ValueError: the target is not a finite number, or is an accuracy above 1; or no round has the key.
     """
-    runs, reached = by_run(records), reached_rounds(records, target, key)
+    runs, reached = by_run(records), reached_rounds(records, target, key, by)
     notes = {name: divergence(runs[name]) for name in reached}
     labels = bar_labels(notes)
     bars = height_of_bars(labels)
     figure = new_figure(7.5, 1.6 + bars, checked(style), text=1.0 + bars)
     axes = figure.subplots()
-    draw_bars(reached, runs, axes)
+    draw_bars(reached, runs, axes, by)
     axes.set_yticks(range(len(labels)), labels)
     goal = (
         f"{100 * float(target):g} % test accuracy"
         if key == "accuracy"
         else f"{key.replace('_', ' ')} {float(target):g}"
     )
-    axes.set_title(f"Rounds to {goal}")
+    axes.set_title(f"{UNITS[by]} to {goal}")
     return finished(figure, path)
 
 
@@ -220,11 +227,15 @@ def height_of_bars(labels: Sequence[str]) -> float:
     return sum(max(0.42, 0.2 * label.count("\n") + 0.25) for label in labels)
 
 
-def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes) -> None:
-    """Draws the rounds that each run needs. A run has the colour of its position in ``runs``, as in other plots."""
+def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes, by: str = "round") -> None:
+    """Draws what each run needs, in one of the `records.UNITS`.
+
+    A run has the colour of its position in ``runs``, as in other plots.
+    """
     from matplotlib.patheffects import withStroke
 
     paper = axes.get_facecolor()
+    smallest = 1 if by == "round" else 0  # a shorter interval isn't drawn
     outline = [withStroke(linewidth=2.5, foreground=paper)]  # the line can be seen on a bar of any colour
     for i, (name, seeds) in enumerate(reached.items()):
         shade = look([*runs].index(name), axes)["color"]
@@ -241,7 +252,7 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes) 
         axes.annotate(text, (needed.max(), i), (6, 0), textcoords="offset points", va="center", fontsize="small")
         heights = i + np.linspace(-0.2, 0.2, len(needed)) if several else np.array([float(i)])
         for seed, y in zip(seeds, heights, strict=True):
-            if seed.round is not None and seed.round - seed.after > 1:
+            if seed.round is not None and seed.round - seed.after > smallest:
                 axes.plot([seed.after, seed.round], [y, y], color=ink(axes), linewidth=1, path_effects=outline)
         for marker, missing in (("o", False), (">", True)):
             at = [n for n, seed in enumerate(seeds) if several and (seed.round is None) == missing]
@@ -252,9 +263,11 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes) 
     room = max(0.6, (3 - len(reached)) / 2)  # so that a single bar is not as high as the axes
     axes.set_ylim(len(reached) - 1 + room, -room)
     axes.margins(x=0.14)
-    coarse = any(seed.round is not None and seed.round - seed.after > 1 for seeds in reached.values() for seed in seeds)
+    coarse = any(
+        seed.round is not None and seed.round - seed.after > smallest for seeds in reached.values() for seed in seeds
+    )
     since = " of the first evaluation at the target\n(line: since the evaluation before)" if coarse else ""
-    axes.set_xlabel(f"Round{since}")
+    axes.set_xlabel(f"{AXIS[by]}{since}")
     add_grid(axes)
     axes.grid(False, axis="y")
 

@@ -5,6 +5,7 @@ rounds so far. The run ends with this round if the rule returns True.
 
     sim.run(state, 1000, until=fd.until.reaches(accuracy=0.98))
     sim.run(state, 1000, until=fd.until.stalls("accuracy", evaluations=10))
+    sim.run(state, 1000, until=fd.until.time(3600))
     sim.run(state, 1000, until=lambda history: history[-1]["loss"] < 0.1 or history[-1]["round"] == 500)
 """
 
@@ -20,7 +21,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.storage.checkpoint import score
 from fedjax_drift.types import Record
 
-__all__ = ["reaches", "stalls"]
+__all__ = ["megabytes", "reaches", "stalls", "time"]
 
 
 def __dir__() -> list[str]:
@@ -82,6 +83,38 @@ def stalls(metric: str = "accuracy", evaluations: int = 10, by: float = 0.0) -> 
         for value in values[1:]:
             best, since = (value, 0) if value > best + by else (best, since + 1)
         return since >= evaluations
+
+    return rule
+
+
+def time(seconds: float) -> Until:
+    """A rule that ends a run when the virtual clock shows this time.
+
+    The simulation needs ``devices=`` or an asynchronous ``clock=``. Raises ValueError unless ``seconds`` is a finite
+    number > 0. The rule raises it if a record has no time.
+    """
+    seconds = checks.positive("seconds", seconds, computed=False)
+
+    def rule(history: Sequence[Record]) -> bool:
+        if "time" not in history[-1]:
+            raise ConfigurationError(
+                "until.time needs records with a time, got none: simulate with devices=fd.Devices(...), for example"
+            )
+        return history[-1]["time"] >= seconds
+
+    return rule
+
+
+def megabytes(amount: float) -> Until:
+    """A rule that ends a run when the clients have sent and received this many megabytes (10^6 bytes).
+
+    It counts the records that it gets: those of this call of `run`, and those that ``checkpoints`` has. Raises
+    ValueError unless ``amount`` is a finite number > 0.
+    """
+    amount = checks.positive("amount", amount, computed=False)
+
+    def rule(history: Sequence[Record]) -> bool:
+        return sum(record["uplink_bytes"] + record["downlink_bytes"] for record in history) >= 1e6 * amount
 
     return rule
 
