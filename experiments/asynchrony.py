@@ -118,7 +118,7 @@ def report(folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     runs = {tuple(run["point"]): run for run in json.loads((folder / "asynchrony.json").read_text())}
-    for (name, M, discount), run in [*runs.items()]:
+    for (name, M, _), run in [*runs.items()]:
         if M == BUFFER:
             runs |= {(name, M, other): run for other in DISCOUNTS}
     lines = [
@@ -141,7 +141,7 @@ def report(folder: Path) -> None:
             mine = [runs[name, M, discount] for M in CONCURRENCIES]
             x, y = [run["staleness"] for run in mine], [100 * np.array(run["scores"]) for run in mine]
             left.errorbar(
-                x, [v.mean() for v in y], [half_width(v) for v in y], color=f"C{i}", marker="o", markersize=4, capsize=2,
+                x, [v.mean() for v in y], [half_width(v) for v in y], color=f"C{i}", marker="o", capsize=2,
                 label=f"{name}, {discount}", **look,
             )  # fmt: skip
             right.plot(x, [run["start_distance"] for run in mine], color=f"C{i}", marker="o", markersize=4, **look)
