@@ -24,6 +24,7 @@ import importlib.util
 import inspect
 import io
 import linecache
+import math
 import os
 import random
 import shutil
@@ -408,6 +409,8 @@ def simulation() -> Iterator[Call]:
         "aggregation": optional(only(fd.aggregation.Aggregation)),
         "sampling": choice("uniform", "bernoulli"),
         "participation": optional(only(fd.participation.Participation)),
+        "clock": optional(only(fd.clock.Clock)),
+        "devices": optional(only(fd.Devices)),
         "on_nonfinite": choice("keep", "drop_client", "raise"),
         "measure": measures(),
     }
@@ -760,6 +763,7 @@ def plots() -> Iterator[Call]:
         yield Call(f"fd.plots.{draw.__name__}", draw, {"records": RECORDS}, {"records": runs, "path": file})
     target = Kind([*NO_NUMBER, 95, 1.5], [0.5, np.float32(0.5), Fraction(1, 2), 0])
     of_target = {"records": runs, "target": target, "key": Kind([*no_text, "adam"], ["train_loss", "accuracy"])}
+    of_target["by"] = choice("round")
     valid = {"records": RECORDS, "target": 0.5}
     yield Call("fd.plots.rounds_to_target", fd.plots.rounds_to_target, valid, of_target | {"path": file})
     yield Call("fd.rounds_to_target", fd.rounds_to_target, valid, of_target)
@@ -1012,6 +1016,33 @@ def codecs() -> Iterator[Call]:
     yield Call("a codec", with_codec, {"send": top_k.send}, send)
 
 
+def clocks() -> Iterator[Call]:
+    pair = Kind([*[v for v in ANYTHING if not isinstance(v, tuple)], (1,), (1, -1), ("a", 1)], [(1, 2), [0, 0.5]])
+    kinds = {"concurrency": integer(), "staleness": choice("constant", "polynomial", "hinge"), "hinge": pair}
+    kinds |= {"exponent": nonnegative(), "max_staleness": integer(0), "mixes": choice("updates", "models")}
+    yield Call("fd.clock.asynchronous", fd.clock.asynchronous, {"concurrency": 3}, kinds)
+    speed = positive()
+    fine = [value for value in CONTAINERS + UNREAL if value is not None]
+    wrong = [value for value in speed.nonsense if not any(value is each for each in fine)]
+    wrong += [math.nan, -math.inf, [-1.0], [np.nan], [[0.5]], ["a"], [True], range(2), np.zeros(2), {1}]
+    speed = speed._replace(nonsense=wrong, odd=[*speed.odd, [0.5, 1.0, 2], (1, 2, 3), np.ones(3)])
+    kinds = {"speed_spread": nonnegative(), **dict.fromkeys(("up", "down", "seconds_per_step"), speed)}
+    yield Call("fd.Devices", fd.Devices, {}, kinds)
+
+    def timed(concurrency: Any = 3, up: Any = 1.0, **fields: Any) -> fd.Simulation:
+        clock = fd.clock.asynchronous(concurrency)._replace(**fields)
+        devices = fd.Devices(up=up)
+        return fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, clock=clock, devices=devices)
+
+    kinds = {"concurrency": integer(2, 3, [2, np.int64(3)]), "up": Kind([[1.0], np.ones(2)], [np.ones(3)])}
+    yield Call("asynchronous rounds", timed, {}, kinds | {"discount": function()})
+    for rule in (fd.until.time, fd.until.megabytes):
+        name = "seconds" if rule is fd.until.time else "amount"
+        kind = positive()  # JAX does not compute with it, so that any finite number will do
+        nonsense = [*NO_NUMBER, 0, -1, -0.5, 0.0, -1e39]
+        yield Call(f"fd.until.{rule.__name__}", rule, {name: 3.0}, {name: kind._replace(nonsense=nonsense)})
+
+
 def others() -> Iterator[Call]:
     yield Call("fd.aggregation.clipped", fd.aggregation.clipped, {}, {"norm": positive()})
     kinds = {"clip_norm": positive(), "noise_multiplier": nonnegative()}
@@ -1045,10 +1076,11 @@ WORDS = """
 WORDS += ["", "a\0b", "\n", "é" * 50, "9" * 30]
 FLAGS = """
     dataset algorithm partition clients size-sigma data-dir seed data-seed model init rounds cohort
-    sampling participation shift shift-test redeal compress error-feedback epochs batch-size lr lr-decay
+    sampling participation shift shift-test redeal compress error-feedback clock seconds-per-step up down
+    epochs batch-size lr lr-decay
     lr-schedule momentum weight-decay clip-norm optimizer on-nonfinite dropout stragglers over-selection
     deadline speed-spread clip-updates noise-multiplier measure measure-every eval-every devices lanes
-    stream bank seeds target resume checkpoint-every checkpoint-seconds keep output
+    stream bank seeds target by until-time until-megabytes resume checkpoint-every checkpoint-seconds keep output
 """.split()
 
 
@@ -1112,6 +1144,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
     "participation": participation,
     "shifts": shifts,
     "codecs": codecs,
+    "clocks": clocks,
     "others": others,
     "command line": command_line,
 }

@@ -59,8 +59,11 @@ def simulation(bank: str) -> fd.Simulation:
     model = fd.Model(init=lambda key: jax.numpy.zeros((3, 2)), apply=lambda w, x: x @ w)
     data = data.shifted(fd.shift.gradual(1, 5, fd.shift.gaussian_noise(0.5)))
     algorithm = fd.compression.compressed(fd.algorithms.scaffold(), fd.compression.top_k(0.3))
-    markov = fd.participation.markov(0.5, 0.1)
-    return fd.Simulation(model, data, algorithm, cohort_size=2, participation=markov, bank=bank)
+    markov, clock = fd.participation.markov(0.5, 0.1), fd.clock.asynchronous(4, "polynomial", max_staleness=2)
+    devices = fd.Devices(speed_spread=0.5, up=100.0, down=200.0)
+    return fd.Simulation(
+        model, data, algorithm, cohort_size=2, participation=markov, bank=bank, clock=clock, devices=devices
+    )
 
 
 def fingerprint(state: fd.ServerState, history: list[dict]) -> str:
@@ -68,7 +71,9 @@ def fingerprint(state: fd.ServerState, history: list[dict]) -> str:
     clients = (
         state.clients.gather(np.arange(5)) if isinstance(state.clients, client_store.ClientStore) else state.clients
     )
-    leaves = jax.tree.leaves(jax.device_get((state.round, jax.random.key_data(state.key), state.server, clients)))
+    leaves = jax.tree.leaves(
+        jax.device_get((state.round, jax.random.key_data(state.key), state.server, state.clock, clients))
+    )
     told = [{name: value for name, value in record.items() if name != "seconds"} for record in history]
     return json.dumps([[leaf.tobytes().hex() for leaf in leaves], told])
 

@@ -40,6 +40,7 @@ class Case(NamedTuple):
     participation: str = "uniform"  # a name in RULES
     shift: str = "none"  # a name in SHIFTS
     codec: str = "none"  # a name in CODECS
+    timing: str = "none"  # a name in TIMINGS
 
     @property
     def epsilon(self) -> float:
@@ -152,6 +153,13 @@ CODECS: dict[str, Callable[[fd.Algorithm], fd.Algorithm]] = {
         algorithm, fd.compression.random_k(0.6), error_feedback=False
     ),
 }
+SPEEDS = fd.Devices(speed_spread=0.6, up=300.0, down=900.0, seconds_per_step=0.7)
+TIMINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "synchronous": {"devices": SPEEDS},
+    "asynchronous": {"devices": SPEEDS, "clock": fd.clock.asynchronous(6, "polynomial", max_staleness=2)},
+    "all wait": {"clock": fd.clock.asynchronous(K)},
+}
 
 
 def jitter(key: jax.Array, x: jax.Array) -> jax.Array:
@@ -180,7 +188,7 @@ def simulate(case: Case, place: Place, folder: Path) -> fd.Simulation:
     algorithm = CODECS[case.codec](algorithm)
     data, shift = data_of(case.images, case.redealt, case.x64), SHIFTS[case.shift]()
     data = data if shift is None else data.shifted(shift, test="both")
-    options |= {"aggregation": rule, "participation": RULES[case.participation]()}
+    options |= {"aggregation": rule, "participation": RULES[case.participation]()} | TIMINGS[case.timing]
     return fd.Simulation(MODELS[case.model](), data, algorithm, local=local, **options, **case.options)
 
 
@@ -205,7 +213,7 @@ def draw_case(rng: random.Random) -> Case:
             algorithm, required | some(**flags), rng.choice([*MODELS]), rng.random() < 0.5, rng.random() < 0.3,
             rng.choice([None, None, None, 0, 0.5]), local, rng.random() < 0.1, rng.random() < 0.2,
             rng.choice([*AGGREGATIONS]), options, rng.choice(["uniform", *RULES]), rng.choice(["none"] * 4 + [*SHIFTS]),
-            rng.choice(["none"] * 4 + [*CODECS]),
+            rng.choice(["none"] * 4 + [*CODECS]), rng.choice(["none"] * 4 + [*TIMINGS]),
         )  # fmt: skip
         with contextlib.suppress(ConfigurationError), precision(case):
             simulate(case, Place(), Path())

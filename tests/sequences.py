@@ -120,8 +120,8 @@ def on_host(state: fd.ServerState) -> fd.ServerState:
     ids, stored = np.arange(len(SIZES)), hasattr(state.clients, "gather")
     clients = state.clients.gather(ids) if stored else jax.tree.map(lambda a: np.array(a)[ids], state.clients)
     key = jax.random.wrap_key_data(np.array(jax.random.key_data(state.key)))  # a round may overwrite the other one
-    server, rule = jax.tree.map(np.array, (state.server, state.participation))
-    return fd.ServerState(np.array(state.round), key, server, clients, rule)
+    server, rule, clock = jax.tree.map(np.array, (state.server, state.participation, state.clock))
+    return fd.ServerState(np.array(state.round), key, server, clients, rule, clock)
 
 
 def reached(state: fd.ServerState, told: Any = ()) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def move(p: Player, place: Place) -> None:
 
 
 def one_round(p: Player, cohort: list[int] | None) -> None:
-    old = p.state
+    old, cohort = p.state, None if p.sim.setup.engine.asynchronous else cohort
     p.advance("round", 1, lambda: p.sim.round_fn(p.state, cohort), lambda state, _: p.plain.round_fn(state, cohort))
     if p.checked and not p.overwrites:
         check_bits("the same round again", reached(p.sim.round_fn(old, cohort)[0]), reached(p.state))
@@ -284,7 +284,8 @@ def asked(p: Player, method: str, *arguments: Any) -> None:
 
 def other_cohort(p: Player, cohort: list[int]) -> None:
     """The first client of the cohort alone, and with the others."""
-    if p.case.redealt is None and "over_selection" not in p.case.options:
+    given = not p.sim.setup.engine.asynchronous  # whether a cohort may be given
+    if given and p.case.redealt is None and "over_selection" not in p.case.options:
         sim = simulate(p.case, p.place._replace(bank="device", donate=False), p.folder)
         alone, among = [
             of_clients(sim, sim.round_fn(on_host(p.state), ids), cohort[:1]) for ids in (cohort[:1], cohort)

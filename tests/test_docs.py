@@ -209,6 +209,14 @@ SMALL = {  # values for the cell with the tag "parameters", so that the notebook
     "04_all_writers.ipynb": {"WRITERS": 10, "ROUNDS": 1, "SEEDS": 2},
     "05_to_a_tpu_slice.ipynb": {"ROUNDS": 1},
     "06_adapters.ipynb": {"CLIENTS": 8, "COHORT": 4, "ROUNDS": 1, "PRETRAINING": 1},
+    "08_rounds_seconds_megabytes.ipynb": {
+        "WRITERS": 4,
+        "CLIENTS": 8,
+        "ROUNDS": 2,
+        "SEEDS": 1,
+        "COHORT": 1,
+        "TARGET": 0.01,
+    },
     "07_sources_of_drift.ipynb": {"WRITERS": 4, "CLIENTS": 8, "ROUNDS": 2, "SEEDS": 1, "NAMES": ["FedAvg"], "LAST": 1},
 }
 

@@ -23,6 +23,7 @@ from fedjax_drift.round import exchange
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # 20 clients of different sizes
 ROUNDS, ASKED_AT = 6, 3
+ASYNCHRONOUS = {"clock": fd.clock.asynchronous(15, max_staleness=3), "devices": fd.Devices(speed_spread=0.7, up=1e3)}
 
 
 def rows() -> fd.FederatedData:
@@ -80,6 +81,8 @@ def main() -> None:
     sim = simulate(own_rows_only(data, 2, folder), shard_data=True, bank="sharded")
     state, history = sim.run(sim.init(key), ROUNDS, 2, progress=False)
     found["run"] = outcome(sim, state, history)
+    late = simulate(own_rows_only(data, 2, folder), shard_data=True, bank="sharded", **ASYNCHRONOUS)
+    found["asynchronous"] = outcome(late, *late.run(late.init(key), ROUNDS, 2, progress=False))
     for size in (2, 4):  # a team per process, and one team of all devices
         team = adapted(data, devices_per_client=size)
         found[f"teams of {size}"] = outcome(team, *team.run(team.init(key), 2, 0, progress=False))

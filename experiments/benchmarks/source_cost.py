@@ -35,6 +35,14 @@ def mean_steps(data: fd.FederatedData, K: int) -> tuple[fd.FederatedData, dict]:
     return data, {"local": fd.LocalTraining(steps=int(round(np.ceil(data.sizes / 20).mean())), batch_size=20, lr=0.05)}
 
 
+def asynchronous(staleness: str) -> Variant:
+    """Ten times as many clients in flight as an update takes, and 21 copies of the server's variables."""
+    return lambda data, K: (
+        data, {"clock": fd.clock.asynchronous(min(10 * K, data.num_clients), staleness), "devices": DEVICES}
+    )  # fmt: skip
+
+
+DEVICES = fd.Devices(speed_spread=0.5, up=1e5, down=1e6, seconds_per_step=0.05)
 p, s, everyone = fd.participation, fd.shift, {"by": "all"}
 SOURCES: dict[str, Variant] = {
     "bernoulli": rule(lambda N, K: p.bernoulli()),
@@ -45,6 +53,9 @@ SOURCES: dict[str, Variant] = {
     "cyclic(10)": rule(lambda N, K: p.cyclic(min(10, N))),
     "diurnal(24)": rule(lambda N, K: p.diurnal(24.0)),
     "markov(0.2, 0.1)": rule(lambda N, K: p.markov(0.2, 0.1)),
+    "synchronous, with devices": lambda data, K: (data, {"devices": DEVICES}),
+    "asynchronous(10 K)": asynchronous("constant"),
+    "asynchronous(10 K), polynomial": asynchronous("polynomial"),
     "steps=, as many as the mean": mean_steps,
     "gaussian_noise": shifted(s.gaussian_noise(0.5)),
     "brightness": shifted(s.brightness(0.5)),
@@ -89,7 +100,10 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
             without, with_source = seconds(plain), seconds(run)
             ratios.append(with_source[0] / without[0])
             of_step.append(with_source[1] / without[1])
-        yield measure.row(f"{name} / without", ratios, note=f"a local step: {np.median(of_step):.2f}")
+        note = f"a local step: {np.median(of_step):.2f}"
+        if past := sum(leaf.nbytes for leaf in jax.tree.leaves(getattr(run[1].clock, "past", ()))):
+            note += f"; past servers: {past / 1e6:.1f} MB"
+        yield measure.row(f"{name} / without", ratios, note=note)
 
 
 def main() -> None:
@@ -102,7 +116,7 @@ def main() -> None:
     parser.add_argument("--sources", nargs="*", help="only the sources whose names contain one of these")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.turns, arguments.rounds, arguments.sources = 1, 1, ["markov", "gaussian_noise"]
+        arguments.turns, arguments.rounds, arguments.sources = 1, 1, ["markov", "gaussian_noise", "polynomial"]
     fd.use_cpu_devices()
     measure.save("source_cost", rows(arguments), arguments)
 

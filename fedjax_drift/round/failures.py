@@ -18,7 +18,8 @@ class Failures:
     """Options for simulated client failures, for ``Simulation(failures=)``. By default every client reports.
 
     A client needs ``steps / mean_steps * exp(speed_spread * z_i)`` units of time for a round. z_i ~ N(0, 1) is sampled
-    once for each client. One unit is the time of a client with the mean number of examples and median speed.
+    once for each client. One unit is the time of a client with the mean number of examples and median speed. With
+    ``Simulation(devices=)``, times are in seconds, and ``speed_spread`` is an option of `fd.Devices`.
 
     Raises ValueError for values out of range, and for a ``speed_spread`` that has no effect.
 

@@ -318,7 +318,8 @@ class Simulation:
 
         Args:
           state: from `init` or an earlier round.
-          cohort: client ids, all different and in 0..N-1, or client names. Default: drawn from the state's key.
+          cohort: client ids, all different and in 0..N-1, or client names. Default: drawn from the state's key. Not
+            allowed with asynchronous rounds.
 
         Returns:
           The next state, and info, a dict.
@@ -350,6 +351,15 @@ class Simulation:
           - ``downlink_bytes``: the bytes that each selected client receives: the variables of the server that its
             update reads, or what the server can compute from them alone if this is less.
           - ``available``: the number of available clients. Only present with a rule of availability.
+          - ``time``: the virtual time after the round, in seconds. Only present with ``devices=`` or asynchronous
+            rounds.
+
+          With asynchronous rounds, the cohort is the K clients that report next, and info also has
+
+          - ``staleness`` [K]: the number of updates of the server since the client started.
+          - ``start_distance`` [K]: ||w_t - w_v||, the distance of the global model from the one with which the client
+            started.
+          - ``too_stale`` []: the number of updates that were dropped because of ``max_staleness``.
 
           In addition, info has the metrics of the algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results
           of `measure`. If no client reports, all weights are 0, and the state does not change, except for ``round``.
@@ -481,6 +491,7 @@ class Simulation:
             of examples.
           - ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``: as in `round_fn`.
           - ``uplink_bytes``, ``downlink_bytes``: the sums over the clients of the round.
+          - ``time``, and with asynchronous rounds ``too_stale``: as in `round_fn`.
           - the results of `evaluate`, if the model was evaluated after this round.
           - the metrics of the algorithm and the drift measures. A scalar is stored as it is. For a value per client,
             the mean over the cohort is stored. A measure with one value per local epoch is a list of length E.
