@@ -9,6 +9,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from small import models_after
 
@@ -96,6 +97,24 @@ def simulation(request) -> fd.Simulation:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract(simulation, check) -> None:
     check(simulation)
+
+
+TIMINGS = {"synchronous": {}, "asynchronous": {"clock": fd.clock.asynchronous(4, "polynomial", max_staleness=1)}}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_devices_give_the_results_of_one(name, timing) -> None:
+    """Sampled cohorts, client states sharded over the devices, and clients that drop out or stop early."""
+    algorithm, states = small(ALGORITHMS[name]), []
+    for devices, bank in ((1, "device"), (2, "sharded")):
+        mesh = fd.clients_mesh(jax.devices()[:devices])
+        sim = contract_simulation(algorithm, mesh=mesh, bank=bank, lanes=1, **TIMINGS[timing])
+        state, _ = sim.run(sim.init(jax.random.key(5)), 4, eval_every=0, progress=False)
+        states.append(jax.device_get((state.server, jax.tree.map(lambda a: a[:6], state.clients), state.clock)))
+    for one, two in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-3, atol=1e-5 * np.abs(one).max(initial=1))
 
 
 def test_the_contract_is_checked() -> None:

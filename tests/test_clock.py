@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +21,8 @@ from test_participation import data as data
 from test_trajectories import CLASSES, FEATURES, LOCAL, SIZES, label_skewed_clients, library_order
 
 import fedjax_drift as fd
+from fedjax_drift import cli
+from fedjax_drift.measures import drift
 from fedjax_drift.participation import Clients
 from fedjax_drift.round.engine import round_keys
 from fedjax_drift.round.flight import DEVICE_SPEEDS
@@ -307,6 +311,21 @@ def test_a_deadline_is_in_seconds_with_devices(data) -> None:
     np.testing.assert_allclose(info["time"], np.sort(times)[K - 1], rtol=1e-5)
 
 
+def test_a_full_round_ends_before_its_deadline(data) -> None:
+    """With over-selection, a round is full with K reports, although others were selected."""
+    devices = fd.Devices(speed_spread=1.0)
+    _, infos = rounds(simulate(data, None, devices=devices, over_selection=2.0, deadline=1000.0), 2)
+    assert 0 < infos[1]["time"] < 1000 and all((info["cohort"] >= 0).all() for info in infos)
+
+
+def test_a_straggler_reports_early(data) -> None:
+    devices = fd.Devices(speed_spread=0.5)
+    for clock in (fd.clock.synchronous(), fd.clock.asynchronous(K)):
+        state, infos = rounds(simulate(data, None, devices=devices, clock=clock, stragglers=0.9), 4)
+        expected = [seconds_by_hand(state, devices, info["cohort"], info["client_steps"], 0, 0).max() for info in infos]
+        np.testing.assert_allclose([info["time"] for info in infos], np.cumsum(expected), rtol=1e-5)
+
+
 def test_a_codec_shortens_the_upload(data) -> None:
     devices = fd.Devices(up=1.0, seconds_per_step=1e-6)
     for codec, sent in ((fd.compression.none(), 4 * 15), (fd.compression.sign(), None)):
@@ -370,6 +389,34 @@ def test_another_exponent_or_speed_compiles_nothing(data) -> None:
     assert one.executor.programs.compiled is another.executor.programs.compiled
 
 
+def test_rules_of_users_may_leave_entries_empty(data) -> None:
+    """Every second entry is empty, so that half of the slots are filled."""
+    uniform = fd.participation.uniform()
+
+    def select(state, key, t, count, clients):
+        ids, _ = uniform.select(state, key, t, count, clients)
+        return jnp.where(jnp.arange(count) % 2 == 0, N, ids), None
+
+    rule = uniform._replace(select=select, available=lambda state, key, t, N: jnp.ones(N, bool), name="every second")
+    sim = simulate(data, rule, clock=ASYNCHRONOUS, devices=DEVICES)
+    state = sim.init(jax.random.key(0))
+    assert (state.clock.slots.id < N).tolist() == [True] * 3 + [False] * 3
+    state, info = sim.round_fn(state)
+    assert (info["cohort"] >= 0).sum() == 3 and (state.clock.slots.id < N).sum() == 3
+
+
+def test_measures_start_where_the_clients_have_started(data, monkeypatch) -> None:
+    """The second training of the clients, which measures need if they keep no updates, gives the same values."""
+    sim = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES)
+    state, infos = rounds(sim, 3)
+    kept = sim.measure(state, "updates")
+    monkeypatch.setattr(drift, "KEPT_BYTES", 0)
+    again = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES, lanes=2).measure(state, "updates")
+    assert (infos[-1]["staleness"] > 0).any()
+    for name, values in kept.items():
+        np.testing.assert_allclose(again[name], values, rtol=1e-4, atol=1e-6)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -421,3 +468,90 @@ def test_a_cohort_cannot_be_given_and_models_are_mixed_only_as_updates_of_models
     other = simulate(data, None)
     with pytest.raises(fd.errors.ConfigurationError, match="clock"):
         other.round_fn(sim.init(jax.random.key(0)))
+
+
+# --- seconds and megabytes --------------------------------------------------------------------------------------------
+
+
+def run_of(accuracies: list[float], seconds: list[float], up: float) -> list[dict]:
+    """The records of a run that is evaluated in every second round. A client receives as many bytes as it sends."""
+    rows = enumerate(zip(accuracies, seconds, strict=True), 1)
+    return [
+        {"round": t, "time": time, "uplink_bytes": up, "downlink_bytes": up} | ({"accuracy": a} if t % 2 == 0 else {})
+        for t, (a, time) in rows
+    ]
+
+
+RUN = run_of([0, 0.2, 0, 0.5, 0, 0.8], [1.5, 2.0, 5.0, 7.5, 8.0, 20.0], up=3e6)
+
+
+def test_targets_are_counted_in_rounds_seconds_or_megabytes() -> None:
+    for by, round_, after in (("round", 4, 2), ("time", 7.5, 2.0), ("megabytes", 24.0, 12.0)):
+        ((reached,),) = fd.rounds_to_target(RUN, 0.5, by=by).values()
+        assert reached == (round_, after)
+        figure = fd.plots.rounds_to_target(RUN, 0.5, by=by)
+        assert f"{round_:g}" in [text.get_text() for text in figure.axes[0].texts]
+    ((missed,),) = fd.rounds_to_target(RUN, 0.9, by="time").values()
+    assert missed == (None, 20.0)
+    assert "| seconds to 50 % |" in fd.table(RUN, target=0.5, by="time") and "7.5" in fd.table(
+        RUN, target=0.5, by="time"
+    )
+    assert "megabytes_to_target" in fd.table(RUN, target=0.5, by="megabytes", format="csv")
+    (line,) = fd.plots.curves(RUN, x="time").axes[0].lines
+    np.testing.assert_allclose(line.get_xdata(), [2.0, 7.5, 20.0])
+    without = [{"round": 1, "accuracy": 0.5}]
+    for by, said in (
+        ("time", "records must have a time"),
+        ("megabytes", "uplink_bytes"),
+        ("hours", "by must be one of"),
+    ):
+        with pytest.raises(fd.errors.ConfigurationError, match=said):
+            fd.rounds_to_target(without, 0.5, by=by)
+
+
+def test_a_run_ends_at_a_time_or_after_an_amount(data) -> None:
+    for rule, ends in ((fd.until.time(7.5), 4), (fd.until.time(7.4), 4), (fd.until.megabytes(24), 4)):
+        assert [rule(RUN[:t]) for t in range(1, 7)] == [t >= ends for t in range(1, 7)]
+    sim = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES)
+    _, history = sim.run(sim.init(jax.random.key(0)), 50, eval_every=1, until=fd.until.time(1.0), progress=False)
+    assert history[-2]["time"] < 1.0 <= history[-1]["time"]
+    with pytest.raises(fd.errors.ConfigurationError, match="needs records with a time"):
+        fd.until.time(3.0)([{"round": 1}])
+
+
+def test_the_command_line_has_virtual_time(tmp_path, capsys) -> None:
+    command = "run --dataset synthetic:num_clients=8,num_rows=20 --algorithm fedavg --cohort 2 --rounds 9 --no-progress"
+    timing = "--clock asynchronous:4,hinge=2+1 --speed-spread 0.5 --up 1e4 --until-time 3 --target 0.1 --by time"
+    folder = tmp_path / "out"
+    assert cli.main([*command.split(), *timing.split(), f"--output={folder}"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"time +asynchronous:4,hinge=2\+1, speed spread 0.5, up 10000\n", said) and "s to 10 %" in said
+    records = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert records[-2]["time"] < 3 <= records[-1]["time"] and len(records) < 9 and "staleness" in records[0]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["speeds"] == {"speed_spread": 0.5, "up": 1e4, "seconds_per_step": 1.0}
+    assert config["failures"]["speed_spread"] == 0 and "seconds_to_target" in (folder / "summary.csv").read_text()
+    plain = fd.parse_run(
+        "--dataset synthetic:num_clients=8 --algorithm fedavg --cohort 2 --deadline 2 --speed-spread 1"
+    )
+    (sim,) = plain.simulations.values()
+    assert sim.setup.engine.devices is None and sim.settings["speed_spread"] == 1.0
+
+
+def test_the_settings_of_a_log_name_the_clock(data) -> None:
+    settings = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES).settings
+    assert settings["clock"] == "asynchronous" and settings["concurrency"] == 6 and settings["speed_spread"] == 0.8
+    assert "clock" not in simulate(data, None).settings
+    assert repr(ASYNCHRONOUS).startswith("Clock(asynchronous, concurrency=6, staleness='polynomial'")
+
+
+def test_another_clock_is_another_run(data, tmp_path) -> None:
+    sim = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES)
+    sim.run(sim.init(jax.random.key(0)), 1, progress=False, checkpoints=tmp_path)
+    for change, said in (
+        ({"clock": fd.clock.asynchronous(6, "hinge", max_staleness=4)}, "clock.staleness"),
+        ({"devices": fd.Devices(speed_spread=0.7, up=1e3, down=4e3, seconds_per_step=0.1)}, "devices.speed_spread"),
+    ):
+        other = simulate(data, None, **{"clock": ASYNCHRONOUS, "devices": DEVICES} | change)
+        with pytest.raises(ValueError, match=said):
+            fd.Checkpoints(tmp_path).restore(other)
