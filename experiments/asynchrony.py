@@ -31,7 +31,7 @@ from scipy import stats
 import fedjax_drift as fd
 
 BUFFER, LAST, SEEDS, TUNING_SEED = 10, 50, (0, 1, 2), 100
-CONCURRENCIES = (10, 20, 60, 110, 210)
+CONCURRENCIES = (10, 20, 60, 210)
 DISCOUNTS = ("constant", "polynomial")
 LEARNING_RATES = [0.015, 0.05, 0.15]
 ALGORITHMS = {  # name -> (factory, other settings of the search)

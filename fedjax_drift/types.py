@@ -257,6 +257,7 @@ class ServerState(NamedTuple):
     server: Any  # the server's variables
     clients: PyTree  # client states, leaves [N, ...]; padded if they are sharded, a `ClientStore` on the host
     participation: PyTree = ()  # the state of the participation rule
+    aggregation: PyTree = ()  # the state of the aggregation rule
     clock: PyTree = ()  # virtual time, and the clients in flight; () if rounds have no virtual time
 
     @property

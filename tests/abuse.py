@@ -1046,7 +1046,11 @@ def clocks() -> Iterator[Call]:
 def others() -> Iterator[Call]:
     yield Call("fd.aggregation.clipped", fd.aggregation.clipped, {}, {"norm": positive()})
     kinds = {"clip_norm": positive(), "noise_multiplier": nonnegative()}
-    yield Call("fd.aggregation.private", fd.aggregation.private, {"clip_norm": 1.0, "noise_multiplier": 1.0}, kinds)
+    valid = {"clip_norm": 1.0, "noise_multiplier": 1.0}
+    ftrl = kinds | {"restart_every": integer()}
+    yield Call("fd.aggregation.private_ftrl", fd.aggregation.private_ftrl, valid | {"restart_every": 4}, ftrl)
+    kinds |= {"target_quantile": optional(probability()), "clip_lr": positive()}
+    yield Call("fd.aggregation.private", fd.aggregation.private, valid, kinds)
     private = {"sampling": "bernoulli", "aggregation": fd.aggregation.private(1.0, 1.0)}
     sim = fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, **private)
     kinds = {
@@ -1079,8 +1083,9 @@ FLAGS = """
     sampling participation shift shift-test redeal compress error-feedback clock seconds-per-step up down
     epochs batch-size lr lr-decay
     lr-schedule momentum weight-decay clip-norm optimizer on-nonfinite dropout stragglers over-selection
-    deadline speed-spread clip-updates noise-multiplier measure measure-every eval-every devices lanes
-    stream bank seeds target by until-time until-megabytes resume checkpoint-every checkpoint-seconds keep output
+    deadline speed-spread clip-updates noise-multiplier target-quantile restart-every
+    measure measure-every eval-every devices lanes stream bank seeds
+    target by until-time until-megabytes resume checkpoint-every checkpoint-seconds keep output
 """.split()
 
 

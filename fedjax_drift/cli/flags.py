@@ -317,6 +317,10 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--noise-multiplier", "Z", "differential privacy: all clients have weight 1, and Gaussian noise with "
         "standard deviation Z * NORM is added to the sum of their messages. It needs --clip-updates and --sampling "
         "bernoulli", float)
+    add(group, "--target-quantile", "Q", "with --noise-multiplier, the norm adapts: it follows the quantile Q of the "
+        "norms of the messages, and begins with --clip-updates (default: a fixed norm)", float)
+    add(group, "--restart-every", "R", "with --noise-multiplier, DP-FTRL: the noise is that of a tree over R rounds, "
+        "and the sampling need not be random, for example --participation cyclic:groups=R", count)
     group = parser.add_argument_group("drift measures")
     measures = "; ".join(f"{name}: {measured}" for name, measured in MEASURES.items())
     group.add_argument("--measure", action="extend", type=lambda text: text.split(","), default=[],

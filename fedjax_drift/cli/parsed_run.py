@@ -337,9 +337,15 @@ def _optimizer(spec: Spec) -> optax.GradientTransformation:
 
 def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:
     needs(args, "--noise-multiplier", "--clip-updates", "add --clip-updates 1, for example")
+    for flag in ("--target-quantile", "--restart-every"):
+        needs(args, flag, "--noise-multiplier", "add --noise-multiplier 1, for example")
     if args.noise_multiplier is None:
         return None if args.clip_updates is None else aggregation.clipped(args.clip_updates)
-    return aggregation.private(args.clip_updates, args.noise_multiplier)
+    if args.restart_every is not None:
+        if args.target_quantile is not None:
+            raise ConfigurationError("--target-quantile must be left out with --restart-every, got both: give one")
+        return aggregation.private_ftrl(args.clip_updates, args.noise_multiplier, args.restart_every)
+    return aggregation.private(args.clip_updates, args.noise_multiplier, args.target_quantile)
 
 
 def _participation(args: argparse.Namespace) -> dict[str, Any]:

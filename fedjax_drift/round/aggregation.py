@@ -1,6 +1,7 @@
 """Aggregation rules. A rule combines the messages of a round's clients, and the server only receives the result.
 
-As in secure aggregation, a rule can only use sums over the clients. Example with differential privacy:
+As in secure aggregation, a rule can only use sums over the clients. A rule may have a state, such as a clip that
+adapts. Example with differential privacy:
 
     private = fd.aggregation.private(clip_norm=0.5, noise_multiplier=1.0)
     sim = fd.Simulation(model, data, algorithm, cohort_size=100, sampling="bernoulli", aggregation=private)
@@ -10,17 +11,25 @@ As in secure aggregation, a rule can only use sums over the clients. Example wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_drift import checks, tree
+from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.devices.launch import traced
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.participation import Participation, cyclic, schedule
 from fedjax_drift.recipes import Recipe, recorded
-from fedjax_drift.types import PyTree
+from fedjax_drift.recipes import recorded as rule
+from fedjax_drift.types import THREEFRY, Metrics, PyTree
 
-__all__ = ["Aggregation", "clipped", "epsilon", "mean", "private"]
+__all__ = ["Aggregation", "clipped", "epsilon", "mean", "private", "private_ftrl", "rule"]
+COUNT = (
+    2**32 - 1
+)  # fold_in(key, COUNT) is the key for the noise of a count, fold_in(key, i) that for leaf i of a message
 
 
 def __dir__() -> list[str]:
@@ -28,39 +37,58 @@ def __dir__() -> list[str]:
 
 
 class Aggregation(NamedTuple):
-    """An aggregation rule: two pure functions.
+    """An aggregation rule: pure functions, and a state.
 
     `contribute` is applied to the message of each client. The results of the reporting clients are summed, and
-    `combine` is applied to the sum. To write your own rule, create an `Aggregation` with your own two functions.
+    `combine` is applied to the sum. To write your own rule, create an `Aggregation` with your own functions. With the
+    decorator `fd.aggregation.rule` on its factory, its numbers are arguments of the compiled round.
 
     Attributes:
-      contribute: ``contribute(message, weight) -> (message, weight)`` transforms the message and the weight [] of ONE
-        client before ``weight * message`` is summed.
-      combine: ``combine(total, weight, key, K) -> mean`` computes the mean message. total: the sum of weight * message.
-        weight: the sum of the weights, 0 if no client reported. key: a PRNG key for this round. K: the ``cohort_size``.
+      contribute: ``contribute(state, message, weight) -> (part, weight)`` transforms the message and the weight [] of
+        ONE client before ``weight * part`` is summed. part: any pytree of numbers.
+      combine: ``combine(state, total, weight, key, K) -> (mean, state)`` computes the mean message, which has the
+        structure of a message, and the state of the next round. total: the sum of weight * part. weight: the sum of the
+        weights, 0 if no client reported. key: a PRNG key for this round. K: the ``cohort_size``.
+      init: ``init() -> state``, before round 0: a pytree of arrays of numbers, kept on every device and saved in
+        checkpoints. Default: no state.
+      report: ``report(state) -> metrics``, scalars that are added to ``info``. state: after the round.
+      check: ``check(K)`` raises ConfigurationError if the rule does not fit a cohort size.
       noise_multiplier: The standard deviation of the Gaussian noise, relative to the largest contribution of one client
         to the sum. None: the rule is not private.
 
         The result of a private rule must not reveal which clients took part. Therefore the server is updated even if no
         client reports, `Round.participation` is always the expected value K / N, and a Bernoulli cohort may be empty.
+      restart_every: For a private rule whose noise is that of trees over the rounds, the number of rounds of a tree.
+        None: the noise of each round is independent, and the accounting assumes Poisson sampling.
+      name: the name in logs and messages.
+      recipe: how it was made.
     """
 
-    contribute: Callable[[PyTree, jax.Array], tuple[PyTree, jax.Array]]
-    combine: Callable[[PyTree, jax.Array, jax.Array, int], PyTree]
+    contribute: Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, jax.Array]]
+    combine: Callable[[PyTree, PyTree, jax.Array, jax.Array, int], tuple[PyTree, PyTree]]
+    init: Callable[[], PyTree] = lambda: ()
+    report: Callable[[PyTree], Metrics] | None = None
+    check: Callable[[int], None] | None = None
     name: str = "aggregation"
     noise_multiplier: float | None = None
-    recipe: Recipe | None = None  # how it was made
+    restart_every: int | None = None
+    recipe: Recipe | None = None
 
     def __repr__(self) -> str:
         return f"Aggregation({self.name})"
+
+    @property
+    def poisson(self) -> bool:
+        """Whether the privacy accounting assumes that clients are sampled independently."""
+        return self.noise_multiplier is not None and self.restart_every is None
 
 
 @recorded
 def mean() -> Aggregation:
     """The weighted mean of the messages. It is the default, and the rule that the papers of all algorithms use."""
     return Aggregation(
-        contribute=lambda message, weight: (message, weight),
-        combine=lambda total, weight, key, K: jax.tree.map(lambda s: s / weight, total),
+        contribute=lambda state, message, weight: (message, weight),
+        combine=lambda state, total, weight, key, K: (jax.tree.map(lambda s: s / weight, total), state),
         name="mean",
     )
 
@@ -86,45 +114,195 @@ def clipped(norm: float) -> Aggregation:
     """
     norm = checks.positive("norm", norm)
     return mean()._replace(
-        contribute=lambda message, weight: (tree.clip(message, norm), weight), name=f"clipped(norm={norm})"
+        contribute=lambda state, message, weight: (tree.clip(message, norm), weight), name=f"clipped(norm={norm})"
     )
 
 
+class Clip(NamedTuple):
+    """The state of `private` with an adaptive clip."""
+
+    norm: jax.Array  # float [], C
+    within: jax.Array  # float [], the noisy share of the messages of the last round that were not clipped
+
+
 @recorded
-def private(clip_norm: float, noise_multiplier: float) -> Aggregation:
-    """DP-FedAvg with a fixed clip (McMahan et al. 2018, arXiv 1710.06963, algorithm 1 with the estimator f_f).
+def private(
+    clip_norm: float,
+    noise_multiplier: float,
+    target_quantile: float | None = None,
+    clip_lr: float = 0.2,
+    count_stddev: float | None = None,
+) -> Aggregation:
+    """DP-FedAvg (McMahan et al. 2018, arXiv 1710.06963, algorithm 1 with the estimator f_f), with a fixed clip or an
+    adaptive one (Andrew, Thakkar, McMahan, Ramaswamy 2021, arXiv 1905.03871, algorithm 1).
 
     mean = (sum of clipped messages + N(0, (noise_multiplier clip_norm)^2 I)) / K, where K is the expected number of
     clients. All clients have weight 1, and the noise is added once, to the sum. Messages that are not finite are
     replaced by zeros. The simulation must use ``sampling="bernoulli"`` without over-selection, because the privacy
     accounting assumes Poisson sampling.
 
-    The server variables are private. The values of single clients in the ``info`` of `round_fn` are not private: a
-    real server would not see them.
+    With ``target_quantile`` gamma, the clip C follows the gamma-quantile of the norms of the messages:
+
+        b = 1/2 + (sum_i (b_i - 1/2) + N(0, count_stddev^2)) / K,    C <- C exp(-clip_lr (b - gamma))
+
+    b_i is 1 if the norm of message i is at most C, and 0 otherwise. A message that is not finite counts as 1/2. The
+    noise multiplier z covers both sums: that of the messages has (z^-2 - (2 count_stddev)^-2)^(-1/2) (theorem 1).
+    ``info`` has ``clip_norm`` [], C for the next round, and ``within_clip`` [], b.
+
+    The server variables are private, and so are these two. The values of single clients in the ``info`` of `round_fn`
+    are not private: a real server would not see them.
 
     Args:
-      clip_norm: largest global norm S of one client's message, > 0.
-      noise_multiplier: standard deviation z of the noise in units of S, >= 0.
+      clip_norm: largest global norm of one client's message, > 0. With ``target_quantile`` that of round 0.
+      noise_multiplier: standard deviation z of the noise in units of the clip, >= 0. 0: no noise at all.
+      target_quantile: gamma, in 0..1. None (default): a fixed clip. The paper uses 0.5.
+      clip_lr: learning rate of the logarithm of the clip, > 0. Default: 0.2, as in the paper.
+      count_stddev: > noise_multiplier / 2, the standard deviation of the noise of the sum of b_i - 1/2. None (default):
+        K / 20, as in the paper.
+
+    Raises:
+      ValueError: an argument is out of range; when a simulation is created, also if z >= 2 count_stddev.
+    """
+    clip_norm = checks.positive("clip_norm", clip_norm)
+    z = checks.nonnegative("noise_multiplier", noise_multiplier)
+    clip_lr = checks.positive("clip_lr", clip_lr)
+    stddev = None if count_stddev is None else checks.positive("count_stddev", count_stddev)
+    name = f"private(clip_norm={clip_norm}, noise_multiplier={noise_multiplier})"
+    if target_quantile is None:
+        if count_stddev is not None:
+            raise ConfigurationError(
+                f"count_stddev has no effect on a fixed clip, got {count_stddev}: pass target_quantile=0.5, for example"
+            )
+
+        def fixed(state: PyTree, total: PyTree, weight: jax.Array, key: jax.Array, K: int) -> tuple[PyTree, PyTree]:
+            return _over(K, _plus(total, z * clip_norm, noise(key, total))), state
+
+        return Aggregation(
+            lambda state, message, weight: (_clipped(message, clip_norm)[0], jnp.ones_like(weight)),
+            fixed,
+            name=name,
+            noise_multiplier=z,
+        )
+    gamma = checks.probability("target_quantile", target_quantile)
+
+    def contribute(state: Clip, message: PyTree, weight: jax.Array) -> tuple[PyTree, jax.Array]:
+        message, finite, norm = _clipped(message, state.norm)
+        sign = jnp.where(finite, jnp.where(norm <= state.norm, 0.5, -0.5), 0)  # b_i - 1/2
+        return (message, sign.astype(weight.dtype)), jnp.ones_like(weight)
+
+    def combine(state: Clip, total: PyTree, weight: jax.Array, key: jax.Array, K: int) -> tuple[PyTree, Clip]:
+        messages, signs = total
+        of_count = K / 20 if stddev is None else stddev
+        of_messages = (z**-2 - (2 * of_count) ** -2) ** -0.5 if checks.used(z) else 0.0
+        if checks.used(z):
+            signs += of_count * jax.random.normal(jax.random.fold_in(key, COUNT), signs.shape, signs.dtype)
+        b = 0.5 + signs / K
+        C = state.norm * jnp.exp(-clip_lr * (b - gamma))
+        mean = _over(K, _plus(messages, of_messages * state.norm, noise(key, messages)))
+        return mean, Clip(C.astype(state.norm.dtype), b.astype(state.within.dtype))
+
+    def check(K: int) -> None:
+        largest = K / 10 if stddev is None else 2 * stddev
+        if not traced((z, largest)) and z >= largest:
+            raise ConfigurationError(
+                f"noise_multiplier must be less than {largest:g}, twice count_stddev, got {z}: pass a larger "
+                "count_stddev or a larger cohort"
+            )
+
+    return Aggregation(
+        contribute,
+        combine,
+        init=lambda: Clip(jnp.asarray(clip_norm, float), jnp.asarray(gamma, float)),
+        report=lambda state: {"clip_norm": state.norm, "within_clip": state.within},
+        check=check,
+        name=f"{name[:-1]}, target_quantile={target_quantile})",
+        noise_multiplier=z,
+    )
+
+
+class Tree(NamedTuple):
+    """The state of `private_ftrl`. The noise of a node is computed again from the key when it is needed."""
+
+    step: jax.Array  # int32 [], rounds since the tree began
+    words: jax.Array  # uint32 [2], the key of the tree
+
+
+@recorded
+def private_ftrl(clip_norm: float, noise_multiplier: float, restart_every: int) -> Aggregation:
+    """DP-FTRL (Kairouz, McMahan, Song, Thakkar, Thakurta, Xu 2021, arXiv 2103.00039) by tree aggregation with restarts.
+
+    The noise of the sum of the means of t rounds is that of a binary tree over the rounds:
+
+        mean_t = (sum of clipped messages + n_t - n_(t-1)) / K,    n_t = the sum of the nodes of the bits of t
+
+    The node of bit b covers 2^b rounds, and has the noise N(0, (noise_multiplier clip_norm)^2 I). So n_t has at most
+    log2(t) + 1 terms, while independent noise of t rounds would have t. A server that adds up the means, like FedAvg
+    and FedAvgM, has the noise of FTRL. The variance is not reduced further (by Honaker's estimator).
+
+    Sampling need not be random. The accounting of `epsilon` needs that a client takes part at most once in a tree:
+    ``participation=fd.participation.cyclic(groups)`` with groups >= restart_every, or a `schedule` without repetitions.
+    All clients have weight 1. Messages that are not finite are replaced by zeros.
+
+    Args:
+      clip_norm: largest global norm of one client's message, > 0.
+      noise_multiplier: standard deviation of the noise of a node in units of ``clip_norm``, >= 0.
+      restart_every: the number of rounds of a tree, >= 1. The next round begins another tree.
 
     Raises:
       ValueError: an argument is out of range.
     """
     clip_norm = checks.positive("clip_norm", clip_norm)
-    noise_multiplier = checks.nonnegative("noise_multiplier", noise_multiplier)
+    z = checks.nonnegative("noise_multiplier", noise_multiplier)
+    R = checks.integer("restart_every", restart_every, 1)
+    bits = R.bit_length()
 
-    def contribute(message: PyTree, weight: jax.Array) -> tuple[PyTree, jax.Array]:
-        finite = tree.all_finite(message)
-        message = jax.tree.map(lambda m: jnp.where(finite, m, 0), message)
-        return tree.clip(message, clip_norm), jnp.ones_like(weight)
+    def prefix(words: jax.Array, t: jax.Array, like: PyTree) -> PyTree:
+        """n_t / (noise_multiplier clip_norm)."""
 
-    def combine(total: PyTree, weight: jax.Array, key: jax.Array, K: int) -> PyTree:
-        leaves, structure = jax.tree.flatten(total)
-        noise = [jax.random.normal(jax.random.fold_in(key, i), s.shape, s.dtype) for i, s in enumerate(leaves)]
-        scale = noise_multiplier * clip_norm
-        return jax.tree.unflatten(structure, [(s + scale * z) / K for s, z in zip(leaves, noise, strict=True)])
+        def node(b: jax.Array, total: PyTree) -> PyTree:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(words, impl=THREEFRY), b), t >> b)
+            return _plus(total, ((t >> b) & 1).astype(float), noise(key, like))
 
-    name = f"private(clip_norm={clip_norm}, noise_multiplier={noise_multiplier})"
-    return Aggregation(contribute, combine, name, noise_multiplier)
+        return jax.lax.fori_loop(0, bits, node, tree.zeros_like(like))
+
+    def combine(state: Tree, total: PyTree, weight: jax.Array, key: jax.Array, K: int) -> tuple[PyTree, Tree]:
+        words = jnp.where(state.step == 0, jax.random.key_data(key), state.words)
+        t = state.step + 1
+        step = tree.subtract(prefix(words, t, total), prefix(words, state.step, total))
+        return _over(K, _plus(total, z * clip_norm, step)), Tree(t % R, words)
+
+    return Aggregation(
+        lambda state, message, weight: (_clipped(message, clip_norm)[0], jnp.ones_like(weight)),
+        combine,
+        init=lambda: Tree(jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32)),
+        name=f"private_ftrl(clip_norm={clip_norm}, noise_multiplier={noise_multiplier}, restart_every={R})",
+        noise_multiplier=z,
+        restart_every=R,
+    )
+
+
+def noise(key: jax.Array, like: PyTree) -> PyTree:
+    """Standard normal numbers, shaped like a tree."""
+    leaves, structure = jax.tree.flatten(like)
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    return jax.tree.unflatten(
+        structure, [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    )
+
+
+def _plus(total: PyTree, scale: Any, noise: PyTree) -> PyTree:
+    return jax.tree.map(lambda s, n: s + jnp.asarray(scale, s.dtype) * n, total, noise)
+
+
+def _over(K: int, total: PyTree) -> PyTree:
+    return jax.tree.map(lambda s: s / K, total)
+
+
+def _clipped(message: PyTree, norm: Any) -> tuple[PyTree, jax.Array, jax.Array]:
+    """The clipped message, zeros if it is not finite; whether it is finite; and the norm that it had."""
+    finite = tree.all_finite(message)
+    message = jax.tree.map(lambda m: jnp.where(finite, m, 0), message)
+    return tree.clip(message, norm), finite, jnp.sqrt(tree.dot(message, message))
 
 
 class Sampled(Protocol):
@@ -134,20 +312,28 @@ class Sampled(Protocol):
     def aggregation(self) -> Aggregation: ...
 
     @property
+    def participation(self) -> Participation: ...
+
+    @property
     def sampling_rate(self) -> float: ...
+
+    @property
+    def data(self) -> FederatedData: ...
 
 
 def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
     """Computes the epsilon of client-level (epsilon, delta)-differential privacy after ``rounds`` rounds.
 
-    The package dp-accounting composes Poisson-sampled Gaussian mechanisms, with privacy loss distributions. Install it
-    with ``pip install dp-accounting``.
+    The package dp-accounting composes the mechanisms of the rounds: Poisson-sampled Gaussian mechanisms with privacy
+    loss distributions (`private`), and trees with Renyi differential privacy (`private_ftrl`). Install it with
+    ``pip install dp-accounting``.
 
-    Two federations are neighbours if one of them has one client more. The guarantee covers the server variables. It
-    does not cover choices that are made with the clients' data, such as hyper-parameters.
+    Two federations are neighbours if one of them has one client more; for trees, if the messages of one client are
+    zeros. The guarantee covers the server variables. It does not cover choices that are made with the clients' data,
+    such as hyper-parameters, and no cohorts that are passed to `Simulation.round_fn`.
 
     Args:
-      sim: a `Simulation` with ``aggregation=fd.aggregation.private(...)``.
+      sim: a `Simulation` with ``aggregation=fd.aggregation.private(...)`` or ``private_ftrl(...)``.
       rounds: number of rounds, in 1..10**6.
       delta: in (0, 1). It should be less than 1 / number of clients.
 
@@ -155,25 +341,56 @@ def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
       epsilon, a float; infinity if ``noise_multiplier`` is 0.
 
     Raises:
-      ValueError: the simulation uses another aggregation, or an argument is out of range.
+      ValueError: the simulation uses another aggregation, an argument is out of range, or a client may take part more
+        than once in a tree.
       ImportError: dp-accounting is not installed.
     """
-    if not (hasattr(sim, "aggregation") and hasattr(sim, "sampling_rate")):
+    if not all(hasattr(sim, name) for name in ("aggregation", "participation", "sampling_rate", "data")):
         raise ConfigurationError(f"sim must be of type Simulation, got {checks.shown(sim)}")
-    noise_multiplier = sim.aggregation.noise_multiplier
-    if noise_multiplier is None:
+    z, R = sim.aggregation.noise_multiplier, sim.aggregation.restart_every
+    if z is None:
         raise ConfigurationError(
             f"epsilon needs a simulation with aggregation=fd.aggregation.private(...), got {sim.aggregation.name}"
         )
     rounds = checks.integer("rounds", rounds, 1, 10**6, "more rounds need too much memory")
     fix = "choose less than 1 / number of clients"
     delta = checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, fix, False)
-    if noise_multiplier == 0:
+    if R is not None and not once_per_tree(sim.participation, R, rounds, sim.data.num_clients):
+        raise ConfigurationError(
+            f"the accounting of {sim.aggregation.name} needs each client at most once in {R} rounds, got the "
+            f"participation rule {sim.participation.name}: pass fd.participation.cyclic(groups={R}), or a schedule "
+            "without repetitions"
+        )
+    if z == 0:
         return float("inf")
     try:
         import dp_accounting
-        from dp_accounting.pld import PLDAccountant
+        from dp_accounting import pld, rdp
     except ImportError as error:
         raise MissingPackageError("epsilon needs the package dp-accounting: pip install dp-accounting") from error
-    one_round = dp_accounting.PoissonSampledDpEvent(sim.sampling_rate, dp_accounting.GaussianDpEvent(noise_multiplier))
-    return float(PLDAccountant().compose(dp_accounting.SelfComposedDpEvent(one_round, rounds)).get_epsilon(delta))
+    if R is None:
+        one_round = dp_accounting.PoissonSampledDpEvent(sim.sampling_rate, dp_accounting.GaussianDpEvent(z))
+        accountant = pld.PLDAccountant()
+        return float(accountant.compose(dp_accounting.SelfComposedDpEvent(one_round, rounds)).get_epsilon(delta))
+    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    for length, trees in ((R, rounds // R), (rounds % R, 1)):
+        if length and trees:
+            accountant.compose(dp_accounting.SingleEpochTreeAggregationDpEvent(z, length), trees)
+    return float(accountant.get_epsilon(delta))
+
+
+def once_per_tree(participation: Participation, R: int, rounds: int, N: int) -> bool:
+    """Whether none of N clients takes part more than once in a tree of R rounds."""
+    recipe = participation.recipe
+    if R == 1 and participation.distinct:
+        return True
+    if recipe is None or recipe.replaced(participation):
+        return False
+    if recipe.factory is cyclic:
+        return participation.distinct and recipe.arguments["groups"] >= R
+    if recipe.factory is not schedule:
+        return False
+    rows = np.asarray(recipe.arguments["ids"])
+    begins = {first % len(rows) for first in range(0, rounds, R)}  # the rows with which the trees begin
+    trees = (rows[np.arange(begin, begin + min(R, rounds)) % len(rows)].ravel() for begin in begins)
+    return all(len(np.unique(ids[ids < N])) == (ids < N).sum() for ids in trees)

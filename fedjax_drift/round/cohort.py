@@ -88,7 +88,7 @@ def assign(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array
     order, empty, placed = at_places(engine, cohort, steps)
     order, placed = replicated(engine, (order, placed))
     lr, past = engine.local.rate(state.round), Past(state.clock.past, state.key) if keeps_past(engine) else ()
-    shared = Shared(state.server, rows, key, state.round, lr, past=past)
+    shared = Shared(state.server, rows, key, state.round, lr, aggregation=state.aggregation, past=past)
     return Assignment(shared, drawn, selected, cohort, order, empty, placed)
 
 

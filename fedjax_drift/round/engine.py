@@ -152,6 +152,7 @@ class Shared(NamedTuple):
     t: jax.Array  # int32 [], the round
     lr: jax.Array  # float [], eta_t
     extra: Any = ()  # additional values for the function that `train.over_clients` calls, the same for all
+    aggregation: PyTree = ()  # the state of the aggregation rule
     past: Any = ()  # `flight.Past`, if clients may have started in an earlier round
 
 

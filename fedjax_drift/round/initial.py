@@ -30,5 +30,6 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
             f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
         )
     participation = initial_participation(engine, round_key, sizes)
-    state = ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation)
+    averaged = jax.tree.map(tree.strip_weak_type, engine.aggregation.init())
+    state = ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation, averaged)
     return state._replace(clock=initial_clock(engine, state, sizes))

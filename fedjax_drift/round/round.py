@@ -92,7 +92,8 @@ def observed_round(
         answered, bad_leaf = check_finite(engine, client, result)  # answered: it is aggregated
         if engine.drop_nonfinite:
             result = result._replace(state=tree.select(answered, result.state, old))
-        message, weight = aggregation.contribute(mixed(engine, shared, start, result.message), result.weight)
+        message = mixed(engine, shared, start, result.message)
+        message, weight = aggregation.contribute(shared.aggregation, message, result.weight)
         weight = jnp.where(answered, weight, 0)
         factor = weight if client.discount is None else client.discount.astype(weight.dtype) * weight
         message = jax.tree.map(lambda m: jnp.where(answered, factor * m, 0), message)
@@ -118,7 +119,8 @@ def observed_round(
     fixed = engine.participation.expected is not None  # whether the divisor of the mean is
     always = private or fixed  # whether the server is updated even if no client reports
     divisor = expected_weight(engine, assigned.shared, arrays.sizes).astype(weight.dtype) if fixed else weight
-    mean = aggregation.combine(total, divisor, jax.random.fold_in(assigned.shared.key, N + NOISE), K)
+    noise_key = jax.random.fold_in(assigned.shared.key, N + NOISE)
+    mean, averaged = aggregation.combine(state.aggregation, total, divisor, noise_key, K)
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, message_dtypes)  # sums have the dtype of the weights
     participation = jnp.asarray(K / N, count.dtype) if always else count / N
     context = Round(state.round, assigned.shared.lr, participation, N, engine.mean_size)
@@ -127,6 +129,8 @@ def observed_round(
     )
     any_answer = always | (weight > 0)  # if it is False, the server keeps its variables
     server = tree.select(any_answer, server, state.server)
+    averaged = tree.cast_like(averaged, state.aggregation, f"the state of the aggregation rule {aggregation.name}")
+    averaged = tree.select(any_answer, averaged, state.aggregation)
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
         scores = evaluate(engine, server.params, at_round(engine, arrays.test, state.round))
@@ -147,6 +151,8 @@ def observed_round(
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
         info = with_metrics(engine, info, reported)
     measures = observer.after(assigned._replace(shared=shared), state.clients, sums, measured)
-    new = ServerState(state.round + 1, state.key, server, clients, state_of_rule, state.clock)
+    if aggregation.report is not None:
+        info = with_metrics(engine, info, aggregation.report(averaged))
+    new = ServerState(state.round + 1, state.key, server, clients, state_of_rule, averaged, state.clock)
     clock, times = advance(engine, state, new, arrays, assigned)
     return new._replace(clock=clock), with_metrics(engine, info, times), measures

@@ -268,7 +268,8 @@ def on_host(state: ServerState) -> ServerState:
     words, participation = jax.device_put((words, participation), device)
     key = jax.random.wrap_key_data(words, impl=THREEFRY)
     return at_round(
-        state._replace(key=key, server=(), participation=participation, clients=(), clock=()), int(state.round)
+        state._replace(key=key, server=(), participation=participation, clients=(), aggregation=(), clock=()),
+        int(state.round),
     )
 
 

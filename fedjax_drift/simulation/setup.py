@@ -124,7 +124,11 @@ class Setup:
                     'do not use jax.jit, vmap or scan, or pass bank="device"'
                 )
             state, expected = state._replace(clients=()), expected._replace(clients=())
-        for field, what in (("participation", "participation rule"), ("clock", "clock")):
+        for field, what in (
+            ("participation", "participation rule"),
+            ("aggregation", "aggregation rule"),
+            ("clock", "clock"),
+        ):
             if len({jax.tree.structure(getattr(each, field)) for each in (state, expected)}) > 1:
                 raise ConfigurationError(
                     f"state must be of a simulation with the {what} {getattr(self.engine, field).name}, got one of "
@@ -196,7 +200,7 @@ def assemble(options: Options) -> Setup:
     over_selected = clients_selected > cohort_size
     selection = selection_of(participation, N, clients_selected)
     validate.check_aggregation(aggregation, algorithm, participation, over_selected, data)
-    if aggregation.noise_multiplier is not None:  # privacy accounting assumes independent draws
+    if aggregation.poisson:  # privacy accounting assumes independent draws
         selection = selection_of(bernoulli(nonempty=False), N, clients_selected)
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
     if model.statistics is not None:
@@ -279,6 +283,7 @@ def assemble(options: Options) -> Setup:
                 f"{algorithm.name} needs the test accuracy, got an evaluation without it: use a classifier and integer "
                 'labels, or a Model whose scores return an "accuracy"'
             )
+    validate.check_rule(aggregation, partial(some_message, engine), shapes.params, Rows(*engine.row), cohort_size)
     if clock.mixes == "models":
         check_mixes(engine, shapes.params)
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)

@@ -91,7 +91,8 @@ class Simulation:
         ``fd.aggregation.private``.
       failures: `fd.Failures`: clients that drop out, stop early or report too late. Default: every client reports.
       aggregation: how the server averages the clients' messages: ``fd.aggregation.clipped(norm)``,
-        ``fd.aggregation.private(clip_norm, noise_multiplier)``, or your own rule. Default: the weighted mean.
+        ``fd.aggregation.private(clip_norm, noise_multiplier)``, ``fd.aggregation.private_ftrl(...)``, or your own rule.
+        Default: the weighted mean.
       clock: whether the server waits for all clients of a round: ``fd.clock.synchronous()`` (default), or
         ``fd.clock.asynchronous(concurrency=1000)``, with which a round is one update of the server.
       devices: `fd.Devices`: the speeds of the clients' devices. ``info["time"]`` is then the virtual time, and a
@@ -194,6 +195,11 @@ class Simulation:
     def aggregation(self) -> Aggregation:
         """How the server averages the clients' messages."""
         return self.setup.engine.aggregation
+
+    @property
+    def participation(self) -> Participation:
+        """The rule that selects the clients of a round."""
+        return self.setup.engine.participation
 
     @property
     def sampling_rate(self) -> float:

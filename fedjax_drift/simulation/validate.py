@@ -25,6 +25,7 @@ from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.shift.rule import Owner
 from fedjax_drift.simulation.ascent import check_optimizer
+from fedjax_drift.tree import layout
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
 
 
@@ -172,7 +173,7 @@ def check_aggregation(
             f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
             'which weights all by 1: pass weighting="uniform"'
         )
-    if aggregation.noise_multiplier is not None and short_name(participation) != "bernoulli":
+    if aggregation.poisson and short_name(participation) != "bernoulli":
         raise ConfigurationError(
             f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}, got '
             f'{participation.name!r}: pass sampling="bernoulli"'
@@ -183,6 +184,36 @@ def check_aggregation(
             f"the privacy accounting of {aggregation.name} needs clients that do not influence each other, got "
             f"{source}, with which one client changes the messages of others or whether they are aggregated: leave it "
             "out"
+        )
+
+
+def check_rule(aggregation: Aggregation, message: Callable, params: Any, rows: Any, K: int) -> None:
+    """Checks that the functions of an aggregation rule fit each other and the messages of the algorithm.
+
+    message: ``message(params, rows)`` is some client's message.
+    """
+    if aggregation.check is not None:
+        aggregation.check(K)
+    if aggregation.recipe is not None and not aggregation.recipe.replaced(aggregation):
+        return  # a rule of the library
+
+    def mean(params: Any, rows: Any) -> tuple:
+        state, sent, weight = aggregation.init(), message(params, rows), jnp.ones(())
+        part, weight = aggregation.contribute(state, sent, weight)
+        return aggregation.combine(state, part, weight, jax.random.key(0, impl=THREEFRY), K), (sent, state)
+
+    form = "contribute(state, message, weight) -> (part, weight) and "
+    form += "combine(state, total, weight, key, K) -> (mean, state)"
+    try:
+        found, needed = ([name for name, *_ in layout(each)] for each in jax.eval_shape(mean, params, rows))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{aggregation.name} must have the functions {form}, got some that fail: {first_line(error)}"
+        ) from error
+    if found != needed:
+        raise ConfigurationError(
+            f"{aggregation.name} must have the functions {form}, where mean has the structure of a message, got "
+            f"{checks.listed(found)} instead of {checks.listed(needed)}"
         )
 
 

@@ -87,6 +87,7 @@ class Stored(NamedTuple):
     key: Any
     server: PyTree
     participation: PyTree
+    aggregation: PyTree
     clock: PyTree
     clients: PyTree
 
@@ -103,7 +104,8 @@ def arrays_of(state: ServerState) -> Stored:
     elif isinstance(clients, ClientStore):
         ids = np.append(clients.ids, clients.num_clients)
         clients = {"ids": ids, "states": clients.gather(ids)}
-    return Stored(state.round, jax.random.key_data(state.key), state.server, state.participation, state.clock, clients)
+    fields = state._asdict() | {"key": jax.random.key_data(state.key), "clients": clients}
+    return Stored(**fields)
 
 
 def layout(spec: Specification, arrays: PyTree) -> list[list]:

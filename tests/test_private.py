@@ -1,0 +1,281 @@
+"""Private means with a state: a clip that adapts, and the noise of trees over the rounds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_participation import K, N, model, rounds
+from test_participation import data as data
+from test_participation import simulate as simulated
+
+import fedjax_drift as fd
+from fedjax_drift.round.aggregation import once_per_tree
+
+a, p = fd.aggregation, fd.participation
+LIKE = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+
+
+def simulate(data, rule, participation=None, algorithm=None, devices=1, **options) -> fd.Simulation:
+    participation = p.bernoulli() if participation is None else participation
+    algorithm = fd.algorithms.fedavg() if algorithm is None else algorithm
+    return simulated(data, participation, algorithm, devices, aggregation=rule, **options)
+
+
+def combined(rule: fd.aggregation.Aggregation, n: int, total, cohort_size: int = K, keys: int = 4000) -> list:
+    """The means of n rounds with this sum of contributions, leaves [keys, ...]."""
+
+    def one(key: jax.Array) -> list:
+        state, means = rule.init(), []
+        for t in range(n):
+            mean, state = rule.combine(state, total, jnp.ones(()), jax.random.fold_in(key, t), cohort_size)
+            means.append(mean)
+        return means
+
+    return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), keys))
+
+
+def variance_is(values, expected: float) -> None:
+    """Whether the variance of normal numbers is within 4 standard errors of a value."""
+    values = np.ravel(values)
+    assert abs(values.var() / expected - 1) < 4 * (2 / len(values)) ** 0.5, (values.var(), expected)
+
+
+# --- a clip that adapts -----------------------------------------------------------------------------------------------
+
+
+def test_the_clip_follows_a_quantile_by_hand(data) -> None:
+    """Without noise, with clients of different sizes, and with cohorts of different sizes."""
+    gamma, lr, C = 0.7, 0.4, 0.05
+    sim = simulate(data, a.private(C, 0.0, target_quantile=gamma, clip_lr=lr))
+    alone = simulated(data, p.uniform(), fd.algorithms.fedavg(weighting="uniform"))
+    state, clipped = sim.init(jax.random.key(1)), 0
+    for _ in range(6):
+        w, new_state = model(state), sim.round_fn(state)
+        cohort = [int(i) for i in new_state[1]["cohort"] if i >= 0]
+        mean, signs = np.zeros_like(w), 0.0
+        for i in cohort:
+            D = model(alone.round_fn(state._replace(participation=(), aggregation=()), cohort=[i])[0]) - w
+            norm = np.linalg.norm(D)
+            mean += D * min(1, C / norm) / K
+            signs += 0.5 if norm <= C else -0.5
+            clipped += norm > C
+        state, info = new_state
+        np.testing.assert_allclose(model(state) - w, mean, rtol=1e-4, atol=1e-7)
+        b = 0.5 + signs / K
+        C *= np.exp(-lr * (b - gamma))
+        np.testing.assert_allclose([info["clip_norm"], info["within_clip"]], [C, b], rtol=1e-5)
+    assert 0 < clipped < 18
+
+
+def test_the_clip_ends_at_the_quantile() -> None:
+    norms, rule, gamma = jnp.arange(1.0, 101.0), a.private(1.0, 0.0, target_quantile=0.3), 0.3
+
+    def one_round(state, _):
+        contribute = jax.vmap(lambda norm: rule.contribute(state, {"w": norm[None]}, jnp.ones(()))[0])
+        _, state = rule.combine(state, jax.tree.map(lambda v: v.sum(0), contribute(norms)), 1.0, jax.random.key(0), 100)
+        return state, state.norm
+
+    _, C = jax.lax.scan(one_round, rule.init(), length=300)
+    assert abs(float(C[-1]) - 100 * gamma) < 1.5
+
+
+def test_the_noise_is_split_between_messages_and_count() -> None:
+    """Theorem 1 of Andrew et al. 2021."""
+    C, z, stddev = 0.5, 1.2, 0.9
+    rule = a.private(C, z, target_quantile=0.5, count_stddev=stddev)
+    (mean,) = combined(rule, 1, (LIKE, jnp.zeros(())))
+    of_messages = (z**-2 - (2 * stddev) ** -2) ** -0.5
+    variance_is(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mean)]), (of_messages * C / K) ** 2)
+
+    def within(key: jax.Array) -> jax.Array:
+        return rule.combine(rule.init(), (LIKE, jnp.zeros(())), jnp.ones(()), key, K)[1].within
+
+    seen = jax.vmap(within)(jax.random.split(jax.random.key(2), 20_000))
+    variance_is(seen, (stddev / K) ** 2)
+    assert abs(float(seen.mean()) - 0.5) < 4 * stddev / K / 20_000**0.5
+    (mean,) = combined(a.private(C, z, target_quantile=0.5), 1, (LIKE, jnp.zeros(())), cohort_size=40)  # stddev 2
+    variance_is(mean["w"], ((z**-2 - 4**-2) ** -0.5 * C / 40) ** 2)
+
+
+def test_a_message_that_is_not_finite_says_nothing_about_the_clip() -> None:
+    rule = a.private(1.0, 0.0, target_quantile=0.5)
+    for value, sign in ((jnp.nan, 0.0), (jnp.inf, 0.0), (0.1, 0.5), (3.0, -0.5)):
+        (message, found), weight = rule.contribute(rule.init(), {"w": jnp.array([value])}, jnp.asarray(7.0))
+        assert (float(found), float(weight)) == (sign, 1.0)
+        assert float(message["w"][0]) == pytest.approx(min(value, 1.0) if np.isfinite(value) else 0.0)
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_noise_of_a_sum_is_that_of_a_tree() -> None:
+    """After t rounds of a tree, the sum has as many nodes as t has bits that are 1. Trees are independent."""
+    C, z, R = 0.5, 1.5, 5
+    means = combined(a.private_ftrl(C, z, R), 8, LIKE)
+    steps = np.stack([np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mean)]) for mean in means])
+    node = (z * C / K) ** 2
+    for t in range(1, R + 1):
+        variance_is(steps[:t].sum(0), node * bin(t).count("1"))
+    n4, n5 = steps[:4].sum(0), steps[:5].sum(0)
+    variance_is(n5 - n4, node)
+    for t in range(1, 4):  # the next tree
+        variance_is(steps[R : R + t].sum(0), node * bin(t).count("1"))
+    correlation = np.corrcoef(steps[R], steps[0])[0, 1]
+    assert abs(correlation) < 4 / steps.shape[1] ** 0.5
+
+
+def test_without_noise_a_tree_is_the_clipped_mean(data) -> None:
+    options = {"participation": p.uniform(), "cohort_size": N}
+    plain, _ = rounds(simulate(data, a.private_ftrl(0.1, 0.0, 4), **options), 3)
+    clipped, _ = rounds(
+        simulate(data, a.clipped(0.1), algorithm=fd.algorithms.fedavg(weighting="uniform"), **options), 3
+    )
+    np.testing.assert_allclose(model(plain), model(clipped), rtol=1e-5, atol=1e-7)
+
+
+# --- accounting -------------------------------------------------------------------------------------------------------
+
+
+def test_epsilon_of_trees(data) -> None:
+    dp = pytest.importorskip("dp_accounting")
+    z, R, n = 3.0, 4, 10
+    sim = simulate(data, a.private_ftrl(0.1, z, R), p.cyclic(4, shuffle=False), cohort_size=2)
+    accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_SPECIAL)
+    for length in (4, 4, 2):
+        accountant.compose(dp.SingleEpochTreeAggregationDpEvent(z, length))
+    assert a.epsilon(sim, n, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
+    assert a.epsilon(sim, 4, 1e-5) < a.epsilon(sim, 5, 1e-5) < a.epsilon(sim, 8, 1e-5) * 1.001
+    assert a.epsilon(simulate(data, a.private_ftrl(0.1, 0.0, R), p.cyclic(4), cohort_size=2), n, 1e-5) == np.inf
+    for rule in (p.cyclic(3), p.uniform(), p.cyclic(4)._replace(name="mine")):
+        with pytest.raises(ValueError, match="at most once in 4 rounds"):
+            a.epsilon(simulate(data, a.private_ftrl(0.1, z, R), rule, cohort_size=2), n, 1e-5)
+    adaptive = simulate(data, a.private(1.0, 0.2, target_quantile=0.5))
+    fixed = simulate(data, a.private(1.0, 0.2))
+    assert a.epsilon(adaptive, 3, 1e-5) == a.epsilon(fixed, 3, 1e-5)  # z is the total
+
+
+def test_who_takes_part_once_in_a_tree() -> None:
+    rows = [[0, 1], [2, 3], [4, 0], [1, 2]]
+    for ids, R, n, once in (
+        (rows, 2, 100, True),
+        (rows, 3, 3, False),
+        (rows[:2], 2, 9, True),
+        (rows[:2], 3, 9, False),
+        (rows[:2], 3, 2, True),
+        (rows[:3], 3, 9, False),
+        ([[0, 0]], 1, 1, False),
+        ([[0, 5], [1, 5]], 2, 9, True),  # 5 marks unused entries
+    ):
+        assert once_per_tree(p.schedule(ids), R, n, N=5) == once, (ids, R, n)
+    assert once_per_tree(p.cyclic(5), 5, 100, N=9) and not once_per_tree(p.cyclic(5), 6, 100, N=9)
+    assert once_per_tree(p.uniform(), 1, 9, N=9) and not once_per_tree(p.by_size(replace=True), 1, 9, N=9)
+
+
+# --- combinations -----------------------------------------------------------------------------------------------------
+
+RULES = {
+    "adaptive": (a.private(0.2, 0.1, target_quantile=0.5), None),
+    "tree": (a.private_ftrl(0.2, 0.3, 3), p.cyclic(3)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_runs_resume_bitwise_and_sweeps_share_a_program(data, name, tmp_path) -> None:
+    rule, participation = RULES[name]
+    sim = simulate(data, rule, participation)
+    whole, history = sim.run(sim.init(jax.random.key(0)), 5, progress=False)
+    sim.run(sim.init(jax.random.key(0)), 2, progress=False, checkpoints=tmp_path)
+    restored, _ = fd.Checkpoints(tmp_path).restore(sim)
+    end, _ = sim.run(restored, 3, progress=False)
+    for one, other in zip(*(jax.tree.leaves((s.server, s.aggregation)) for s in (whole, end)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert ("clip_norm" in history[0]) == (name == "adaptive")
+    numbers = {"clip_norm": 0.4, "noise_multiplier": 0.2}
+    other = rule.recipe.again({**rule.recipe.arguments, **numbers})
+    assert simulate(data, other, participation).executor.programs.compiled is sim.executor.programs.compiled
+    (run,) = sim.sweep(5, [0], progress=False)
+    np.testing.assert_allclose(model(run.state), model(whole), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options", [{"devices": 2}, {"bank": "host", "stream": True}, {"devices": 2, "lanes": 2}], ids=str
+)
+@pytest.mark.parametrize("name", RULES)
+def test_states_of_aggregations_with_every_placement(data, name, options) -> None:
+    rule, participation = RULES[name]
+    states = [rounds(simulate(data, rule, participation, fd.algorithms.scaffold(), **o), 4)[0] for o in ({}, options)]
+    np.testing.assert_allclose(model(states[1]), model(states[0]), rtol=1e-4, atol=1e-6)
+    for one, other in zip(*(jax.tree.leaves(s.aggregation) for s in states), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: a.private(1.0, 0.5, target_quantile=1.5), "target_quantile must be a probability"),
+        (lambda: a.private(1.0, 0.5, target_quantile=0.5, clip_lr=0), "clip_lr must be"),
+        (lambda: a.private(1.0, 0.5, count_stddev=1.0), "count_stddev has no effect on a fixed clip"),
+        (lambda: a.private_ftrl(1.0, 0.5, 0), "restart_every must be an integer >= 1"),
+        (lambda: a.private_ftrl(0.0, 0.5, 3), "clip_norm must be"),
+    ],
+)
+def test_values_out_of_range_are_refused(make, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_rules_that_do_not_fit_are_refused(data) -> None:
+    with pytest.raises(ValueError, match="noise_multiplier must be less than 0.3, twice count_stddev, got 0.5"):
+        simulate(data, a.private(1.0, 0.5, target_quantile=0.5))
+    with pytest.raises(ValueError, match='sampling must be "bernoulli"'):
+        simulate(data, a.private(1.0, 0.1, target_quantile=0.5), p.uniform())
+    two_functions = a.Aggregation(
+        lambda message, weight: (message, weight), lambda total, weight, key, K: total, name="mine"
+    )
+    with pytest.raises(ValueError, match=r"mine must have the functions contribute\(state, message, weight\)"):
+        simulate(data, two_functions)
+    keeps = a.mean()._replace(combine=lambda state, total, weight, key, K: (weight, state))
+    with pytest.raises(ValueError, match="mean has the structure of a message"):
+        simulate(data, keeps)
+    state, _ = rounds(simulate(data, RULES["tree"][0], p.cyclic(3)), 1)
+    with pytest.raises(ValueError, match="aggregation rule"):
+        simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state._replace(aggregation=()))
+
+
+def test_a_rule_of_a_user_has_a_state(data) -> None:
+    """The mean of the last means, with a number that is an argument of the program."""
+
+    @a.rule
+    def smoothed(beta: float) -> fd.aggregation.Aggregation:
+        def combine(state, total, weight, key, K):
+            mean = jax.tree.map(lambda s: s / weight, total)
+            new = beta * state + (1 - beta) * weight
+            return mean, new
+
+        return a.mean()._replace(
+            combine=combine, init=lambda: jnp.zeros(()), report=lambda s: {"smoothed": s}, name="s"
+        )
+
+    sim = simulate(data, smoothed(0.5), p.uniform())
+    state, infos = rounds(sim, 3)
+    expected = 0.0
+    for info in infos:
+        expected = 0.5 * expected + 0.5 * info["weight"].sum()
+        np.testing.assert_allclose(info["smoothed"], expected, rtol=1e-6)
+    assert simulate(data, smoothed(0.3), p.uniform()).executor.programs.compiled is sim.executor.programs.compiled
+
+
+def test_the_command_line_has_private_means() -> None:
+    words = "--dataset synthetic:num_clients=12 --algorithm fedavg --cohort 3 --clip-updates 0.5 --noise-multiplier 0.2"
+    (sim,) = fd.parse_run(f"{words} --sampling bernoulli --target-quantile 0.5").simulations.values()
+    assert "target_quantile=0.5" in sim.aggregation.name
+    (sim,) = fd.parse_run(f"{words} --restart-every 4 --participation cyclic:4").simulations.values()
+    assert sim.aggregation.restart_every == 4 and sim.participation.name == "cyclic"
+    with pytest.raises(ValueError, match="--target-quantile .* --noise-multiplier"):
+        fd.parse_run("--dataset synthetic:num_clients=12 --algorithm fedavg --target-quantile 0.5")
