@@ -125,6 +125,7 @@ AGGREGATIONS: dict[str, Callable[[], Any]] = {
     "mean": lambda: None,
     "clipped": lambda: fd.aggregation.clipped(0.3),
     "private": lambda: fd.aggregation.private(0.3, 0.5),
+    "trees": lambda: fd.aggregation.private_ftrl(0.3, 0.5, 3),
 }
 
 

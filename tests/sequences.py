@@ -120,8 +120,8 @@ def on_host(state: fd.ServerState) -> fd.ServerState:
     ids, stored = np.arange(len(SIZES)), hasattr(state.clients, "gather")
     clients = state.clients.gather(ids) if stored else jax.tree.map(lambda a: np.array(a)[ids], state.clients)
     key = jax.random.wrap_key_data(np.array(jax.random.key_data(state.key)))  # a round may overwrite the other one
-    server, rule, clock = jax.tree.map(np.array, (state.server, state.participation, state.clock))
-    return fd.ServerState(np.array(state.round), key, server, clients, rule, clock)
+    others = jax.tree.map(np.array, state._replace(key=(), clients=()))
+    return others._replace(key=key, clients=clients)
 
 
 def reached(state: fd.ServerState, told: Any = ()) -> dict[str, Any]:
