@@ -894,7 +894,7 @@ def test_the_command_line_on_a_full_disk(tmp_path, capsys, monkeypatch) -> None:
         path.write_text("half of")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def curves(runs, path: Path) -> None:
+    def curves(runs, path: Path, x: str) -> None:
         full(path)
 
     write = fd.logs.FileIO.write
