@@ -344,6 +344,12 @@ def test_invalid_codecs() -> None:
             wrong()
 
 
+def test_the_sign_of_zero_is_positive() -> None:
+    for codec, expected in ((c.sign(), [1.0, 1.0, -1.0, 1.0]), (c.sign("none"), [1.0, 1.0, -1.0, 1.0])):
+        decoded, _ = codec.send(jax.random.key(0), jnp.array([0.0, 2.0, -2.0, 0.0]))
+        np.testing.assert_array_equal(decoded, expected)
+
+
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 MODEL = 4 * (6 * 3 + 3)  # bytes of the linear model
