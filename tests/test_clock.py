@@ -555,3 +555,13 @@ def test_another_clock_is_another_run(data, tmp_path) -> None:
         other = simulate(data, None, **{"clock": ASYNCHRONOUS, "devices": DEVICES} | change)
         with pytest.raises(ValueError, match=said):
             fd.Checkpoints(tmp_path).restore(other)
+
+
+def test_options_of_other_values_are_pointed_at(data) -> None:
+    for name, said in (
+        ("concurrency", r"pass clock=fd.clock.asynchronous\(concurrency="),
+        ("up", "pass devices=fd.Devices"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            simulate(data, None, **{name: 3})
+    assert "3 clients a round of 6 in flight" in repr(simulate(data, None, clock=ASYNCHRONOUS))

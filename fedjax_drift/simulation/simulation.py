@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_drift import checks, reprs, tree
-from fedjax_drift.clock import Clock, Devices, synchronous
+from fedjax_drift.clock import Clock, Devices, asynchronous, synchronous
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import num_teams, put, team_size
@@ -802,7 +802,8 @@ class Simulation:
         number = together if teams else self.mesh.size
         devices = _counted(number, f"{self.mesh.devices.flat[0].platform} device")
         return (
-            f"Simulation({self.algorithm!r}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round, "
+            f"Simulation({self.algorithm!r}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round"
+            f"{f' of {e.clock.concurrency} in flight' if e.asynchronous else ''}, "
             f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
         )
 
@@ -833,8 +834,13 @@ def _counted(number: int, word: str) -> str:
 def _unexpected(name: str) -> str:
     """The message about an unknown argument of `Simulation`."""
     known = [*inspect.signature(Simulation).parameters, *FlatOptions.__annotations__]
-    local = name in LocalTraining.__dataclass_fields__
-    fix = f": pass local=fd.LocalTraining({name}=...)" if local else checks.nearest(name, known)
+    groups = {
+        "local=fd.LocalTraining": LocalTraining.__dataclass_fields__,
+        "devices=fd.Devices": Devices.__dataclass_fields__,
+        "clock=fd.clock.asynchronous": inspect.signature(asynchronous).parameters,
+    }
+    group = next((group for group, names in groups.items() if name in names), None)
+    fix = f": pass {group}({name}=...)" if group else checks.nearest(name, known)
     return f"Simulation() got an unexpected keyword argument {name!r}{fix}"
 
 
