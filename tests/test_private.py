@@ -11,7 +11,7 @@ from test_participation import data as data
 from test_participation import simulate as simulated
 
 import fedjax_drift as fd
-from fedjax_drift.round.aggregation import once_per_tree
+from fedjax_drift.round.aggregation import trees_of_a_client
 
 a, p = fd.aggregation, fd.participation
 LIKE = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
@@ -141,36 +141,46 @@ def test_without_noise_a_tree_is_the_clipped_mean(data) -> None:
 def test_epsilon_of_trees(data) -> None:
     dp = pytest.importorskip("dp_accounting")
     z, R, n = 3.0, 4, 10
-    sim = simulate(data, a.private_ftrl(0.1, z, R), p.cyclic(4, shuffle=False), cohort_size=2)
+
+    def spent(rule, rounds: int, noise: float = z) -> float:
+        return a.epsilon(simulate(data, a.private_ftrl(0.1, noise, R), rule, cohort_size=2), rounds, 1e-5)
+
     accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_SPECIAL)
-    for length in (4, 4, 2):
-        accountant.compose(dp.SingleEpochTreeAggregationDpEvent(z, length))
-    assert a.epsilon(sim, n, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5))
-    assert a.epsilon(sim, 4, 1e-5) < a.epsilon(sim, 5, 1e-5) < a.epsilon(sim, 8, 1e-5) * 1.001
-    assert a.epsilon(simulate(data, a.private_ftrl(0.1, 0.0, R), p.cyclic(4), cohort_size=2), n, 1e-5) == np.inf
-    for rule in (p.cyclic(3), p.uniform(), p.cyclic(4)._replace(name="mine")):
+    for _ in range(3):
+        accountant.compose(dp.SingleEpochTreeAggregationDpEvent(z, R))
+    assert spent(p.cyclic(4), n) == pytest.approx(accountant.get_epsilon(1e-5))
+    assert spent(p.cyclic(4), 4) < spent(p.cyclic(4), 5) == spent(p.cyclic(4), 8)
+    assert spent(p.cyclic(8), 8) == spent(p.cyclic(4), 4)  # every client is in one of the two trees
+    assert spent(p.cyclic(4), n, noise=0.0) == np.inf
+    leaky = p.cyclic(4, base=p.power_of_choice(2))  # its choice depends on the data of the clients
+    for rule in (p.cyclic(3), p.uniform(), p.cyclic(4)._replace(name="mine"), leaky):
         with pytest.raises(ValueError, match="at most once in 4 rounds"):
-            a.epsilon(simulate(data, a.private_ftrl(0.1, z, R), rule, cohort_size=2), n, 1e-5)
+            spent(rule, n)
     adaptive = simulate(data, a.private(1.0, 0.2, target_quantile=0.5))
     fixed = simulate(data, a.private(1.0, 0.2))
     assert a.epsilon(adaptive, 3, 1e-5) == a.epsilon(fixed, 3, 1e-5)  # z is the total
 
 
-def test_who_takes_part_once_in_a_tree() -> None:
+def test_in_how_many_trees_a_client_takes_part() -> None:
     rows = [[0, 1], [2, 3], [4, 0], [1, 2]]
-    for ids, R, n, once in (
-        (rows, 2, 100, True),
-        (rows, 3, 3, False),
-        (rows[:2], 2, 9, True),
-        (rows[:2], 3, 9, False),
-        (rows[:2], 3, 2, True),
-        (rows[:3], 3, 9, False),
-        ([[0, 0]], 1, 1, False),
-        ([[0, 5], [1, 5]], 2, 9, True),  # 5 marks unused entries
+    for ids, R, n, trees in (
+        (rows, 2, 4, 2),  # 0, 1 and 2 are in both
+        (rows, 2, 3, 2),
+        (rows, 2, 2, 1),
+        (rows, 2, 8, 4),
+        (rows, 3, 3, None),  # 0 twice
+        (rows[:2], 2, 9, 5),
+        (rows[:2], 3, 2, 1),
+        (rows[:2], 3, 9, None),
+        ([[0, 0]], 1, 1, 1),  # trains once
+        ([[0, 5], [1, 5]], 2, 9, 5),  # 5 marks unused entries
     ):
-        assert once_per_tree(p.schedule(ids), R, n, N=5) == once, (ids, R, n)
-    assert once_per_tree(p.cyclic(5), 5, 100, N=9) and not once_per_tree(p.cyclic(5), 6, 100, N=9)
-    assert once_per_tree(p.uniform(), 1, 9, N=9) and not once_per_tree(p.by_size(replace=True), 1, 9, N=9)
+        if trees is None:
+            with pytest.raises(ValueError, match=f"at most once in {R} rounds"):
+                trees_of_a_client(p.schedule(ids), 5, n, R)
+        else:
+            assert trees_of_a_client(p.schedule(ids), 5, n, R) == trees, (ids, R, n)
+    assert trees_of_a_client(p.cyclic(5), 9, 100, 5) == 20 and trees_of_a_client(p.cyclic(10), 12, 101, 5) == 11
 
 
 # --- combinations -----------------------------------------------------------------------------------------------------

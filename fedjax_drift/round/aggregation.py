@@ -22,6 +22,7 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.participation import Participation, cyclic, schedule
+from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.recipes import recorded as rule
 from fedjax_drift.types import THREEFRY, Metrics, PyTree
@@ -235,12 +236,13 @@ def private_ftrl(clip_norm: float, noise_multiplier: float, restart_every: int) 
 
         mean_t = (sum of clipped messages + n_t - n_(t-1)) / K,    n_t = the sum of the nodes of the bits of t
 
-    The node of bit b covers 2^b rounds, and has the noise N(0, (noise_multiplier clip_norm)^2 I). So n_t has at most
+    A node has the noise N(0, (noise_multiplier clip_norm)^2 I), and that of bit b covers 2^b rounds. So n_t has at most
     log2(t) + 1 terms, while independent noise of t rounds would have t. A server that adds up the means, like FedAvg
     and FedAvgM, has the noise of FTRL. The variance is not reduced further (by Honaker's estimator).
 
     Sampling need not be random. The accounting of `epsilon` needs that a client takes part at most once in a tree:
     ``participation=fd.participation.cyclic(groups)`` with groups >= restart_every, or a `schedule` without repetitions.
+    The last tree's noise stays in the sum. It is least if ``restart_every`` is a power of 2.
     All clients have weight 1. Messages that are not finite are replaced by zeros.
 
     Args:
@@ -254,21 +256,19 @@ def private_ftrl(clip_norm: float, noise_multiplier: float, restart_every: int) 
     clip_norm = checks.positive("clip_norm", clip_norm)
     z = checks.nonnegative("noise_multiplier", noise_multiplier)
     R = checks.integer("restart_every", restart_every, 1)
-    bits = R.bit_length()
-
-    def prefix(words: jax.Array, t: jax.Array, like: PyTree) -> PyTree:
-        """n_t / (noise_multiplier clip_norm)."""
-
-        def node(b: jax.Array, total: PyTree) -> PyTree:
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(words, impl=THREEFRY), b), t >> b)
-            return _plus(total, ((t >> b) & 1).astype(float), noise(key, like))
-
-        return jax.lax.fori_loop(0, bits, node, tree.zeros_like(like))
 
     def combine(state: Tree, total: PyTree, weight: jax.Array, key: jax.Array, K: int) -> tuple[PyTree, Tree]:
         words = jnp.where(state.step == 0, jax.random.key_data(key), state.words)
-        t = state.step + 1
-        step = tree.subtract(prefix(words, t, total), prefix(words, state.step, total))
+        tree_key, t = jax.random.wrap_key_data(words, impl=THREEFRY), state.step + 1
+
+        def node(s: jax.Array) -> PyTree:
+            """The noise of the node that is complete after round s."""
+            return noise(jax.random.fold_in(tree_key, s), total)
+
+        # Node t takes the place of the nodes t - 1, t - 2, t - 4, ..., one for each 0 at the end of the binary number
+        # t. That is about one in a round.
+        zeros = jax.lax.population_count((t & -t) - 1)
+        step = jax.lax.fori_loop(0, zeros, lambda j, n: tree.subtract(n, node(t - (1 << j))), node(t))
         return _over(K, _plus(total, z * clip_norm, step)), Tree(t % R, words)
 
     return Aggregation(
@@ -355,12 +355,7 @@ def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
     rounds = checks.integer("rounds", rounds, 1, 10**6, "more rounds need too much memory")
     fix = "choose less than 1 / number of clients"
     delta = checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, fix, False)
-    if R is not None and not once_per_tree(sim.participation, R, rounds, sim.data.num_clients):
-        raise ConfigurationError(
-            f"the accounting of {sim.aggregation.name} needs each client at most once in {R} rounds, got the "
-            f"participation rule {sim.participation.name}: pass fd.participation.cyclic(groups={R}), or a schedule "
-            "without repetitions"
-        )
+    trees = 0 if R is None else trees_of_a_client(sim.participation, sim.data.num_clients, rounds, R)
     if z == 0:
         return float("inf")
     try:
@@ -373,24 +368,32 @@ def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
         accountant = pld.PLDAccountant()
         return float(accountant.compose(dp_accounting.SelfComposedDpEvent(one_round, rounds)).get_epsilon(delta))
     accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
-    for length, trees in ((R, rounds // R), (rounds % R, 1)):
-        if length and trees:
-            accountant.compose(dp_accounting.SingleEpochTreeAggregationDpEvent(z, length), trees)
+    accountant.compose(dp_accounting.SingleEpochTreeAggregationDpEvent(z, min(R, rounds)), trees)
     return float(accountant.get_epsilon(delta))
 
 
-def once_per_tree(participation: Participation, R: int, rounds: int, N: int) -> bool:
-    """Whether none of N clients takes part more than once in a tree of R rounds."""
-    recipe = participation.recipe
-    if R == 1 and participation.distinct:
-        return True
-    if recipe is None or recipe.replaced(participation):
-        return False
-    if recipe.factory is cyclic:
-        return participation.distinct and recipe.arguments["groups"] >= R
-    if recipe.factory is not schedule:
-        return False
-    rows = np.asarray(recipe.arguments["ids"])
-    begins = {first % len(rows) for first in range(0, rounds, R)}  # the rows with which the trees begin
-    trees = (rows[np.arange(begin, begin + min(R, rounds)) % len(rows)].ravel() for begin in begins)
-    return all(len(np.unique(ids[ids < N])) == (ids < N).sum() for ids in trees)
+def trees_of_a_client(participation: Participation, N: int, rounds: int, R: int) -> int:
+    """The largest number of trees of R rounds in which one of N clients takes part.
+
+    Raises ConfigurationError unless each client takes part at most once in a tree, and the selection does not depend on
+    the clients' data, as that of `power_of_choice` does.
+    """
+    recipe, factory = participation.recipe, None
+    if recipe is not None and not recipe.replaced(participation):
+        factory, arguments = recipe.factory, recipe.arguments
+    if factory is cyclic and arguments["groups"] >= R and (arguments["base"] is None or short_name(arguments["base"])):
+        return -(-rounds // int(arguments["groups"]))  # a group is available in every G-th round
+    if factory is schedule:
+        ids, trees = np.asarray(arguments["ids"]), np.zeros(N, int)
+        for first in range(0, rounds, R):
+            rows = ids[np.arange(first, min(first + R, rounds)) % len(ids)]
+            times = np.bincount(np.concatenate([np.unique(row) for row in rows]), minlength=N)[:N]  # N: an unused entry
+            trees += times
+            if times.max() > 1:
+                break
+        else:
+            return int(trees.max())
+    raise ConfigurationError(
+        f"the accounting of private_ftrl needs each client at most once in {R} rounds, got {participation!r}: pass "
+        f"fd.participation.cyclic(groups={R}) without a base, or a schedule without repetitions"
+    )
