@@ -136,19 +136,22 @@ def report(folder: Path) -> None:
         "`experiments/asynchrony.py` has the setting.\n\n" + "\n".join(lines) + "\n"
     )
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    place = np.arange(len(CONCURRENCIES))
     for i, name in enumerate(ALGORITHMS):
-        for discount, look in zip(DISCOUNTS, ({"linestyle": "-"}, {"linestyle": "--"}), strict=True):
+        for j, discount in enumerate(DISCOUNTS):
+            look = {"color": f"C{i}", "marker": "o", "markersize": 4, "linestyle": ("-", "--")[j]}
             mine = [runs[name, M, discount] for M in CONCURRENCIES]
-            x, y = [run["staleness"] for run in mine], [100 * np.array(run["scores"]) for run in mine]
-            left.errorbar(
-                x, [v.mean() for v in y], [half_width(v) for v in y], color=f"C{i}", marker="o", capsize=2,
-                label=f"{name}, {discount}", **look,
-            )  # fmt: skip
-            right.plot(x, [run["start_distance"] for run in mine], color=f"C{i}", marker="o", markersize=4, **look)
-    left.set(xlabel="Mean staleness of an update", ylabel="Test accuracy, last 50 updates (%)")
-    right.set(xlabel="Mean staleness of an update", ylabel="Distance of its start from the present model")
-    left.legend(fontsize=8)
+            scores, x = [100 * np.array(run["scores"]) for run in mine], place + 0.03 * (2 * i + j - 2.5)
+            means, errors = [v.mean() for v in scores], [half_width(v) for v in scores]
+            left.errorbar(x, means, errors, capsize=2, label=f"{name}, {discount}", **look)
+            right.plot(place[1:], [run["start_distance"] for run in mine[1:]], **look)
+    left.set(ylabel="Test accuracy, last 50 updates (%)", ylim=(0, 100))
+    right.set(ylabel="Distance of its start from the present model", yscale="log")
+    left.legend(fontsize=8, loc="lower left")
     for axes in (left, right):
+        axes.set_xlabel("Mean staleness of an update")
+        axes.set_xticks(place, [f"{staleness(runs, M):.0f}" for M in CONCURRENCIES])
+        axes.set_xlim(-0.2 if axes is left else 0.8, len(place) - 0.8)
         axes.grid(alpha=0.3)
     figure.savefig(folder / "asynchrony.png", dpi=110)
 
