@@ -536,7 +536,8 @@ def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) ->
 def test_the_documentation_of_a_round_lists_the_entries_of_its_info(data) -> None:
     listed = re.findall(r"^ *- ((?:``\w+``(?:, )?)+):", str(fd.Simulation.round_fn.__doc__), re.MULTILINE)
     names = {name for line in listed for name in re.findall(r"\w+", line)}
-    sim = simulate(data, fd.algorithms.fedavg(), dropout=0.1, participation=fd.participation.cyclic(2))
+    options = {"dropout": 0.1, "participation": fd.participation.cyclic(2), "clock": fd.clock.asynchronous(20)}
+    sim = simulate(data, fd.algorithms.fedavg(), **options)
     _, info = sim.round_fn(sim.init(jax.random.key(0)))
     assert names == info.keys()
 

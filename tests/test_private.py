@@ -126,6 +126,7 @@ def test_the_noise_of_a_sum_is_that_of_a_tree() -> None:
     assert abs(correlation) < 4 / steps.shape[1] ** 0.5
 
 
+@pytest.mark.thorough
 def test_without_noise_a_tree_is_the_clipped_mean(data) -> None:
     options = {"participation": p.uniform(), "cohort_size": N}
     plain, _ = rounds(simulate(data, a.private_ftrl(0.1, 0.0, 4), **options), 3)
@@ -191,6 +192,7 @@ RULES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RULES)
 def test_runs_resume_bitwise_and_sweeps_share_a_program(data, name, tmp_path) -> None:
     rule, participation = RULES[name]
@@ -258,6 +260,7 @@ def test_rules_that_do_not_fit_are_refused(data) -> None:
         simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state._replace(aggregation=()))
 
 
+@pytest.mark.thorough
 def test_a_rule_of_a_user_has_a_state(data) -> None:
     """The mean of the last means, with a number that is an argument of the program."""
 

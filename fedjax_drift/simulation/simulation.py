@@ -362,10 +362,10 @@ class Simulation:
 
           With asynchronous rounds, the cohort is the K clients that report next, and info also has
 
-          - ``staleness`` [K]: the number of updates of the server since the client started.
-          - ``start_distance`` [K]: ||w_t - w_v||, the distance of the global model from the one with which the client
+          - ``staleness``: [K], the number of updates of the server since the client started.
+          - ``start_distance``: [K], ||w_t - w_v||, the distance of the global model from the one with which the client
             started.
-          - ``too_stale`` []: the number of updates that were dropped because of ``max_staleness``.
+          - ``too_stale``: the number of updates that were dropped because of ``max_staleness``.
 
           In addition, info has the metrics of the algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results
           of `measure`. If no client reports, all weights are 0, and the state does not change, except for ``round``.
