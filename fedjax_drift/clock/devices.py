@@ -60,11 +60,8 @@ def _checked(name: str, value: Any, endless: bool) -> Any:
         return value
     if np.ndim(value):
         values = checks.array(name, value)
-        if (
-            values.ndim != 1
-            or values.dtype.kind not in "fiu"
-            or not ((values > 0) & (endless | (values < np.inf))).all()
-        ):
+        valid = values.ndim == 1 and values.size and values.dtype.kind in "fiu" and (values > 0).all()
+        if not valid or not (endless or np.isfinite(values).all()):
             raise ConfigurationError(
                 f"{name} must be a number > 0, or an array [N] of them, got {values.dtype}{[*values.shape]}"
                 + (f" with the smallest {values.min():g}" if values.size and values.dtype.kind in "fiu" else "")
