@@ -64,7 +64,7 @@ def _checked(name: str, value: Any, endless: bool) -> Any:
         if not valid or not (endless or np.isfinite(values).all()):
             raise ConfigurationError(
                 f"{name} must be a number > 0, or an array [N] of them, got {values.dtype}{[*values.shape]}"
-                + (f" with the smallest {values.min():g}" if values.size and values.dtype.kind in "fiu" else "")
+                + (f" from {values.min():g} to {values.max():g}" if values.size and values.dtype.kind in "fiu" else "")
             )
         return values.astype(float)
     scalar = checks.one_in(value)
