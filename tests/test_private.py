@@ -118,8 +118,10 @@ def test_the_noise_of_a_sum_is_that_of_a_tree() -> None:
     node = (z * C / K) ** 2
     for t in range(1, R + 1):
         variance_is(steps[:t].sum(0), node * bin(t).count("1"))
-    n4, n5 = steps[:4].sum(0), steps[:5].sum(0)
-    variance_is(n5 - n4, node)
+    sums = np.cumsum(steps[:R], 0)
+    # Sums share the nodes that their binary numbers share: 2 = 10, 3 = 11, 4 = 100, 5 = 101.
+    for t, other, shared in ((1, 2, 0), (2, 3, 1), (1, 3, 0), (3, 4, 0), (4, 5, 1)):
+        assert abs((sums[t - 1] * sums[other - 1]).mean() / node - shared) < 6 * 2 / steps.shape[1] ** 0.5, (t, other)
     for t in range(1, 4):  # the next tree
         variance_is(steps[R : R + t].sum(0), node * bin(t).count("1"))
     correlation = np.corrcoef(steps[R], steps[0])[0, 1]
@@ -258,6 +260,17 @@ def test_rules_that_do_not_fit_are_refused(data) -> None:
     state, _ = rounds(simulate(data, RULES["tree"][0], p.cyclic(3)), 1)
     with pytest.raises(ValueError, match="aggregation rule"):
         simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state._replace(aggregation=()))
+
+
+@pytest.mark.thorough
+def test_without_answers_a_rule_that_is_not_private_keeps_its_state(data) -> None:
+    counting = a.mean()._replace(
+        init=lambda: jnp.zeros(()), combine=lambda state, total, weight, key, K: (total, state + 1), name="counting"
+    )
+    state, _ = rounds(simulate(data, counting, p.uniform(), dropout=1.0), 2)
+    assert float(state.aggregation) == 0
+    state, _ = rounds(simulate(data, counting, p.uniform()), 2)
+    assert float(state.aggregation) == 2
 
 
 @pytest.mark.thorough
