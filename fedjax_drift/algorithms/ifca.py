@@ -55,9 +55,9 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
 
     Raises:
       ValueError: a value is out of range, the weighting is unknown, or a model does not have the structure and the
-        shapes of the parameters.
+        shapes of the parameters. A `Simulation` refuses running statistics that clients update.
     """
-    if isinstance(models, Sequence) and not isinstance(models, str):
+    if isinstance(models, list | tuple):
         k = checks.integer("the number of models", len(models), 1)
     else:
         k = checks.integer("models", models, 1, fix="pass their number, or a list of parameters")
@@ -65,7 +65,7 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
     checks.choice("weighting", weighting, WEIGHTINGS)
 
     def init_server(params: Params) -> Server:
-        if isinstance(models, Sequence):
+        if isinstance(models, list | tuple):
             for j, each in enumerate(models):
                 what = f"model {j} of ifca must have the structure and the shapes of the parameters"
                 tree.check_layout(each, params, what, dtypes=False)
@@ -105,7 +105,7 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
         return {f"clients_of_model_{j}": chosen[j] for j in range(k)}
 
     made = Algorithm(init_server, lambda params: (), client_update, server_update, name="ifca")
-    return made._replace(report=report, personal=personal)
+    return made._replace(report=report, personal=personal, requires=("one model",))
 
 
 @algorithm
