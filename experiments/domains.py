@@ -1,0 +1,163 @@
+"""Compares algorithms on federations with groups of clients, and with rare classes.
+
+    python experiments/domains.py [--rounds 100] [--output DIR]
+
+The results are saved after every algorithm. The same command continues.
+
+"groups": MNIST with 200 clients of equal label mix, in four groups whose images are rotated by 0, 90, 180 and 270
+degrees (as in the IFCA paper). The score is the accuracy of each client's own model on its own test examples: the mean
+over the clients, and the mean of the worst 10 %. For FedAvg, it is that of the global model, without and with one epoch
+of fine-tuning.
+
+"long tail": Fashion-MNIST with 100 clients, Dirichlet(0.6), imbalance factor 100: class 0 has 6,000 training examples
+and class 9 has 60. The score is the accuracy on the balanced test set, and that on the worst class.
+
+The model is 2NN. 20 clients take part in a round and train for one epoch with batch size 20. For every algorithm, the
+setting is the one with the best score in a run with another seed, in which 10 % of each client's training examples are
+held out (of the long tail: the mean of the accuracies per class). Then three seeds are run, each with its own
+partition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedjax_drift as fd
+
+SEEDS, TUNING_SEED, HELD_OUT, CLASSES = (0, 1, 2), 100, 0.1, 10
+LEARNING_RATES = [0.03, 0.1, 0.3]
+alg, MODEL = fd.algorithms, fd.models.mnist_2nn()
+Scores = dict[str, float]
+
+
+class Setting(NamedTuple):
+    """A kind of federation, its scores, and the algorithms with the other settings of the search."""
+
+    federation: Callable[[int], fd.FederatedData]
+    scores: Callable[[fd.Simulation, fd.ServerState], Scores]
+    algorithms: dict[str, tuple[Callable[..., fd.Algorithm], dict[str, list[float]]]]
+
+
+def groups(seed: int) -> fd.FederatedData:
+    rotations = [fd.shift.rotate(degrees, by="all") for degrees in (90, 180, 270)]
+    data = fd.datasets.load("mnist", partition=fd.partition.iid(200, seed)).with_client_tests(seed)
+    return data.shifted(fd.shift.domains(fd.shift.none(), *rotations))
+
+
+def long_tail(seed: int) -> fd.FederatedData:
+    partition = fd.partition.long_tailed(fd.partition.dirichlet(100, alpha=0.6, seed=seed), imbalance=100, seed=seed)
+    return fd.datasets.load("fashion_mnist", partition=partition)
+
+
+def of_clients(sim: fd.Simulation, state: fd.ServerState) -> Scores:
+    found = sim.evaluate_clients(state, fine_tune=None if sim.algorithm.personal else 1)
+    own = fd.personal.summary(found["personal_accuracy"])
+    both = {"mean": own["mean"], "worst": own["lowest_10"]}
+    if sim.algorithm.personal:
+        return both
+    plain = fd.personal.summary(found["accuracy"])
+    return {"mean": plain["mean"], "worst": plain["lowest_10"], "fine-tuned": own["mean"]}
+
+
+def of_classes(sim: fd.Simulation, state: fd.ServerState) -> Scores:
+    assert sim.data.x_test is not None and sim.data.y_test is not None
+    logits = jax.jit(sim.model.apply)(state.params, jnp.asarray(sim.data.decoding(jnp.asarray(sim.data.x_test))))
+    y = np.asarray(sim.data.y_test)
+    right = np.asarray(logits.argmax(-1)) == y
+    each = [right[y == c].mean() for c in range(CLASSES) if (y == c).any()]
+    return {"mean": float(np.mean(each)), "worst": float(min(each))}
+
+
+@fd.algorithm
+def agnostic(domain_lr: float) -> fd.Algorithm:
+    return alg.agnostic(CLASSES, domain_lr=domain_lr, window=3, scale="batch")
+
+
+SETTINGS = {
+    "groups": Setting(groups, of_clients, {
+        "FedAvg": (alg.fedavg, {}),
+        "IFCA": (partial(alg.ifca, 4), {}),
+        "HypCluster": (partial(alg.hypcluster, 4), {}),
+        "Per-FedAvg": (alg.perfedavg, {"alpha": [0.01, 0.1]}),
+        "Ditto": (alg.ditto, {"lam": [0.1, 1.0]}),
+    }),
+    "long tail": Setting(long_tail, of_classes, {
+        "FedAvg": (alg.fedavg, {}),
+        "q-FedAvg": (alg.qfedavg, {"q": [0.1, 1.0]}),
+        "Agnostic": (agnostic, {"domain_lr": [0.01, 0.1]}),
+        "FedLC": (alg.fedlc, {"tau": [0.3, 1.0]}),
+    }),
+}  # fmt: skip
+
+
+def simulate(factory: Callable[..., fd.Algorithm], data: fd.FederatedData, lr: float, **options: float) -> Any:
+    local = fd.LocalTraining(epochs=1, batch_size=20, lr=lr)
+    return fd.Simulation(MODEL, data, factory(**options), local=local, cohort_size=20)
+
+
+def scores(setting: Setting, build: Callable[..., Any], rounds: int, seed: int, options: dict[str, float]) -> Scores:
+    sim = build(**options)
+    state, _ = sim.run(sim.init(jax.random.key(seed)), rounds, eval_every=0, progress=False)
+    return setting.scores(sim, state)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    arguments = parser.parse_args()
+    fd.use_cpu_devices()
+    file = arguments.output / "domains.json"
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+    for kind, setting in SETTINGS.items():
+        for name, (factory, others) in setting.algorithms.items():
+            if name in found.setdefault(kind, {}):
+                continue
+            started, build = time.perf_counter(), partial(simulate, factory)
+            held_out = setting.federation(TUNING_SEED).with_validation(HELD_OUT, 0)
+            tried = [
+                (scores(setting, partial(build, held_out), arguments.rounds, TUNING_SEED, options)["mean"], i, options)
+                for i, options in enumerate(fd.grid(lr=LEARNING_RATES, **others))
+            ]
+            best = dict(max((np.nan_to_num(score), -i, options) for score, i, options in tried)[2])
+            runs = [
+                scores(setting, partial(build, setting.federation(seed)), arguments.rounds, seed, best)
+                for seed in SEEDS
+            ]
+            found[kind][name] = {"setting": best, "runs": runs}
+            shown = {key: f"{100 * np.mean([run[key] for run in runs]):.1f} %" for key in runs[0]}
+            print(f"{kind}, {name}: {best}, {shown}, {time.perf_counter() - started:.0f} s", flush=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found, indent=1) + "\n")
+    (arguments.output / "domains.md").write_text(report(found))
+
+
+def report(found: dict[str, dict[str, Any]]) -> str:
+    """The tables: means over the seeds and 95 % confidence intervals, in percent."""
+    lines = ["# Groups of clients, and rare classes\n", "`experiments/domains.py` has the settings.\n"]
+    for kind, results in found.items():
+        columns = list(dict.fromkeys(key for result in results.values() for key in result["runs"][0]))
+        lines += [f"## {kind.capitalize()}\n", f"| algorithm | {' | '.join(columns)} | setting |"]
+        lines += ["|---|" + "---:|" * len(columns) + "---|"]
+        for name, result in results.items():
+            runs = result["runs"]
+            intervals = {c: fd.statistics.mean(np.array([100 * run[c] for run in runs]))[:2] for c in runs[0]}
+            cells = ["{:.1f} ± {:.1f}".format(*intervals[c]) if c in intervals else "" for c in columns]
+            setting = ", ".join(f"{key}={value:g}" for key, value in result["setting"].items())
+            lines.append(f"| {name} | {' | '.join(cells)} | {setting} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
