@@ -443,24 +443,29 @@ def augmented(work: Work, batch: Batch, epoch_key: jax.Array, k: jax.Array) -> B
     return batch._replace(x=jax.vmap(work.augment)(keys, batch.x))
 
 
+def over_examples(work: Work, function: Callable[[Batch], PyTree]) -> PyTree:
+    """The sum of ``function(batch)`` over the batches of one pass over the client's examples, without augmentation.
+
+    ``function`` returns arrays. It is 0 for a client without examples.
+    """
+    batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
+    shapes = jax.eval_shape(lambda: function(batch(jnp.int32(0))))
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return lax.fori_loop(0, work.num_batches, lambda k, total: jax.tree.map(jnp.add, total, function(batch(k))), zeros)
+
+
 def full_gradient(work: Work, params: Params) -> Params:
     """The gradient of F_i at ``params``. F_i is the mean loss over all examples of the client.
 
     The model is in evaluation mode (no dropout), and the examples are not augmented.
     """
-    batch, share = work.epoch(jax.random.fold_in(work.key, work.epochs)), partial(_share_of_loss, work)
-
-    def add(k: jax.Array, g: Params) -> Params:
-        return jax.tree.map(jnp.add, g, jax.grad(share)(params, batch(k)))
-
-    return lax.fori_loop(0, work.num_batches, add, tree.zeros_like(params))
+    gradient = jax.grad(partial(_share_of_loss, work))
+    return over_examples(work, lambda batch: gradient(params, batch))
 
 
 def full_loss(work: Work, params: Params) -> jax.Array:
     """F_i at ``params``, a scalar. The model is in evaluation mode, and the examples are not augmented."""
-    batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
-    zero = jnp.zeros((), jax.eval_shape(partial(_share_of_loss, work), params, batch(jnp.int32(0))).dtype)
-    return lax.fori_loop(0, work.num_batches, lambda k, total: total + _share_of_loss(work, params, batch(k)), zero)
+    return over_examples(work, lambda batch: _share_of_loss(work, params, batch))
 
 
 def _share_of_loss(work: Work, params: Params, batch: Batch) -> jax.Array:

@@ -78,6 +78,7 @@ class Work(NamedTuple):
     steps: int | None = None  # static: the number of steps of all clients; None: they do E epochs
     stream: Callable[[Callable], Callable] | None = None  # with ``steps``: like ``epoch``, with a key for each epoch
     statistics: PyTree | None = None  # the running statistics with which the client starts; None: the model has none
+    surveyed: PyTree = None  # the weighted mean of the messages of `Algorithm.survey`; None without it
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """The logits [B, C] of the model in training mode. A model with running statistics needs ``batch.mask``."""
@@ -167,6 +168,7 @@ class Round(NamedTuple):
     sampling, it is K / N."""
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
+    surveyed: PyTree = None  # as in `Work`
 
 
 class Algorithm(NamedTuple):
@@ -201,8 +203,11 @@ class Algorithm(NamedTuple):
         of server_update.
       complete: ``complete(client, message) -> client`` adds to the state of `init_client` what is shaped like a
         message. message: zeros. `client_update` must also accept the state without it. (`fd.compression`)
-      personal: ``personal(server, client) -> params``, the model that ONE client uses itself (Ditto, FedPer), which
-        `Simulation.evaluate_clients` evaluates. None: clients use the global model.
+      personal: ``personal(server, client, work) -> params``, the model that ONE client uses itself (Ditto, IFCA), which
+        `Simulation.evaluate_clients` evaluates. work: gives access to its examples. None: it uses the global model.
+      survey: ``survey(server, client, work) -> ClientResult``, a first phase of the round. Its message and its weight
+        are those of ONE client. All clients of the round receive the mean, as `Work.surveyed`, before they train
+        (Mime). The state and the metrics are not used.
       requires: Requirements, checked when a `Simulation` is created. "features", "head", "extractor", "cosine": the
         model has this field. "classifier": the model has the default loss. "sgd": local training without momentum and
         without another optimizer. "sgd or momentum": local training without another optimizer. "accuracy": the
@@ -221,7 +226,8 @@ class Algorithm(NamedTuple):
     finish: Callable[[Any, PyTree], PyTree] | None = None
     report: Callable[[Any, PyTree, Round], Metrics] | None = None
     complete: Callable[[PyTree, PyTree], PyTree] | None = None
-    personal: Callable[[Any, PyTree], Params] | None = None
+    personal: Callable[[Any, PyTree, Work], Params] | None = None
+    survey: Callable[[Any, PyTree, Work], ClientResult] | None = None
     requires: tuple[str, ...] = ()
     recipe: Recipe | None = None
 

@@ -41,6 +41,14 @@ class Entrant(NamedTuple):
 alg = fd.algorithms
 MU, ALPHA, RHO, MOMENTUM = Range(1e-4, 1.0), Range(1e-3, 1.0), Range(5e-3, 0.5), Range(0.3, 0.95, log=False)
 ADAPTIVE = {"server_lr": Range(1e-3, 1.0), "tau": Range(1e-4, 1e-1)}
+
+
+@fd.algorithm
+def agnostic(domain_lr: float = 0.1) -> fd.Algorithm:
+    """Agnostic federated averaging whose domains are the labels, with the step size of FedAvg."""
+    return alg.agnostic(10, domain_lr=domain_lr, window=3, scale="batch")
+
+
 BODY = "^(?!.*classifier)"  # all leaves but those of the classifier
 ENTRANTS = {
     "FedAvg": Entrant(alg.fedavg, {}),
@@ -73,11 +81,28 @@ ENTRANTS = {
     "FedSMOO": Entrant(alg.fedsmoo, {"rho": RHO, "alpha": ALPHA}, down=2, up=2),
     "FedLESAM": Entrant(alg.fedlesam, {"rho": RHO}),
     "FedAdamW": Entrant(alg.fedadamw, {"alpha": Range(0.05, 1.0, log=False)}, down=2, lr=Range(1e-4, 1e-2)),
+    "FedDecorr": Entrant(alg.feddecorr, {"beta": Range(0.01, 1.0)}),
+    "FedGamma": Entrant(alg.fedgamma, {"rho": RHO}, down=2, up=2),
+    "Mime": Entrant(alg.mime, {"beta": MOMENTUM}, down=3, up=2),
+    "MimeLite": Entrant(alg.mimelite, {"beta": MOMENTUM}, down=2, up=2),
+    "AdaBest": Entrant(alg.adabest, {"mu": ALPHA, "beta": Range(0.5, 0.99, log=False)}),
+    "FedSWA": Entrant(alg.fedswa, {"rho": Range(0.05, 1.0), "alpha": Range(1.0, 2.0, log=False)}),
+    "FedMoSWA": Entrant(alg.fedmoswa, {"rho": Range(0.05, 1.0), "gamma": Range(0.05, 1.0)}, down=2, up=2),
+    "GHBM": Entrant(alg.ghbm, {"beta": MOMENTUM}, down=2),
+    "LocalGHBM": Entrant(alg.localghbm, {"beta": MOMENTUM}),
+    "FedHBM": Entrant(alg.fedhbm, {"beta": MOMENTUM}),
+    "FedGMT": Entrant(alg.fedgmt, {"gamma": Range(0.1, 3.0), "beta": Range(1.0, 1000.0)}, down=2),
+    "FedSOL": Entrant(alg.fedsol, {"rho": Range(0.1, 3.0)}),
+    "q-FedAvg": Entrant(alg.qfedavg, {"q": Range(0.01, 5.0)}),
+    "Agnostic": Entrant(agnostic, {"domain_lr": Range(0.01, 1.0)}),
     "Ditto": Entrant(alg.ditto, {"lam": Range(1e-2, 3.0)}, personal=True),
     "pFedMe": Entrant(
         alg.pfedme, {"lam": Range(1.0, 30.0), "inner_lr": Range(1e-2, 0.2)}, lr=Range(1e-3, 0.1), personal=True
     ),
     "APFL": Entrant(alg.apfl, {"alpha": Range(0.1, 0.9, log=False)}, personal=True),
+    "Per-FedAvg": Entrant(alg.perfedavg, {"alpha": Range(1e-3, 0.1)}, personal=True),
+    "IFCA": Entrant(alg.ifca, {}, down=2, personal=True),
+    "HypCluster": Entrant(alg.hypcluster, {}, down=2, personal=True),
     "FedPer": Entrant(alg.fedper, {}, sent=BODY, personal=True),
     "FedRep": Entrant(alg.fedrep, {}, sent=BODY, personal=True),
     "FedBABU": Entrant(alg.fedbabu, {}, sent=BODY, personal=True),

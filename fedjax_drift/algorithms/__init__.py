@@ -8,6 +8,8 @@ The files import `local`, `tree`, `leaves`, `types`, `model`, `checks`, `errors`
 
 from collections.abc import Callable
 
+from fedjax_drift.algorithms.adabest import adabest
+from fedjax_drift.algorithms.agnostic import agnostic
 from fedjax_drift.algorithms.apfl import apfl
 from fedjax_drift.algorithms.constrained import constrained
 from fedjax_drift.algorithms.ditto import ditto
@@ -18,10 +20,13 @@ from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.algorithms.fedavgm import fedavgm
 from fedjax_drift.algorithms.fedcm import fedcm
 from fedjax_drift.algorithms.feddc import feddc
+from fedjax_drift.algorithms.feddecorr import feddecorr
 from fedjax_drift.algorithms.feddyn import feddyn
 from fedjax_drift.algorithms.fedeve import fedeve
 from fedjax_drift.algorithms.fedexp import fedexp
+from fedjax_drift.algorithms.fedgamma import fedgamma
 from fedjax_drift.algorithms.fedgm import fedgm
+from fedjax_drift.algorithms.fedgmt import fedgmt
 from fedjax_drift.algorithms.fedgvr import fedgvr
 from fedjax_drift.algorithms.fedgvrgm import fedgvrgm
 from fedjax_drift.algorithms.fedlc import fedlc
@@ -34,11 +39,18 @@ from fedjax_drift.algorithms.fedprox import fedprox
 from fedjax_drift.algorithms.fedreg import fedreg
 from fedjax_drift.algorithms.fedsam import fedsam, mofedsam
 from fedjax_drift.algorithms.fedsmoo import fedsmoo
+from fedjax_drift.algorithms.fedsol import fedsol
 from fedjax_drift.algorithms.fedspeed import fedspeed
+from fedjax_drift.algorithms.fedswa import fedmoswa, fedswa
+from fedjax_drift.algorithms.ghbm import fedhbm, ghbm, localghbm
+from fedjax_drift.algorithms.ifca import hypcluster, ifca
 from fedjax_drift.algorithms.lfd import lfd
+from fedjax_drift.algorithms.mime import mime, mimelite
 from fedjax_drift.algorithms.moon import moon
 from fedjax_drift.algorithms.partly_shared import partly_shared
+from fedjax_drift.algorithms.perfedavg import perfedavg
 from fedjax_drift.algorithms.pfedme import pfedme
+from fedjax_drift.algorithms.qfedavg import qfedavg
 from fedjax_drift.algorithms.scaffold import scaffold
 from fedjax_drift.algorithms.slowmo import slowmo
 from fedjax_drift.algorithms.vrl_sgd import vrl_sgd
@@ -77,9 +89,26 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedsmoo": fedsmoo,
     "fedlesam": fedlesam,
     "fedadamw": fedadamw,
+    "feddecorr": feddecorr,
+    "fedgamma": fedgamma,
+    "mime": mime,
+    "mimelite": mimelite,
+    "adabest": adabest,
+    "fedswa": fedswa,
+    "fedmoswa": fedmoswa,
+    "ghbm": ghbm,
+    "localghbm": localghbm,
+    "fedhbm": fedhbm,
+    "fedgmt": fedgmt,
+    "fedsol": fedsol,
+    "qfedavg": qfedavg,
+    "agnostic": agnostic,
     "ditto": ditto,
     "pfedme": pfedme,
     "apfl": apfl,
+    "perfedavg": perfedavg,
+    "ifca": ifca,
+    "hypcluster": hypcluster,
     "partly_shared": partly_shared,
     "fedper": fedper,
     "fedrep": fedrep,
@@ -122,9 +151,26 @@ __all__ = [  # a literal list, because type checkers read it
     "fedsmoo",
     "fedlesam",
     "fedadamw",
+    "feddecorr",
+    "fedgamma",
+    "mime",
+    "mimelite",
+    "adabest",
+    "fedswa",
+    "fedmoswa",
+    "ghbm",
+    "localghbm",
+    "fedhbm",
+    "fedgmt",
+    "fedsol",
+    "qfedavg",
+    "agnostic",
     "ditto",
     "pfedme",
     "apfl",
+    "perfedavg",
+    "ifca",
+    "hypcluster",
     "partly_shared",
     "fedper",
     "fedrep",

@@ -91,7 +91,7 @@ def apfl(
         trained = trained | {"alpha": client.alpha} if adaptive else trained
         return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
 
-    def personal(server: Any, client: Client) -> Params:
+    def personal(server: Any, client: Client, work: Work) -> Params:
         return mixed(client.alpha, client.v, server.params)
 
     return fedavg(weighting=weighting)._replace(  # (5)

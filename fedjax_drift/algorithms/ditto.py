@@ -63,7 +63,7 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
         trained = trained | {"personal_loss": of_personal["loss"]}  # drift is that of theta_i
         return ClientResult(tree.subtract(theta, w), weight(work, weighting), Client(v), trained)
 
-    def personal(server: Any, client: Client) -> Params:
+    def personal(server: Any, client: Client, work: Work) -> Params:
         return client.v
 
     return base._replace(

@@ -62,7 +62,6 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
         w, previous, active, model = server.params, client.model, client.seen, work.model
         features = model.features
         assert features is not None  # `requires` below guarantees it
-        trains_otherwise = model.train_apply is not None or model.statistics is not None
         if first == "random_init":
             fresh = model.init(jax.random.fold_in(work.key, work.epochs))
             previous = jax.tree.map(lambda old, new: jnp.where(client.seen, old, new), previous, fresh)
@@ -70,13 +69,9 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
             active = active | (work.t > 0)
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            z = work.features(theta, batch, key)
+            z, CE = features_and_loss(work, theta, batch, key)
             z_glob, z_prev = features(w, batch.x), features(previous, batch.x)
             con = jax.nn.softplus((cosine(z, z_prev) - cosine(z, z_glob)) / temperature)  # (3)
-            if model.head and not trains_otherwise:  # reuse the features for the logits
-                CE = batch_mean(model.loss(model.head(theta, z), batch.y), batch.mask)
-            else:
-                CE = work.loss(theta, batch, key)
             return CE + mu * jnp.where(active, batch_mean(con, batch.mask), 0)
 
         theta, trained = train(work, start=w, loss=loss)
@@ -86,6 +81,14 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
     return fedavg(weighting=weighting)._replace(
         init_client=Client.unseen, client_update=client_update, requires=("features",), name="moon"
     )
+
+
+def features_and_loss(work: Work, theta: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The features [B, F] of a batch, and its mean loss. One forward pass gives both, if the model allows it."""
+    z, model = work.features(theta, batch, key), work.model
+    if model.head is None or model.train_apply is not None or model.statistics is not None:
+        return z, work.loss(theta, batch, key)
+    return z, batch_mean(model.loss(model.head(theta, z), batch.y), batch.mask)
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:

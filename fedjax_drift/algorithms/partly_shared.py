@@ -157,7 +157,14 @@ def partly_shared(
         assert base.finish is not None
         return client._replace(base=base.finish(server, client.base))
 
-    def model_of_client(server: Any, client: Client) -> Params:
+    def survey(server: Any, client: Client, work: Work) -> ClientResult:
+        assert base.survey is not None
+        start = with_leaves(server.params, own_leaves(server.params, client))
+        result = base.survey(server._replace(params=start), client.base, work)
+        mask = leaves.select("personal", personal, start)
+        return result._replace(message=without_personal(result.message, start, mask), state=client)
+
+    def model_of_client(server: Any, client: Client, work: Work) -> Params:
         return with_leaves(server.params, own_leaves(server.params, client))
 
     return base._replace(
@@ -168,6 +175,7 @@ def partly_shared(
         finish=finish if base.finish is not None else None,
         report=report if base.report is not None else None,
         personal=model_of_client if keeps else None,
+        survey=survey if base.survey is not None else None,
         requires=(*base.requires, f"{base_epochs + 1} epochs") if schedule == "alternate" else base.requires,
         name="partly_shared",
     )

@@ -89,7 +89,7 @@ def pfedme(
         w_i, x, trained = train_with(work._replace(optimizer=optax.identity()), w, gradient, w)
         return ClientResult(tree.subtract(w_i, w), weight(work, weighting), Client(x), trained)
 
-    def personal(server: Any, client: Client) -> Params:
+    def personal(server: Any, client: Client, work: Work) -> Params:
         return client.v
 
     return base._replace(

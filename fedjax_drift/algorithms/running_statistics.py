@@ -48,6 +48,11 @@ class Server(NamedTuple):
         """The mean of the last two global models, if the base algorithm has it (FedExP)."""
         return self._other("last_two_mean")
 
+    @property
+    def average(self) -> Params | None:
+        """The mean of all global models, if the base algorithm has it (agnostic federated averaging)."""
+        return self._other("average")
+
     def _other(self, name: str) -> Params | None:
         params = getattr(self.base, name, None)
         return None if params is None else whole(params, self.statistics)
@@ -102,9 +107,16 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
         assert base.report is not None
         return base.report(server.base, mean.base, context)
 
-    def personal(server: Server, client: Client) -> Params:
-        params = base.personal(server.base, client.base) if base.personal else server.base.params
-        return whole(params, client.statistics if local else server.statistics)
+    def personal(server: Server, client: Client, work: Work) -> Params:
+        s = client.statistics if local else server.statistics
+        if base.personal is None:
+            return whole(server.base.params, s)
+        return whole(base.personal(server.base, client.base, separated(work, s)), s)
+
+    def survey(server: Server, client: Client, work: Work) -> ClientResult:
+        assert base.survey is not None
+        s = client.statistics if local else server.statistics
+        return base.survey(server.base, client.base, separated(work, s))._replace(state=client)
 
     return base._replace(
         init_server=init_server,
@@ -116,6 +128,7 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
         finish=finish if base.finish else None,
         report=report if base.report else None,
         personal=personal if base.personal or local else None,
+        survey=survey if base.survey else None,
     )
 
 

@@ -111,7 +111,9 @@ def scaffold(
     return Algorithm(init_server, init_client, client_update, server_update, name="scaffold", requires=requires)
 
 
-def refresh(c_i: Params, c: Params, D: Params, work: Work, variate_lr: str, variate_steps: str) -> Params:
+def refresh(
+    c_i: Params, c: Params, D: Params, work: Work, variate_lr: str = "current", variate_steps: str = "own"
+) -> Params:
     """Equation (3): the new control variate of the client, option II."""
     scale = 1 / total_rate(work, variate_lr, variate_steps)
     return jax.tree.map(lambda c_i, c, D: c_i - c - scale * D, c_i, c, D)

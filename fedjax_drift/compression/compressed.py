@@ -92,9 +92,13 @@ def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts
         assert base.finish is not None
         return client._replace(base=base.finish(server, client.base))
 
-    def personal(server: Any, client: Client) -> Params:
+    def personal(server: Any, client: Client, work: Work) -> Params:
         assert base.personal is not None
-        return base.personal(server, client.base)
+        return base.personal(server, client.base, work)
+
+    def survey(server: Any, client: Client, work: Work) -> ClientResult:
+        assert base.survey is not None
+        return base.survey(server, client.base, work)._replace(state=client)
 
     sending = base._replace(client_update=client_update, name=f"{base.name}+{codec.name}")
     if not error_feedback:
@@ -104,6 +108,7 @@ def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts
         complete=complete,
         finish=finish if base.finish else None,
         personal=personal if base.personal else None,
+        survey=survey if base.survey else None,
     )
 
 

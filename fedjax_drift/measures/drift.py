@@ -25,8 +25,9 @@ from fedjax_drift.round.cohort import CURVATURE, Assignment, look_up
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
 from fedjax_drift.round.evaluate import at_round, inputs, labels
 from fedjax_drift.round.flight import as_started
+from fedjax_drift.round.observer import Observer, unobserved
 from fedjax_drift.round.places import at_places, in_cohort_order
-from fedjax_drift.round.round import Observer, observed_round, round_fn, unobserved
+from fedjax_drift.round.round import observed_round, round_fn
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
 from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Work
 

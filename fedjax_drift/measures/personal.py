@@ -25,7 +25,7 @@ from fedjax_drift.round.engine import Client, Engine, Rows, Shared, TestRows, pa
 from fedjax_drift.round.evaluate import after, inputs, score_rows
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.train import client_work, over_clients
-from fedjax_drift.types import PyTree, ServerState
+from fedjax_drift.types import PyTree, ServerState, Work
 
 __all__ = ["summary"]
 
@@ -107,6 +107,35 @@ class GlobalModel(NamedTuple):
     params: PyTree
 
 
+def shared_of(engine: Engine, state: ServerState, rows: Rows) -> Shared:
+    """What the clients share outside of a round."""
+    key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + FINE_TUNING)
+    return Shared(state.server, rows, key, state.round, engine.local.rate(state.round))
+
+
+def own_model(engine: Engine, shared: Shared, state: PyTree, work: Work) -> PyTree:
+    """The model that one client uses itself. state: of the client."""
+    w, algorithm = shared.server.params, engine.algorithm
+    if algorithm is None or algorithm.personal is None:
+        return w
+    theta = algorithm.personal(shared.server, state, work)
+    what = f"{algorithm.name}: a personal model must have the structure and the shapes of the parameters"
+    tree.check_layout(theta, w, what, dtypes=False)
+    return theta
+
+
+@partitionable
+def personal_models(engine: Engine, state: ServerState, rows: Rows, clients: Client) -> PyTree:
+    """The models that C clients use themselves, leaves [C, ...]."""
+    order, empty, placed = at_places(engine, clients, clients.steps)
+
+    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        return (), own_model(engine, shared, old, client_work(engine, shared, client, longest)), ()
+
+    _, models, _ = over_clients(engine, one, shared_of(engine, state, rows), placed, state.clients)
+    return jax.tree.map(partial(in_cohort_order, len(clients.id), order, empty), replicated(engine, models))
+
+
 @partitionable
 def personal_scores(
     engine: Engine,
@@ -124,20 +153,14 @@ def personal_scores(
 
     Returns a dict from each score (loss, accuracy, ...) to its sum over the test examples of each client, [C].
     """
-    lr = engine.local.rate(state.round)
-    key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + FINE_TUNING)
-    shared = Shared(state.server, rows, key, state.round, lr, (tests, clients.id[0]))
+    shared = shared_of(engine, state, rows)._replace(extra=(tests, clients.id[0]))
     order, empty, placed = at_places(engine, clients, clients.steps)
     B = min(eval_batch_size, len(tests.x))
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        theta, algorithm = shared.server.params, engine.algorithm
-        if algorithm is not None and algorithm.personal is not None:
-            theta = algorithm.personal(shared.server, state)
-            what = f"{algorithm.name}: a personal model must have the structure and the shapes of the parameters"
-            tree.check_layout(theta, shared.server.params, what, dtypes=False)
-        if fine_tune:
-            theta = fine_tuned(client_work(engine, shared, client, longest), theta)
+        work = client_work(engine, shared, client, longest)
+        theta = own_model(engine, shared, state, work)
+        theta = fine_tuned(work, theta) if fine_tune else theta
         (x, y, offset, size), first = shared.extra
         present, i = client.id < engine.num_clients, jnp.where(client.id < engine.num_clients, client.id - first, 0)
         offset, size = offset[i], jnp.where(present, size[i], 0)

@@ -154,6 +154,7 @@ class Shared(NamedTuple):
     extra: Any = ()  # additional values for the function that `train.over_clients` calls, the same for all
     aggregation: PyTree = ()  # the state of the aggregation rule
     past: Any = ()  # `flight.Past`, if clients may have started in an earlier round
+    surveyed: Any = None  # the mean of the messages of `Algorithm.survey`; None: not yet known
 
 
 def initial_client(engine: Engine, params: Params) -> PyTree:

@@ -111,13 +111,14 @@ def labels(engine: Engine, test: TestRows) -> jax.Array:
     return lax.map(lambda rows: inputs(engine, rows, test.t)[1], test._replace(t=None))
 
 
-OTHER_MODELS = ("client_mean", "last_two_mean")  # models that some algorithms keep on the server besides w
+OTHER_MODELS = ("client_mean", "last_two_mean", "average")  # models that some algorithms keep on the server besides w
 
 
 def server_scores(evaluate_params: Callable[[Params], dict[str, jax.Array]], server: Any) -> dict[str, jax.Array]:
     """The scores of the global model, and those of the other models that the server keeps, with their name as prefix.
 
-    These are the mean of the cohort's models (FedDyn, FedDC) and the mean of the last two global models (FedExP).
+    These are the mean of the cohort's models (FedDyn, FedDC), the mean of the last two global models (FedExP), and that
+    of all global models (agnostic federated averaging).
     """
     scores = evaluate_params(server.params)
     for name in OTHER_MODELS:

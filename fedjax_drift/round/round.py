@@ -3,6 +3,7 @@
 select    the participation rule selects the ids of the cohort [K]                cohort.py
 fail      some clients drop out, some do only a part of their local steps         cohort.py
 assign    assigns the cohort to D devices, with G groups of L clients per device  places.py
+survey    the mean of a first message of each client, for Mime                    survey.py
           then, in a scan over the groups:
 fetch     the client states of a group, [N, ...] -> [L, ...]                      client_states.py
 train     the L clients of the group side by side (vmap)                          train.py
@@ -16,9 +17,7 @@ advance   virtual time goes on, and other clients start (asynchronous rounds)   
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import chex
 import jax
@@ -26,40 +25,17 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.round.clock import advance
-from fedjax_drift.round.cohort import NOISE, Assignment, assign, available, observe
+from fedjax_drift.round.cohort import NOISE, assign, available, observe
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import at_round, evaluate
 from fedjax_drift.round.flight import as_started, mixed
 from fedjax_drift.round.info import describe, with_metrics
+from fedjax_drift.round.observer import Observer
 from fedjax_drift.round.places import in_cohort_order
+from fedjax_drift.round.survey import survey
 from fedjax_drift.round.traffic import exchanged_bytes
-from fedjax_drift.round.train import check_finite, client_work, expected_weight, finished, over_clients, scalars, update
-from fedjax_drift.types import ClientResult, Metrics, PyTree, Round, ServerState, Work
-
-
-class Observer(NamedTuple):
-    """What a round measures of its own training (`measures.drift`). This does not change the result of the round.
-
-    before: ``before(assigned, arrays)`` returns values that are the same for all clients, for `Shared.extra`.
-    update: ``update(shared, client, old, work) -> (result, terms, measured)`` trains one client, as `train.update`
-      does.
-    after: ``after(assigned, states, sums, measured)`` returns the measures. assigned: with the values of ``before`` in
-      `Shared.extra`. states: `ServerState.clients` before the round. sums: of the terms over the clients. measured: the
-      values of each client, leaves [D, G, L, ...].
-    """
-
-    before: Callable[[Assignment, Arrays], PyTree]
-    update: Callable[[Shared, Client, PyTree, Work], tuple[ClientResult, PyTree, PyTree]]
-    after: Callable[[Assignment, PyTree, PyTree, PyTree], Metrics]
-
-
-def unobserved(engine: Engine) -> Observer:
-    """Measures nothing."""
-    return Observer(
-        before=lambda assigned, arrays: (),
-        update=lambda shared, client, old, work: (update(engine, shared, client, old, work), (), ()),
-        after=lambda assigned, states, added, kept: {},
-    )
+from fedjax_drift.round.train import check_finite, client_work, expected_weight, finished, over_clients, scalars
+from fedjax_drift.types import Metrics, PyTree, Round, ServerState
 
 
 def round_fn(
@@ -82,7 +58,13 @@ def observed_round(
 ) -> tuple[ServerState, dict, Metrics]:
     """Like `round_fn`. Also returns the measures of ``observer``."""
     algorithm, aggregation = engine.algorithm, engine.aggregation
+    N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
+    fixed = engine.participation.expected is not None  # whether the divisor of the mean is
+    always = private or fixed  # whether the server is updated even if no client reports
     assigned = assign(engine, state, arrays, cohort)
+    expected = expected_weight(engine, assigned.shared, arrays.sizes) if fixed else None
+    if algorithm.survey is not None:
+        assigned = assigned._replace(shared=survey(engine, assigned, state.clients, expected))
     shared = assigned.shared._replace(extra=observer.before(assigned, arrays))
 
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -115,15 +97,12 @@ def observed_round(
     chex.assert_shape([*outcome.values()], assigned.placed.id.shape)  # [D, G, L]
     chex.assert_trees_all_equal_shapes_and_dtypes(clients, state.clients)
 
-    N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
-    fixed = engine.participation.expected is not None  # whether the divisor of the mean is
-    always = private or fixed  # whether the server is updated even if no client reports
-    divisor = expected_weight(engine, assigned.shared, arrays.sizes).astype(weight.dtype) if fixed else weight
+    divisor = weight if expected is None else expected.astype(weight.dtype)
     noise_key = jax.random.fold_in(assigned.shared.key, N + NOISE)
     mean, averaged = aggregation.combine(state.aggregation, total, divisor, noise_key, K)
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, message_dtypes)  # sums have the dtype of the weights
     participation = jnp.asarray(K / N, count.dtype) if always else count / N
-    context = Round(state.round, assigned.shared.lr, participation, N, engine.mean_size)
+    context = Round(state.round, shared.lr, participation, N, engine.mean_size, shared.surveyed)
     server = tree.cast_like(
         algorithm.server_update(state.server, mean, context), state.server, f"{algorithm.name}: the updated server"
     )

@@ -17,7 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedjax_drift import tree
 from fedjax_drift.round.engine import Engine, Rows, Shared, initial_client
-from fedjax_drift.round.train import some_client, update
+from fedjax_drift.round.train import some_client, update, with_survey
 from fedjax_drift.types import THREEFRY, ClientResult, PyTree
 
 CONSTANT, SERVER, CLIENT = range(3)  # what a value depends on; everything also depends on constants
@@ -39,21 +39,23 @@ def traffic(engine: Engine, server: PyTree, rows: Rows) -> tuple[int, int]:
     server, rows: only their shapes are used.
     """
 
-    def result(server: PyTree, state: PyTree, rows: Rows, t: jax.Array) -> ClientResult:
+    def result(server: PyTree, state: PyTree, rows: Rows, t: jax.Array) -> tuple[ClientResult, PyTree]:
         key = jax.random.fold_in(jax.random.key(0, impl=THREEFRY), t)
         shared = Shared(server, rows, key, t, jnp.asarray(t, float))
         client, work = some_client(engine, shared, t)
-        return update(engine, shared, client, state, work)
+        work = with_survey(engine.algorithm, server, state, work)
+        return update(engine, shared, client, state, work), work.surveyed
 
     state = jax.eval_shape(lambda server: initial_client(engine, server.params), server)
     closed, shapes = jax.make_jaxpr(result, return_shape=True)(server, state, rows, jnp.int32(0))
     program, is_read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     variables = program.invars[: sum(is_read[: len(jax.tree.leaves(server))])]
     source, needed = _sources(program, variables)
-    message = program.outvars[: len(jax.tree.leaves(shapes.message))]  # the first field of a `ClientResult`
+    message = program.outvars[: len(jax.tree.leaves(shapes[0].message))]  # the first field of a `ClientResult`
     of_client = [v for v in message if _of(source, v) == CLIENT]
     up, read, computed = (tree.nbytes([v.aval for v in each]) for each in (of_client, variables, needed))
-    return up, min(read, computed)
+    survey = tree.nbytes(shapes[1])  # its message goes up, and the mean comes down
+    return up + survey, min(read, computed) + survey
 
 
 def _sources(program: Jaxpr, variables: list[Var]) -> tuple[dict[Var, int], set[Any]]:

@@ -189,6 +189,7 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         lanes=None if engine.lanes == 1 else LANES,
         steps=engine.local.steps,
         stream=None if engine.local.steps is None else stream,
+        surveyed=shared.surveyed,
     )
 
 
@@ -206,16 +207,21 @@ def executed_steps(engine: Engine, placed: Client) -> jax.Array:
     return jnp.clip(left, 0, batches).max(2).sum() * engine.lanes
 
 
-def update(engine: Engine, shared: Shared, client: Client, old: PyTree, work: Work) -> ClientResult:
+def update(
+    engine: Engine, shared: Shared, client: Client, old: PyTree, work: Work, phase: str = "client_update"
+) -> ClientResult:
     """One client's update, with the weight that it has with this participation rule.
 
-    Raises ConfigurationError unless the algorithm returns a valid `ClientResult`.
+    phase: "survey" for the first phase of the round. Raises ConfigurationError unless the algorithm returns a valid
+    `ClientResult`.
     """
     algorithm = engine.algorithm
-    result = algorithm.client_update(shared.server, old, work)
+    if phase == "client_update":
+        work = with_survey(algorithm, shared.server, old, work)
+    result = getattr(algorithm, phase)(shared.server, old, work)
     if not isinstance(result, ClientResult):
         raise ConfigurationError(
-            f"{algorithm.name}: client_update must return a ClientResult, got {type(result).__name__}: "
+            f"{algorithm.name}: {phase} must return a ClientResult, got {type(result).__name__}: "
             "return fd.ClientResult(message, weight, state, metrics)"
         )
     trained = result.metrics if isinstance(result.metrics, Trained) else None
@@ -232,6 +238,14 @@ def update(engine: Engine, shared: Shared, client: Client, old: PyTree, work: Wo
     return ClientResult(message, weight, state, metrics)
 
 
+def with_survey(algorithm: Algorithm, server: Any, old: PyTree, work: Work) -> Work:
+    """The work, whose mean of the first phase is 0 if it is not known: outside of a round, only shapes are needed."""
+    if algorithm.survey is None or work.surveyed is not None:
+        return work
+    message = jax.eval_shape(lambda: algorithm.survey(server, old, work).message)  # type: ignore[misc]
+    return work._replace(surveyed=jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), message))
+
+
 def scalars(algorithm: Algorithm, what: str, values: Any) -> dict[str, Any]:
     """Returns the values as a dict. Raises ConfigurationError unless they are a dict of scalars."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
@@ -244,6 +258,15 @@ def scalars(algorithm: Algorithm, what: str, values: Any) -> dict[str, Any]:
                 f"{algorithm.name}: {name} must be a scalar, got {jnp.result_type(value)}{[*shape]}: take its mean"
             )
     return dict(values)
+
+
+@partitionable
+def any_survey(engine: Engine, state: ServerState, rows: Rows) -> PyTree:
+    """The mean of the first phase of a round, with zeros in the place of its values. None if there is no such phase."""
+    zero = jnp.zeros((), jnp.int32)
+    shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float))
+    client = initial_client(engine, state.server.params)
+    return with_survey(engine.algorithm, state.server, client, some_client(engine, shared, zero)[1]).surveyed
 
 
 @partitionable
@@ -272,8 +295,9 @@ def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
     """The message of some client, before `Algorithm.complete` has completed its state. For `jax.eval_shape`."""
     zero, key = jnp.zeros((), jnp.int32), jax.random.key(0, impl=THREEFRY)
     shared = Shared(engine.algorithm.init_server(params), rows, key, zero, jnp.zeros((), float))
-    _, work = some_client(engine, shared, zero)
-    return engine.algorithm.client_update(shared.server, engine.algorithm.init_client(params), work).message
+    (_, work), client = some_client(engine, shared, zero), engine.algorithm.init_client(params)
+    work = with_survey(engine.algorithm, shared.server, client, work)
+    return engine.algorithm.client_update(shared.server, client, work).message
 
 
 def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows, partitiona
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.initial import init
-from fedjax_drift.round.train import any_update
+from fedjax_drift.round.train import any_survey, any_update
 from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
 from fedjax_drift.types import Params, PyTree, Round, ServerState
@@ -146,6 +146,11 @@ class Programs:
         function = _checksum.__wrapped__ if form.private else _checksum
         return function(form, len(numbers), structure, tuple(leaves))
 
+    def personal_models(self) -> Callable:
+        """Returns the program ``(state, rows, clients) -> models``. See `personal.personal_models`."""
+        form, numbers = split(_selecting_nobody(self.engine))
+        return partial(launch, self.engine.mesh, _personal_models(form), _placed(self.engine, numbers), self.frozen)
+
     def personal(self, local: LocalTraining | None, sizes: Any, eval_batch_size: int) -> Callable:
         """Returns the program ``(state, rows, clients, tests) -> scores`` that evaluates the clients' own models.
 
@@ -157,16 +162,7 @@ class Programs:
             engine = engine._replace(local=local, rows_by_rank=by_rank)
         if engine.algorithm.personal is None:  # different algorithms then share the program
             engine = engine._replace(algorithm=None)  # type: ignore[arg-type]
-        form, numbers = split(
-            engine._replace(
-                participation=uniform(),
-                factors=False,
-                failures=None,
-                aggregation=mean(),
-                clock=synchronous(),
-                devices=None,
-            )
-        )
+        form, numbers = split(_selecting_nobody(engine))
         program = _personal(form, local is not None, eval_batch_size)
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 
@@ -313,6 +309,20 @@ def _of_turn(layout: Layout) -> NamedSharding | None:
     return None if layout.apart else layout.sharding
 
 
+def _selecting_nobody(engine: Engine) -> Engine:
+    """The engine without what a program that evaluates clients does not use, so that simulations share the program."""
+    engine = engine._replace(participation=uniform(), factors=False, failures=None, aggregation=mean())
+    return engine._replace(clock=synchronous(), devices=None)
+
+
+@lru_cache(KEPT)
+def _personal_models(form: recipes.Form) -> Callable:
+    def models(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
+        return personal.personal_models(recipes.join(form, numbers, frozen), *arguments)
+
+    return jax.jit(models, out_shardings=_seen(form.value))
+
+
 @lru_cache(KEPT)
 def _personal(form: recipes.Form, fine_tune: bool, eval_batch_size: int) -> Callable:
     def scores(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
@@ -329,7 +339,8 @@ def _checksum(form: recipes.Form, count: int, structure: Any, leaves: tuple[jax.
         engine: Engine = recipes.join(form, numbers, frozen)
         result = any_update(engine, state, rows)
         one = jnp.ones((), result.weight.dtype)
-        context = Round(state.round, one, one, engine.num_clients, engine.mean_size)
+        surveyed = any_survey(engine, state, rows)
+        context = Round(state.round, one, one, engine.num_clients, engine.mean_size, surveyed)
         return result, engine.algorithm.server_update(state.server, result.message, context)
 
     traced = jax.make_jaxpr(updates)((1.0,) * count, *jax.tree.unflatten(structure, leaves))

@@ -49,7 +49,7 @@ from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
 from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import ON_DEVICES, Specification
-from fedjax_drift.types import Algorithm, Params, PyTree, Record, ServerState
+from fedjax_drift.types import Algorithm, Params, Record, ServerState
 
 Cohorts = Sequence[Sequence[int | str]] | np.ndarray | jax.Array | Callable[[int], Any]
 """The cohorts of many rounds. See `Simulation.run`."""
@@ -725,12 +725,16 @@ class Simulation:
         state = self.setup.admit(state)
         i = self.data.id_of(client) if isinstance(client, str) else client
         i = checks.integer("client", i, 0, self.data.num_clients - 1)
-        personal_model, clients = self.setup.engine.algorithm.personal, state.clients
-        if personal_model is None:
+        if self.setup.engine.algorithm.personal is None:
             return state.params
-        if isinstance(clients, ClientStore):
-            clients, i = clients.gather([i]), 0
-        return personal_model(state.server, jax.jit(_row, out_shardings=self.setup.everywhere)(clients, i))
+        executor = self.executor
+        fetched = executor.host.fetch(np.array([i], np.int32), None)
+
+        def call() -> Params:
+            now = executor.with_states(state, fetched)
+            return executor.programs.personal_models()(now, fetched.arrays.rows, fetched.cohort)
+
+        return jax.tree.map(lambda leaf: leaf[0], executor.fitting(call, state))
 
     def _personal_scores(self, state: ServerState, local: LocalTraining | None) -> dict[str, np.ndarray]:
         """Returns the scores of each client's own model, summed over its test examples, [N].
@@ -821,10 +825,6 @@ def _clock_of(clock: Clock) -> dict[str, Any]:
     if clock.concurrency is None:
         return {}
     return {"clock": clock.name, **(reprs.plain(clock.recipe.arguments) if clock.recipe else {})}
-
-
-def _row(clients: PyTree, i: int) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[i], clients)
 
 
 def _counted(number: int, word: str) -> str:

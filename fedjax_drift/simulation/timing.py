@@ -58,6 +58,11 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
         )
     if selection_of(rule, N, M).capacity != M:
         raise ConfigurationError(f"{rule.name} must select {M} clients, the concurrency, before round 0")
+    if engine.algorithm.survey is not None:
+        raise ConfigurationError(
+            f"{engine.algorithm.name} needs synchronous rounds, because it asks all clients of a round before they "
+            f"train, got {clock.name} ones: leave clock= out"
+        )
     if engine.redeal is not None:
         raise ConfigurationError(
             "asynchronous rounds can't pool the examples of a cohort, got data.redealt(): pass the data as they are"

@@ -173,6 +173,11 @@ def check_aggregation(
             f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
             'which weights all by 1: pass weighting="uniform"'
         )
+    if aggregation.noise_multiplier is not None and algorithm.survey is not None:
+        raise ConfigurationError(
+            f"the privacy accounting of {aggregation.name} is that of one message per client and round, got "
+            f"{algorithm.name}, whose clients send two: use another algorithm, such as fd.algorithms.mimelite()"
+        )
     if aggregation.poisson and short_name(participation) != "bernoulli":
         raise ConfigurationError(
             f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}, got '

@@ -1,0 +1,129 @@
+"""IFCA and HypCluster. Ghosh, Chung, Yin, Ramchandran, "An Efficient Framework for Clustered Federated Learning",
+NeurIPS 2020, arXiv 2006.04088; Mansour, Mohri, Ro, Suresh, "Three Approaches for Personalization with Applications to
+Federated Learning", 2020, arXiv 2002.10619.
+
+Client i:  j_i = argmin_j F_i(w_j), of equals the lowest                                             (1)
+           local training from w_(j_i);  D_i = theta_i - w_(j_i)                                     (2)
+Server:    w_j <- w_j + server_lr (sum of p_i D_i) / (sum of p_i) over the clients of S with j_i = j (3)
+
+F_i(w_j) is the mean loss over all training examples of the client, before it trains. w_j stays the same if no client
+has chosen it. p_i is 1 (IFCA) or n_i (HypCluster). The model of a client is the w_j of its lowest training loss.
+
+Deviations:  in the message, the update is one of k rows, which a sum over the clients needs. The bytes that are counted
+are those of one model and an index. The variant of the IFCA paper that averages gradients is not implemented, nor are
+the server optimizers of FedJAX's HypCluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import checks, tree
+from fedjax_drift.algorithms.fedavg import WEIGHTINGS, weight
+from fedjax_drift.local import full_loss, train
+from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
+
+
+class Server(NamedTuple):
+    models: Params  # w_0, w_1, ..., leaves [k, ...]
+
+    @property
+    def params(self) -> Params:
+        """w_0. The models of the clients are in `models`; `evaluate_clients` evaluates them."""
+        return jax.tree.map(lambda w: w[0], self.models)
+
+
+@algorithm
+def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_lr: float = 1.0) -> Algorithm:
+    """Several global models. In each round, a client trains the one that fits its examples best.
+
+    Clients keep no state. They compute the losses of all k models, which costs k forward passes over their examples.
+    ``info["clients_of_model_0"]`` etc. is the number of clients in the cohort that have chosen a model. `evaluate`
+    evaluates w_0; use `evaluate_clients`, which evaluates each client with its own model.
+
+    Args:
+      models: k, the number of models, >= 1; or a list with the first models, such as ``[model.init(key) for key in
+        keys]``. The models of a number are the initial model and random permutations of the entries in each of its
+        leaves. They must differ: a model whose leaves are constant, such as a linear model that starts at 0, needs a
+        list.
+      weighting: p_i: "uniform" (1, default) or "examples" (n_i).
+      server_lr: factor of the mean updates, > 0.
+
+    Raises:
+      ValueError: a value is out of range, the weighting is unknown, or a model does not have the structure and the
+        shapes of the parameters.
+    """
+    if isinstance(models, Sequence) and not isinstance(models, str):
+        k = checks.integer("the number of models", len(models), 1)
+    else:
+        k = checks.integer("models", models, 1, fix="pass their number, or a list of parameters")
+    server_lr = checks.positive("server_lr", server_lr)
+    checks.choice("weighting", weighting, WEIGHTINGS)
+
+    def init_server(params: Params) -> Server:
+        if isinstance(models, Sequence):
+            for j, each in enumerate(models):
+                what = f"model {j} of ifca must have the structure and the shapes of the parameters"
+                tree.check_layout(each, params, what, dtypes=False)
+            return Server(jax.tree.map(lambda w, *each: jnp.stack(each).astype(w.dtype), params, *models))
+        each = [permuted(params, j) if j else params for j in range(k)]
+        return Server(jax.tree.map(lambda *w: jnp.stack(w), *each))
+
+    def client_update(server: Server, client: PyTree, work: Work) -> ClientResult:
+        j = best(server, work)  # (1)
+        start = jax.tree.map(lambda w: w[j], server.models)
+        theta, trained = train(work, start=start)
+        D = tree.subtract(theta, start)  # (2)
+        chosen = jax.nn.one_hot(j, k, dtype=work.lr.dtype)
+        p = chosen * weight(work, weighting)
+        rows = jax.tree.map(lambda D: jnp.tensordot(p, D, 0).astype(D.dtype), D)
+        sent = trained | {"uplink_bytes": jnp.asarray(tree.nbytes(D) + 4, float)}
+        return ClientResult((rows, p, chosen), weight(work, "uniform"), client, sent)
+
+    def server_update(server: Server, mean: PyTree, context: Round) -> Server:
+        rows, p, _ = mean
+
+        def move(w: jax.Array, total: jax.Array) -> jax.Array:
+            weights = p.reshape(k, *[1] * (w.ndim - 1))
+            return w + server_lr * total / jnp.where(weights > 0, weights, 1)  # (3)
+
+        return Server(jax.tree.map(move, server.models, rows))
+
+    def best(server: Server, work: Work) -> jax.Array:
+        return jnp.argmin(jax.vmap(lambda w: full_loss(work, w))(server.models))
+
+    def personal(server: Server, client: PyTree, work: Work) -> Params:
+        j = best(server, work)
+        return jax.tree.map(lambda w: w[j], server.models)
+
+    def report(server: Server, mean: PyTree, context: Round) -> Metrics:
+        chosen = mean[2] * context.participation * context.num_clients
+        return {f"clients_of_model_{j}": chosen[j] for j in range(k)}
+
+    made = Algorithm(init_server, lambda params: (), client_update, server_update, name="ifca")
+    return made._replace(report=report, personal=personal)
+
+
+@algorithm
+def hypcluster(models: int | Sequence[Params] = 2, server_lr: float = 1.0) -> Algorithm:
+    """`ifca` whose means are weighted by the clients' numbers of examples.
+
+    Args:
+      models, server_lr: as in `ifca`.
+
+    Raises:
+      ValueError: as `ifca`.
+    """
+    return ifca(models, "examples", server_lr)._replace(name="hypcluster")
+
+
+def permuted(params: Params, j: int) -> Params:
+    """The parameters with the entries of each leaf in another order."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(j, impl=THREEFRY), max(len(leaves), 1))
+    moved = [jax.random.permutation(key, w.ravel()).reshape(w.shape) for key, w in zip(keys, leaves, strict=False)]
+    return jax.tree.unflatten(structure, moved)
