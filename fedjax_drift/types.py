@@ -212,7 +212,7 @@ class Algorithm(NamedTuple):
         model has this field. "classifier": the model has the default loss. "sgd": local training without momentum and
         without another optimizer. "sgd or momentum": local training without another optimizer. "accuracy": the
         evaluation reports an accuracy. "weights": the aggregation keeps the weights of the clients. "one model": the
-        model has no running statistics that clients update, because a client trains two models. "2 epochs": at least
+        model has no running statistics that clients update, because clients train several models. "2 epochs": at least
         two local epochs; other numbers likewise.
       recipe: How it was made: the factory and its arguments, recorded by `fd.algorithm`.
     """

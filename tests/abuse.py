@@ -232,6 +232,9 @@ NAMES = without_none(Kind([*NO_NAMES, ["a"], ["a", "a"], "ab"], [["a", "b"], ("a
 OF_ALL_DATA = {"mean": without_none(Kind(ANYTHING)), "std": without_none(Kind(ANYTHING)), "name": only(str)}
 
 
+PER_DOMAIN = without_none(Kind([*NO_NUMBER, *WHOLE, [1, -1], [0.5, np.nan]], [[0.1] * 10, np.full(10, 0.1)]))
+
+
 def algorithms() -> Iterator[Call]:
     kinds = {
         **dict.fromkeys(
@@ -245,17 +248,41 @@ def algorithms() -> Iterator[Call]:
         "personal_epochs": optional(integer()),
         "base": without_none(only(fd.Algorithm)),
         "personal": Kind([value for value in ANYTHING if not isinstance(value, str) and not callable(value)]),
+        **dict.fromkeys(("q", "domain_lr"), nonnegative()),
+        **dict.fromkeys(("delta", "lipschitz"), optional(positive())),
+        "domains": integer(),
+        "domain": without_none(function()),
+        **dict.fromkeys(("lambda0", "counts0"), PER_DOMAIN),
+        "models": Kind([value for value in NO_NUMBER if not isinstance(value, list | tuple)] + [0, -1, 1.5], [1, 2]),
         "literal": Kind([*TEXTS, *THINGS, 0.5, [1], {"a": 1}, None], [True, False, (), []]),
     }
     share = Kind([*NO_NUMBER, 0, 1.5, -1], [1, 0.5, Fraction(1, 2)])
+    closed = Kind([*NO_NUMBER, 1.5, -1], [0, 1, 0.5])
     of_one = {
         ("fedadc", "gamma"): optional(nonnegative()),
         ("fedreg", "gamma"): share,
-        **dict.fromkeys([("fedcm", "alpha"), ("mofedsam", "alpha")], share),
-        **dict.fromkeys([("fedspeed", "alpha"), ("apfl", "alpha")], Kind([*NO_NUMBER, 1.5, -1], [0, 1, 0.5])),
+        **dict.fromkeys([("fedcm", "alpha"), ("mofedsam", "alpha"), ("fedmoswa", "gamma")], share),
+        **dict.fromkeys([("fedspeed", "alpha"), ("apfl", "alpha"), ("adabest", "beta")], closed),
+        **dict.fromkeys([("fedswa", "rho"), ("fedmoswa", "rho")], closed),
         **dict.fromkeys(
-            [("fedadamw", "alpha"), ("fedacg", "beta"), ("fedntd", "beta"), ("fedlc", "tau")], nonnegative()
-        ),
+            [
+                ("fedadamw", "alpha"),
+                ("fedacg", "beta"),
+                ("fedntd", "beta"),
+                ("fedlc", "tau"),
+                ("feddecorr", "beta"),
+                ("ghbm", "beta"),
+                ("localghbm", "beta"),
+                ("fedhbm", "beta"),
+                ("fedgmt", "gamma"),
+                ("perfedavg", "alpha"),
+            ],
+            nonnegative(),
+        ),  # fmt: skip
+        ("ghbm", "tau"): integer(),
+        ("localghbm", "tau"): optional(positive()),
+        ("fedgmt", "alpha"): fraction(),
+        ("fedgmt", "beta"): positive(),
         ("fedacg", "lam"): fraction(),
         **dict.fromkeys([("fedspeed", "lam"), ("pfedme", "beta")], positive()),
     }

@@ -358,3 +358,47 @@ def test_two_phases_need_a_synchronous_round() -> None:
     private = fd.aggregation.private(clip_norm=1.0, noise_multiplier=1.0)
     with pytest.raises(ValueError, match=r"is that of one message per client and round, got mime, whose clients send"):
         make(aggregation=private, sampling="bernoulli")
+
+
+def test_the_first_phase_of_a_round_has_the_clients_and_the_weights_of_the_second() -> None:
+    targets, sizes = [2.0, 8.0, -1.0, 5.0, 4.0], [1, 3, 2, 4, 1]
+    data, model = quadratics(targets, sizes)
+    local = fd.LocalTraining(epochs=2, batch_size=10, lr=0.5)
+    failing, plain = (
+        fd.Simulation(model, data, alg.mime(weighting="examples"), local=local, cohort_size=4, **options)
+        for options in ({"dropout": 0.4}, {})
+    )
+    state = failing.init(jax.random.key(4))
+    for _ in range(3):
+        after, info = failing.round_fn(state)
+        reporting = [i for i in np.asarray(info["cohort"]).tolist() if i >= 0]
+        assert 0 < len(reporting) <= 4
+        assert_same(after.server, plain.round_fn(state, reporting)[0].server)
+        state = after
+    assert float(info["downlink_bytes"]) == 3 * 4 and np.asarray(info["uplink_bytes"]).max() == 2 * 4
+    # Importance sampling: client i counts 1 / p_i times, and the divisors of both means are fixed.
+    p = np.array([0.25, 0.75, 1.0, 1.0, 1.0])
+    rule = fd.participation.importance(p)
+    sim = fd.Simulation(model, data, alg.mime(beta=0.5), local=local, cohort_size=4, participation=rule)
+    state, info = sim.round_fn(sim.init(jax.random.key(1)))
+    reporting = [i for i in np.asarray(info["cohort"]).tolist() if i >= 0]
+    assert 3 <= len(reporting) < 5
+    c = sum(-targets[i] / p[i] for i in reporting) / 5
+    assert float(state.server.m) == pytest.approx(c)
+    assert float(state.params) == pytest.approx(-0.75 * c * sum(1 / p[i] for i in reporting) / 5)
+    # The aggregation rule also acts on the first phase: gradients of the length 1.
+    clipped = federate(alg.mime(beta=0.0), (data, model))
+    sim = fd.Simulation(
+        model, data, alg.mime(beta=0.5), local=local, cohort_size=5, aggregation=fd.aggregation.clipped(1.0)
+    )
+    assert float(sim.round_fn(sim.init(jax.random.key(0)))[0].server.m) == pytest.approx(-3 / 5)
+    assert float(clipped.round_fn(clipped.init(jax.random.key(0)))[0].params) == pytest.approx(0.75 * 3.6)
+
+
+def test_algorithms_around_one_with_two_phases() -> None:
+    mime = run(alg.mime())
+    sent = fd.compression.compressed(alg.mime(), fd.compression.top_k(1.0))
+    assert_same(run(sent).server, mime.server)
+    assert_same(run(alg.partly_shared(alg.mime(), personal=lambda path: False)).params, mime.params)
+    shared = run(alg.partly_shared(alg.mime(), personal="out"))
+    assert not shared.server.m["out"].any() and shared.server.m["hidden"].any()

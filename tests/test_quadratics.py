@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from small import thorough
 
+import fedjax_drift as fd
+
 experiment = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "experiments" / "quadratics.py")))
 QUADRATICS = experiment.draw()
 OPTIMUM = QUADRATICS.optimum
@@ -54,6 +56,23 @@ def test_fedspeed_ends_at_a_distance_proportional_to_rho_and_fednova_at_the_fixe
     assert far.mean() == pytest.approx(10 * near.mean(), rel=0.05) and far.mean() < 0.05 * BIAS
     w = experiment.models(QUADRATICS, experiment.NEWER["FedNova"], 20, 60)[-1]
     assert np.linalg.norm(w - QUADRATICS.fixed_point(experiment.LR, experiment.STEPS)) < 1e-4
+
+
+def test_the_fixed_points_of_the_baselines() -> None:
+    def last(algorithm, rounds=60):
+        return experiment.models(QUADRATICS, algorithm, 20, rounds)[-1]
+
+    biased = QUADRATICS.fixed_point(experiment.LR, experiment.STEPS)
+    assert np.linalg.norm(last(experiment.BASELINES["GHBM, tau = 5"], 200) - biased) < 1e-4
+    # AdaBest: the optimum of f(w) + (1 - beta) mu / 2 ||w||^2, because w_0 = 0
+    H, Ha = QUADRATICS.H.mean(0), np.einsum("nij,nj->i", QUADRATICS.H, QUADRATICS.a) / len(QUADRATICS.a)
+    wanted = np.linalg.solve(H + (1 - 0.8) * 0.5 * np.eye(len(H)), Ha)
+    assert np.linalg.norm(last(fd.algorithms.adabest(mu=0.5, beta=0.8), 200) - wanted) < 1e-4
+    assert np.linalg.norm(wanted - OPTIMUM) > 0.3
+    assert np.linalg.norm(last(experiment.BASELINES["Mime, beta = 0"]) - OPTIMUM) < 1e-5
+    near, far = (np.linalg.norm(last(fd.algorithms.fedgamma(rho=rho)) - OPTIMUM) for rho in (0.01, 0.1))
+    assert far == pytest.approx(10 * near, rel=0.05) and far < 0.05 * BIAS
+    assert np.linalg.norm(last(experiment.BASELINES["FedMoSWA"], 300) - OPTIMUM) < 1e-4
 
 
 @pytest.mark.parametrize(("cohort_size", "rounds"), [thorough(20, 40), (4, 200)])

@@ -8,12 +8,14 @@ with the same model. States are donated, as in `run`. FedRep is left out, becaus
 because LeNet-5 has no normalisation layers.
 
 The rounds of an algorithm and of FedAvg are interleaved: each turn runs --rounds rounds of both, and gives one ratio of
-their times. Sizes are given in P, the number of bytes of one model, and B (bytes).
+their times. Sizes are given in P, the number of bytes of one model, and B (bytes). Bytes that are sent and received are
+those of a round.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import time
 from collections.abc import Iterator
 
@@ -27,7 +29,7 @@ from fedjax_drift import tree
 REQUIRED = {
     "fedprox": {"mu": 0.1}, "fedadam": {"server_lr": 0.01}, "fedyogi": {"server_lr": 0.01},
     "fedadagrad": {"server_lr": 0.01}, "slowmo": {"beta": 0.7}, "fedadc": {"beta": 0.7}, "feddyn": {"alpha": 0.01},
-    "feddc": {"alpha": 0.01}, "constrained": {"mu": 0.1},
+    "feddc": {"alpha": 0.01}, "constrained": {"mu": 0.1}, "agnostic": {"domains": 62},
 }  # fmt: skip
 LEFT_OUT = ("fedrep", "fedbn")
 
@@ -42,12 +44,11 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     data = fd.FederatedData(x, y, np.full(clients, n), x[:n], y[:n])
     local = fd.LocalTraining(epochs=1, batch_size=20, lr=0.01)
 
-    def simulate(name: str, cosine: bool = False) -> tuple[fd.Simulation, fd.ServerState]:
+    def simulate(name: str, cosine: bool = False) -> tuple[fd.Simulation, fd.ServerState, dict]:
         model = getattr(fd.models, arguments.model)(num_classes=62, cosine=cosine)
         algorithm = fd.algorithms.ALGORITHMS[name](**REQUIRED.get(name, {}))
         sim = fd.Simulation(model, data, algorithm, local=local, cohort_size=cohort, donate=True)
-        state, _ = sim.round_fn(sim.init(jax.random.key(0)))
-        return sim, state
+        return sim, *sim.round_fn(sim.init(jax.random.key(0)))
 
     def seconds(sim: fd.Simulation, state: fd.ServerState) -> tuple[float, fd.ServerState]:
         jax.block_until_ready(state)
@@ -57,10 +58,10 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         jax.block_until_ready(state)
         return (time.perf_counter() - started) / arguments.rounds, state
 
-    base = {cosine: list(simulate("fedavg", cosine)) for cosine in {name == "lfd" for name in arguments.algorithms}}
+    base = {cosine: list(simulate("fedavg", cosine)[:2]) for cosine in {name == "lfd" for name in arguments.algorithms}}
     for name in arguments.algorithms:
         reference = base[name == "lfd"]
-        sim, state = simulate(name, name == "lfd")
+        sim, state, info = simulate(name, name == "lfd")
         client, server = size(state.clients) / data.num_clients, size(state.server)
         ratios = []
         for _ in range(arguments.turns):
@@ -69,7 +70,10 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
             ratios.append(own / plain)
         one = 4 * tree.size(state.params)
         kept = f"{client / one:.0f} P" + (f" + {client % one:.0f} B" if client % one else "")
-        note = f"a client keeps {kept}, the server {server / one:.1f} P"
+        up, down = float(info["uplink_bytes"][0]) / one, float(info["downlink_bytes"]) / one
+        lines = len(inspect.getsource(inspect.getmodule(fd.algorithms.ALGORITHMS[name])).splitlines())
+        note = f"a client keeps {kept}, gets {down:.1f} P, sends {up:.1f} P; the server keeps {server / one:.1f} P; "
+        note += f"a file of {lines} lines"
         yield measure.row(f"{arguments.model}, {name} / fedavg", ratios, note=note)
 
 

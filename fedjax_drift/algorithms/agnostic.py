@@ -77,7 +77,8 @@ def agnostic(
     Raises:
       ValueError: a value is out of range, or there are more classes than domains.
     """
-    D = checks.integer("domains", domains, 1)
+    D = checks.integer("domains", domains, 1, 2**16)
+    domain = None if domain is None else checks.function("domain", domain, "it maps x [B, ...] and y to int [B]")
     domain_lr, window = checks.nonnegative("domain_lr", domain_lr), checks.integer("window", window, 1)
     checks.choice("update", update, ("eg", "projection", "none"))
     checks.choice("scale", scale, ("client", "batch"))
@@ -97,6 +98,11 @@ def agnostic(
         def members(batch: Batch) -> jax.Array:
             """[B, D]: 1 for the domain of an example. Padding belongs to none."""
             which = batch.y if domain is None else domain(batch.x, batch.y)
+            if which.shape != batch.mask.shape or not jnp.issubdtype(which.dtype, jnp.integer):
+                raise ConfigurationError(
+                    f"domain must return an integer for each of the {len(batch.mask)} examples of a batch, got "
+                    f"{which.dtype}{[*which.shape]}: pass a function (x [B, ...], y [B, ...]) -> int [B]"
+                )
             return jax.nn.one_hot(which, D, dtype=a.dtype) * batch.mask[:, None]
 
         def survey(batch: Batch) -> tuple[jax.Array, jax.Array]:

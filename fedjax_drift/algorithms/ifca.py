@@ -29,12 +29,8 @@ from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Metrics, Param
 
 
 class Server(NamedTuple):
+    params: Params  # w_0; `evaluate` evaluates it
     models: Params  # w_0, w_1, ..., leaves [k, ...]
-
-    @property
-    def params(self) -> Params:
-        """w_0. The models of the clients are in `models`; `evaluate_clients` evaluates them."""
-        return jax.tree.map(lambda w: w[0], self.models)
 
 
 @algorithm
@@ -47,17 +43,17 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
 
     Args:
       models: k, the number of models, >= 1; or a list with the first models, such as ``[model.init(key) for key in
-        keys]``. The models of a number are the initial model and random permutations of the entries in each of its
-        leaves. They must differ: a model whose leaves are constant, such as a linear model that starts at 0, needs a
-        list.
+        keys]``, which must differ. The models of a number are the initial model, and random permutations of the
+        entries in each of its leaves. If these are all constant, as in a linear model that starts at 0, normal random
+        numbers with standard deviation 0.1 are added to the others.
       weighting: p_i: "uniform" (1, default) or "examples" (n_i).
       server_lr: factor of the mean updates, > 0.
 
     Raises:
       ValueError: a value is out of range, the weighting is unknown, or a model does not have the structure and the
-        shapes of the parameters.
+        shapes of the parameters. A `Simulation` refuses running statistics that clients update.
     """
-    if isinstance(models, Sequence) and not isinstance(models, str):
+    if isinstance(models, list | tuple):
         k = checks.integer("the number of models", len(models), 1)
     else:
         k = checks.integer("models", models, 1, fix="pass their number, or a list of parameters")
@@ -65,13 +61,13 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
     checks.choice("weighting", weighting, WEIGHTINGS)
 
     def init_server(params: Params) -> Server:
-        if isinstance(models, Sequence):
+        if isinstance(models, list | tuple):
             for j, each in enumerate(models):
                 what = f"model {j} of ifca must have the structure and the shapes of the parameters"
                 tree.check_layout(each, params, what, dtypes=False)
-            return Server(jax.tree.map(lambda w, *each: jnp.stack(each).astype(w.dtype), params, *models))
-        each = [permuted(params, j) if j else params for j in range(k)]
-        return Server(jax.tree.map(lambda *w: jnp.stack(w), *each))
+            return server_of(jax.tree.map(lambda w, *each: jnp.stack(each).astype(w.dtype), params, *models))
+        each = [another(params, j) if j else params for j in range(k)]
+        return server_of(jax.tree.map(lambda *w: jnp.stack(w), *each))
 
     def client_update(server: Server, client: PyTree, work: Work) -> ClientResult:
         j = best(server, work)  # (1)
@@ -91,7 +87,7 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
             weights = p.reshape(k, *[1] * (w.ndim - 1))
             return w + server_lr * total / jnp.where(weights > 0, weights, 1)  # (3)
 
-        return Server(jax.tree.map(move, server.models, rows))
+        return server_of(jax.tree.map(move, server.models, rows))
 
     def best(server: Server, work: Work) -> jax.Array:
         return jnp.argmin(jax.vmap(lambda w: full_loss(work, w))(server.models))
@@ -105,7 +101,7 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
         return {f"clients_of_model_{j}": chosen[j] for j in range(k)}
 
     made = Algorithm(init_server, lambda params: (), client_update, server_update, name="ifca")
-    return made._replace(report=report, personal=personal)
+    return made._replace(report=report, personal=personal, requires=("one model",))
 
 
 @algorithm
@@ -121,9 +117,19 @@ def hypcluster(models: int | Sequence[Params] = 2, server_lr: float = 1.0) -> Al
     return ifca(models, "examples", server_lr)._replace(name="hypcluster")
 
 
-def permuted(params: Params, j: int) -> Params:
-    """The parameters with the entries of each leaf in another order."""
+def server_of(models: Params) -> Server:
+    return Server(jax.tree.map(lambda w: w[0], models), models)
+
+
+def another(params: Params, j: int) -> Params:
+    """Other first parameters of the same scale: the entries of each leaf in another order. If all leaves are constant,
+    normal random numbers with standard deviation 0.1 are added instead."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(j, impl=THREEFRY), max(len(leaves), 1))
-    moved = [jax.random.permutation(key, w.ravel()).reshape(w.shape) for key, w in zip(keys, leaves, strict=False)]
-    return jax.tree.unflatten(structure, moved)
+    constant = jnp.stack([(w.ravel()[1:] == w.ravel()[:-1]).all() for w in leaves]).all()
+
+    def leaf(w: jax.Array, key: jax.Array) -> jax.Array:
+        permuted = jax.random.permutation(key, w.ravel()).reshape(w.shape)
+        return jnp.where(constant, w + 0.1 * jax.random.normal(key, w.shape, w.dtype), permuted)
+
+    return jax.tree.unflatten(structure, list(map(leaf, leaves, keys)))

@@ -31,7 +31,7 @@ from fedjax_drift.round.evaluate import at_round, evaluate
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.initial import init
-from fedjax_drift.round.train import any_update, checked, some_message
+from fedjax_drift.round.train import any_survey, any_update, checked, some_message
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.fit import check_model
 from fedjax_drift.simulation.lanes import lane_of
@@ -103,6 +103,10 @@ class Setup:
     def any_update(self) -> ClientResult:
         """The shapes and dtypes of one client's update."""
         return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.engine.row))
+
+    def any_survey(self) -> Any:
+        """The shapes of the mean of the first phase of a round. None if there is no such phase."""
+        return jax.eval_shape(partial(any_survey, self.engine), self.state, Rows(*self.engine.row))
 
     def update_leaves(self) -> list[str]:
         """The names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list."""

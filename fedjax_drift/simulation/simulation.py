@@ -786,11 +786,11 @@ class Simulation:
         """
         e, D = self.setup.engine, num_teams(self.mesh)
         G = -(-e.most_clients // (D * e.lanes))
-        update, row = self.setup.any_update(), e.row
+        update, row, survey = self.setup.any_update(), e.row, self.setup.any_survey()
         times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
-            "message sum": tree.nbytes((update.message, update.weight)),
+            "message sum": tree.nbytes((update.message, update.weight, survey)),
             "client states": times * (D - 1) * G * e.lanes * tree.nbytes(update.state),
             "rows": (D - 1) * share * tree.nbytes(row),
         }

@@ -118,7 +118,7 @@ def check_statistics(kept: str, algorithm: Algorithm, aggregation: Aggregation) 
     """Checks that the algorithm and the aggregation can work with running statistics. kept: as in `Statistics`."""
     if kept != "frozen" and "one model" in algorithm.requires:
         raise ConfigurationError(
-            f"{algorithm.name} trains two models per client, which would share their running statistics, got "
+            f"{algorithm.name} trains more than one model, which would share their running statistics, got "
             f'statistics={kept!r}: use statistics="frozen", or GroupNorm instead of BatchNorm'
         )
     if kept == "local" and algorithm.observe is not None:
