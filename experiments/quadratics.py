@@ -31,9 +31,10 @@ rho = 0.01. FedSMOO and FedLESAM oscillate around the optimum, at 0.05 and 0.09 
 
 Of the baselines of 2019 to 2026, FedGamma ends at 0.15 rho, as FedSpeed does. Mime without momentum converges to the
 optimum if all clients take part. If clients are sampled, the gradient of the cohort is not that of all clients, and
-Mime scatters as FedAvg does. MimeLite and FedMoSWA have a slow momentum and oscillate: after 60 rounds with all clients,
-they are at 0.11 and 0.007. MimeLite ends at 0.005, FedMoSWA at the optimum. With all clients, AdaBest ends at the optimum of f(w) + (1 - beta) mu / 2 ||w - w_0||^2, which depends on the initial model
-w_0. The momentum of GHBM and LocalGHBM vanishes at a fixed point, so theirs is that of FedAvg.
+Mime scatters as FedAvg does. MimeLite and FedMoSWA have a slow momentum and oscillate: after 60 rounds with all
+clients, they are at 0.11 and 0.007. MimeLite ends at 0.005, FedMoSWA at the optimum. With all clients, AdaBest ends at
+the optimum of f(w) + (1 - beta) mu / 2 ||w - w_0||^2, which depends on the initial model w_0. The momentum of GHBM and
+LocalGHBM vanishes at a fixed point, so theirs is that of FedAvg.
 
 FedDyn works best if alpha is about as large as the curvatures. The table shows the round from which on the model is
 within 1e-3 of the optimum.

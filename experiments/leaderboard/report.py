@@ -42,9 +42,9 @@ TEXT = f"""\
   difference between runs with the same seed and partition. It is bold if it is significant after Holm's correction for
   all algorithms of the table.
 - **Costs.** CPU seconds and megabytes are those until the target accuracy is reached, if all runs reach it. CPU seconds
-  are those of all cores, without compilation. Compare them only within a table, and not between {BASELINE} and the algorithms
-  from FedDecorr to HypCluster outside of MNIST with Dirichlet 0.1, because the machines differ (these: AMD EPYC; all
-  others: Intel Xeon). Megabytes are what all clients of the rounds receive and send.
+  are those of all cores, without compilation. Compare them only within a table. Outside of MNIST with Dirichlet 0.1,
+  do not compare the algorithms from FedDecorr to HypCluster with others, because the machines differ (AMD EPYC and
+  Intel Xeon). Megabytes are what all clients of the rounds receive and send.
 - **Own models.** The last two columns are accuracies on each client's own test examples: the mean over the clients, and
   the mean of the worst 10 %. Algorithms with personal models are scored with them, all others after one epoch of
   fine-tuning with their tuned learning rate and plain SGD. This rate is too large for a few algorithms whose local
