@@ -621,6 +621,8 @@ def partitions() -> Iterator[Call]:
             [np.ones((2, 3)), [[1, 0], [0, 1]], jnp.ones((2, 1))],
         ),
         "min_per_label": integer(0),
+        "partition": Kind([*ANYTHING, fd.partition.iid], [fd.partition.iid(2), fd.partition.by_writer()]),
+        "imbalance": Kind([*NO_NUMBER, -1, 0, 0.5], [1, 1e300, np.float32(2), Fraction(3, 2)]),
     }
     y = Kind([*(value for value in LABELS.nonsense if value is not FEWER), Y / 2, Y[None]], LABELS.odd)
     any_writer = Kind(either=ANYTHING)
@@ -632,9 +634,11 @@ def partitions() -> Iterator[Call]:
         fd.partition.classes,
         fd.partition.distribution,
         fd.partition.by_writer,
+        fd.partition.long_tailed,
     ):
         takes = inspect.signature(make).parameters
         valid = {"num_clients": 2, "alpha": 0.5, "per_client": 2, "weights": np.ones((2, len(np.unique(Y))))}
+        valid["partition"] = fd.partition.iid(2)
         given = {name: value for name, value in valid.items() if name in takes}
         yield Call(f"fd.partition.{make.__name__}", make, given, {name: kinds[name] for name in takes})
         writer = writers if make is fd.partition.by_writer else any_writer
@@ -1106,7 +1110,7 @@ WORDS = """
 """.split()
 WORDS += ["", "a\0b", "\n", "é" * 50, "9" * 30]
 FLAGS = """
-    dataset algorithm partition clients size-sigma data-dir seed data-seed model init rounds cohort
+    dataset algorithm partition clients size-sigma imbalance data-dir seed data-seed model init rounds cohort
     sampling participation shift shift-test redeal compress error-feedback clock seconds-per-step up down
     epochs batch-size lr lr-decay
     lr-schedule momentum weight-decay clip-norm optimizer on-nonfinite dropout stragglers over-selection

@@ -92,6 +92,11 @@ def test_run_compares_algorithms_and_its_command_reproduces_it(tmp_path, capsys)
         (["--algorithm", "fedavg", "--clients", "3"], "--clients needs --partition, got 3"),
         (["--algorithm", "fedavg", "--partition", "shards:2", "--size-sigma", "1"], "no effect on shards, got 1.0"),
         (["--algorithm", "fedavg", "--partition", "iid:sizes=liner"], "did you mean 'linear'?"),
+        (["--algorithm", "fedavg", "--imbalance", "10"], "--imbalance needs --partition, got 10"),
+        (
+            ["--algorithm", "fedavg", "--partition", "iid", "--imbalance", "0.1"],
+            "imbalance must be a finite number >= 1",
+        ),
         (
             ["--algorithm", "fedavg", "--partition", "iid:sizes=60+50", "--clients", "2"],
             "sizes must sum to 120, the number of examples, got 110",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_drift.data import assignment, partition
-from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, shards
+from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, long_tailed, shards
 
 ALPHAS = (5e-324, 1e-6, 0.01, 0.3, 100.0, 1e6, 1e300)
 # The labels have gaps, one label is negative, and one class has a single example. Most class sizes are not multiples
@@ -235,6 +235,36 @@ def test_by_writer_sorts_the_writers():
     assert by_writer().num_clients is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "imbalance", "kept"),
+    [
+        ([6000] * 10, 100, [6000, 3596, 2156, 1292, 774, 464, 278, 166, 100, 60]),  # 6000 / 100^(c/9), rounded down
+        ([50] * 3, 10, [50, 15, 5]),
+        ([4, 50, 30], 25, [4, 10, 2]),  # the largest class sets the scale, and a class is never enlarged
+        ([9, 9, 9], 1e300, [9, 1, 1]),
+        ([7], 100, [7]),
+    ],
+)
+def test_the_classes_of_a_long_tail_decrease_exponentially(sizes, imbalance, kept):
+    y = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)) - 2, sizes))
+    parts, other = (long_tailed(iid(3, seed=5), imbalance, seed)(y) for seed in (0, 1))
+    rows = np.concatenate(parts)
+    assert len(parts) == 3 and len(set(rows.tolist())) == len(rows)
+    assert np.bincount(y[rows] + 2).tolist() == kept
+    assert len(sizes) == 1 or set(rows.tolist()) != set(np.concatenate(other).tolist())
+    # The clients are those that the partitioner makes of the examples that are kept.
+    rows.sort()
+    assert all(map(np.array_equal, parts, [rows[i] for i in iid(3, seed=5)(y[rows])]))
+
+
+def test_a_long_tail_without_imbalance_is_the_partition_itself():
+    y, writer = np.tile(np.arange(4), 50), np.arange(200) // 20
+    for base in (dirichlet(7, 0.3), shards(5, 2), by_writer()):
+        whole = long_tailed(base, imbalance=1)
+        assert all(map(np.array_equal, whole(y, writer), base(y, writer)))
+        assert whole.num_clients == base.num_clients and eval(repr(whole)) == whole != long_tailed(base, 2)
+
+
 def test_partitioners_are_compared_by_value():
     recipe = dirichlet(100, alpha=0.3, seed=0)
     assert eval(repr(recipe)) == recipe != dirichlet(100, alpha=0.3, seed=1)
@@ -297,6 +327,15 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: dirichlet(9, 1, min_size=112)(LABELS), "use min_size <= 111 or num_clients <= 8"),
         (lambda: iid(2)(LABELS[:, None]), "y must be one-dimensional integer labels"),
         (lambda: iid(2)(LABELS / 2), "got float64 of shape"),
+        (lambda: long_tailed(iid(2), 0.5), "imbalance must be a finite number >= 1, got 0.5: 1 keeps classes of equal"),
+        (lambda: long_tailed(iid(2), np.nan), "imbalance must be a finite number >= 1, got nan"),
+        (lambda: long_tailed(iid, 2), "partition must be of type Partition, got"),
+        (lambda: long_tailed(iid(100), 1e9)(np.repeat([0, 1], 98)), "use num_clients <= 99"),
+        (
+            lambda: long_tailed(iid(120), 1e9)(np.repeat([0, 1], 98)),
+            "needs at least 120 examples, got a data set with 99",
+        ),
+        (lambda: long_tailed(by_writer())(LABELS, LABELS[1:]), "must be 999 integers or strings, one per example"),
         (lambda: by_writer()(LABELS), "has no writers: use iid, dirichlet, shards or classes"),
         (lambda: by_writer()(LABELS, LABELS[1:]), "must be 999 integers or strings, one per example, got int64[998]"),
         (lambda: by_writer()(LABELS, [1, "1"] + [2] * 997), "writer must be all integers or all strings, got both"),

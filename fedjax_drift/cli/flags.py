@@ -238,6 +238,9 @@ def add_data(group: Any, required: bool) -> None:
     add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
     add(group, "--size-sigma", "SIGMA", "standard deviation of the logarithm of the client sizes, for iid and "
         "dirichlet (default: 0, equal sizes)", float)
+    add(group, "--imbalance", "FACTOR", "leave out training examples before the partition, such that the sizes of the "
+        "classes decrease exponentially, and the last class has 1 / FACTOR of those of the first (default: none are "
+        "left out; 100 is usual)", float)
     add(group, "--data-dir", "DIR",
         "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)")
     add(group, "--standardize", None, "whether images are standardized with the mean and standard deviation of the "

@@ -21,7 +21,7 @@ from fedjax_drift import checks, compression, shift
 from fedjax_drift.cli.flags import DEFAULT_MODEL, FAILURES, MODEL, PARTITION, SWITCH, Parser, add_run, needs
 from fedjax_drift.cli.values import LOCAL, Spec
 from fedjax_drift.clock import Devices
-from fedjax_drift.data import datasets, movielens
+from fedjax_drift.data import datasets, movielens, partition
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.partition import Partition
 from fedjax_drift.devices.mesh import use_cpu_devices
@@ -303,6 +303,7 @@ def _partition(args: argparse.Namespace) -> Partition | None:
         why = f"{args.dataset.name} has natural clients, so add --partition iid, for example"
         needs(args, "--clients", "--partition", why)
         needs(args, "--size-sigma", "--partition", why)
+        needs(args, "--imbalance", "--partition", why)
         if args.partition is None:
             return None
     spec, clients, sigma = args.partition or PARTITION("iid"), args.clients, args.size_sigma
@@ -311,7 +312,8 @@ def _partition(args: argparse.Namespace) -> Partition | None:
             raise ConfigurationError(
                 f"{flag} has no effect on {spec.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
             )
-    return spec.using(num_clients=clients or 100, seed=data_seed(args), size_sigma=sigma or 0.0).make()
+    recipe = spec.using(num_clients=clients or 100, seed=data_seed(args), size_sigma=sigma or 0.0).make()
+    return recipe if args.imbalance is None else partition.long_tailed(recipe, args.imbalance, data_seed(args))
 
 
 def _model_spec(args: argparse.Namespace, data: FederatedData) -> Spec:

@@ -10,8 +10,9 @@ examples of each client:
     >>> [rows.size for rows in partitioner(np.array([0, 0, 1, 1, 2, 2]))]
     [3, 3]
 
-Every partitioner uses every example exactly once, gives every client at least one example, and terminates for every
-legal input. The result only depends on the arguments and the data. Shapes: M examples, N clients, C distinct labels.
+Every partitioner uses every example exactly once, except for `long_tailed`, which leaves examples out. All give every
+client at least one example, and terminate for every legal input. The result only depends on the arguments and the data.
+Shapes: M examples, N clients, C distinct labels.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fedjax_drift.data.assignment import (
 )
 from fedjax_drift.errors import ConfigurationError
 
-__all__ = ["by_writer", "classes", "dirichlet", "distribution", "iid", "shards"]
+__all__ = ["by_writer", "classes", "dirichlet", "distribution", "iid", "long_tailed", "shards"]
 
 
 def __dir__() -> list[str]:
@@ -58,17 +59,18 @@ class Partition:
     arguments: Mapping[str, Any] = field(hash=False)
     """The arguments of its factory."""
     owners: Callable[[np.ndarray, np.ndarray | None], np.ndarray] = field(compare=False)
-    """``owners(y [M], writer [M] or None) -> int [M]``, the client of every example."""
+    """``owners(y [M], writer [M] or None) -> int [M]``, the client of every example; -1 for those that are left out."""
 
     @property
     def num_clients(self) -> int | None:
         """N, or None if it depends on the data (`by_writer`)."""
-        return self.arguments.get("num_clients")
+        base = self.arguments.get("partition")
+        return self.arguments.get("num_clients") if base is None else base.num_clients
 
     def __call__(self, y: np.ndarray, writer: np.ndarray | None = None) -> list[np.ndarray]:
         """Returns the indices of the examples of each client: N int64 arrays, ascending and disjoint.
 
-        Together the arrays contain each of 0..M-1 once.
+        Together the arrays contain each of 0..M-1 once, or at most once (`long_tailed`).
 
         Args:
           y: integer labels [M].
@@ -85,7 +87,7 @@ class Partition:
             )
         owner = self.owners(y, writer)
         rows = np.argsort(owner, kind="stable").astype(np.int64, copy=False)
-        return np.split(rows, np.cumsum(np.bincount(owner))[:-1])
+        return np.split(rows, np.cumsum(np.bincount(owner + 1))[:-1])[1:]
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.arguments.items())})"
@@ -365,6 +367,46 @@ def by_writer() -> Partition:
         return np.unique(checks.ids("writer", writer, len(y)), return_inverse=True)[1]
 
     return Partition("by_writer", {}, owners)
+
+
+def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -> Partition:
+    """Leaves out examples, such that the sizes of the classes decrease exponentially, and partitions the others.
+
+    Of class c = 0..C-1, in increasing order of the labels, it keeps n_max imbalance^(-c / (C-1)) examples, rounded
+    down, where n_max is the size of the largest class: at least one, at most all, chosen at random. If the classes have
+    equal sizes, the first keeps all examples, and the last the share 1 / imbalance. A test set does not change.
+
+    Args:
+      partition: a partitioner for the examples that are kept, such as ``dirichlet(100, alpha=0.5)``.
+      imbalance: the imbalance factor, >= 1. Default: 100; 10 and 50 are also usual.
+      seed: random seed of the choice, >= 0. ``partition`` has a seed of its own.
+
+    Raises:
+      ValueError: a value is out of range, or ``partition`` is not one of the partitioners of this module. Calling the
+        partitioner raises it if ``partition`` refuses the examples that are kept.
+
+    The profile is that of Cao et al., "Learning Imbalanced Datasets with Label-Distribution-Aware Margin Loss", NeurIPS
+    2019. Shang et al., "Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training with
+    Federated Features", IJCAI 2022, partition such data by a Dirichlet distribution.
+    """
+    checks.instance("partition", partition, Partition, "pass one such as fd.partition.dirichlet(100, alpha=0.5)")
+    imbalance = checks.number(
+        "imbalance", imbalance, "a finite number >= 1", lambda v: v >= 1, "1 keeps classes of equal size", False
+    )
+    seed = checks.integer("seed", seed, 0, math.inf)
+
+    def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        _, label, sizes = np.unique(y, return_inverse=True, return_counts=True)
+        profile = sizes.max() * imbalance ** (-np.arange(sizes.size) / max(1, sizes.size - 1))
+        kept = np.minimum(sizes, np.maximum(1, (profile * (1 + 1e-12)).astype(np.int64)))  # 59.999... are 60
+        rows = np.concatenate([rng.permutation(np.flatnonzero(label == c))[:n] for c, n in enumerate(kept)])
+        rows.sort()
+        owner = np.full(y.size, -1, np.int64)
+        owner[rows] = partition.owners(y[rows], None if writer is None else checks.ids("writer", writer, len(y))[rows])
+        return owner
+
+    return Partition("long_tailed", {"partition": partition, "imbalance": imbalance, "seed": seed}, owners)
 
 
 def _checked_sizes(sizes: Any, num_clients: int, size_sigma: float, min_size: int) -> str | tuple[int, ...]:

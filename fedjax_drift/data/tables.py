@@ -15,10 +15,10 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import image_files
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.data.partition import Partition, by_writer, classes, dirichlet, distribution, iid, shards
+from fedjax_drift.data.partition import Partition, by_writer, classes, dirichlet, distribution, iid, long_tailed, shards
 from fedjax_drift.errors import ConfigurationError
 
-FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer)
+FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer, long_tailed)
 FILL = "fill the missing values, or leave out their rows"
 IGNORE_LABELS = ("iid", "by_writer")  # partitioners that work for any labels
 
