@@ -159,7 +159,7 @@ def test_a_wrong_call_raises_the_documented_error(wrong, call, says) -> None:
 
 def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text()
-    rows = re.findall(r"^\| \[`(\w+)`\]\(#([\w-]+)\) \|[^|]*\| ([\d,]+) \|[^|]*\| (\d) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| \[`(\w+)`\]\(#([\w-]+)\) \|[^|]*\| ([\d,]+) \|[^|]*\| (\d+) \|$", page, re.MULTILINE)
     assert [name for name, *_ in rows] == list(ALGORITHMS)
     assert fd.algorithms.__all__ == ["ALGORITHMS", *ALGORITHMS]
     given = {"mu": 0.1, "alpha": 0.1, "beta": 0.9, "server_lr": 0.1}
