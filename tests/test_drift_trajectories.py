@@ -1,4 +1,5 @@
-"""Compares the algorithms that correct drift with the NumPy reference of `slow` and `slow_newer` after every round.
+"""Compares the algorithms that correct drift with the NumPy reference of `slow`, `slow_newer` and
+`slow_2026` after every round.
 
 Personalised algorithms and baselines are compared, too. The clients have different numbers of examples.
 """
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import slow
+import slow_2026
 import slow_newer
 from small import first_of_each, thorough
 from test_trajectories import (
@@ -102,8 +104,35 @@ CASES: list[Case] = [
     ("fedlesam", {"rho": 0.5, "old": "server", "correction": "feddyn"}, MOMENTUM),
     ("fedadamw", {}, {"clip_norm": 0.4, "lr": 0.02}),
     ("fedadamw", {"alpha": 0.3, "b1": 0.5, "blocks": "none"}, {"lr": 0.02}),
+    ("feddecorr", {}, BITES | MOMENTUM),
+    ("feddecorr", {"beta": 3.0, "scale": "correlation", "weighting": "uniform"}, {}),
+    ("fedgamma", {}, BITES),
+    ("fedgamma", {"rho": 0.5, "server_lr": 0.7}, MOMENTUM),
+    ("mime", {}, BITES | SLOW),
+    ("mime", {"beta": 0.6, "server_lr": 0.7, "damped": True, "weighting": "examples"}, {}),
+    ("mimelite", {}, BITES | SLOW),
+    ("mimelite", {"beta": 0.6, "server_lr": 0.7, "damped": True, "weighting": "examples"}, {}),
+    ("adabest", {}, BITES | MOMENTUM),
+    ("adabest", {"mu": 0.5, "beta": 0.7}, {}),
+    ("fedswa", {}, BITES),
+    ("fedswa", {"rho": 0.4, "alpha": 0.8}, {}),
+    ("fedmoswa", {}, BITES),
+    ("fedmoswa", {"rho": 0.4, "alpha": 0.8, "gamma": 0.6}, {}),
+    ("ghbm", {"tau": 2}, BITES | MOMENTUM),
+    ("ghbm", {"tau": 3, "beta": 0.6, "nesterov": True, "weighting": "uniform"}, BITES),
+    ("localghbm", {}, BITES | MOMENTUM),
+    ("localghbm", {"tau": 2.5, "beta": 0.6, "nesterov": True, "weighting": "uniform"}, BITES),
+    ("fedhbm", {}, BITES | MOMENTUM),
+    ("fedhbm", {"tau": 2.5, "beta": 0.6, "weighting": "uniform"}, {}),
+    ("fedgmt", {}, BITES | MOMENTUM),
+    ("fedgmt", {"gamma": 0.5, "temperature": 2.0, "alpha": 0.5, "beta": 3.0, "weighting": "examples"}, {}),
+    ("fedgmt", {"aggregation": "cohort"}, {}),
+    ("fedsol", {}, BITES | MOMENTUM),
+    ("fedsol", {"rho": 0.3, "temperature": 1.0, "adaptive": False, "weighting": "uniform"}, {}),
+    ("qfedavg", {}, BITES | MOMENTUM),
+    ("qfedavg", {"q": 3.0, "lipschitz": 2.0}, {}),
 ]
-ORACLES = vars(slow) | vars(slow_newer)
+ORACLES = vars(slow) | vars(slow_newer) | vars(slow_2026)
 
 
 # The first case of each of these algorithms also runs in float32. They are the algorithms that lose the most precision
@@ -118,7 +147,7 @@ def network(algorithm: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]
     if algorithm == "lfd":
         cosines = {"apply": lambda p, x: fd.models.cosine_logits(x, p["w"]), "features": lambda p, x: x, "cosine": True}
         return {"w": (FEATURES, CLASSES)}, cosines
-    if algorithm == "moon":
+    if algorithm in ("moon", "feddecorr"):
 
         def features(p: Any, x: jax.Array) -> jax.Array:
             return jnp.tanh(x @ p["w1"] + p["b1"][None])
@@ -142,12 +171,15 @@ def pooled_test_set(clients: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.nd
 def order(key: jax.Array, epochs: int, t: int, i: int, epoch: int) -> np.ndarray:
     """Returns the order of `library_order`, or that of FedReg's first pass if ``epoch`` is ``epochs``.
 
-    The key of the first pass is not split, because only the shuffle uses it.
+    The key of the first pass is not split, because only the shuffle uses it. Orders 1000 + epoch and 2000 + epoch are
+    the second and the third shuffle of an epoch, for Per-FedAvg.
     """
     if epoch < epochs:
         return library_order(key, t, i, epoch)
     _, round_key = jax.random.split(jax.random.fold_in(key, t))
-    shuffle_key = jax.random.fold_in(jax.random.fold_in(round_key, i), epoch)
+    shuffle_key = jax.random.fold_in(jax.random.fold_in(round_key, i), epoch % 1000)
+    if epoch >= 1000:
+        shuffle_key = jax.random.fold_in(jax.random.split(shuffle_key)[0], epoch // 1000)
     return np.asarray(shuffle(shuffle_key, jnp.int32(SIZES[i]), jnp.int32(max(SIZES)), max(SIZES)))[: SIZES[i]]
 
 
@@ -205,6 +237,13 @@ PERSONAL: list[Case] = [
     ("partly_shared", {"schedule": "frozen"}, BITES | MOMENTUM),
     ("partly_shared", {"new_clients": "mean"}, BITES),
     ("partly_shared", {"base": "scaffold", "new_clients": "mean", "schedule": "alternate"}, {"epochs": 2}),
+    ("perfedavg", {"alpha": 0.1}, BITES | MOMENTUM),
+    ("perfedavg", {"alpha": 0.3, "delta": None, "weighting": "examples"}, {}),
+    ("perfedavg", {"alpha": 0.3, "variant": "first_order"}, BITES),
+    ("perfedavg", {"alpha": 0.3, "batches": "same"}, {}),
+    ("ifca", {"models": 3}, BITES | MOMENTUM),
+    ("ifca", {"models": 2, "weighting": "examples", "server_lr": 0.7}, {}),
+    ("hypcluster", {"models": 3, "server_lr": 0.7}, BITES),
 ]
 
 
@@ -218,6 +257,10 @@ def test_personal_models_match_the_numpy_reference(
     if algorithm == "partly_shared":
         ours |= {"base": getattr(fd.algorithms, ours.get("base", "fedavg"))(), "personal": "b"}
         theirs["personal"] = slow.pack({"b": np.ones(CLASSES), "w": 0 * params["w"]}) > 0
+    if "models" in ours:
+        rng = np.random.default_rng(2)
+        ours["models"] = [{name: rng.normal(size=a.shape) for name, a in params.items()} for _ in range(ours["models"])]
+        theirs["models"] = [slow.pack(model) for model in ours["models"]]
     with jax.enable_x64():
         clients = label_skewed_clients(np.float64)
         sim = fd.Simulation(
@@ -230,18 +273,61 @@ def test_personal_models_match_the_numpy_reference(
         )
         state = sim.init(jax.random.key(0))
         local = slow.Local(**options)
-        federation = slow.Federation(clients, COHORTS, lambda *which: library_order(state.key, *which), local)
+        federation = slow.Federation(clients, COHORTS, partial(order, state.key, local.epochs), local)
         wanted = slow.simulate(ORACLES[algorithm], params, federation, **theirs)
         for t, (cohort, want) in enumerate(zip(COHORTS, wanted, strict=True)):
-            state, _ = sim.round_fn(state, cohort)
+            state, info = sim.round_fn(state, cohort)
             assert np.linalg.norm(slow.pack(state.params) - slow.pack(want)) < 1e-9, f"after round {t}"
             for i, theta in enumerate(federation.info[t]["personal"]):
-                client = jax.tree.map(lambda a, i=i: a[i], state.clients)
-                model = sim.algorithm.personal(state.server, client) if sim.algorithm.personal else state.params
+                model = sim.personal_params(state, i) if sim.algorithm.personal else state.params
                 assert np.linalg.norm(slow.pack(model) - theta) < 1e-9, f"client {i} after round {t}"
+            if "counts" in federation.info[t]:
+                counts = federation.info[t]["counts"]
+                assert [info[f"clients_of_model_{j}"] for j in range(len(counts))] == counts.tolist()
+                for j, theta in enumerate(federation.info[t]["models"]):
+                    model = jax.tree.map(lambda w, j=j: w[j], state.server.models)
+                    assert np.linalg.norm(slow.pack(model) - theta) < 1e-9, f"model {j} after round {t}"
         if "alpha" in federation.info[-1]:
             np.testing.assert_allclose(state.clients.alpha, federation.info[-1]["alpha"], rtol=1e-9)
             assert len(set(np.asarray(state.clients.alpha))) > 1
+
+
+AGNOSTIC: list[Case] = [
+    ("agnostic", {"domains": 3}, BITES | MOMENTUM),
+    ("agnostic", {"domains": 4, "window": 3, "scale": "batch", "counts0": (10.0, 20.0, 5.0, 0.0)}, {"clip_norm": 0.4}),
+    ("agnostic", {"domains": 3, "update": "projection", "domain_lr": 0.3, "lambda0": (0.2, 0.7, 0.1)}, {}),
+    ("agnostic", {"domains": 3, "update": "none", "scale": "batch", "lambda0": (0.0, 0.7, 0.3)}, {}),
+    ("agnostic", {"domains": 2, "domain": "sign", "window": 2}, {}),
+]
+
+
+@pytest.mark.parametrize("algorithm, hyperparameters, changes", first_of_each(AGNOSTIC), ids=map(case_id, AGNOSTIC))
+def test_the_weights_of_domains_match_the_numpy_reference(
+    algorithm: str, hyperparameters: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    options = LOCAL | changes
+    params = {"w": np.random.default_rng(1).normal(size=(FEATURES, CLASSES)), "b": np.zeros(CLASSES)}
+    if "domain" in hyperparameters:
+        hyperparameters = hyperparameters | {"domain": lambda x, y: (x[:, 0] > 0) * 1}
+    with jax.enable_x64():
+        clients = label_skewed_clients(np.float64)
+        sim = fd.Simulation(
+            fd.Model(init=lambda key: jax.tree.map(jnp.asarray, params), apply=lambda p, x: x @ p["w"] + p["b"][None]),
+            fd.FederatedData.from_clients(clients),
+            getattr(fd.algorithms, algorithm)(**hyperparameters),
+            local=fd.LocalTraining(**options),
+            cohort_size=len(COHORTS[0]),
+            mesh=fd.clients_mesh(jax.devices()[:1]),
+        )
+        state = sim.init(jax.random.key(0))
+        local = slow.Local(**options)
+        federation = slow.Federation(clients, COHORTS, partial(order, state.key, local.epochs), local)
+        wanted = slow.simulate(ORACLES[algorithm], params, federation, **hyperparameters)
+        for t, (cohort, want) in enumerate(zip(COHORTS, wanted, strict=True)):
+            state, _ = sim.round_fn(state, cohort)
+            assert np.linalg.norm(slow.pack(state.params) - slow.pack(want)) < 1e-9, f"after round {t}"
+            assert np.linalg.norm(slow.pack(state.server.average) - federation.info[t]["average"]) < 1e-9
+            np.testing.assert_allclose(state.server.weights, federation.info[t]["lambda"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.thorough

@@ -233,7 +233,9 @@ def test_limits_of_personal_models() -> None:
     uniform = parameters(alg.fedavg(weighting="uniform"))
     mixed = run(alg.apfl(alpha=0.0))
     assert_same(mixed.params, uniform)
-    assert_same(alg.apfl(alpha=0.0).personal(mixed.server, jax.tree.map(lambda a: a[3], mixed.clients)), mixed.params)
+    assert_same(
+        alg.apfl(alpha=0.0).personal(mixed.server, jax.tree.map(lambda a: a[3], mixed.clients), None), mixed.params
+    )
     assert_same(run(alg.apfl(alpha=1.0)).clients.v, run(alg.ditto(lam=0.0)).clients.v)
     assert_same(run(alg.pfedme(lam=0.0)).params, start.params)
     one = alg.pfedme(lam=2.0, inner_steps=1, inner_start="local")
