@@ -263,7 +263,7 @@ def fedgmt(
     """Li et al. 2025: distillation from a moving average of the global models, and FedDyn's duals without its pull."""
     h, average = np.zeros((fed.num_clients, len(w))), w
     for t, S in enumerate(fed.cohorts):
-        thetas, with_duals = [], []
+        thetas = []
         for i in S:
 
             def gradient(theta: Vector, x: np.ndarray, y: np.ndarray, i: int = i, teacher: Vector = average) -> Vector:
@@ -273,11 +273,8 @@ def fedgmt(
             theta_i = fed.train(t, i, w, gradient)
             h[i] += theta_i - w
             thetas.append(theta_i)
-            with_duals.append(theta_i + h[i])
-        if aggregation == "all":
-            w = fed.mean(S, thetas, weighting) + h.mean(axis=0)
-        else:
-            w = fed.mean(S, with_duals, weighting)
+        duals = h if aggregation == "all" else h[list(S)]  # their mean is uniform for every weighting
+        w = fed.mean(S, thetas, weighting) + duals.mean(axis=0)
         average = alpha * average + (1 - alpha) * w
         yield w
 

@@ -127,6 +127,7 @@ CASES: list[Case] = [
     ("fedgmt", {}, BITES | MOMENTUM),
     ("fedgmt", {"gamma": 0.5, "temperature": 2.0, "alpha": 0.5, "beta": 3.0, "weighting": "examples"}, {}),
     ("fedgmt", {"aggregation": "cohort"}, {}),
+    ("fedgmt", {"aggregation": "cohort", "weighting": "examples"}, BITES),
     ("fedsol", {}, BITES | MOMENTUM),
     ("fedsol", {"rho": 0.3, "temperature": 1.0, "adaptive": False, "weighting": "uniform"}, {}),
     ("qfedavg", {}, BITES | MOMENTUM),
