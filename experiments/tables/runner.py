@@ -52,6 +52,7 @@ DATA_OPTIONS = (
     "partition",
     "clients",
     "size_sigma",
+    "imbalance",
     "data_dir",
     "data_seed",
     "redeal",
