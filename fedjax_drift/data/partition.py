@@ -62,10 +62,15 @@ class Partition:
     """``owners(y [M], writer [M] or None) -> int [M]``, the client of every example; -1 for those that are left out."""
 
     @property
+    def base(self) -> Partition:
+        """The partitioner that chooses the clients: this one, or the innermost one of `long_tailed`."""
+        inner = self.arguments.get("partition")
+        return self if inner is None else inner.base
+
+    @property
     def num_clients(self) -> int | None:
         """N, or None if it depends on the data (`by_writer`)."""
-        base = self.arguments.get("partition")
-        return self.arguments.get("num_clients") if base is None else base.num_clients
+        return self.base.arguments.get("num_clients")
 
     def __call__(self, y: np.ndarray, writer: np.ndarray | None = None) -> list[np.ndarray]:
         """Returns the indices of the examples of each client: N int64 arrays, ascending and disjoint.
