@@ -379,11 +379,13 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
 
     Of class c = 0..C-1, in increasing order of the labels, it keeps n_max imbalance^(-c / (C-1)) examples, rounded
     down, where n_max is the size of the largest class: at least one, at most all, chosen at random. If the classes have
-    equal sizes, the first keeps all examples, and the last the share 1 / imbalance. A test set does not change.
+    equal sizes, the first keeps all examples, and the last the share 1 / imbalance. A test set does not change. With
+    `by_writer`, there is no client for a writer of whom no example is kept.
 
     Args:
       partition: a partitioner for the examples that are kept, such as ``dirichlet(100, alpha=0.5)``.
-      imbalance: the imbalance factor, >= 1. Default: 100; 10 and 50 are also usual.
+      imbalance: the imbalance factor, >= 1. Default: 100; 10 and 50 are also usual. With 1, all examples are kept, and
+        the result is that of ``partition``.
       seed: random seed of the choice, >= 0. ``partition`` has a seed of its own.
 
     Raises:
@@ -396,7 +398,7 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
     """
     checks.instance("partition", partition, Partition, "pass one such as fd.partition.dirichlet(100, alpha=0.5)")
     imbalance = checks.number(
-        "imbalance", imbalance, "a finite number >= 1", lambda v: v >= 1, "1 keeps classes of equal size", False
+        "imbalance", imbalance, "a finite number >= 1", lambda v: v >= 1, "1 keeps all examples, 100 is usual", False
     )
     seed = checks.integer("seed", seed, 0, math.inf)
 
@@ -407,8 +409,17 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
         kept = np.minimum(sizes, np.maximum(1, (profile * (1 + 1e-12)).astype(np.int64)))  # 59.999... are 60
         rows = np.concatenate([rng.permutation(np.flatnonzero(label == c))[:n] for c, n in enumerate(kept)])
         rows.sort()
+        writers = None if writer is None else checks.ids("writer", writer, len(y))[rows]
         owner = np.full(y.size, -1, np.int64)
-        owner[rows] = partition.owners(y[rows], None if writer is None else checks.ids("writer", writer, len(y))[rows])
+        try:
+            owner[rows] = partition.owners(y[rows], writers)
+        except ConfigurationError as error:  # it speaks of the examples that are kept, which the caller never counted
+            if rows.size == y.size:
+                raise
+            raise ConfigurationError(
+                f"{error} (imbalance={imbalance:g} keeps {rows.size} of the {y.size} examples, and a smaller one keeps "
+                "more)"
+            ) from error
         return owner
 
     return Partition("long_tailed", {"partition": partition, "imbalance": imbalance, "seed": seed}, owners)
