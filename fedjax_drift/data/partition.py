@@ -406,7 +406,7 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
         rng = np.random.default_rng(seed)
         _, label, sizes = np.unique(y, return_inverse=True, return_counts=True)
         profile = sizes.max() * imbalance ** (-np.arange(sizes.size) / max(1, sizes.size - 1))
-        kept = np.minimum(sizes, np.maximum(1, (profile * (1 + 1e-12)).astype(np.int64)))  # 59.999... are 60
+        kept = np.maximum(1, (profile * (1 + 1e-12)).astype(np.int64))  # 2.9999999999999996 is 3
         rows = np.concatenate([rng.permutation(np.flatnonzero(label == c))[:n] for c, n in enumerate(kept)])
         rows.sort()
         writers = None if writer is None else checks.ids("writer", writer, len(y))[rows]
