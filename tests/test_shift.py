@@ -273,6 +273,11 @@ def test_a_shift_of_the_labels_says_which_domain_an_example_has() -> None:
     assert losses[0] != pytest.approx(losses[1], rel=1e-2)
     np.testing.assert_allclose(after.server.weights, grown / grown.sum(), rtol=1e-4)
     assert after.server.counts[-1].tolist() == [SIZES[0] + SIZES[2], SIZES[1] + SIZES[3]]
+    # The same with labels that are stored, for which the domains may differ within a client.
+    stored = fd.FederatedData.from_clients([data.examples(i) for i in range(N)])
+    sim_of_stored = fd.Simulation(model, stored, agnostic, local=LOCAL, cohort_size=N)
+    weights = sim_of_stored.round_fn(started(sim_of_stored))[0].server.weights
+    np.testing.assert_allclose(weights, after.server.weights, rtol=1e-4)
     plain = simulate(DATA.shifted(ROTATED), fd.algorithms.fedavg())
     for name, values in plain.evaluate_clients(started(plain)).items():
         np.testing.assert_allclose(sim.evaluate_clients(state)[name], values, rtol=1e-5, err_msg=name)
