@@ -602,6 +602,7 @@ def dealing() -> Kind:
 
 
 def partitions() -> Iterator[Call]:
+    nested = [fd.partition.iid(2), fd.partition.long_tailed(fd.partition.dirichlet(2, alpha=0.5), 2)]
     kinds = {
         **dict.fromkeys(("num_clients", "per_client"), integer()),
         "seed": seed(),
@@ -621,8 +622,8 @@ def partitions() -> Iterator[Call]:
             [np.ones((2, 3)), [[1, 0], [0, 1]], jnp.ones((2, 1))],
         ),
         "min_per_label": integer(0),
-        "partition": Kind([*ANYTHING, fd.partition.iid], [fd.partition.iid(2), fd.partition.by_writer()]),
-        "imbalance": Kind([*NO_NUMBER, -1, 0, 0.5], [1, 1e300, np.float32(2), Fraction(3, 2)]),
+        "partition": Kind([*ANYTHING, fd.partition.iid, lambda y, writer: [[0]]], [fd.partition.by_writer(), *nested]),
+        "imbalance": Kind([*NO_NUMBER, -1, 0, 0.5, 1 - 1e-9], [1, 1e300, np.float32(2), Fraction(3, 2), np.array(2)]),
     }
     y = Kind([*(value for value in LABELS.nonsense if value is not FEWER), Y / 2, Y[None]], LABELS.odd)
     any_writer = Kind(either=ANYTHING)
@@ -647,11 +648,12 @@ def partitions() -> Iterator[Call]:
 
 def datasets() -> Iterator[Call]:
     recipes = [open, object, int, lambda y, writer: [[0]], lambda y, writer: 3]
-    nonsense = [value for value in [*ANYTHING, fd.partition.iid] if not callable(value) or value is fd.partition.iid]
+    factories, few = [fd.partition.iid, fd.partition.long_tailed], fd.partition.iid(2)
+    nonsense = [*(value for value in ANYTHING if not callable(value)), *factories]
     spread = Kind([*NO_NUMBER, -1], [0, np.float32(1)])
     kinds = {
         "name": choice("synthetic"),
-        "partition": without_none(Kind(nonsense, [None, fd.partition.iid(2)], recipes)),
+        "partition": without_none(Kind(nonsense, [None, few, fd.partition.long_tailed(few)], recipes)),
         "data_dir": optional(path()),
         "standardize": optional(flag()),
         "seed": seed(),

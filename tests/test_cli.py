@@ -161,6 +161,26 @@ def test_trained_models_can_be_loaded(tmp_path):
     assert (folder / "fedavg" / "model.npz").exists()
 
 
+def test_a_run_records_its_long_tail_and_resumes_with_it(tmp_path):
+    folder = tmp_path / "tail"
+    words = [*TINY[1:-1], "--algorithm", "fedavg", "--partition", "dirichlet:0.6", "--clients", "6", "--data-seed", "4"]
+    assert cli.main(["run", *words, "--imbalance", "9", "--no-progress", "--output", str(folder)]) == 0
+    config = json.loads((folder / "config.json").read_text())
+    recipe = fd.partition.long_tailed(fd.partition.dirichlet(6, alpha=0.6, seed=4), imbalance=9, seed=4)
+    assert config["partition"] == repr(recipe)
+    whole = fd.datasets.load("synthetic", fd.partition.iid(6), seed=4, num_clients=6, num_rows=20)
+    assert config["data"]["rows"] < len(whole.x) and config["data"]["test_rows"] == len(whole.x_test)
+    assert cli.main(["run", "--resume", str(folder), "--rounds", "3"]) == 0
+    assert [record["round"] for record in records(folder)] == [1, 2, 3]
+    assert json.loads((folder / "config.json").read_text())["partition"] == repr(recipe)
+    same, other = (fd.parse_run([*words, "--imbalance", n]).simulations["fedavg"] for n in ("9", "8"))
+    assert len(same.data.x) == config["data"]["rows"]
+    checkpoints = fd.Checkpoints(tmp_path / "checkpoints")
+    same.run(same.init(jax.random.key(0)), 1, progress=False, checkpoints=checkpoints)
+    with pytest.raises(ValueError, match=r"belong to another simulation: data\.sizes"):
+        checkpoints.restore(other)
+
+
 @pytest.mark.thorough
 def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     """Each seed gives the results of a run with this seed alone. Tables, plots and files distinguish the seeds. A run

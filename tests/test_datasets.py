@@ -11,7 +11,7 @@ import pytest
 from fedjax_drift.data import datasets, dialogue, files, image_files, tfds
 from fedjax_drift.data.datasets import load
 from fedjax_drift.data.federated import integers_as_int32
-from fedjax_drift.data.partition import by_writer, dirichlet, iid
+from fedjax_drift.data.partition import by_writer, dirichlet, iid, long_tailed
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,11 @@ def test_examples_of_npz_files_reach_the_clients_unchanged(tmp_path: Path) -> No
     np.testing.assert_allclose([data.mean, data.std], [[0.1307], [0.3081]])
     assert data.test_sizes is None
     assert load("mnist", iid(4), tmp_path, standardize=False).mean is None
+    # Of four examples of each class, 4 / 4^(c/9) are kept. The test set keeps all.
+    tail = load("mnist", long_tailed(iid(4), 4), tmp_path)
+    assert np.bincount(tail.y).tolist() == [4, 3, 2, 2, 2, 1, 1, 1, 1, 1]
+    np.testing.assert_array_equal(tail.x_test, data.x_test)
+    np.testing.assert_array_equal(tail.y_test, arrays["y_test"])
 
 
 def test_folders_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +155,7 @@ def test_mnist_writers_must_match_the_images(tmp_path: Path) -> None:
     np.savez(tmp_path / "mnist_writers.npz", writer_train=np.array([7, 3, 7, 3, 3, 9], np.uint16))
     data = load("mnist", by_writer(), tmp_path)
     assert data.sizes.tolist() == [3, 2, 1] and data.y.tolist() == [1, 3, 4, 0, 2, 5] and data.test_sizes is None
+    assert load("mnist", long_tailed(long_tailed(by_writer(), 9), 9), tmp_path).sizes.tolist() == [3, 2, 1]
     np.savez(tmp_path / "mnist_writers.npz", writer_train=np.zeros(5, int))
     with pytest.raises(ValueError, match="as many rows as .* 6, got 5"):
         load("mnist", by_writer(), tmp_path)

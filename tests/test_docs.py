@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import json
@@ -123,6 +124,13 @@ def test_the_page_of_the_architecture_names_files_that_exist() -> None:
     first = re.findall(r"^\d\. `(fedjax_drift/[\w/]+\.py)`", page, re.MULTILINE)
     assert len(first) == 3
     assert sum(len((ROOT / name).read_text().splitlines()) for name in first) <= 500
+
+
+@pytest.mark.parametrize("module", ["data.partition", "shift", "compression", "clock", "round.aggregation"])
+def test_the_reference_has_all_names_of_a_module(module) -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    (members,) = re.findall(rf"^::: fedjax_drift\.{module}\n +options: {{[^}}]*members: \[(.*?)\]", pages, re.M | re.S)
+    assert set(importlib.import_module(f"fedjax_drift.{module}").__all__) <= set(re.split(r",\s+", members))
 
 
 def test_the_design_page_links_all_deviations() -> None:

@@ -241,6 +241,7 @@ def test_by_writer_sorts_the_writers():
         ([6000] * 10, 100, [6000, 3596, 2156, 1292, 774, 464, 278, 166, 100, 60]),  # 6000 / 100^(c/9), rounded down
         ([50] * 3, 10, [50, 15, 5]),
         ([4, 50, 30], 25, [4, 10, 2]),  # the largest class sets the scale, and a class is never enlarged
+        ([147] * 3, 49, [147, 21, 3]),  # in float64, 147 / 49^(2/2) is 2.9999999999999996
         ([9, 9, 9], 1e300, [9, 1, 1]),
         ([7], 100, [7]),
     ],
@@ -263,6 +264,21 @@ def test_a_long_tail_without_imbalance_is_the_partition_itself():
         whole = long_tailed(base, imbalance=1)
         assert all(map(np.array_equal, whole(y, writer), base(y, writer)))
         assert whole.num_clients == base.num_clients and eval(repr(whole)) == whole != long_tailed(base, 2)
+    unequal = np.repeat(np.arange(4), [90, 3, 1, 106])
+    assert all(map(np.array_equal, long_tailed(iid(7), 1)(unequal), iid(7)(unequal)))
+
+
+def test_long_tails_combine_with_writers_and_with_each_other():
+    y, writer = np.array([0, 0, 1, 1]), np.array(["c", "a", "b", "b"])
+    parts = long_tailed(by_writer(), 2)(y, writer)  # one of the two examples of b is kept
+    assert [len(rows) for rows in parts] == [1, 1, 1] and parts[0].tolist() == [1] and parts[2].tolist() == [0]
+    parts = long_tailed(by_writer(), 2)(y, np.array(["c", "c", "a", "b"]))  # either a or b has no example
+    assert [len(rows) for rows in parts] == [1, 2] and parts[1].tolist() == [0, 1]
+    twice = long_tailed(long_tailed(dirichlet(3, 0.5), 4), 2)
+    assert twice.base == dirichlet(3, 0.5) == twice.base.base and twice.num_clients == 3 and eval(repr(twice)) == twice
+    y = np.repeat([0, 1, 2], 16)
+    rows = np.concatenate(twice(y))  # 16, 11, 8 of the outer one, of which the inner one keeps 16 / 4^(c/2)
+    assert np.bincount(y[rows]).tolist() == [16, 8, 4] and len(set(rows.tolist())) == 28
 
 
 def test_partitioners_are_compared_by_value():
@@ -327,14 +343,26 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: dirichlet(9, 1, min_size=112)(LABELS), "use min_size <= 111 or num_clients <= 8"),
         (lambda: iid(2)(LABELS[:, None]), "y must be one-dimensional integer labels"),
         (lambda: iid(2)(LABELS / 2), "got float64 of shape"),
-        (lambda: long_tailed(iid(2), 0.5), "imbalance must be a finite number >= 1, got 0.5: 1 keeps classes of equal"),
+        (lambda: long_tailed(iid(2), 0.5), "imbalance must be a finite number >= 1, got 0.5: 1 keeps all"),
         (lambda: long_tailed(iid(2), np.nan), "imbalance must be a finite number >= 1, got nan"),
         (lambda: long_tailed(iid, 2), "partition must be of type Partition, got"),
-        (lambda: long_tailed(iid(100), 1e9)(np.repeat([0, 1], 98)), "use num_clients <= 99"),
+        (lambda: long_tailed(iid(2), True), "imbalance must be a finite number >= 1, got True: 1 keeps all examples"),
+        (lambda: long_tailed(iid(2), np.inf), "imbalance must be a finite number >= 1, got inf"),
+        (lambda: long_tailed(iid(2), seed=-1), "seed must be an integer >= 0, got -1"),
+        (
+            lambda: long_tailed(iid(2))(LABELS / 2),
+            "y must be one-dimensional integer labels, at least one, got float64",
+        ),
         (
             lambda: long_tailed(iid(120), 1e9)(np.repeat([0, 1], 98)),
-            "needs at least 120 examples, got a data set with 99",
+            "num_clients=120 needs at least 120 examples, got a data set with 99: use num_clients <= 99 "
+            "(imbalance=1e+09 keeps 99 of the 196 examples, and a smaller one keeps more)",
         ),
+        (
+            lambda: long_tailed(classes(4, 2))(np.repeat([0, 1], 100)),
+            "one per client that has it, got 1: use fewer clients or a smaller per_client (imbalance=100 keeps 101 of",
+        ),
+        (lambda: long_tailed(by_writer())(LABELS), "has no writers: use iid"),
         (lambda: long_tailed(by_writer())(LABELS, LABELS[1:]), "must be 999 integers or strings, one per example"),
         (lambda: by_writer()(LABELS), "has no writers: use iid, dirichlet, shards or classes"),
         (lambda: by_writer()(LABELS, LABELS[1:]), "must be 999 integers or strings, one per example, got int64[998]"),

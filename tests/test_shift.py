@@ -42,6 +42,13 @@ def leaves(state: fd.ServerState) -> list[np.ndarray]:
     return [np.asarray(a)[:N] if np.ndim(a) else np.asarray(a) for a in jax.tree.leaves((state.server, clients))]
 
 
+def started(sim: fd.Simulation) -> fd.ServerState:
+    """The first state, with random parameters: those of a linear model are 0, and all predictions alike."""
+    state, rng = sim.init(jax.random.key(0)), np.random.default_rng(5)
+    params = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), state.params)
+    return state._replace(server=state.server._replace(params=params))
+
+
 def materialised(data: fd.FederatedData, t: int = 0) -> fd.FederatedData:
     """The federation whose stored examples are the shifted ones of round t."""
     tests = [data.examples(i, t, test=True) for i in range(data.num_clients)]
@@ -205,10 +212,12 @@ def by_round(key, t, client, x, y):
     return x + 0.1 * t, y
 
 
-OF_CLIENTS = [by_client, fd.shift.gaussian_noise(1.2), fd.shift.domains(fd.shift.none(), by_round)]
+ROTATED = fd.shift.domains(fd.shift.none(), *(fd.shift.rotate(degrees, by="all") for degrees in (90, 180, 270)))
+OF_CLIENTS = [by_client, fd.shift.gaussian_noise(1.2), fd.shift.domains(fd.shift.none(), by_round), ROTATED]
+NAMES = ["function", "noise", "domains", "rotations"]
 
 
-@pytest.mark.parametrize("shift", [OF_CLIENTS[0], *map(thorough, OF_CLIENTS[1:])], ids=["function", "noise", "domains"])
+@pytest.mark.parametrize("shift", [OF_CLIENTS[0], *map(thorough, OF_CLIENTS[1:])], ids=NAMES)
 def test_clients_are_evaluated_on_their_own_shifted_examples(shift) -> None:
     """A shift that depends on the client leaves the global test set as it is."""
     sim = simulate(DATA.shifted(shift), fd.algorithms.ditto(lam=0.1))
@@ -220,6 +229,59 @@ def test_clients_are_evaluated_on_their_own_shifted_examples(shift) -> None:
     expected = simulate(materialised(sim.data, 2), fd.algorithms.ditto(lam=0.1)).evaluate_clients(state)
     for name, values in sim.evaluate_clients(state).items():
         np.testing.assert_allclose(values, expected[name], rtol=1e-5, err_msg=name)
+
+
+def test_groups_of_rotated_clients_are_tested_on_images_with_their_own_rotation() -> None:
+    """The global test set is upright. Held-out examples of a client are rotated like the others."""
+    data = DATA.shifted(ROTATED)
+    other = DATA.shifted(fd.shift.rotate(360, by=np.arange(N) % 4 / 4))
+    sim = simulate(data, fd.algorithms.fedavg())
+    state = started(sim)
+    scores, expected = sim.evaluate_clients(state), {"loss": [], "accuracy": []}
+    for i, (x, y) in enumerate(ROWS[::-1]):
+        turned = np.rot90(x, i, axes=(1, 2))
+        np.testing.assert_allclose(data.examples(i, test=True)[0], turned, atol=1e-5)
+        np.testing.assert_allclose(data.examples(i)[0], np.rot90(ROWS[i][0], i, axes=(1, 2)), atol=1e-5)
+        logits = MODEL.apply(state.params, turned)
+        expected["loss"].append(MODEL.loss(logits, y).mean())
+        expected["accuracy"].append((logits.argmax(-1) == y).mean())
+    for name, values in expected.items():
+        np.testing.assert_allclose(scores[name], values, rtol=1e-4, err_msg=name)
+    upright = MODEL.loss(MODEL.apply(state.params, DATA.x_test), DATA.y_test).mean()
+    assert sim.evaluate(state)["loss"] == pytest.approx(float(upright), rel=1e-5)
+    held_out, plain = (each.with_validation(0.4).examples(3, test=True)[0] for each in (data, DATA))
+    np.testing.assert_allclose(held_out, np.rot90(plain, 3, axes=(1, 2)), atol=1e-5)
+    np.testing.assert_allclose(data.examples(3)[0], other.examples(3)[0], atol=1e-5)
+
+
+def test_a_shift_of_the_labels_says_which_domain_an_example_has() -> None:
+    """Of two domains, agnostic weighs the one with the larger loss more. The model takes the class from the label."""
+    data = DATA.shifted(ROTATED).shifted(lambda key, t, client, x, y: (x, y + C * (client % 2)))
+    model = MODEL._replace(
+        loss=lambda logits, y: MODEL.loss(logits, y % C),
+        scores=lambda logits, y: {"accuracy": logits.argmax(-1) == y % C},
+    )
+    agnostic = fd.algorithms.agnostic(domains=2, domain=lambda x, y: y // C, domain_lr=0.5)
+    sim = fd.Simulation(model, data, agnostic, local=LOCAL, cohort_size=N)
+    state, losses = started(sim), []
+    for domain in range(2):
+        turned = [np.rot90(ROWS[i][0], i, axes=(1, 2)) for i in (domain, domain + 2)]
+        y = np.concatenate([ROWS[i][1] for i in (domain, domain + 2)])
+        losses.append(float(MODEL.loss(MODEL.apply(state.params, np.concatenate(turned)), y).mean()))
+    after, _ = sim.round_fn(state)
+    grown = np.exp(0.5 * np.array(losses))
+    assert losses[0] != pytest.approx(losses[1], rel=1e-2)
+    np.testing.assert_allclose(after.server.weights, grown / grown.sum(), rtol=1e-4)
+    assert after.server.counts[-1].tolist() == [SIZES[0] + SIZES[2], SIZES[1] + SIZES[3]]
+    # The same with labels that are stored, for which the domains may differ within a client.
+    stored = fd.FederatedData.from_clients([data.examples(i) for i in range(N)])
+    sim_of_stored = fd.Simulation(model, stored, agnostic, local=LOCAL, cohort_size=N)
+    weights = sim_of_stored.round_fn(started(sim_of_stored))[0].server.weights
+    np.testing.assert_allclose(weights, after.server.weights, rtol=1e-4)
+    plain = simulate(DATA.shifted(ROTATED), fd.algorithms.fedavg())
+    for name, values in plain.evaluate_clients(started(plain)).items():
+        np.testing.assert_allclose(sim.evaluate_clients(state)[name], values, rtol=1e-5, err_msg=name)
+    assert (data.label_counts() == DATA.label_counts()).all()
 
 
 def test_a_function_that_ignores_the_client_shifts_the_global_test_set() -> None:

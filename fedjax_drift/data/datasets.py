@@ -29,7 +29,7 @@ from fedjax_drift.data.flower import from_flwr as from_flwr
 from fedjax_drift.data.frames import from_pandas as from_pandas
 from fedjax_drift.data.huggingface import from_huggingface as from_huggingface
 from fedjax_drift.data.pairs import from_torch as from_torch
-from fedjax_drift.data.partition import by_writer, iid
+from fedjax_drift.data.partition import Partition, by_writer, iid
 from fedjax_drift.data.sources import DataDir, DataSet, Normalisation, Request, Samples
 from fedjax_drift.data.tff_files import from_tff as from_tff
 from fedjax_drift.errors import ConfigurationError
@@ -182,7 +182,8 @@ def load(
     standardize = record.standardize if standardize is None else checks.flag("standardize", standardize)
     seed = checks.integer("seed", seed, 0, math.inf)
 
-    samples = DATASETS[name](Request(record.variant(options), data_dir, seed, partition == by_writer()), **options)
+    writers = isinstance(partition, Partition) and partition.base == by_writer()
+    samples = DATASETS[name](Request(record.variant(options), data_dir, seed, writers), **options)
     partitioner = partition or (by_writer() if record.by_writer else iid(100, seed))
     normalisation = samples.normalisation or record.normalisation if standardize else None
     return _partitioned(name, samples, partitioner, normalisation)

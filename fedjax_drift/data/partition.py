@@ -62,10 +62,15 @@ class Partition:
     """``owners(y [M], writer [M] or None) -> int [M]``, the client of every example; -1 for those that are left out."""
 
     @property
+    def base(self) -> Partition:
+        """The partitioner that chooses the clients: this one, or the innermost one of `long_tailed`."""
+        inner = self.arguments.get("partition")
+        return self if inner is None else inner.base
+
+    @property
     def num_clients(self) -> int | None:
         """N, or None if it depends on the data (`by_writer`)."""
-        base = self.arguments.get("partition")
-        return self.arguments.get("num_clients") if base is None else base.num_clients
+        return self.base.arguments.get("num_clients")
 
     def __call__(self, y: np.ndarray, writer: np.ndarray | None = None) -> list[np.ndarray]:
         """Returns the indices of the examples of each client: N int64 arrays, ascending and disjoint.
@@ -374,11 +379,13 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
 
     Of class c = 0..C-1, in increasing order of the labels, it keeps n_max imbalance^(-c / (C-1)) examples, rounded
     down, where n_max is the size of the largest class: at least one, at most all, chosen at random. If the classes have
-    equal sizes, the first keeps all examples, and the last the share 1 / imbalance. A test set does not change.
+    equal sizes, the first keeps all examples, and the last the share 1 / imbalance. A test set does not change. With
+    `by_writer`, there is no client for a writer of whom no example is kept.
 
     Args:
       partition: a partitioner for the examples that are kept, such as ``dirichlet(100, alpha=0.5)``.
-      imbalance: the imbalance factor, >= 1. Default: 100; 10 and 50 are also usual.
+      imbalance: the imbalance factor, >= 1. Default: 100; 10 and 50 are also usual. With 1, all examples are kept, and
+        the result is that of ``partition``.
       seed: random seed of the choice, >= 0. ``partition`` has a seed of its own.
 
     Raises:
@@ -391,7 +398,7 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
     """
     checks.instance("partition", partition, Partition, "pass one such as fd.partition.dirichlet(100, alpha=0.5)")
     imbalance = checks.number(
-        "imbalance", imbalance, "a finite number >= 1", lambda v: v >= 1, "1 keeps classes of equal size", False
+        "imbalance", imbalance, "a finite number >= 1", lambda v: v >= 1, "1 keeps all examples, 100 is usual", False
     )
     seed = checks.integer("seed", seed, 0, math.inf)
 
@@ -399,11 +406,20 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
         rng = np.random.default_rng(seed)
         _, label, sizes = np.unique(y, return_inverse=True, return_counts=True)
         profile = sizes.max() * imbalance ** (-np.arange(sizes.size) / max(1, sizes.size - 1))
-        kept = np.minimum(sizes, np.maximum(1, (profile * (1 + 1e-12)).astype(np.int64)))  # 59.999... are 60
+        kept = np.maximum(1, (profile * (1 + 1e-12)).astype(np.int64))  # 2.9999999999999996 is 3
         rows = np.concatenate([rng.permutation(np.flatnonzero(label == c))[:n] for c, n in enumerate(kept)])
         rows.sort()
+        writers = None if writer is None else checks.ids("writer", writer, len(y))[rows]
         owner = np.full(y.size, -1, np.int64)
-        owner[rows] = partition.owners(y[rows], None if writer is None else checks.ids("writer", writer, len(y))[rows])
+        try:
+            owner[rows] = partition.owners(y[rows], writers)
+        except ConfigurationError as error:  # it speaks of the examples that are kept, which the caller never counted
+            if rows.size == y.size:
+                raise
+            raise ConfigurationError(
+                f"{error} (imbalance={imbalance:g} keeps {rows.size} of the {y.size} examples, and a smaller one keeps "
+                "more)"
+            ) from error
         return owner
 
     return Partition("long_tailed", {"partition": partition, "imbalance": imbalance, "seed": seed}, owners)

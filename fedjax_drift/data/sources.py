@@ -125,7 +125,8 @@ class Request(NamedTuple):
     data_dir: DataDir
     seed: int
     by_writer: bool
-    """Whether the caller asked for ``by_writer()``. `mnist` then also reads the writers of its examples."""
+    """Whether the caller asked for ``by_writer()``, or a long tail of it. `mnist` then also reads the writers of its
+    examples."""
 
     @property
     def folders(self) -> list[Path]:
