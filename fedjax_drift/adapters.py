@@ -31,7 +31,7 @@ def linen_fields(
     from flax import linen
 
     _check_linen(module)
-    example = _example(input_shape, options)
+    example = example_of(input_shape, options)
     training, evaluating = (_mode(module, "__call__", train) for train in (True, False))
 
     def init(key: jax.Array) -> Params:
@@ -154,7 +154,7 @@ def nnx_fields(
     """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_nnx`."""
     from flax import nnx
 
-    example_input = _example(() if input_shape is None else input_shape, options)
+    example_input = example_of(() if input_shape is None else input_shape, options)
     if not isinstance(module, nnx.Module) and (not callable(module) or _instead(module, "nnx")):
         fix = _instead(module, "nnx") or "pass the module itself, before nnx.split, or lambda rngs: Net(rngs)"
         what = "an nnx.Module, or a function nnx.Rngs -> nnx.Module"
@@ -238,7 +238,7 @@ def nnx_fields(
     return fields | options
 
 
-def _example(input_shape: Any, options: dict[str, Any]) -> jax.ShapeDtypeStruct:
+def example_of(input_shape: Any, options: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of a batch of one example. Removes ``input_dtype`` from the options."""
     input_dtype = options.pop("input_dtype", jnp.float32)
     try:

@@ -195,6 +195,64 @@ class Model(NamedTuple):
 
         return cls(**adapters.nnx_fields(module, input_shape, statistics, options))
 
+    @classmethod
+    def from_torch(
+        cls,
+        module: Any,
+        input_shape: tuple[int, ...],
+        *,
+        statistics: str | None = None,
+        head: str | None = None,
+        extractor: str | None = None,
+        channels_last: bool = True,
+        **options: Any,
+    ) -> Model:
+        """Creates a model from a ``torch.nn.Module``. PyTorch itself takes no part in a round.
+
+        The module is translated to JAX operations by way of ``torch.export``: once in training mode, with dropout, and
+        once in evaluation mode. It is not changed. Its only output must be the logits. Of a Hugging Face model, they
+        are used if it returns more. The parameters have PyTorch's names and layouts, so that ``fd.models.to_torch``
+        returns a state dict: ``params["conv1"]["weight"]`` is "conv1.weight".
+
+        Args:
+          module: an instance. Its values are the initial parameters for every seed, and only those with
+            ``requires_grad=True`` are trained. Or a class or a function without arguments, such as ``lambda:
+            Net(10)``: then PyTorch's own initialisers give other parameters for each key, and all are trained.
+          input_shape: the shape of one example of the federation, without the batch axis.
+          statistics: what happens to the running statistics of BatchNorm, as in `from_linen`.
+          head: the path of the submodule that is the classifier, such as "fc". Its input [B, F] are the ``features`` of
+            the model, which MOON, FedDecorr and LfD need. Default: the model has no features.
+          extractor: the path of the submodule whose output is the ``extractor`` of the model. Default: none.
+          channels_last: examples with three axes are images [H, W, C], which the module gets as [C, H, W]. False: the
+            module gets them as they are. Default: True.
+          options: fields of `Model` to replace, such as ``loss=``, and ``input_dtype``, as in `from_linen`.
+
+        Raises:
+          ValueError: PyTorch is not installed; the module does not accept the input shape, returns several arrays,
+            changes its buffers, or has conditions or shapes that depend on values; it has an operation that is not
+            covered, which the message names; ``statistics`` is missing, or the opposite; ``head`` or ``extractor`` is
+            no path of a submodule with one array.
+        """
+        from fedjax_drift.adapters import example_of
+        from fedjax_drift.pytorch import network
+
+        channels_last = checks.flag("channels_last", channels_last)
+        example = example_of(input_shape, options)
+        source = network.translated(module, example, channels_last)
+        made = _of_torch(source, statistics, head, extractor, channels_last, options)
+        network.check(made._asdict(), source.network, example, head)
+        return made
+
+
+@recorded
+def _of_torch(
+    source: Any, statistics: str | None, head: str | None, extractor: str | None, channels_last: bool, options: dict
+) -> Model:
+    """The model of `Model.from_torch`. source: the translated module."""
+    from fedjax_drift.pytorch import network
+
+    return Model(**(network.fields(source, statistics, head, extractor, channels_last) | options))
+
 
 class Part(NamedTuple):
     """How `local.train` treats a part of the model that stays with the client (`fd.algorithms.partly_shared`)."""

@@ -36,9 +36,9 @@ from jax import lax
 from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
 
 import fedjax_drift as fd
-from fedjax_drift.models import conv, conv_cpu, conv_tpu, windows
+from fedjax_drift.convolution import conv, cpu, tpu, windows
 from fedjax_drift.models.networks import CNN
-from fedjax_drift.models.windows import Padding
+from fedjax_drift.convolution.windows import Padding
 from fedjax_drift.types import Params
 
 Form = Callable[..., jax.Array]  # arguments: x [C, H, W, B], kernel, stride, padding, pool (the window of the pooling)
@@ -114,12 +114,12 @@ def lax_conv(images: str, weights: str) -> Form:
 FORMS: dict[str, Form] = {
     "ours": ours,
     "bfloat16": in_bfloat16(ours),
-    "as on a TPU": conv_tpu.convolve,
+    "as on a TPU": tpu.convolve,
     "grouped NHWC": lax_conv("NHWC", "HWIO"),
     "grouped NCHW": lax_conv("NCHW", "OIHW"),
     "rows": rows,
     "recomputed": recomputed,
-    "blocks pooled": pooled(ours, conv_cpu.pool_blocks),
+    "blocks pooled": pooled(ours, cpu.pool_blocks),
 }  # the most promising form is first
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.models.conv import conv
-from fedjax_drift.models.windows import Padding, avg_pool, max_pool, pad
+from fedjax_drift.convolution.conv import conv
+from fedjax_drift.convolution.windows import Padding, avg_pool, max_pool, pad
 
 __all__ = [
     "Classifier",

@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from fedjax_drift.models import windows
-from fedjax_drift.models.windows import Padding
+from fedjax_drift.convolution import windows
+from fedjax_drift.convolution.windows import Padding
 
 
 def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:

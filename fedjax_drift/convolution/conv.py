@@ -7,12 +7,12 @@ from functools import partial
 import jax
 from jax import lax
 
-from fedjax_drift.models import conv_cpu, conv_tpu, windows
-from fedjax_drift.models.windows import Padding
+from fedjax_drift.convolution import cpu, tpu, windows
+from fedjax_drift.convolution.windows import Padding
 
 # Functions (x [C, H, W, B], kernel [h, w, C, F], stride, padding, pool) -> [F, H', W', B]. The keys are
 # those of `lax.platform_dependent`.
-FORMS = {"cpu": conv_cpu.convolve, "tpu": conv_tpu.convolve, "default": windows.convolve}
+FORMS = {"cpu": cpu.convolve, "tpu": tpu.convolve, "default": windows.convolve}
 
 
 def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: Padding = "VALID", pool: int = 1) -> jax.Array:

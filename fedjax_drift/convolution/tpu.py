@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.models import windows
-from fedjax_drift.models.windows import Padding
+from fedjax_drift.convolution import windows
+from fedjax_drift.convolution.windows import Padding
 
 
 def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:

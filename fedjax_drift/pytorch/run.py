@@ -1,0 +1,98 @@
+"""Carries out the operations of a graph with JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from fedjax_drift.pytorch import layers
+from fedjax_drift.pytorch.arrays import ARRAYS, ELEMENTWISE
+from fedjax_drift.pytorch.graph import Graph, Node, Ref, needed
+from fedjax_drift.pytorch.images import Images, broadcast, plain
+from fedjax_drift.pytorch.layers import IN_MODE, LAYERS, OF_IMAGES, OF_IMAGES_IN_MODE, Mode
+
+
+def run(
+    graph: Graph, variables: dict[str, jax.Array], given: tuple[str, Any], wanted: list[str], mode: Mode
+) -> list[jax.Array]:
+    """Returns the wanted values, in PyTorch's layout.
+
+    variables: by the name in the state dict. given: a value of the graph and what it is, for instance the inputs.
+    """
+    values: dict[str, Any] = {name: variables[path] for name, path in graph.parameters.items()}
+    values |= graph.constants
+    values[given[0]] = given[1]
+    length = given[1].shape[0]
+    for i, node in enumerate(needed(graph, wanted, given[0])):
+        if node.operation == "size" and node.arguments == (Ref(graph.input), 0):
+            values[node.name] = length
+        else:
+            key = None if mode.key is None else jax.random.fold_in(mode.key, i)
+            values[node.name] = _call(node, values, mode._replace(key=key))
+    return [plain(values[name]) for name in wanted]
+
+
+def _call(node: Node, values: dict[str, Any], mode: Mode) -> Any:
+    arguments, options = (_resolved(each, values) for each in (node.arguments, node.options))
+    name = node.operation
+    if name == "python":
+        return node.function(*arguments, **options)
+    if name == "size":
+        return arguments[0].shape[arguments[1]]
+    if name == "item":
+        return arguments[0][arguments[1]]
+    if name in OF_IMAGES:
+        return OF_IMAGES[name](*arguments, **options)
+    if name in OF_IMAGES_IN_MODE:
+        return OF_IMAGES_IN_MODE[name](mode, *arguments, **options)
+    images = [each for each in _leaves(arguments) if isinstance(each, Images)]
+    if images and name in ELEMENTWISE and all(getattr(each, "ndim", 0) <= 4 for each in _leaves(arguments)):
+        return Images(ELEMENTWISE[name](*map(broadcast, arguments), **options))
+    if images and (result := _of_images(name, arguments, options)) is not None:
+        return result
+    arguments, options = _plain(arguments), _plain(options)
+    if name in IN_MODE:
+        return IN_MODE[name](mode, *arguments, **options)
+    table = next(table for table in (ELEMENTWISE, ARRAYS, LAYERS) if name in table)
+    return table[name](*arguments, **options)
+
+
+def _of_images(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The operations on images that need no other layout. None: there is no such way."""
+    x = arguments[0]
+    if name == "cat" and all(each.ndim == 4 for each in x):
+        return layers.concatenate_images(*arguments, **options)
+    if not isinstance(x, Images):
+        return None
+    if name in ("view", "reshape", "_unsafe_view") and len(arguments[1]) == 2 and arguments[1][0] in (-1, x.shape[0]):
+        return layers.flatten_images(*arguments)
+    if name == "flatten" and arguments[1:] in ((1,), (1, -1), (1, 3)):
+        return layers.flatten_images(x, ())
+    if name == "mean" and len(arguments) > 1 and sorted(d % 4 for d in arguments[1] or ()) == [2, 3] and not options:
+        return layers.mean_of_images(*arguments)
+    return None
+
+
+def _resolved(value: Any, values: dict[str, Any]) -> Any:
+    if isinstance(value, Ref):
+        return values[value.name]
+    if isinstance(value, tuple):
+        return tuple(_resolved(each, values) for each in value)
+    if isinstance(value, dict):
+        return {name: _resolved(each, values) for name, each in value.items()}
+    return value
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, tuple) and not isinstance(value, Images):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [value]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list) and not isinstance(value, Images):
+        return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return plain(value)
