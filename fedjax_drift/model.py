@@ -228,7 +228,8 @@ class Model(NamedTuple):
           options: fields of `Model` to replace, such as ``loss=``, and ``input_dtype``, as in `from_linen`.
 
         Raises:
-          ValueError: PyTorch is not installed; the module does not accept the input shape, returns several arrays,
+          ImportError: PyTorch is not installed.
+          ValueError: the module does not accept the input shape, returns several arrays,
             changes its buffers, or has conditions or shapes that depend on values; it has an operation that is not
             covered, which the message names; ``statistics`` is missing, or the opposite; ``head`` or ``extractor`` is
             no path of a submodule with one array.

@@ -16,7 +16,8 @@ from jax import lax
 
 import fedjax_drift as fd
 from fedjax_drift import adapters
-from fedjax_drift.models import MODELS, conv, layers, num_parameters
+from fedjax_drift.convolution import conv
+from fedjax_drift.models import MODELS, layers, num_parameters
 
 pytestmark = pytest.mark.thorough
 

@@ -19,9 +19,9 @@ from jax.sharding import SingleDeviceSharding
 
 import fedjax_drift as fd
 from fedjax_drift import cli, tree
+from fedjax_drift.convolution import conv
 from fedjax_drift.devices import gpus, launch
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
-from fedjax_drift.convolution import conv
 from fedjax_drift.simulation import lanes, placement, program_text
 from fedjax_drift.simulation.plan import compiled_round, plan_of
 from fedjax_drift.simulation.simulation import Simulation

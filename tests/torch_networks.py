@@ -64,7 +64,7 @@ class ResNet(nn.Module):
         self.norm = norm(width)
         widths = [width * 2**stage for stage in range(4)]
         blocks = []
-        for stage, (inputs, outputs) in enumerate(zip([width, *widths], widths)):
+        for stage, (inputs, outputs) in enumerate(zip([width, *widths[:-1]], widths, strict=True)):
             blocks += [Block(inputs, outputs, 2 if stage else 1, norm), Block(outputs, outputs, 1, norm)]
         self.blocks = nn.Sequential(*blocks)
         self.fc = nn.Linear(widths[-1], classes)
@@ -79,7 +79,9 @@ class ResNet(nn.Module):
 class Recurrent(nn.Module):
     """The characters of a text [B, length], an LSTM of two layers, and the next character."""
 
-    def __init__(self, vocabulary: int = 80, width: int = 8, hidden: int = 32, kind: Any = nn.LSTM, **options: Any) -> None:
+    def __init__(
+        self, vocabulary: int = 80, width: int = 8, hidden: int = 32, kind: Any = nn.LSTM, **options: Any
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width, padding_idx=0)
         self.rnn = kind(width, hidden, num_layers=2, batch_first=True, **options)
@@ -93,7 +95,9 @@ class Recurrent(nn.Module):
 class ViT(nn.Module):
     """A vision transformer of `nn.TransformerEncoderLayer`, for images [B, 3, 32, 32]."""
 
-    def __init__(self, width: int = 32, depth: int = 2, heads: int = 4, dropout: float = 0.0, classes: int = 10) -> None:
+    def __init__(
+        self, width: int = 32, depth: int = 2, heads: int = 4, dropout: float = 0.0, classes: int = 10
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
@@ -121,7 +125,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.size()
-        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in self.attention(x).split(C, 2))
+        q, k, v = (
+            part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in self.attention(x).split(C, 2)
+        )
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         return self.projection(y.transpose(1, 2).contiguous().view(B, T, C))
@@ -131,20 +137,28 @@ class Decoder(nn.Module):
     """A GPT-2: tokens [B, length] -> logits [B, length, vocabulary], with the table as the last layer."""
 
     def __init__(
-        self, vocabulary: int = 100, length: int = 16, width: int = 32, depth: int = 2, heads: int = 4, dropout: float = 0.0
+        self,
+        vocabulary: int = 100,
+        length: int = 16,
+        width: int = 32,
+        depth: int = 2,
+        heads: int = 4,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList()
         for _ in range(depth):
-            mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width), nn.Dropout(dropout))
+            mlp = nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width), nn.Dropout(dropout)
+            )
             parts = {"norm1": nn.LayerNorm(width), "attention": Attention(width, heads, dropout)}
             self.blocks.append(nn.ModuleDict({**parts, "norm2": nn.LayerNorm(width), "mlp": mlp}))
         self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.wte.weight
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, 0.0, 0.02)
 

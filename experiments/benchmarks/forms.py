@@ -37,8 +37,8 @@ from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
 
 import fedjax_drift as fd
 from fedjax_drift.convolution import conv, cpu, tpu, windows
-from fedjax_drift.models.networks import CNN
 from fedjax_drift.convolution.windows import Padding
+from fedjax_drift.models.networks import CNN
 from fedjax_drift.types import Params
 
 Form = Callable[..., jax.Array]  # arguments: x [C, H, W, B], kernel, stride, padding, pool (the window of the pooling)

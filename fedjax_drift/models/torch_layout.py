@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.leaves import path_of
+from fedjax_drift.pytorch.names import flat
 from fedjax_drift.types import Params
 
 NAMES = {"kernel": "weight", "scale": "weight", "table": "weight"}  # PyTorch's names of parameters
 
 
-def to_torch(params: Params) -> dict[str, np.ndarray]:
-    """Converts the parameters of a model of `fd.models` to the names and layouts of a PyTorch state dict.
+def to_torch(params: Params, module: Any = None) -> dict[str, np.ndarray]:
+    """Converts parameters to the names and layouts of a PyTorch state dict.
 
+    The parameters of `Model.from_torch` have them already. Pass the module, and it gets their values, and those of the
+    running statistics: ``fd.models.to_torch(state.params, module)``.
+
+    The parameters of a model of `fd.models` are converted.
     ``module.load_state_dict({name: torch.from_numpy(array) for name, array in to_torch(params).items()})`` then loads
     them into a module of your own whose layers have the same names.
 
@@ -28,16 +36,24 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
     several channels.
 
     Args:
-      params: such as ``state.params``.
+      params: such as ``state.params``. Of a model that trains only a part (`lora`, `trainable`), those of the whole
+        model, which `merge` returns.
+      module: a ``torch.nn.Module`` with the layers of `Model.from_torch`, which is changed. Default: the parameters are
+        those of a model of `fd.models`.
 
     Returns:
       Name -> NumPy array with the dtype of the parameter. The arrays are copies.
+
+    Raises:
+      ValueError: the module has no parameter or buffer of a name, or one of another shape.
 
     >>> import fedjax_drift as fd
     >>> params = fd.models.lenet5().init(jax.random.key(0))
     >>> {name: array.shape for name, array in fd.models.to_torch(params).items() if "0" in name}  # doctest: +ELLIPSIS
     {'convs_0.bias': (6,), 'convs_0.weight': (6, 1, 5, 5), ..., 'denses_0.weight': (120, 400)}
     """
+    if module is not None:
+        return _loaded(params, module)
     state: dict[str, np.ndarray] = {}
     for leaf_path, leaf in jax.tree.leaves_with_path(params):
         *layers, last = path_of(leaf_path).split("/")
@@ -49,3 +65,23 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
                 values = values.transpose(3, 2, 0, 1) if values.ndim == 4 else values.T
             state[".".join([*names, NAMES.get(last, last)])] = np.array(values, order="C")
     return state
+
+
+def _loaded(params: Params, module: Any) -> dict[str, np.ndarray]:
+    """Copies parameters and running statistics into a module, and returns them by name."""
+    import torch
+
+    parts = [params["params"], params["batch_stats"]] if {*params} == {"params", "batch_stats"} else [params]
+    values = {name: np.array(value) for part in parts for name, value in flat(part).items()}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, value in values.items():
+        if name not in tensors or tuple(tensors[name].shape) != value.shape:
+            has = f"one of shape {[*tensors[name].shape]}" if name in tensors else "none"
+            raise ConfigurationError(
+                f"module must have a parameter {name} of shape {[*value.shape]}, got {has}: pass a module of the class "
+                "that Model.from_torch got, and of a model that trains only a part the parameters of fd.models.merge"
+            )
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(torch.from_numpy(value))
+    return values

@@ -43,7 +43,14 @@ def power(x: Any, exponent: Any) -> Array:
 
 
 def clamp(x: Array, low: Any = None, high: Any = None) -> Array:
-    return jnp.clip(x, low, high)
+    """The gradient at the bounds is that of x, as in PyTorch."""
+    x = x if low is None else jnp.where(x < low, low, x)
+    return x if high is None else jnp.where(x > high, high, x)
+
+
+def hardtanh(x: Array, low: float = -1.0, high: float = 1.0) -> Array:
+    """The gradient at the bounds is 0, as in PyTorch."""
+    return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
 
 
 def cast(x: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
@@ -99,8 +106,8 @@ def full_like(x: Array, value: Any, dtype: Any = None, **_: Any) -> Array:
     return jnp.full(x.shape, value, dtype or x.dtype)
 
 
-def arange(*bounds: Any, dtype: Any = None, **_: Any) -> Array:
-    return jnp.arange(*bounds, dtype=dtype)
+def arange(start: Any, stop: Any = None, step: Any = None, dtype: Any = None, **_: Any) -> Array:
+    return jnp.arange(start, stop, step, dtype=dtype)
 
 
 def linspace(start: float, stop: float, steps: int, dtype: Any = None, **_: Any) -> Array:
@@ -310,8 +317,8 @@ def variance(
     x: Array, dim: Axes = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = None
 ) -> Array:
     if isinstance(dim, bool):  # var(x, unbiased)
-        dim, unbiased = None, dim
-    return x.var(_axes(dim), ddof=float(unbiased) if correction is None else correction, keepdims=keepdim)
+        return x.var(ddof=int(dim))
+    return x.var(_axes(dim), ddof=int(unbiased if correction is None else correction), keepdims=keepdim)
 
 
 def deviation(x: Array, *arguments: Any, **options: Any) -> Array:
@@ -418,6 +425,11 @@ def einsum(equation: str, operands: Sequence[Array], **_: Any) -> Array:
     return jnp.einsum(equation, *operands)
 
 
+def cosine_similarity(x: Array, y: Array, dim: int = 1, eps: float = 1e-8) -> Array:
+    x, y = (each / jnp.maximum(norm(each, 2, dim, True), eps) for each in (x, y))
+    return (x * y).sum(dim)
+
+
 def baddbmm(bias: Array, x: Array, y: Array, beta: float = 1, alpha: float = 1) -> Array:
     return (beta * bias if beta else 0) + alpha * (x @ y)
 
@@ -426,6 +438,8 @@ def baddbmm(bias: Array, x: Array, y: Array, beta: float = 1, alpha: float = 1) 
 
 # Functions of arrays that are computed for each number by itself. They work in any layout.
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "__and__": jnp.bitwise_and,
+    "__or__": jnp.bitwise_or,
     "abs": jnp.abs,
     "add": add,
     "alias": lambda x: x,
@@ -440,8 +454,8 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "ceil": jnp.ceil,
     "celu": lambda x, alpha=1.0: elu(x, alpha, 1.0, 1.0 / alpha),
     "clamp": clamp,
-    "clamp_max": lambda x, high: jnp.minimum(x, high),
-    "clamp_min": lambda x, low: jnp.maximum(x, low),
+    "clamp_max": lambda x, high: clamp(x, None, high),
+    "clamp_min": clamp,
     "clone": lambda x, **_: x,
     "contiguous": lambda x, **_: x,
     "cos": jnp.cos,
@@ -460,9 +474,9 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "ge": jnp.greater_equal,
     "gelu": gelu,
     "gt": jnp.greater,
-    "hardsigmoid": lambda x: jnp.clip(x + 3, 0, 6) / 6,
-    "hardswish": lambda x: x * jnp.clip(x + 3, 0, 6) / 6,
-    "hardtanh": lambda x, low=-1.0, high=1.0: jnp.clip(x, low, high),
+    "hardsigmoid": lambda x: hardtanh(x + 3, 0, 6) / 6,
+    "hardswish": lambda x: x * hardtanh(x + 3, 0, 6) / 6,
+    "hardtanh": hardtanh,
     "isfinite": jnp.isfinite,
     "isinf": jnp.isinf,
     "isnan": jnp.isnan,
@@ -492,7 +506,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "pow": power,
     "reciprocal": jnp.reciprocal,
     "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
+    "relu6": lambda x: hardtanh(x, 0, 6),
     "remainder": jnp.remainder,
     "round": jnp.round,
     "rsqrt": lax.rsqrt,
@@ -533,6 +547,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "chunk": chunk,
     "constant_pad_nd": constant_pad,
     "copy": copy,
+    "cosine_similarity": cosine_similarity,
     "cumprod": cumulative(jnp.cumprod),
     "cumsum": cumulative(jnp.cumsum),
     "diagonal": diagonal,

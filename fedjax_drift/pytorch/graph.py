@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import operator
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -105,21 +107,30 @@ def _logits(module: Any) -> Any:
 
 def _why(name: str, example: jax.ShapeDtypeStruct, error: Exception) -> str:
     """What is wrong with a module that `torch.export` refuses."""
-    text = str(error)
-    if "data-dependent" in text or "DataDependent" in type(error).__name__ or "unbacked" in text:
-        place = re.findall(r'File "?([^",\n]+)"?[:,](?: line )?(\d+) in (\w+), code: ([^\n]+)', text)
-        where = f": {place[-1][3]} in {place[-1][2]}" if place else ""
-        return (
-            f"the operations of {name} must not depend on the values of its inputs, parameters or buffers, got a "
-            f"condition or a shape that does{where}: use torch.where instead of if, and masks instead of selections "
-            f"({checks.first_line(error)})"
-        )
+    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        return _by_values(name, _line_of(error))
     return (
-        f"{name} must accept a batch of examples of shape {[*example.shape[1:]]} and dtype {example.dtype}, got an error: "
+        f"{name} must accept examples of shape {[*example.shape[1:]]} and dtype {example.dtype}, got an error: "
         "pass the input_shape that the module accepts. Images are [H, W, C] here and are passed to the module as "
         "[C, H, W], unless channels_last=False. For token ids also pass input_dtype=jnp.int32 "
-        f"({type(error).__name__}: {checks.first_line(error)})"
+        f"({type(error).__name__}: {checks.first_line(error)}, in {_line_of(error)})"
     )
+
+
+def _by_values(name: str, line: str) -> str:
+    return (
+        f"the operations of {name} must not depend on the values of its inputs, parameters or buffers, got {line}: use "
+        "torch.where instead of if, and masks instead of selections"
+    )
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the user's code before the error."""
+    import torch
+
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    return frames[-1].line or frames[-1].name if frames else "its code"
 
 
 def _read(exported: Any, name: str) -> Graph:
@@ -134,7 +145,8 @@ def _read(exported: Any, name: str) -> Graph:
             results.append(spec.arg.name)
     values = {**exported.constants, **exported.state_dict}
     buffers: dict[str, str] = {}
-    nodes, missing = [], {}
+    nodes: list[Node] = []
+    missing: dict[str, str] = {}  # operation -> line of code
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             spec = kinds[node.name]
@@ -142,18 +154,20 @@ def _read(exported: Any, name: str) -> Graph:
                 parameters[node.name] = _own(spec.target)
             elif spec.kind.name == "USER_INPUT":
                 input_name = node.name
-                if isinstance(node.meta["val"].shape[0], int):
+                if str(node.meta["val"].shape[0]).isdigit():
                     raise ConfigurationError(
                         f"{name} must accept batches of any length, got a module whose code fixes it: reshape with -1 "
-                        "or len(x), and not with the number of examples"
+                        "or x.shape[0], and not with a number or len(x)"
                     )
             else:
                 buffers[node.name] = spec.target
         elif node.op == "call_function":
             read = _node(node)
+            line = [part.strip() for part in (node.meta.get("stack_trace") or "").splitlines() if part.strip()][-1:]
             if read is None:
-                place = (node.meta.get("stack_trace") or "").strip().splitlines()
-                missing.setdefault(str(node.target).removeprefix("aten."), place[-1].strip() if place else "")
+                missing.setdefault(str(node.target).removeprefix("aten."), " ".join(line))
+            elif read.operation in ("index", "index_put") and _selects(node):
+                raise ConfigurationError(_by_values(name, " ".join(line)))
             elif read.operation:
                 nodes.append(read)
     if missing:
@@ -205,15 +219,26 @@ def _node(node: Any) -> Node | None:
         return Node(node.name, "", (), {}, layer)
     if base == "sym_size":
         return Node(node.name, "size", arguments, {}, layer)
-    name = next((each for each in (f"{base}.{overload}", base) if any(each in table for table in TABLES)), None)
-    if namespace != "aten" or name is None:
+    covered = [each for each in (f"{base}.{overload}", base) if any(each in table for table in TABLES)]
+    if namespace != "aten" or not covered:
         return None
-    return Node(node.name, name, arguments, options, layer)
+    return Node(node.name, covered[0], arguments, options, layer)
+
+
+def _selects(node: Any) -> bool:
+    """Whether a boolean array selects elements, so that a shape depends on its values."""
+    return any(each is not None and str(each.meta["val"].dtype) == "torch.bool" for each in node.args[1])
 
 
 def _of_sizes(target: Any) -> Callable[..., Any]:
     """A function of integers. torch.sym_max(1, 2) is max(1, 2)."""
-    names = {"sym_max": max, "sym_min": min, "sym_float": float, "sym_int": int, "sym_not": operator.not_}
+    names: dict[str, Any] = {
+        "sym_max": max,
+        "sym_min": min,
+        "sym_float": float,
+        "sym_int": int,
+        "sym_not": operator.not_,
+    }
     return names.get(getattr(target, "__name__", ""), target)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,12 @@ import numpy as np
 from fedjax_drift import batch_norm, checks
 from fedjax_drift.batch_norm import Statistics, collections, whole
 from fedjax_drift.checks import first_line
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.pytorch import graph
 from fedjax_drift.pytorch.graph import Graph
 from fedjax_drift.pytorch.images import Images
 from fedjax_drift.pytorch.layers import Mode
+from fedjax_drift.pytorch.names import flat, nested
 from fedjax_drift.pytorch.run import run
 from fedjax_drift.recipes import Frozen
 from fedjax_drift.tree import PyTree
@@ -97,9 +98,7 @@ def _made(module: Any) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise ConfigurationError(
-            'Model.from_torch needs PyTorch, got no torch package: pip install "fedjax-drift[torch]"'
-        ) from error
+        raise MissingPackageError('Model.from_torch needs PyTorch: pip install "fedjax-drift[torch]"') from error
     kind = "a torch.nn.Module, or a class or a function without arguments that makes one"
     if isinstance(module, torch.nn.Module):
         return module
@@ -133,26 +132,6 @@ def _statistics(each: Graph) -> list[str]:
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
-
-
-def nested(named: dict[str, Any]) -> Params:
-    """{"conv1.weight": w} -> {"conv1": {"weight": w}}."""
-    params: dict[str, Any] = {}
-    for name, value in named.items():
-        *layers, last = name.split(".")
-        place = params
-        for layer in layers:
-            place = place.setdefault(layer, {})
-        place[last] = value
-    return params
-
-
-def flat(params: Params, prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nested`."""
-    named: dict[str, Any] = {}
-    for name, value in params.items():
-        named |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return named
 
 
 def _drawn(make: Callable[[], Any], shapes: dict[str, jax.ShapeDtypeStruct], key: jax.Array) -> dict[str, jax.Array]:
@@ -301,10 +280,3 @@ def check(made: dict[str, Any], network: Network, example: jax.ShapeDtypeStruct,
         raise ConfigurationError(
             f"{network.name} must return logits [B, ...], got {[*outputs[0].shape]} for 2 examples"
         )
-
-
-def state_dict(params: Params) -> Iterable[tuple[str, np.ndarray]]:
-    """The parameters and running statistics of such a model, by their names in PyTorch."""
-    parts = [params["params"], params["batch_stats"]] if {*params} == {"params", "batch_stats"} else [params]
-    for part in parts:
-        yield from ((name, np.array(value)) for name, value in flat(part).items())

@@ -24,12 +24,13 @@ def run(
     values |= graph.constants
     values[given[0]] = given[1]
     length = given[1].shape[0]
-    for i, node in enumerate(needed(graph, wanted, given[0])):
-        if node.operation == "size" and node.arguments == (Ref(graph.input), 0):
-            values[node.name] = length
-        else:
-            key = None if mode.key is None else jax.random.fold_in(mode.key, i)
-            values[node.name] = _call(node, values, mode._replace(key=key))
+    with jax.numpy_rank_promotion("allow"):  # PyTorch's rules
+        for i, node in enumerate(needed(graph, wanted, given[0])):
+            if node.operation == "size" and node.arguments == (Ref(graph.input), 0):
+                values[node.name] = length
+            else:
+                key = None if mode.key is None else jax.random.fold_in(mode.key, i)
+                values[node.name] = _call(node, values, mode._replace(key=key))
     return [plain(values[name]) for name in wanted]
 
 
