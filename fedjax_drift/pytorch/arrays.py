@@ -390,6 +390,10 @@ def sort(x: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Arra
     return _at(x, dim, where), where
 
 
+def argsort(x: Array, dim: int = -1, descending: bool = False, **_: Any) -> Array:
+    return sort(x, dim, descending)[1]
+
+
 def logsumexp(x: Array, dim: Axes, keepdim: bool = False) -> Array:
     return jax.nn.logsumexp(x, _axes(dim), keepdims=keepdim)
 
@@ -541,6 +545,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "arange": arange,
     "argmax": argmax,
     "argmin": argmin,
+    "argsort": argsort,
     "baddbmm": baddbmm,
     "bmm": jnp.matmul,
     "cat": concatenate,
