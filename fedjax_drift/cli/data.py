@@ -1,12 +1,13 @@
-"""Lists the data sets, or plots the clients of a data set.
+"""Lists or downloads data sets, or plots the clients of a data set.
 
 Without NAME: lists the data sets, shows which of them are on this machine,
 and says how to get the others. With NAME: partitions this data set, prints
 the sizes of the clients, and plots their sizes and label mixes to
-federation.png.
+federation.png. With download NAME: downloads data sets into --data-dir.
 
 examples:
   fedjax-drift data
+  fedjax-drift data download cifar10
   fedjax-drift data mnist --partition dirichlet:0.3 --clients 100
   fedjax-drift data synthetic:variant=fedprox --output runs/look
 """
@@ -18,25 +19,45 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fedjax_drift as fd
-from fedjax_drift.cli.flags import add_data
+from fedjax_drift.cli.flags import DOWNLOAD, add_data
 from fedjax_drift.cli.output import add_output, output_folder
 from fedjax_drift.cli.parsed_run import load_data, partition_text, summary
 from fedjax_drift.cli.render import aligned, listing
+from fedjax_drift.cli.values import Spec
+from fedjax_drift.errors import ConfigurationError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [NAME[:key=value,...]] [options]"
+    parser.usage = "%(prog)s [[download] NAME[:key=value,...]] [options]"
     add_data(parser, required=False)
     add_output(parser, progress=False)
 
 
 def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
-    """Reads the data. Returns a function that plots them, or that lists the data sets."""
-    if args.dataset is None:
+    """Reads the data. Returns a function that plots them, or that lists or downloads data sets."""
+    word, *more = args.dataset or [None]
+    if word is None:
         text = listing(args.data_dir)
         return lambda: print(text) or 0
-    output, data = output_folder(args, "data", args.dataset.name), load_data(args)
+    if word == DOWNLOAD and more:
+        return lambda: _download(more, args.data_dir)
+    if word == DOWNLOAD or more:
+        got = " ".join(each if each == DOWNLOAD else each.text for each in (word, *more))
+        raise ConfigurationError(
+            f"the command data must have NAME, or download and one or more names, got {got!r}: fedjax-drift data --help"
+        )
+    args.dataset = word
+    output, data = output_folder(args, "data", word.name), load_data(args)
     return lambda: _draw(data, partition_text(args), output)
+
+
+def _download(names: Sequence[Spec], data_dir: str | None) -> int:
+    """Downloads data sets, and prints where they are."""
+    for name, options in ((spec.name, spec.options) for spec in names):
+        path = str(fd.datasets.download(name, data_dir, **options))
+        first = fd.datasets.locate(name, data_dir, **options)
+        print(f"{name}: {path}" + (f" ({first} is read in place of it)" if first != path else ""))
+    return 0
 
 
 def _draw(data: fd.FederatedData, partition: str, output: Path) -> int:

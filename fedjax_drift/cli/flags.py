@@ -161,6 +161,7 @@ def warmup_cosine(init_value: float, warmup_steps: int, decay_steps: int, end_va
 
 
 SCHEDULES: dict[str, Callable[..., Any]] = {"cosine": cosine, "step": step, "warmup_cosine": warmup_cosine}
+DOWNLOAD = "download"  # the word before the names of data sets to download
 DATASET = Choice(DATASETS, hidden=("request",))
 PARTITION = Choice({factory.__name__: factory for factory in PARTITIONS}, hidden=("num_clients", "seed", "size_sigma"))
 MODEL = Choice(MODELS, hidden=("input_shape", "sizes"))
@@ -226,8 +227,11 @@ def needs(args: argparse.Namespace, flag: str, other: str, example: str) -> None
 def add_data(group: Any, required: bool) -> None:
     """Adds the flags of the data set and its partition."""
     text = f"one of {', '.join(DATASETS)}. With options, for example: glyphs:num_writers=500, synthetic:alpha=1,beta=1"
-    name, more = ("--dataset", {"required": True}) if required else ("dataset", {"nargs": "?"})
-    add(group, name, SPEC, text, DATASET, **more)
+    if required:
+        add(group, "--dataset", SPEC, text, DATASET, required=True)
+    else:
+        add(group, "dataset", SPEC, f"{text}. After the word {DOWNLOAD}, one or more of them",
+            lambda word: word if word == DOWNLOAD else DATASET(word), nargs="*")
     add(group, "--partition", "PARTITIONER",
         "how the data are partitioned into clients: iid, dirichlet:ALPHA (smaller ALPHA is more heterogeneous), "
         "dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the examples sorted by label), classes:K "

@@ -139,7 +139,11 @@ def listing(data_dir: str | None) -> str:
     """Returns the list of data sets: their sources on this machine, and how to get the missing ones."""
     described = fd.datasets.describe(data_dir)
     lines = ["data set       labels  where"]
-    lines += [f"{entry['name']:13}  {entry['classes']:6}  {entry['location']}" for entry in described]
+    for entry in described:
+        offer = f" (download: {entry['download'] / 1e6:,.1f} MB from {entry['server']})" if entry["download"] else ""
+        lines.append(
+            f"{entry['name']:13}  {entry['classes']:6}  {entry['location']}{'' if entry['available'] else offer}"
+        )
     lines += ["", "Options, written NAME:key=value,key=value, with their defaults:"]
     for name in DATASET.factories:
         if options := DATASET.known(name):

@@ -15,13 +15,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data import agnews, bindingdb, dialogue, femnist, files, glyphs, images, movielens, tables, tfds
+from fedjax_drift.data import (
+    agnews,
+    bindingdb,
+    dialogue,
+    downloading,
+    femnist,
+    files,
+    glyphs,
+    images,
+    movielens,
+    tables,
+    tfds,
+)
 from fedjax_drift.data import synthetic as linear
+from fedjax_drift.data.downloads import DOWNLOADS
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
 from fedjax_drift.data.federated_files import from_leaf as from_leaf
@@ -38,6 +53,7 @@ __all__ = [
     "NAMES",
     "describe",
     "dialogue_entropy",
+    "download",
     "from_fedjax",
     "from_flwr",
     "from_huggingface",
@@ -58,7 +74,7 @@ def __dir__() -> list[str]:
 
 CIFAR_PAGE = "from Alex Krizhevsky's page (University of Toronto), and unpack it there"
 RECORDS = {
-    record.name: record
+    record.name: replace(record, downloads=DOWNLOADS.get(record.name))
     for record in (
         DataSet(
             "synthetic", linear.load, 5, by_writer=True,
@@ -148,6 +164,7 @@ def load(
     *,
     standardize: bool | None = None,
     seed: int = 0,
+    download: bool = False,
     **options: Any,
 ) -> FederatedData:
     """Loads a data set and partitions it over the clients.
@@ -168,11 +185,13 @@ def load(
         False for femnist, True for the others.
       seed: random seed, >= 0. It is used for generated data, for the default partition, for the test examples of
         femnist and bindingdb, and for the negative examples of movielens.
+      download: if True, and the data are not on this machine, they are downloaded first, as by `download`.
       options: options of the data set, by name.
 
     Raises:
       ValueError: the data set or an option is unknown, a value is illegal, or a file is damaged, unreadable or of
-        another kind.
+        another kind. Or the data are not on this machine, and cannot be downloaded with these options.
+      ConnectionError: the download failed. The message says how to get the files without a network.
       FileNotFoundError: the data are not on this machine. The message names the file and says how to get it.
       ImportError: the source needs a package that is not installed.
     """
@@ -181,6 +200,8 @@ def load(
     files.folders(data_dir)
     standardize = record.standardize if standardize is None else checks.flag("standardize", standardize)
     seed = checks.integer("seed", seed, 0, math.inf)
+    if checks.flag("download", download) and locate(name, data_dir, **options) == "no":
+        _downloaded(name, data_dir, options)
 
     writers = isinstance(partition, Partition) and partition.base == by_writer()
     samples = DATASETS[name](Request(record.variant(options), data_dir, seed, writers), **options)
@@ -229,6 +250,47 @@ def _partitioned(
     if test_writer is not None:
         test_sizes = np.bincount(np.searchsorted(ids, test_writer), minlength=len(ids))
     return FederatedData(x, y, sizes, test[0], test[1], test_sizes, mean, std, name)
+
+
+def download(name: str, data_dir: DataDir = None, **options: Any) -> Path:
+    """Downloads the files of a data set, unless they are on this machine. It needs no account and no TensorFlow.
+
+    Every file has a known size and checksum. A download that broke off continues at the next call. The archives are
+    deleted after they are unpacked. ``fedjax-drift data`` lists the sizes and the servers.
+
+    Args:
+      name: mnist, fashion_mnist, emnist (all splits of `load`), cifar10, cifar100, cinic10, tiny_imagenet, femnist (the
+        3,400 writers of TensorFlow Federated), or movielens (size="1m").
+      data_dir: the folder for the files. Default: `$FEDJAX_DRIFT_DATA` if set, otherwise the cache
+        (`$FEDJAX_DRIFT_CACHE` or ``~/.cache/fedjax_drift``).
+      options: options of the data set that select files, such as source="tff" of femnist.
+
+    Returns:
+      The path of the file or folder. `load` may prefer another one that is also there, as `locate` says.
+
+    Raises:
+      ValueError: the data set cannot be downloaded, an option is unknown, a file has a wrong checksum (it is deleted),
+        or the folder cannot be written.
+      ConnectionError: there is no connection, or the server does not have the file. The message has the addresses, and
+        the folder for files that were downloaded on another machine.
+    """
+    return _downloaded(name, data_dir, _checked(name, options))
+
+
+def _downloaded(name: str, data_dir: DataDir, options: Mapping[str, Any]) -> Path:
+    record, folders = RECORDS[name].variant(options), files.folders(data_dir)
+    if record.online is None:
+        possible = checks.listed([known for known, other in RECORDS.items() if other.downloads])
+        wanted, how = f"one of {possible}", record.download or "load makes it"
+        if record.downloads:
+            wanted = f"of one of the files {checks.listed(record.downloads.gives)}"
+        raise ConfigurationError(f"the download must be {wanted}, got {record.name}: {how}")
+    names = [filename for filename in record.files if filename in record.online.gives]
+    path = files.find(names, folders)
+    if path is None or not record.is_complete(path):
+        downloading.download(name, record.online, folders[0])
+        path = folders[0] / names[0]
+    return path
 
 
 def synthetic(
@@ -322,20 +384,24 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
       - ``location``: where `load` would read the data set with its default options, as `locate` returns it.
       - ``available``: whether the data can be loaded, a bool.
       - ``instructions``: how to get the data, in one line.
+      - ``download``: the number of bytes that `download` gets, or None if it cannot.
+      - ``server``: the server that has them, or None.
 
     Raises:
       ValueError: `data_dir` is not the path of a folder.
     """
     described = []
     for record in (record.variant({}) for record in RECORDS.values()):
-        name = record.name.partition("/")[0]
+        name, online = record.base, record.online
         location, instructions = locate(name, data_dir), f'fd.datasets.load("{name}")'
         if record.files:
             instructions = f"put {' or '.join(record.files)} into data_dir"
             instructions += f": {record.download}" if record.download else ""
             instructions += f", or, online: {record.prepare}" if data_dir is None and name in tfds.HOSTS else ""
+            instructions = f"fedjax-drift data download {name}, or {instructions}" if online else instructions
         known = {"name": name, "classes": record.classes, "location": location, "available": location != "no"}
-        described.append(known | {"instructions": instructions})
+        source = {"download": online and online.size, "server": online and online.host}
+        described.append(known | {"instructions": instructions} | source)
     return described
 
 

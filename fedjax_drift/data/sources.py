@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_drift.data import files
+from fedjax_drift.data.downloading import Download
 from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.files import Column, Spec
 from fedjax_drift.errors import ConfigurationError
@@ -69,6 +70,8 @@ class DataSet:
     """The option that selects one of `variants`. The options that are not named here are True or False."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Value of the selector -> the fields of this record that differ."""
+    downloads: Download | None = None
+    """What can be downloaded. It may give the files of some variants only."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,6 +105,16 @@ class DataSet:
     def is_complete(self, path: Path) -> bool:
         """Whether all parts of the data set exist. path: its first file or its folder."""
         return all((path.parent / part).exists() for part in self.parts.get(path.name, ()))
+
+    @property
+    def online(self) -> Download | None:
+        """The download that gives one of the files, or None."""
+        return self.downloads if self.downloads and set(self.files) & set(self.downloads.gives) else None
+
+    @property
+    def base(self) -> str:
+        """The name without its variant, such as emnist for emnist/letters."""
+        return self.name.partition("/")[0]
 
     @property
     def filename(self) -> str:
@@ -142,6 +155,8 @@ class Request(NamedTuple):
     def absent(self, fix: str) -> FileNotFoundError:
         """Returns the error for a data set of which no file exists."""
         names, places = " or ".join(self.dataset.files), " or ".join(map(str, self.folders))
+        if self.dataset.online:
+            fix = f"pass download=True, or run `fedjax-drift data download {self.dataset.base}`, or {fix}"
         advice = "put it there"
         if self.data_dir is None:
             advice = "set FEDJAX_DRIFT_DATA to the folder that has it, or pass data_dir"

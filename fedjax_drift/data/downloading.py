@@ -1,0 +1,169 @@
+"""Downloads: files with a size and a checksum, and what is made of them.
+
+A file is downloaded to ``downloads/NAME/FILE.part`` in the data folder. A later download continues where this one broke
+off. A file with the right checksum loses the ending ``.part``. When all files of a data set are there, they are
+unpacked, and the result gets its final name at once. So no damaged or incomplete file has a final name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from fedjax_drift.data.files import one_line
+from fedjax_drift.disk import lock_folder
+from fedjax_drift.errors import ConfigurationError, DamagedError
+
+STEP = 2**16  # bytes that are written at once
+TIMEOUT = (10.0, 60.0)  # seconds without a connection, and without a byte
+
+
+class File(NamedTuple):
+    """A file on a server."""
+
+    address: str
+    size: int
+    """In bytes."""
+    checksum: str
+    """"sha256:" or "md5:", and hexadecimal digits."""
+    source: str
+    """Who publishes the checksum."""
+
+    @property
+    def name(self) -> str:
+        return self.address.rpartition("/")[2]
+
+
+class Download(NamedTuple):
+    """What is downloaded for a data set."""
+
+    files: tuple[File, ...]
+    gives: tuple[str, ...]
+    """The files or folders that the readers need, relative to the data folder."""
+    unpack: Callable[[Sequence[Path], Path], Path]
+    """``unpack(paths, new)`` makes them of the files, inside the empty folder `new`. Returns the folder that has
+    them."""
+
+    @property
+    def size(self) -> int:
+        """The bytes to download."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def host(self) -> str:
+        """The server."""
+        return urlsplit(self.files[0].address).netloc
+
+
+def download(name: str, wanted: Download, folder: Path) -> None:
+    """Downloads a data set into the data folder.
+
+    Shows a progress bar on a terminal. Raises ConnectionError if a file cannot be downloaded, DamagedError for a wrong
+    checksum, and ConfigurationError if the folder cannot be written.
+    """
+    staging = folder / "downloads" / name
+    with lock_folder(staging, "the folder of a download"):
+        try:
+            paths = [_fetched(file, staging) for file in wanted.files]
+            shutil.rmtree(staging / "new", ignore_errors=True)
+            (staging / "new").mkdir()
+            new = wanted.unpack(paths, staging / "new")
+            for top in dict.fromkeys(Path(given).parts[0] for given in wanted.gives):
+                if (folder / top).is_dir():
+                    raise ConfigurationError(
+                        f"{folder / top} must not exist while {name} is downloaded, got an incomplete folder: rename "
+                        "or delete it, and download again"
+                    )
+                os.replace(new / top, folder / top)
+        except ConnectionError as error:
+            missing = [file.address for file in wanted.files if not (staging / file.name).exists()]
+            raise ConnectionError(
+                f"{name} cannot be downloaded ({error}): on a machine with a network, download "
+                f"{' and '.join(missing)}, save {'it' if len(missing) == 1 else 'them'} in {staging}, and download "
+                f"{name} again here, which checks and unpacks"
+            ) from error
+        except OSError as error:
+            raise ConfigurationError(
+                f"{folder} must have room for the files of {name}, which cannot be written ({error.strerror}): make "
+                "room, or choose another folder, and download again, which continues"
+            ) from error
+        shutil.rmtree(staging)
+    with contextlib.suppress(OSError):  # another download is unfinished
+        staging.parent.rmdir()
+
+
+def _fetched(file: File, folder: Path) -> Path:
+    """Returns the path of the file in the folder, with the right checksum. It is downloaded if it is not there."""
+    import pooch
+
+    try:
+        with _quiet(pooch.get_logger()):
+            return Path(pooch.retrieve(file.address, file.checksum, file.name, folder, downloader=_get(file)))
+    except ValueError as error:
+        raise DamagedError(
+            f"{file.address} must have the checksum {file.checksum}, got a file with another one, which was deleted: "
+            "download it again; if it happens again, the file on the server has changed"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Hides what is not a warning."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _get(file: File) -> Callable[[str, str, object], None]:
+    """Returns a downloader for pooch, which continues a download that broke off."""
+
+    def get(_: str, output: str, __: object) -> None:
+        from tqdm.auto import tqdm
+
+        part, reached, problem = Path(output).with_name(f"{file.name}.part"), -1, ""
+        with tqdm(total=file.size, desc=file.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+            while (have := part.stat().st_size if part.exists() else 0) < file.size:
+                if have <= reached:  # a further attempt, without a further byte
+                    raise ConnectionError(problem)
+                reached, problem = have, _continued(file, part, have, bar)
+        os.replace(part, output)
+
+    return get
+
+
+def _continued(file: File, part: Path, have: int, bar: Any) -> str:
+    """Requests the bytes after the first ``have`` and appends them to ``part``. Returns what went wrong, or ""."""
+    import requests
+    import urllib3
+
+    headers = {"Accept-Encoding": "identity", "User-Agent": "fedjax-drift"}  # the bytes as they are stored
+    headers |= {"Range": f"bytes={have}-"} if have else {}
+    try:
+        with requests.get(file.address, headers=headers, stream=True, timeout=TIMEOUT) as response:
+            response.raise_for_status()
+            have = have if response.status_code == 206 else 0  # other servers send the whole file again
+            if (length := int(response.headers.get("Content-Length", file.size - have))) != file.size - have:
+                return f"it must have {file.size} bytes, but the server has {have + length}"
+            bar.n = have
+            with open(part, "ab" if have else "wb") as output:
+                for chunk in response.raw.stream(STEP, decode_content=False):
+                    output.write(chunk)
+                    bar.update(len(chunk))
+                    if bar.n > file.size:
+                        break
+            return f"it ends after {bar.n} of {file.size} bytes"
+    except requests.HTTPError as error:
+        return f"the server answers {error.response.status_code} {error.response.reason}"
+    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        cause = getattr(error.args[0], "reason", error) if error.args else error
+        why = one_line(str(cause).rpartition("): ")[2])  # without the text of urllib3's connection
+        return f"the connection to {urlsplit(file.address).netloc} failed: {why}"
