@@ -35,7 +35,7 @@ DEFAULT_MODEL = {
     "synthetic": "linear", "glyphs": "lenet5", "dialogue": "decoder", "femnist": "lenet5", "mnist": "mnist_2nn",
     "fashion_mnist": "mnist_2nn", "emnist": "emnist_nn", "cifar10": "cifar_cnn", "cifar100": "cifar_cnn",
     "cinic10": "cifar_cnn", "tiny_imagenet": "resnet18", "movielens": "din", "agnews": "text_classifier",
-    "bindingdb": "drug_target",
+    "bindingdb": "drug_target", "shakespeare": "decoder",
 }  # fmt: skip
 
 
@@ -237,8 +237,8 @@ def add_data(group: Any, required: bool) -> None:
         "dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the examples sorted by label), classes:K "
         "(each client has exactly K labels), distribution:FILE (the weights of the labels, one line per client) or "
         "by_writer. iid and dirichlet take the sizes of the clients, as in iid:sizes=linear (or square, exponential, "
-        "or numbers as in 100+200+300). Default: the natural clients of glyphs, femnist, synthetic, movielens and "
-        "dialogue, otherwise iid", PARTITION)
+        "or numbers as in 100+200+300). Default: the natural clients of glyphs, femnist, shakespeare, synthetic, "
+        "movielens and dialogue, otherwise iid", PARTITION)
     add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
     add(group, "--size-sigma", "SIGMA", "standard deviation of the logarithm of the client sizes, for iid and "
         "dirichlet (default: 0, equal sizes)", float)

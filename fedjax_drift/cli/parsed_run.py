@@ -322,6 +322,8 @@ def _model_spec(args: argparse.Namespace, data: FederatedData) -> Spec:
     classes = max(datasets.num_classes(args.dataset.name, **args.dataset.options), highest + 1)
     spec = args.model or MODEL(DEFAULT_MODEL[args.dataset.name])
     known = {"num_classes": classes, "input_shape": data.x.shape[1:]}
+    if data.y.ndim > 1:  # the next token at each position
+        known |= {"vocabulary": classes, "length": data.x.shape[1]}
     known |= args.dataset.options  # options that the model has too, such as the vocabulary of agnews
     known |= {"cosine": True} if args.cosine else {}
     known |= {"sizes": movielens.sizes(data)} if "sizes" in spec.defaults else {}

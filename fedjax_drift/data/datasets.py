@@ -32,6 +32,7 @@ from fedjax_drift.data import (
     glyphs,
     images,
     movielens,
+    shakespeare,
     tables,
     tfds,
 )
@@ -144,6 +145,12 @@ RECORDS = {
             selector="size", variants={size: {"files": (name,)} for size, name in movielens.FILENAMES.items()},
         ),
         DataSet(
+            "shakespeare", shakespeare.load, shakespeare.CLASSES, shakespeare.FILES, by_writer=True,
+            lowest={"length": 1},
+            download="copy shakespeare.sqlite, which tff.simulation.datasets.shakespeare.load_data downloads into "
+            "~/.tff, or the packed shakespeare.sqlite.lzma",
+        ),
+        DataSet(
             "agnews", agnews.load, 4, (agnews.FILENAME,), parts={"train.csv": ("test.csv",)}, download=agnews.DOWNLOAD,
             lowest={"vocabulary": 3, "length": 1},
         ),
@@ -173,10 +180,11 @@ def load(
       name: one of `NAMES`. The docstring of ``DATASETS[name]`` lists classes, examples, options and source.
       partition: a partitioner of `fedjax_drift.partition`, or any function of labels [M] and ``writer=`` (ids [M] or
         None) that returns N arrays of row numbers. Default: one client per writer for `glyphs` and `femnist`, one per
-        user for `movielens`, the clients of the generator for `synthetic` and `dialogue`, and ``iid(100, seed)`` for
-        the others. With the default partition of `glyphs`, `dialogue`, `femnist`, `movielens` and `synthetic`
-        (variant="fedprox") every client has its own test examples, unless the test set comes from other writers than
-        the training set. Any other partition leaves the test set pooled.
+        role for `shakespeare`, one per user for `movielens`, the clients of the generator for `synthetic` and
+        `dialogue`, and ``iid(100, seed)`` for the others. With the default partition of `glyphs`, `dialogue`,
+        `femnist`, `shakespeare`, `movielens` and `synthetic` (variant="fedprox") every client has its own test
+        examples, unless the test set comes from other writers than the training set. Any other partition leaves the
+        test set pooled.
       data_dir: the folder of the files; no other place is searched. Default: `$FEDJAX_DRIFT_DATA` if set, then the
         cache (`$FEDJAX_DRIFT_CACHE` or ``~/.cache/fedjax_drift``), then tensorflow-datasets (`$TFDS_DATA_DIR` or
         ``~/tensorflow_datasets``).
@@ -260,7 +268,7 @@ def download(name: str, data_dir: DataDir = None, **options: Any) -> Path:
 
     Args:
       name: mnist, fashion_mnist, emnist (all splits of `load`), cifar10, cifar100, cinic10, tiny_imagenet, femnist (the
-        3,400 writers of TensorFlow Federated), or movielens (size="1m").
+        3,400 writers of TensorFlow Federated), movielens (size="1m") and shakespeare.
       data_dir: the folder for the files. Default: `$FEDJAX_DRIFT_DATA` if set, otherwise the cache
         (`$FEDJAX_DRIFT_CACHE` or ``~/.cache/fedjax_drift``).
       options: options of the data set that select files, such as source="tff" of femnist.

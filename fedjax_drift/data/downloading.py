@@ -149,7 +149,8 @@ def _continued(file: File, part: Path, have: int, bar: Any) -> str:
     headers |= {"Range": f"bytes={have}-"} if have else {}
     try:
         with requests.get(file.address, headers=headers, stream=True, timeout=TIMEOUT) as response:
-            response.raise_for_status()
+            if not response.ok:
+                return f"the server answers {response.status_code} {response.reason}"
             have = have if response.status_code == 206 else 0  # other servers send the whole file again
             if (length := int(response.headers.get("Content-Length", file.size - have))) != file.size - have:
                 return f"it must have {file.size} bytes, but the server has {have + length}"
@@ -161,8 +162,6 @@ def _continued(file: File, part: Path, have: int, bar: Any) -> str:
                     if bar.n > file.size:
                         break
             return f"it ends after {bar.n} of {file.size} bytes"
-    except requests.HTTPError as error:
-        return f"the server answers {error.response.status_code} {error.response.reason}"
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
         cause = getattr(error.args[0], "reason", error) if error.args else error
         why = one_line(str(cause).rpartition("): ")[2])  # without the text of urllib3's connection

@@ -97,6 +97,10 @@ DOWNLOADS = {
         File(f"{TFF}emnist_all.sqlite.lzma", 170_507_172,
              "sha256:c3aaf91b4cf4e69d53d81627ad119eccdc878ff906f68e66063ff10f67faad48", "one project that uses it"),
     ), ("emnist_all.sqlite.lzma",), _as_it_is),
+    "shakespeare": Download((
+        File(f"{TFF}shakespeare.sqlite.lzma", 1_329_828,
+             "sha256:d3d11fceb9e105439ac6f4d52af6efafed5a2a1e1eb24c5bd2dd54ced242f5c4", "FedJAX"),
+    ), ("shakespeare.sqlite.lzma",), _as_it_is),
     "movielens": Download((
         File("https://files.grouplens.org/datasets/movielens/ml-1m.zip", 5_917_549,
              "sha256:a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20", TFDS),

@@ -41,7 +41,7 @@ SQLITE, XZ, LZMA = b"SQLite format 3\0", b"\xfd7zXZ\0", b"]\0\0"
 STEP = 2**20  # bytes that are unpacked at once
 UNPACKED = 2**35  # limit in bytes of an unpacked database; that of CelebA has about 2**34
 DICTIONARY = 2**28  # limit in bytes of the memory that lzma needs; the highest preset needs a quarter
-FLOATS, INTEGERS = 2, 3  # numbers of the fields of tf.train.Feature
+TEXTS, FLOATS, INTEGERS = 1, 2, 3  # numbers of the fields of tf.train.Feature
 
 
 class Source(NamedTuple):
@@ -51,6 +51,8 @@ class Source(NamedTuple):
     """The names of the splits of a database. Empty for an HDF5 file, which has one split without a name."""
     read: Callable[[str, str, str | None], Iterator[Client]]
     """``read(x, y, split)`` yields the clients of a split, sorted by name. x, y: the names of the columns."""
+    texts: Callable[[str, str], Iterator[tuple[str, list[bytes]]]] | None = None
+    """``texts(column, split)`` yields the clients of a split of a database, sorted by name, with their texts."""
 
     def chosen(self, split: str | None, default: str) -> str | None:
         """Returns the checked name of a split. For None, it is the only split, or ``default`` if there are several."""
@@ -116,7 +118,9 @@ def opened(path: Path) -> Iterator[Source]:
         connection = stack.enter_context(tables)
         splits = connection.execute("SELECT DISTINCT split_name FROM client_metadata")
         names = sorted(str(name) for (name,) in splits)
-        yield Source(names, functools.partial(_read_sqlite, connection, os.path.getsize(file_path)))
+        size = os.path.getsize(file_path)
+        texts = functools.partial(_read_texts, connection, size)
+        yield Source(names, functools.partial(_read_sqlite, connection, size), texts)
 
 
 # ---------------------------------------------------------------- SQLite
@@ -124,25 +128,50 @@ def opened(path: Path) -> Iterator[Source]:
 
 def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, split: str | None) -> Iterator[Client]:
     """size: of the database, in bytes."""
+    for client, messages, rows in _messages(connection, size, split):
+        examples = [_values_of(message, x, y) for message in messages]
+        inputs, labels = (_stacked(client, name, [row[i] for row in examples]) for i, name in enumerate((x, y)))
+        if labels is not None and labels.shape[1:] == (1,):
+            labels = labels[:, 0]
+        yield from checked_client(client, inputs, labels, rows)
+
+
+def _messages(connection: sqlite3.Connection, size: int, split: str | None) -> Iterator[tuple[str, list[bytes], int]]:
+    """Yields each client, its examples, and how many they should be."""
     counts = dict(
         connection.execute("SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?", [split])
     )
     query = "SELECT client_id, serialized_example_proto FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
     total = 0
     for client, rows in itertools.groupby(connection.execute(query, [split]), key=lambda row: row[0]):
-        examples = []
+        messages = []
         for _, message in rows:
             if not isinstance(client, str) or not isinstance(message, bytes):
                 raise files.Wrong("client_id must be text and serialized_example_proto bytes: download it again")
             total += len(message)
             files.must_fit("its examples", total, size)  # computed columns can have any size
-            examples.append(_values_of(message, x, y))
-        inputs, labels = (_stacked(client, name, [row[i] for row in examples]) for i, name in enumerate((x, y)))
-        if labels is not None and labels.shape[1:] == (1,):
-            labels = labels[:, 0]
-        yield from checked_client(client, inputs, labels, counts.pop(client, 0))
+            messages.append(message)
+        yield client, messages, counts.pop(client, 0)
     if any(counts.values()):
         raise files.Wrong(f"the examples of client {next(filter(counts.get, counts))!r} are missing: download it again")
+
+
+def _read_texts(
+    connection: sqlite3.Connection, size: int, column: str, split: str | None
+) -> Iterator[tuple[str, list[bytes]]]:
+    """Yields each client, and the text of each of its examples."""
+    for client, messages, rows in _messages(connection, size, split):
+        texts = [_text(_features(message), column) for message in messages]
+        if len(texts) != rows:
+            raise files.Wrong(f"client {client!r} must have {rows} examples, got {len(texts)}: download it again")
+        yield client, texts
+
+
+def _text(features: dict[str, bytes], column: str) -> bytes:
+    for kind, message in _fields(features.get(column, b"")):
+        if kind == TEXTS:
+            return b"".join(value for _, value in _fields(message))
+    raise files.Wrong(f"its examples must have the text {column}, got {checks.listed(features)}: is it another file?")
 
 
 def _stacked(client: str, name: str, values: list[np.ndarray | None]) -> np.ndarray | None:
@@ -158,13 +187,18 @@ def _stacked(client: str, name: str, values: list[np.ndarray | None]) -> np.ndar
 
 def _values_of(example: bytes, x: str, y: str) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns two features of a message `tf.train.Example`, [length] each."""
+    inputs, labels = column_pair(_features(example), x, y)
+    return _numbers(inputs), _numbers(labels)
+
+
+def _features(example: bytes) -> dict[str, bytes]:
+    """Returns the features of a message `tf.train.Example` by name. They are not decoded yet."""
     features = {}
     for _, entries in _fields(example):
         for _, entry in _fields(entries):
             of_entry = dict(_fields(entry))
             features[of_entry[1].decode()] = of_entry[2]
-    inputs, labels = column_pair(features, x, y)
-    return _numbers(inputs), _numbers(labels)
+    return features
 
 
 def _numbers(feature: bytes) -> np.ndarray | None:
