@@ -204,7 +204,7 @@ def test_the_page_of_agreement_shows_its_results_and_its_calls_are_valid() -> No
 
 def test_import_does_not_import_heavy_packages() -> None:
     heavy = ("tensorflow", "tensorflow_datasets", "matplotlib", "PIL", "tqdm", "orbax", "pandas", "scipy.stats")
-    heavy += ("datasets", "flwr_datasets", "pyarrow", "torch")
+    heavy += ("datasets", "flwr_datasets", "pyarrow", "torch", "pooch", "requests")
     program = f"import fedjax_drift, sys; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -39,7 +39,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     if word is None:
         text = listing(args.data_dir)
         return lambda: print(text) or 0
-    if word == DOWNLOAD and more:
+    if word == DOWNLOAD and more and DOWNLOAD not in more:
         return lambda: _download(more, args.data_dir)
     if word == DOWNLOAD or more:
         got = " ".join(each if each == DOWNLOAD else each.text for each in (word, *more))

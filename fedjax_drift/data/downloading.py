@@ -67,10 +67,11 @@ def download(name: str, wanted: Download, folder: Path) -> None:
     Shows a progress bar on a terminal. Raises ConnectionError if a file cannot be downloaded, DamagedError for a wrong
     checksum, and ConfigurationError if the folder cannot be written.
     """
-    staging = folder / "downloads" / name
+    staging, paths = folder / "downloads" / name, list[Path]()
     with lock_folder(staging, "the folder of a download"):
         try:
-            paths = [_fetched(file, staging) for file in wanted.files]
+            for file in wanted.files:
+                paths.append(_fetched(file, staging))
             shutil.rmtree(staging / "new", ignore_errors=True)
             (staging / "new").mkdir()
             new = wanted.unpack(paths, staging / "new")
@@ -82,11 +83,12 @@ def download(name: str, wanted: Download, folder: Path) -> None:
                     )
                 os.replace(new / top, folder / top)
         except ConnectionError as error:
-            missing = [file.address for file in wanted.files if not (staging / file.name).exists()]
+            failed, *later = wanted.files[len(paths) :]
+            missing = [failed, *(file for file in later if not (staging / file.name).exists())]
             raise ConnectionError(
                 f"{name} cannot be downloaded ({error}): on a machine with a network, download "
-                f"{' and '.join(missing)}, save {'it' if len(missing) == 1 else 'them'} in {staging}, and download "
-                f"{name} again here, which checks and unpacks"
+                f"{' and '.join(file.address for file in missing)}, save {'them' if missing[1:] else 'it'} in "
+                f"{staging}, and download {name} again here, which checks and unpacks"
             ) from error
         except OSError as error:
             raise ConfigurationError(
