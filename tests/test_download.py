@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
+import logging
 import re
 import shutil
 import socket
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pooch
 import pytest
 from test_data_files import RNG, characters, write_batch, write_emnist, write_femnist, write_idx, write_tff_database
 
@@ -42,6 +43,7 @@ class Site:
         self.cuts: list[int] = []  # the next responses end after so many bytes
         self.moved: dict[str, str] = {}  # path -> another path
         self.has_ranges, self.has_lengths, self.packs = True, True, False
+        self.left = threading.Event()  # the client closed a connection before its end
         self.waits: threading.Event | None = None  # a response that is cut stays open until then
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
@@ -62,11 +64,13 @@ class Site:
             request.send_header("Content-Encoding", "gzip")
         request.end_headers()
         cut = self.cuts.pop(0) if self.cuts else None
-        with contextlib.suppress(ConnectionError):
+        try:
             request.wfile.write(body[:cut])
             if cut is not None and self.waits:
                 request.wfile.flush()
                 self.waits.wait()
+        except ConnectionError:
+            self.left.set()
 
 
 @pytest.fixture(autouse=True)
@@ -395,9 +399,21 @@ def test_an_endless_response_is_refused(site: Site, cifar: fd.FederatedData) -> 
     site.has_lengths = False
     same(downloaded(), cifar)
     shutil.rmtree(datasets.download("cifar100"))
-    site.files[FILE] += bytes(50_000)
+    site.files[FILE] += bytes(2**26)  # more than fits into the buffers of a connection
     with pytest.raises(DamagedError, match="checksum"):
         downloaded()
+    assert site.left.wait(20)
+
+
+def test_pooch_prints_nothing(cifar: fd.FederatedData) -> None:
+    logger, said = pooch.get_logger(), []
+    level, handler = logger.level, logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    same(downloaded(), cifar)
+    logger.info("as before")
+    logger.removeHandler(handler)
+    assert [record.getMessage() for record in said] == ["as before"] and logger.level == level
 
 
 # ---------------------------------------------------------------- without a network
