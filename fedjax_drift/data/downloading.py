@@ -116,13 +116,16 @@ def _fetched(file: File, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Hides what is not a warning."""
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+    """Hides what is not a warning. (Logger.setLevel has no lasting effect on pooch's logger, which caches levels.)"""
+
+    def matters(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+    logger.addFilter(matters)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(matters)
 
 
 def _get(file: File) -> Callable[[str, str, object], None]:
@@ -161,9 +164,10 @@ def _continued(file: File, part: Path, have: int, bar: Any) -> str:
                 for chunk in response.raw.stream(STEP, decode_content=False):
                     output.write(chunk)
                     bar.update(len(chunk))
-                    if bar.n > file.size:
+                    have += len(chunk)
+                    if have > file.size:
                         break
-            return f"it ends after {bar.n} of {file.size} bytes"
+            return f"it ends after {have} of {file.size} bytes"
     except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
         cause = getattr(error.args[0], "reason", error) if error.args else error
         why = one_line(str(cause).rpartition("): ")[2])  # without the text of urllib3's connection
