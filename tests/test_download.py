@@ -307,9 +307,11 @@ def test_another_database_is_not_shakespeare(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"shakespeare\.sqlite\.lzma: split must be one of 'all_test', .* got 'train'"):
         load("shakespeare", data_dir=tmp_path)
     numbers: Any = {part: {"ROMEO": ([0.5], [0])} for part in PLAYS}
-    write_tff_database(tmp_path / "shakespeare.sqlite", numbers)
-    with pytest.raises(ValueError, match=r"shakespeare\.sqlite: its examples must have the text snippets, got "):
-        load("shakespeare", data_dir=tmp_path)
+    for names in (("pixels", "label"), ("snippets", "label")):  # no such column, and one of numbers
+        (tmp_path / "shakespeare.sqlite").unlink(missing_ok=True)
+        write_tff_database(tmp_path / "shakespeare.sqlite", numbers, names)
+        with pytest.raises(ValueError, match=r"shakespeare\.sqlite: its examples must have the text snippets, got "):
+            load("shakespeare", data_dir=tmp_path)
 
 
 # ---------------------------------------------------------------- servers with faults

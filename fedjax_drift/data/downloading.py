@@ -146,7 +146,7 @@ def _get(file: File) -> Callable[[str, str, object], None]:
 
 
 def _continued(file: File, part: Path, have: int, bar: Any) -> str:
-    """Requests the bytes after the first ``have`` and appends them to ``part``. Returns what went wrong, or ""."""
+    """Requests the bytes after the first ``have`` and appends them to ``part``. Returns why it ended."""
     import requests
     import urllib3
 
