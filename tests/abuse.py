@@ -670,7 +670,8 @@ def datasets() -> Iterator[Call]:
     yield Call("fd.datasets.locate", fd.datasets.locate, {"name": "mnist"}, of_name)
     yield Call("fd.datasets.num_classes", fd.datasets.num_classes, {}, {"name": choice("mnist")})
     yield Call("fd.datasets.describe", fd.datasets.describe, {}, {"data_dir": optional(path())})
-    yield Call("fd.datasets.from_leaf", fd.datasets.from_leaf, {}, {"folder": path()})
+    for read_folder in (fd.datasets.from_leaf, fd.datasets.from_pfllib, fd.datasets.from_niid_bench):
+        yield Call(f"fd.datasets.{read_folder.__name__}", read_folder, {}, {"folder": path()})
     for read in (fd.datasets.from_fedjax, fd.datasets.from_tff):
         files = {"train": path(), "test": optional(path())._replace(odd=[])}
         yield Call(f"fd.datasets.{read.__name__}", read, {"train": "nowhere"}, files)
@@ -923,6 +924,7 @@ def models() -> Iterator[Call]:
         "convolutions": Kind([*ANYTHING, (0,) * 4, (1,) * 3], [(2,) * 4, [2] * 4]),
         "filters": Kind([*ANYTHING, (0,) * 2, (1,) * 3], [(2,) * 2, [2] * 2]),
         "units": integer(1),
+        "padding": choice("SAME", "VALID"),
         "dense": Kind([*ANYTHING, (0,) * 3, (1,) * 2], [(2,) * 3, [2] * 3]),
     }
     blocks = {"depth": 1, "width": 12, "heads": 1}  # 1 head is valid for every width in INTEGERS

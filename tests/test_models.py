@@ -51,6 +51,7 @@ def test_parameter_counts_of_variants() -> None:
     assert num_parameters(fd.models.text_classifier(cosine=True)) == 1_305_984
     assert num_parameters(fd.models.drug_target(cosine=True)) == 214_144
     assert num_parameters(fd.models.cifar_cnn(100)) == 815_332
+    assert num_parameters(fd.models.mnist_cnn(padding="VALID")) == 582_026
     assert num_parameters(fd.models.resnet18(100)) == 11_220_132
     assert num_parameters(fd.models.resnet18(10, (64, 64, 3), stem=7)) == 11_181_642
     assert num_parameters(fd.models.resnet18(200, (64, 64, 3), stem=7)) == 11_279_112

@@ -7,8 +7,8 @@ tensorflow-datasets.
 
 `RECORDS` has the facts about every data set.
 
-`from_leaf`, `from_fedjax` and `from_tff` read federations from your own files. `from_huggingface`, `from_flwr`,
-`from_pandas` and `from_torch` read the data sets of other libraries.
+`from_leaf`, `from_fedjax`, `from_tff`, `from_pfllib`, `from_fl_bench` and `from_niid_bench` read federations from your
+own files. `from_huggingface`, `from_flwr`, `from_pandas` and `from_torch` read the data sets of other libraries.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from fedjax_drift.data import (
     tfds,
 )
 from fedjax_drift.data import synthetic as linear
+from fedjax_drift.data.benchmark_files import from_fl_bench as from_fl_bench
+from fedjax_drift.data.benchmark_files import from_niid_bench as from_niid_bench
+from fedjax_drift.data.benchmark_files import from_pfllib as from_pfllib
 from fedjax_drift.data.downloads import DOWNLOADS
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
@@ -56,10 +59,13 @@ __all__ = [
     "dialogue_entropy",
     "download",
     "from_fedjax",
+    "from_fl_bench",
     "from_flwr",
     "from_huggingface",
     "from_leaf",
+    "from_niid_bench",
     "from_pandas",
+    "from_pfllib",
     "from_tff",
     "from_torch",
     "load",

@@ -7,7 +7,6 @@ import gzip
 import io
 import math
 import os
-import pickle
 import re
 import warnings
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_drift.data import files
+from fedjax_drift.data import files, pickles
 from fedjax_drift.data.files import Arrays, Column
 from fedjax_drift.errors import ConfigurationError
 
@@ -61,29 +60,6 @@ def read_idx_pairs(train_images: Path) -> Arrays:
     }
 
 
-class _PlainUnpickler(pickle._Unpickler):
-    """Unpickles NumPy arrays and Python's containers, numbers and strings. Any other function raises an error.
-
-    It extends the unpickler that is written in Python. If a damaged header declares a huge size, the
-    unpickler written in C allocates that much memory. This one does not.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        def empty_array(*_: object) -> np.ndarray:
-            """An array; the unpickler then sets its shape and data."""
-            return np.zeros(0, np.uint8)
-
-        allowed = {
-            ("numpy", "ndarray"): None,  # an argument of the other functions
-            ("numpy", "dtype"): np.dtype,
-            ("numpy.core.multiarray", "_reconstruct"): empty_array,
-            ("numpy._core.multiarray", "_reconstruct"): empty_array,
-        }
-        if (module, name) not in allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
-        return allowed[module, name]
-
-
 def read_cifar(folder: Path, train: Sequence[str], test: str, labels: str) -> Arrays:
     """Reads x_train uint8 [M, 32, 32, 3], y_train [M], x_test and y_test from CIFAR's "Python version".
 
@@ -98,11 +74,7 @@ def read_cifar(folder: Path, train: Sequence[str], test: str, labels: str) -> Ar
 
 def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
     with files.opened(path) as file:
-        try:
-            content = _PlainUnpickler(file, encoding="bytes").load()  # strings of Python 2 are bytes
-        except Exception as error:  # a damaged pickle can raise any exception
-            why = files.one_line(error)
-            raise files.Wrong(f"it is damaged or not a pickle of plain arrays ({why}): unpack it again") from error
+        content = pickles.read(file, encoding="bytes")  # strings of Python 2 are bytes
         if not isinstance(content, dict) or not {b"data", labels.encode()} <= content.keys():
             raise files.Wrong(f"it must have data and {labels}: unpack the Python version of the archive again")
         x, y = content[b"data"], content[labels.encode()]

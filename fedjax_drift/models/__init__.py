@@ -87,13 +87,19 @@ def cifar_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
 
 
 def mnist_cnn(
-    num_classes: int = 10, cosine: bool = False, filters: tuple[int, int] = (32, 64), units: int = 512
+    num_classes: int = 10,
+    cosine: bool = False,
+    filters: tuple[int, int] = (32, 64),
+    units: int = 512,
+    padding: str = "SAME",
 ) -> Model:
     """McMahan et al.'s MNIST CNN: two 5x5 convolutions with 32 and 64 filters, a dense layer with 512 units.
 
-    It has 1,663,370 parameters. ``filters`` and ``units`` change the widths.
+    It has 1,663,370 parameters. ``filters`` and ``units`` change the widths. With ``padding="VALID"`` it is the CNN of
+    PFLlib, with 582,026 parameters.
     """
-    layers = tuple((width, 5, "SAME", 2) for width in checks.shape("filters", filters, 2))
+    padding = checks.choice("padding", padding, ("SAME", "VALID"))
+    layers = tuple((width, 5, padding, 2) for width in checks.shape("filters", filters, 2))
     return _model(CNN(layers, (checks.integer("units", units, 1),), num_classes, cosine=cosine), (28, 28, 1))
 
 

@@ -1,0 +1,214 @@
+"""The files that PFLlib, FL-bench and NIID-Bench write: the examples, or the partition, of a federation.
+
+PFLlib (github.com/TsingZ0/PFLlib, commit d832e76) and FL-bench (github.com/KarhouTam/FL-bench, 06e658b) write pickles,
+which pickles.py reads without executing code. NIID-Bench (github.com/Xtra-Computing/NIID-Bench, 61b901a) writes CSV.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_drift import checks
+from fedjax_drift.data import files, joining, pickles
+from fedjax_drift.data.federated import FederatedData, Pair
+from fedjax_drift.data.federated_files import FilePath, check_names, checked_client, column_pair
+from fedjax_drift.errors import ConfigurationError
+
+AGAIN = "generate the data again, in an empty folder"
+
+
+def from_pfllib(folder: FilePath) -> FederatedData:
+    """Creates a federation from a data set of PFLlib: folder/train/{i}.npz, folder/test/{i}.npz and folder/config.json.
+
+    Client i has the examples of the files i, and its own test examples, a quarter of them by default. A file has one
+    pickled dict with the inputs x [n, ...] and the labels y [n]. Images [n, C, H, W] become [n, H, W, C]. They are
+    float32 and already normalised, so there is no ``mean=``. Of text, x has pairs (tokens, length); only the tokens
+    [n, length] are read.
+
+    NumPy reads such files with ``allow_pickle=True``, which executes any code in them. This function does not: it
+    refuses everything but arrays, lists and numbers.
+
+    config.json may be missing, as for Shakespeare. Otherwise the number of clients and their labels must be those in
+    it, so that the files of two runs are not mixed.
+
+    Raises FileNotFoundError without folder/train/*.npz. Raises ValueError if a file is damaged, missing or belongs to
+    another run, or if the examples are not numbers of one shape.
+    """
+    folder = checks.path("folder", folder).absolute()
+    train, test = (_numbered(folder / part, ".npz", "PFLlib's generate_*.py") for part in ("train", "test"))
+    clients, test_clients = ([_pfllib_client(path) for path in paths] for paths in (train, test))
+    with files.plain_errors(folder):
+        _check_config(folder / "config.json", clients, test_clients)
+        return FederatedData.from_clients(clients, test_clients=test_clients, name=folder.name)
+
+
+def _numbered(folder: Path, suffix: str, source: str) -> list[Path]:
+    """Returns the files folder/0suffix, 1suffix, ... in the order of their numbers. None may be missing."""
+    found = {path.stem for path in folder.glob(f"*{suffix}")}
+    if not found:
+        raise FileNotFoundError(f"{folder} must have the files 0{suffix}, 1{suffix}, ... of {source}, got none")
+    names = [str(i) for i in range(len(found))]
+    if odd := sorted(found.difference(names)):
+        missing = min(set(names) - found, key=int)
+        raise ConfigurationError(
+            f"{folder} must have 0{suffix} to {names[-1]}{suffix}, got {odd[0]}{suffix} but no {missing}{suffix}: "
+            f"copy the missing file, or {AGAIN}"
+        )
+    return [folder / f"{name}{suffix}" for name in names]
+
+
+def _pfllib_client(path: Path) -> Pair:
+    with files.opened(path) as file, zipfile.ZipFile(file) as archive:
+        member = archive.getinfo("data.npy")
+        files.must_fit("its compressed arrays", member.file_size, None)
+        with archive.open(member) as stream:
+            np.lib.format.read_magic(stream)
+            np.lib.format.read_array_header_1_0(stream)
+            content = pickles.read(stream)
+        content = content.item() if isinstance(content, np.ndarray) and content.shape == () else content
+        if not isinstance(content, dict):
+            raise files.Wrong(f"it must have a dict with x and y, got a {type(content).__name__}: {AGAIN}")
+        x, y = column_pair(content, "x", "y")
+        if isinstance(x, np.ndarray) and x.dtype == object and x.shape[1:] == (2,):
+            x = [tokens for tokens, _ in x]
+        x, y = np.asarray(x), np.asarray(y)
+        x = np.ascontiguousarray(np.moveaxis(x, 1, -1)) if x.ndim == 4 else x
+        return next(((x, y) for _, x, y in checked_client(path.stem, x, y, len(y))), (x, y))
+
+
+def _check_config(path: Path, clients: Sequence[Pair], test_clients: Sequence[Pair]) -> None:
+    """Raises `Wrong` unless the numbers of clients and their labels are those of config.json, if it exists."""
+    if len(test_clients) != len(clients):
+        raise files.Wrong(f"test must have {len(clients)} files, as train, got {len(test_clients)}: {AGAIN}")
+    if not path.exists() or any(len(x) == 0 for x, _ in clients):  # no examples: a clearer error follows
+        return
+    with files.opened_text(path) as file:
+        config = json.load(file)
+        if config["num_clients"] != len(clients):
+            raise files.Wrong(
+                f"num_clients must be the number of files, {len(clients)}, got {config['num_clients']}: {AGAIN}"
+            )
+        for i, pairs in enumerate(config["Size of samples for labels in clients"]):
+            if isinstance(pairs[0], list):  # FEMNIST has one pair, without labels
+                _check_labels(i, np.concatenate([clients[i][1], test_clients[i][1]]), dict(pairs))
+
+
+def _check_labels(client: int, y: np.ndarray, expected: Mapping[Any, int]) -> None:
+    """Raises `Wrong` unless the numbers of the labels of a client are those that its library has written."""
+    counts = {label: int((y == label).sum()) for label in np.unique(y).tolist()}
+    written = {int(label): number for label, number in expected.items() if number}
+    if counts != written:
+        label = min(label for label in counts | written if counts.get(label) != written.get(label))
+        raise files.Wrong(
+            f"client {client} must have {written.get(label, 0)} examples of label {label}, got {counts.get(label, 0)}: "
+            f"the files are of several runs, or the examples in another order; {AGAIN}"
+        )
+
+
+def from_fl_bench(
+    path: FilePath, x: Any, y: Any, *, test: str = "test", mean: Any = None, std: Any = None, name: str = "data"
+) -> FederatedData:
+    """Creates a federation from FL-bench's partition of a data set: the file partition.pkl of its generate_data.py.
+
+    The file has the indices of each client's examples in train, val and test. They count the examples of the data set
+    in FL-bench's order, which has the training set first and then the test set. If every client has its own test
+    examples (`--split sample`), so has it here. Otherwise (`--split user`) the clients are those that train, and the
+    test set is pooled. The file all_stats.json, if it is in the same folder, must list the labels that the examples
+    have.
+
+    Reading a pickle with Python's `pickle.load` executes any code in it. This function does not: it refuses everything
+    but arrays, lists and numbers.
+
+    Args:
+      path: the file partition.pkl.
+      x, y: inputs [M, ...] and labels [M] of the data set, for example both parts of Fashion-MNIST, joined with
+        np.concatenate. Images must be [M, H, W, C].
+      test: which examples are evaluated, "test" (default) or "val". The others are left out.
+      mean, std, name: as in `FederatedData.from_partition`.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged or of another kind, the examples are fewer than it needs, their labels are not
+        those in all_stats.json, or an argument has a wrong value.
+    """
+    path, test = checks.path("path", path).absolute(), checks.choice("test", test, ("test", "val"))
+    x, y = joining.checked_pair(x, y, "the data set")
+    with files.opened(path) as file:
+        parts, trained, tested = _fl_bench_parts(pickles.read(file), test)
+        needed = 1 + max(int(rows.max(initial=-1)) for part in parts for rows in part.values())
+        if needed > len(x):
+            raise files.Wrong(f"it needs {needed} examples, got {len(x)}: join the training set and the test set")
+    _check_stats(path.with_name("all_stats.json"), parts, y)
+    rows, test_rows = [parts[i]["train"] for i in trained], [parts[i][test] for i in tested]
+    chosen = np.concatenate([*test_rows, np.zeros(0, np.int64)])
+    options: dict[str, Any] = {"test": (x[chosen], y[chosen])} if len(chosen) else {}
+    if options and tested == trained:
+        options = {"test": (x, y), "test_parts": test_rows}
+    return FederatedData.from_partition(x, y, rows, **options, mean=mean, std=std, name=name)
+
+
+def _fl_bench_parts(content: Any, test: str) -> tuple[list[dict[str, np.ndarray]], list[int], list[int]]:
+    """Returns the indices of all clients, and the ids of the clients that train and of those that are evaluated."""
+    if not isinstance(content, dict) or not {"data_indices", "separation"} <= content.keys():
+        raise files.Wrong(f"it must have FL-bench's data_indices and separation: {AGAIN}")
+    clients, separation = content["data_indices"], content["separation"]
+    if separation["total"] != len(clients):
+        raise files.Wrong(f"it must have the indices of {separation['total']} clients, got {len(clients)}: {AGAIN}")
+    parts = [{split: np.array(part[split], np.int64) for split in ("train", "val", "test")} for part in clients]
+    return parts, list(separation["train"]), list(separation[test])
+
+
+def _check_stats(path: Path, parts: list[dict[str, np.ndarray]], y: np.ndarray) -> None:
+    """Raises ValueError unless the clients have the labels of all_stats.json, if it exists and lists them."""
+    if path.exists():
+        with files.opened_text(path) as file:
+            stats = json.load(file)
+            for i, part in enumerate(parts):
+                rows, written = np.concatenate(list(part.values())), stats.get(str(i), {}).get("y", {})
+                if sum(written.values()) == len(rows):  # a partition that is iid in part has zeros
+                    _check_labels(i, y[rows], written)
+
+
+def from_niid_bench(folder: FilePath, y: str = "Class", test: Pair | None = None) -> FederatedData:
+    """Creates a federation from the tables that NIID-Bench's partition.py writes: folder/{i}.csv for client i.
+
+    The first line has the names of the columns, which must be the same in all files. All values are numbers. The
+    column ``y`` has the labels, which become integers if all are whole. The others are the features, float32 [M, F].
+
+    The partition of experiments.py is in no file. It is the dict ``net_dataidx_map``, so pass
+    ``[net_dataidx_map[i] for i in range(N)]`` to `FederatedData.from_partition`.
+
+    Args:
+      folder: has the files 0.csv, 1.csv, ...
+      y: name of the column of the labels. Default: that of partition.py.
+      test: the test set (inputs [M_test, F], labels [M_test]), float32 inputs. Default: none, as in partition.py.
+
+    Raises:
+      FileNotFoundError: the folder has no CSV files.
+      ValueError: a file is damaged or missing, has other columns than 0.csv, or has no column ``y``.
+    """
+    check_names("", y)
+    folder = checks.path("folder", folder).absolute()
+    paths = _numbered(folder, ".csv", "NIID-Bench's partition.py")
+    names: list[str] = []
+    clients = []
+    for path in paths:
+        with files.opened_text(path) as file:
+            columns, *rows = list(csv.reader(file)) or [[]]
+            names = names or columns
+            if columns != names or not rows:
+                got = "other columns" if rows else "0"
+                raise files.Wrong(f"it must have at least 1 example with {checks.listed(names)}, got {got}: {AGAIN}")
+            table = np.array(rows, np.float64)
+            labels, _ = column_pair(dict(zip(names, table.T, strict=True)), y, y)
+            features = table[:, np.array(names) != y]
+            x = checks.converted("the features", features, np.float32, "scale the numbers")
+            clients += [(x, labels) for _, x, labels in checked_client(path.stem, x, labels, len(x))]
+    return FederatedData.from_clients(clients, test, name=folder.name)

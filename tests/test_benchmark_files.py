@@ -1,0 +1,316 @@
+"""Tests of the readers of PFLlib's, FL-bench's and NIID-Bench's files, on small files that are written as they do."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import shutil
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from experiments.ported import __main__ as ported
+from fedjax_drift.data import pickles
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(40, 2, 4, 3)).astype(np.float32)  # [M, C, H, W]
+Y = np.arange(40) % 3
+LAST = np.moveaxis(X, 1, -1)
+ROWS = [np.arange(0, 8), np.arange(8, 24), np.arange(24, 40)]  # a quarter of each is tested
+
+
+def write_pfllib(folder: Path, x: Any = X, y: Any = Y) -> Path:
+    """Writes the files of three clients, with plain lists as some of the generators, and returns the folder."""
+    for i, rows in enumerate(ROWS):
+        for part, these in (("train", rows[len(rows) // 4 :]), ("test", rows[: len(rows) // 4])):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            content = {"x": x[these], "y": y[these] if i else y[these].tolist()}
+            np.savez_compressed(folder / part / f"{i}.npz", data=content)
+    labels = [sorted(Counter(y[rows].tolist()).items()) for rows in ROWS]
+    config = {"num_clients": 3, "num_classes": 3, "Size of samples for labels in clients": labels}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_clients_of_pfllib_have_their_own_test_examples(tmp_path: Path) -> None:
+    data = fd.data.from_pfllib(write_pfllib(tmp_path / "digits"))
+    assert (data.name, data.sizes.tolist(), data.test_sizes.tolist()) == ("digits", [6, 12, 12], [2, 4, 4])
+    for i, rows in enumerate(ROWS):
+        quarter = len(rows) // 4
+        for test, these in ((False, rows[quarter:]), (True, rows[:quarter])):
+            x, y = data.examples(i, test=test)
+            np.testing.assert_array_equal(x, LAST[these])
+            np.testing.assert_array_equal(y, Y[these])
+    assert data.x.flags.c_contiguous and data.mean is None
+    model = fd.models.linear((4, 3, 2), 3)
+    sim = fd.Simulation(model, data, fd.algorithms.fedavg(), cohort_size=3)
+    state, _ = sim.run(sim.init(jax.random.key(0)), 1, progress=False)
+    scores = sim.evaluate_clients(state)["accuracy"]
+    np.testing.assert_allclose(np.average(scores, weights=data.test_sizes), sim.evaluate(state)["accuracy"], rtol=1e-6)
+
+
+@pytest.mark.thorough
+def test_the_ported_experiment_of_pfllib_runs(tmp_path: Path, monkeypatch, capsys) -> None:
+    folder = write_pfllib(tmp_path / "digits", rng.normal(size=(40, 1, 28, 28)).astype(np.float32))
+    monkeypatch.setattr("sys.argv", ["ported", "pfllib", str(folder), "--seeds", "1"])
+    ported.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and len(lines[1].split()) == 1 + 3 and "CPU seconds per round" in lines[2]
+
+
+def test_other_inputs_of_pfllib_keep_their_axes(tmp_path: Path) -> None:
+    np.testing.assert_array_equal(fd.data.from_pfllib(write_pfllib(tmp_path / "a", X[:, 0])).x_test[:2], X[:2, 0])
+    text = np.array([([k, k + 1, 0], 2) for k in range(40)], dtype=object)  # tokens and length, as for AG News
+    data = fd.data.from_pfllib(write_pfllib(tmp_path / "b", text))
+    assert data.x_test[:2].tolist() == [[0, 1, 0], [1, 2, 0]] and data.x.dtype.kind == "i"
+    (tmp_path / "b" / "config.json").unlink()  # Shakespeare has none
+    assert fd.data.from_pfllib(tmp_path / "b").num_clients == 3
+    config = {"num_clients": 3, "Size of samples for labels in clients": [[0, 8], [1, 16], [2, 16]]}  # FEMNIST
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    assert fd.data.from_pfllib(tmp_path / "b").num_clients == 3
+
+
+def test_files_of_pfllib_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
+    def other_labels(folder: Path) -> None:
+        shutil.copy(folder / "train" / "0.npz", folder / "train" / "2.npz")
+
+    def old_files(folder: Path) -> None:
+        for part in ("train", "test"):
+            shutil.copy(folder / part / "2.npz", folder / part / "3.npz")
+
+    def swapped(folder: Path) -> None:
+        for part in ("train", "test"):
+            (folder / part / "0.npz").rename(folder / "keep")
+            (folder / part / "1.npz").rename(folder / part / "0.npz")
+            (folder / "keep").rename(folder / part / "1.npz")
+
+    def fewer_tests(folder: Path) -> None:
+        (folder / "test" / "2.npz").unlink()
+
+    def a_gap(folder: Path) -> None:
+        (folder / "train" / "1.npz").unlink()
+
+    def another_config(folder: Path) -> None:
+        (folder / "config.json").write_text('{"num_clients": 3')
+
+    for k, (change, said) in enumerate(
+        {
+            other_labels: "config.json: client 2 must have 6 examples of label 0, got 4: the files are of",
+            old_files: r"config.json: num_clients must be the number of files, 4, got 3: generate the data again",
+            swapped: r"client 0 must have 3 examples of label 0, got 5",
+            fewer_tests: r"test must have 3 files, as train, got 2",
+            a_gap: r"train must have 0.npz to 1.npz, got 2.npz but no 1.npz: copy the missing file",
+            another_config: r"config.json is damaged",
+        }.items()
+    ):
+        folder = write_pfllib(tmp_path / str(k))
+        change(folder)
+        with pytest.raises(ValueError, match=said):
+            fd.data.from_pfllib(folder)
+    with pytest.raises(FileNotFoundError, match="must have the files 0.npz, 1.npz, ... of PFLlib's generate"):
+        fd.data.from_pfllib(tmp_path)
+
+
+def test_damaged_and_hostile_files_of_pfllib_are_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+            return Path.touch, (tmp_path / "touched",)
+
+    path = write_pfllib(tmp_path / "digits") / "train" / "1.npz"
+    whole = path.read_bytes()
+    x, y = X[:4], Y[:4]
+    for content, said in (
+        ({"x": x, "y": Evil()}, "is not allowed in it"),
+        ({"x": x, "z": y}, "it has no column 'y', only x, z"),
+        (np.array([{"x": x}]), "must have a dict with x and y"),
+        ({"x": x, "y": y[:3]}, r"must have 3 rows, got \[4, 4, 3, 2\]"),
+        ({"x": x, "y": ["a"] * 4}, "must be numbers"),
+        ({"x": x[:0], "y": y[:0]}, "client 1 is empty"),
+    ):
+        np.savez_compressed(path, data=content)
+        with pytest.raises(ValueError, match=said):
+            fd.data.from_pfllib(tmp_path / "digits")
+    np.savez(path, data={"x": X, "y": Y})  # not compressed, so that only the checksum shows a changed pixel
+    stored = path.read_bytes()
+    path.write_bytes(stored.replace(X.tobytes()[800:840], bytes(40)))
+    with pytest.raises(ValueError, match="Bad CRC-32"):
+        fd.data.from_pfllib(tmp_path / "digits")
+    np.savez_compressed(path, data=x)
+    with pytest.raises(ValueError, match="1.npz: it is damaged or not a pickle"):
+        fd.data.from_pfllib(tmp_path / "digits")
+    np.savez_compressed(path, x=x)
+    with pytest.raises(ValueError, match=r"1.npz is damaged.*no item named 'data.npy'"):
+        fd.data.from_pfllib(tmp_path / "digits")
+    path.write_bytes(whole[:-40])
+    with pytest.raises(ValueError, match="1.npz is damaged"):
+        fd.data.from_pfllib(tmp_path / "digits")
+    path.write_bytes(whole[:300] + bytes([whole[300] ^ 1]) + whole[301:])
+    with pytest.raises(ValueError, match="1.npz"):
+        fd.data.from_pfllib(tmp_path / "digits")
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("protocol", range(3, 6))
+def test_pickles_of_plain_values_are_read(tmp_path: Path, protocol: int) -> None:
+    values = {"a": X, "b": [Y[0], {"c": (1, "d", 2.5)}], "e": np.asfortranarray(X[0, 0]), "f": Y.astype(">i4")}
+    (tmp_path / "file").write_bytes(pickle.dumps(values, protocol))
+    with open(tmp_path / "file", "rb") as file:
+        read = pickles.read(file)
+    for key in "aef":
+        np.testing.assert_array_equal(read[key], values[key])
+    assert read["b"] == values["b"]
+
+
+class ForgedObjects:
+    """A dtype of objects that claims to have none. An array of it would take the bytes of a file for addresses."""
+
+    def __reduce__(self) -> tuple:
+        return np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0)
+
+
+def test_pickles_that_deceive_numpy_are_refused(tmp_path: Path) -> None:
+    long = pickle.dumps(bytearray(b"1234567890" * 40), 5)
+    at = long.index(pickle.BYTEARRAY8) + 1
+    for content, said in (
+        (pickle.dumps(ForgedObjects()), "a dtype object with the state .* is not allowed"),
+        (long[:at] + (2**28).to_bytes(8, "little") + long[at + 8 :], "not a pickle of plain arrays"),
+        (pickle.dumps(np.array([None, 1]))[:-30], "not a pickle of plain arrays"),
+        (b"cnumpy\ndtype\n}b.", "a state of _DTypeMeta is not allowed"),
+    ):
+        (tmp_path / "file").write_bytes(content)
+        tracemalloc.start()
+        with open(tmp_path / "file", "rb") as file, pytest.raises(ValueError, match=said):
+            pickles.read(file)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+        tracemalloc.stop()
+
+
+# ---------------------------------------------------------------- FL-bench
+
+
+def write_fl_bench(folder: Path, split: str = "sample", **changes: Any) -> Path:
+    """Writes the partition of ROWS: half of each client's examples are trained, and a quarter each validated and
+    tested. With the split "user", the clients 0 and 1 train, and 2 is tested."""
+    indices, own = [], split == "sample"
+    for i, rows in enumerate(ROWS):
+        cuts = np.split(rows.astype(np.int32), [len(rows) // 4, len(rows) // 2])
+        parts = {"test": cuts[0], "val": cuts[1], "train": cuts[2]}
+        if not own:
+            parts = {name: rows if (name == "test") == (i == 2) and name != "val" else [] for name in parts}
+        indices.append(parts)
+    clients = [0, 1, 2] if own else [0, 1]
+    separation = {"train": clients, "val": clients if own else [], "test": clients if own else [2], "total": 3}
+    folder.mkdir()
+    stats = {i: {"x": len(rows), "y": Counter(Y[rows].tolist())} for i, rows in enumerate(ROWS)}
+    (folder / "all_stats.json").write_text(json.dumps(stats | {"samples_per_client": {"mean": 13.3, "stddev": 3.8}}))
+    (folder / "partition.pkl").write_bytes(pickle.dumps({"separation": separation, "data_indices": indices} | changes))
+    return folder / "partition.pkl"
+
+
+def test_partitions_of_fl_bench_are_read(tmp_path: Path) -> None:
+    path = write_fl_bench(tmp_path / "sample")
+    for test, start in (("test", 0), ("val", 1)):
+        data = fd.data.from_fl_bench(path, LAST, Y, test=test, name="digits")
+        assert data.sizes.tolist() == [4, 8, 8] and data.test_sizes.tolist() == [2, 4, 4]
+        for i, rows in enumerate(ROWS):
+            np.testing.assert_array_equal(data.client(i)[0], LAST[rows[len(rows) // 2 :]])
+            quarter = len(rows) // 4
+            np.testing.assert_array_equal(data.examples(i, test=True)[1], Y[rows[start * quarter :][:quarter]])
+    users = write_fl_bench(tmp_path / "user", "user")
+    data = fd.data.from_fl_bench(users, LAST, Y)
+    assert data.sizes.tolist() == [8, 16] and data.test_sizes is None
+    np.testing.assert_array_equal(data.x_test, LAST[ROWS[2]])
+    assert fd.data.from_fl_bench(users, LAST, Y, test="val").x_test is None
+    bytes_ = np.arange(40 * 12, dtype=np.uint32).astype(np.uint8).reshape(40, 4, 3, 1)
+    np.testing.assert_allclose(fd.data.from_fl_bench(path, bytes_, Y, mean=0.5, std=0.25).mean, [0.5])
+
+
+def test_wrong_partitions_of_fl_bench_are_refused(tmp_path: Path) -> None:
+    path = write_fl_bench(tmp_path / "sample")
+    with pytest.raises(ValueError, match="it needs 40 examples, got 30: join the training set and the test set"):
+        fd.data.from_fl_bench(path, LAST[:30], Y[:30])
+    with pytest.raises(ValueError, match="all_stats.json: client 0 must have 3 examples of label 0, got 0: the files"):
+        fd.data.from_fl_bench(path, LAST, Y + 1)
+    path.with_name("all_stats.json").unlink()
+    fd.data.from_fl_bench(path, LAST, Y + 1)
+    for k, (changes, said) in enumerate(
+        (
+            ({"separation": {"train": [0], "test": [0], "total": 4}}, "must have the indices of 4 clients, got 3"),
+            ({"data_indices": [{"train": [0]}] * 3}, "damaged, truncated, too large or of another kind"),
+            ({"data_indices": [{"train": [-1], "val": [], "test": []}] * 3}, r"must have example indices in 0\.\.39"),
+            ({"data_indices": [Path("a")] * 3}, "PosixPath is not allowed in it"),
+        )
+    ):
+        wrong = write_fl_bench(tmp_path / str(k), **changes)
+        with pytest.raises(ValueError, match=said):
+            fd.data.from_fl_bench(wrong, LAST, Y)
+    for content in ([1], {"data_indices": []}):
+        path.write_bytes(pickle.dumps(content))
+        with pytest.raises(ValueError, match="must have FL-bench's data_indices and separation"):
+            fd.data.from_fl_bench(path, LAST, Y)
+    path.write_bytes(b"\x80\x04")
+    with pytest.raises(ValueError, match="damaged or not a pickle"):
+        fd.data.from_fl_bench(path, LAST, Y)
+    with pytest.raises(ValueError, match="test must be"):
+        fd.data.from_fl_bench(path, LAST, Y, test="train")
+    with pytest.raises(FileNotFoundError):
+        fd.data.from_fl_bench(tmp_path / "none.pkl", LAST, Y)
+
+
+# ---------------------------------------------------------------- NIID-Bench
+
+
+def write_niid_bench(folder: Path, names: tuple[str, ...] = ("Time", "Class", "V1")) -> Path:
+    folder.mkdir()
+    for i, rows in enumerate(ROWS):
+        with open(folder / f"{i}.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(names)
+            writer.writerows(np.stack([rows, Y[rows], X[rows, 0, 0, 0]], 1))
+    return folder
+
+
+def test_tables_of_niid_bench_are_read(tmp_path: Path) -> None:
+    data = fd.data.from_niid_bench(write_niid_bench(tmp_path / "card"), test=(np.zeros((2, 2), np.float32), [0, 1]))
+    assert data.sizes.tolist() == [8, 16, 16] and data.name == "card" and len(data.x_test) == 2
+    np.testing.assert_array_equal(data.x, np.stack([np.arange(40), X[:, 0, 0, 0]], 1, dtype=np.float32))
+    np.testing.assert_array_equal(data.y, Y)
+    assert data.x.dtype == np.float32 and data.y.dtype.kind == "i"
+    by_time = fd.data.from_niid_bench(tmp_path / "card", y="Time")
+    np.testing.assert_array_equal(by_time.y, np.arange(40))
+    np.testing.assert_array_equal(by_time.x[:, 0], Y)
+
+
+def test_wrong_tables_of_niid_bench_are_refused(tmp_path: Path) -> None:
+    folder = write_niid_bench(tmp_path / "card")
+    with pytest.raises(ValueError, match="it has no column 'class'.*did you mean 'Class'"):
+        fd.data.from_niid_bench(folder, y="class")
+    path = folder / "1.csv"
+    text = path.read_text()
+    for content, said in (
+        (
+            text.replace("Time,Class", "Class,Time"),
+            "1.csv: it must have at least 1 example with Time, Class, V1, got other columns",
+        ),
+        (text + "1,2\n", "1.csv is damaged"),
+        (text + "a,1,1\n", "1.csv is damaged"),
+        ("", "1.csv: it must have at least 1 example with Time, Class, V1, got 0"),
+        ("Time,Class,V1\n", "1.csv: it must have at least 1 example"),
+        (text + "1,1,inf\n", "inputs must be finite"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=said):
+            fd.data.from_niid_bench(folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"must have 0.csv to 1.csv, got 2.csv but no 1.csv"):
+        fd.data.from_niid_bench(folder)
+    with pytest.raises(FileNotFoundError, match="NIID-Bench's partition.py, got none"):
+        fd.data.from_niid_bench(tmp_path)
