@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.names import flat, nested
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
+sys.path.append(str(Path(__file__).parents[1] / "experiments" / "benchmarks"))
 
 import torch.nn.functional as F  # noqa: E402
 import torch_networks as networks  # noqa: E402

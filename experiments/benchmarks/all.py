@@ -60,6 +60,7 @@ BENCHMARKS = [
     Benchmark("algorithm_cost.py --turns 3"),
     Benchmark("source_cost.py"),
     Benchmark("curvature.py"),
+    Benchmark("from_torch.py", "torch"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Networks as people write them in PyTorch. tests/test_pytorch.py and the benchmarks train them."""
+"""Networks as people write them in PyTorch. from_torch.py measures them, and tests/test_pytorch.py tests them."""
 
 from __future__ import annotations
 
