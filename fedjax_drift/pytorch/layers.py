@@ -116,10 +116,7 @@ def conv1d(
     """A convolution of images [B, C, length, 1]."""
     (stride,), (dilation,) = sizes(stride, 1), sizes(dilation, 1)
     around = padding if isinstance(padding, str) else (*sizes(padding, 1), 0)
-    y = conv2d(
-        x[..., None], weight[..., None], bias, stride, around, (dilation, 1 if groups == dilation == 1 else 1), groups
-    )
-    return plain(y)[..., 0]
+    return plain(conv2d(x[..., None], weight[..., None], bias, stride, around, (dilation, 1), groups))[..., 0]
 
 
 def conv3d(
