@@ -1,24 +1,20 @@
-"""Logs of runs. A log writes every round as one line of JSON and one row of CSV, and optionally for TensorBoard.
+"""Logs of runs. A log writes every round as one line of JSON and one row of CSV. A `Track` sends it to a tracker.
 
     with fd.logs.Log("runs/mine") as log:
         state, history = sim.run(state, rounds=100, on_round=log)
 
-`Simulation.run` calls the log with each record. For other trackers (Weights & Biases, MLflow), pass your own function
-as ``on_round``. It is called with each record. `read` returns the records of a log, and the functions of `plots` accept
-the path of a log.
+`Simulation.run` calls the log with each record. So does it with a `Track`, for Weights & Biases, MLflow or TensorBoard,
+and with a function of your own. `read` returns the records of a log, and the functions of `plots` accept the path of a
+log.
 """
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import math
 import os
-import shutil
-import struct
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -28,9 +24,10 @@ from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.devices.distributed import is_first
 from fedjax_drift.disk import replace_file
-from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.track import Track, scalars
 
-__all__ = ["Log", "read", "scalars"]
+__all__ = ["Log", "Track", "read", "scalars"]
 
 
 def __dir__() -> list[str]:
@@ -48,10 +45,6 @@ class Log:
     ``rounds.csv`` has one row per record. Numbers that are not finite are empty fields. A list of n values has the
     columns ``name[0]`` to ``name[n-1]``. A column that first appears in a later round is added to all rows.
 
-    With ``tensorboard=True``, the numbers of every round are also written to the folder ``tensorboard/``. It has one
-    TensorBoard run for each ``algorithm`` and ``seed`` in the records. Of a list, only one value is written, as
-    by `scalars`.
-
     If a write fails, for example because the disk is full, there is one warning and the training continues. The files
     then contain complete lines only. The missing lines are written with a later record, or by `close`, once there is
     space again.
@@ -62,19 +55,12 @@ class Log:
       folder: the folder of the log. It is created if it does not exist.
       before: the records of earlier rounds, for example the history that `Checkpoints.restore` returns. They replace
         an existing log in the folder. Default None: the folder must not have a log.
-      tensorboard: whether to write events for TensorBoard. This needs the package tensorboardX. Default: False.
 
     Raises:
       ValueError: the folder already has a log, is a file or is not writable; or ``before`` is not a list of records.
-      ImportError: ``tensorboard=True`` without tensorboardX.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], before: Sequence[Record] | None = None, *, tensorboard: bool = False
-    ) -> None:
-        checks.flag("tensorboard", tensorboard)
-        if tensorboard:
-            needs_tensorboard()
+    def __init__(self, folder: str | os.PathLike[str], before: Sequence[Record] | None = None) -> None:
         if before is not None and (isinstance(before, str | Mapping) or not isinstance(before, Sequence)):
             raise ConfigurationError(
                 f"before must be a history, or None, got {checks.shown(before)}: pass [] for an empty log"
@@ -83,7 +69,6 @@ class Log:
         self._columns: dict[str, None] = {}  # the columns of the CSV file, in order
         self._table: _Lines | None = None  # the CSV file
         self._behind = True  # whether the CSV file lacks rows of the JSON file
-        self._events: dict[str, _Lines] | None = {} if tensorboard else None
         self._writes, self._warned = is_first(), False
         if not self._writes:
             return
@@ -97,8 +82,6 @@ class Log:
         text = b"".join(map(_line, before or []))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if tensorboard:
-                shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
             replace_file(self.folder / "rounds.jsonl", text.decode())
             self._lines = _Lines(self.folder / "rounds.jsonl")
             self._renew_table()
@@ -107,8 +90,6 @@ class Log:
                 f"folder must be where files can be written, got {self.folder} ({error.strerror}): choose another "
                 "folder, or make it writable"
             ) from error
-        for record in before or []:
-            self._try(self._to_tensorboard, record)
 
     def __call__(self, record: Record) -> None:
         """Writes one record."""
@@ -116,7 +97,6 @@ class Log:
         if self._writes:
             self._try(self._lines.write, line)
             self._try(self._to_table, record)
-            self._try(self._to_tensorboard, record)
 
     def _try(self, write: Callable[..., Any], *arguments: Any) -> None:
         """Calls ``write(*arguments)``. The first time that it raises OSError, there is a warning."""
@@ -155,24 +135,13 @@ class Log:
         csv.DictWriter(text, [*self._columns], lineterminator="\n").writerows(rows)
         return text.getvalue().encode()
 
-    def _to_tensorboard(self, record: Record) -> None:
-        if self._events is None:
-            return
-        name = str(record.get("algorithm", ".")).replace("/", "_")
-        name += f"-seed-{record['seed']}" if "seed" in record else ""
-        if name not in self._events:
-            file = self.folder / "tensorboard" / name / "events.out.tfevents"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._events[name] = _Lines(file)
-        self._events[name].write(_event(record))
-
     def close(self) -> None:
         """Closes the files. The end of a ``with`` block calls it."""
         if self._writes:
             self._try(self._lines.write, b"")
             if self._behind and not self._lines.missing:
                 self._try(self._renew_table)
-            for file in filter(None, (self._lines, self._table, *(self._events or {}).values())):
+            for file in filter(None, (self._lines, self._table)):
                 self._try(file.write, b"")
                 file.close()
 
@@ -207,42 +176,6 @@ class _Lines:
     def close(self) -> None:
         self._file.close()
         self.missing = b""
-
-
-def _event(record: Record) -> bytes:
-    """The numbers of a record in TensorBoard's file format: length, checksum, event, checksum."""
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.proto.summary_pb2 import Summary
-    from tensorboardX.record_writer import masked_crc32c
-
-    numbers = {name: value for name, value in scalars(record).items() if name != "round"}
-    values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-    event = Event(wall_time=time.time(), step=record["round"], summary=Summary(value=values)).SerializeToString()
-    length = struct.pack("<Q", len(event))
-    return length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))
-
-
-def scalars(record: Record) -> dict[str, float]:
-    """Returns the numbers of a record, for loggers that accept nothing else, such as MLflow.
-
-    Drift measures have one value per local epoch. They get the value after the last epoch, which is that of the round.
-    ``sharpness`` gets the largest eigenvalue, which is the first. Names, such as that of the algorithm, are left out,
-    and so is ``label_mix``, which is a distribution.
-
-    >>> scalars({"round": 2, "algorithm": "fedavg", "client_drift": [0.5, 0.75]})
-    {'round': 2, 'client_drift': 0.75}
-    """
-    one = {
-        name: value[0 if name == "sharpness" else -1] if isinstance(value, list) and value else value
-        for name, value in record.items()
-    }
-    return {name: value for name, value in one.items() if name != "label_mix" and isinstance(value, int | float)}
-
-
-def needs_tensorboard() -> None:
-    """Raises ImportError if tensorboardX is not installed."""
-    if importlib.util.find_spec("tensorboardX") is None:
-        raise MissingPackageError("writing for TensorBoard needs the package tensorboardX: pip install tensorboardX")
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

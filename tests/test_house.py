@@ -30,7 +30,7 @@ FLOORS = [
     {"round", "algorithms", "compression"},
     {"measures", "storage"},
     {"simulation"},
-    {"plots", "logs", "records", "run_folder", "paper_table", "statistics", "testing", "tuning"},
+    {"plots", "logs", "track", "records", "run_folder", "paper_table", "statistics", "testing", "tuning"},
     {"cli"},
 ]
 

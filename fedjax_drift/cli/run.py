@@ -51,7 +51,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
 from fedjax_drift.simulation.progress import watched
 from fedjax_drift.simulation.sweep import check_sweepable
 from fedjax_drift.simulation.until import Until, has_ended
+from fedjax_drift.track import IDS, TRACKERS, needs_tracker
 from fedjax_drift.types import Record
 
 
@@ -99,7 +100,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop-at-target", action="store_true", help="end a run when it reaches the target accuracy")
     add(group, "--patience", "N", "end a run after N evaluations without a better accuracy (without accuracies: loss). "
         "With --validation, they are evaluations on held-out training examples", count)
-    group.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
+    add(group, "--track", "TRACKER", f"send every round to a tracker, one of {', '.join(TRACKERS)}. It writes to the "
+        "output folder, unless WANDB_MODE or MLFLOW_TRACKING_URI is set. Each algorithm and seed is a tracked run. "
+        "Give --track several times for several trackers", str, action="append", choices=[*TRACKERS])
+    group.add_argument("--tensorboard", dest="track", action="append_const", const="tensorboard",
+                       help="short for --track tensorboard")
     group.add_argument(
         "--per-client", action="store_true", help="at the end, evaluate the global model and the client's own model on "
         "each client's own test data. The own model is that of the algorithm (ditto, fedper), otherwise the global "
@@ -145,9 +150,9 @@ class Job:
         return all(len(run) == rounds or (until is not None and has_ended(until, run)) for run in runs)
 
     def train(
-        self, name: str, state: fd.ServerState | None, history: list[Record], log: fd.logs.Log
+        self, name: str, state: fd.ServerState | None, history: list[Record], logs: Sequence[Callable[[Record], None]]
     ) -> dict[int, fd.ServerState]:
-        """Runs an algorithm. Appends the records to the history and to the log. Returns the last state of each seed.
+        """Runs an algorithm. Appends the records to the history and to the logs. Returns the last state of each seed.
 
         state: where the run resumes. With several seeds, the sweep restores the states itself.
         """
@@ -158,7 +163,8 @@ class Job:
 
         def keep(record: Record) -> None:
             history.append(record)
-            log({"algorithm": name, **record})
+            for log in logs:
+                log({"algorithm": name, **record})
 
         options: dict[str, Any] = {"measure_every": parsed.measure_every, "checkpoints": self.checkpoints.get(name)}
         options |= {"until": self.until, "progress": self.progress}
@@ -210,7 +216,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[.
         "target": args.target,
         "by": args.by,
         "checkpoints": saves,
-        "tensorboard": args.tensorboard,
+        "track": [*dict.fromkeys(args.track or ())],
         "per_client": args.per_client,
         "started": earlier.get("started") or time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(args.started)),
     }
@@ -247,8 +253,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--resume needs checkpoints, got {args.resume}, a run with --keep 0: start it again from the beginning"
         )
-    if args.tensorboard:
-        fd.logs.needs_tensorboard()
+    for tracker in args.track or ():
+        needs_tracker(tracker)
 
 
 def _check_simulations(args: argparse.Namespace, simulations: Iterable[fd.Simulation]) -> None:
@@ -278,7 +284,8 @@ def _until(args: argparse.Namespace) -> Until | None:
 
 
 def _delete(output: Path, folders: Mapping[str, Path]) -> None:
-    """Deletes the checkpoints and models of an earlier run, which --force replaces."""
+    """Deletes the checkpoints and models of an earlier run, which --force replaces. Its tracked runs do not continue."""
+    (output / IDS).unlink(missing_ok=True)
     for name, folder in folders.items():
         shutil.rmtree(folder, ignore_errors=True)
         for file in (output / file_name(name)).glob(f"**/{MODEL}"):
@@ -302,7 +309,7 @@ def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], f
     per_client: dict[str, dict[str, np.ndarray]] = {}
     name, stopped, interrupted = "", list[str](), False
     try:
-        with fd.logs.Log(job.output, _lines(records), tensorboard=config["tensorboard"]) as log:
+        with fd.logs.Log(job.output, _lines(records)) as log:
             for name, history in records.items():
                 files, done = job.model_files(name), job.rounds_done(history)
                 if job.is_done(history) and all(map(Path.exists, files.values())) and not config["per_client"]:
@@ -311,7 +318,9 @@ def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], f
                     print(name, all_done if done == config["rounds"] else ended)
                     continue
                 try:
-                    states = job.train(name, before.pop(name, (None, []))[0], history, log)
+                    with contextlib.ExitStack() as tracked:
+                        tracks = [tracked.enter_context(track) for track in _tracks(config, job.output, name, history)]
+                        states = job.train(name, before.pop(name, (None, []))[0], history, [log, *tracks])
                     if config["per_client"] and job.is_done(history):
                         per_client[name] = job.scores(name, states)
                     for seed, file in files.items() if writes else ():
@@ -332,11 +341,19 @@ def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], f
         return int(ending.code or 0)
     if is_resumed:  # the rounds of the algorithms may be out of order in the log
         try:
-            fd.logs.Log(job.output, _lines(records), tensorboard=config["tensorboard"]).close()
+            fd.logs.Log(job.output, _lines(records)).close()
         except ValueError as error:  # the disk has no room for the sorted log
             checks.warn(str(error))
     _report(config, job, records, per_client, stopped, interrupted, final_table)
     return 130 if interrupted else 1 if stopped else 0
+
+
+def _tracks(config: Mapping[str, Any], output: Path, name: str, history: Sequence[Record]) -> Iterator[fd.logs.Track]:
+    """Yields the trackers of an algorithm. Its tracked runs continue those in the folder."""
+    own = {"algorithm": config["algorithms"][name], "bank": config["bank"][name]}
+    settings = {key: value for key, value in config.items() if key != "algorithms"} | own
+    for tracker in config["track"]:
+        yield fd.logs.Track(tracker, output, settings, history, name=name)
 
 
 def _lines(records: Mapping[str, Sequence[Record]]) -> list[Record]:
