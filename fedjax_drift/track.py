@@ -99,7 +99,7 @@ class Track:
             )
         self.tracker, self.config, self.options = tracker, dict(config or {}), options
         self.name = self.folder.name if name is None else checks.text("name", name)
-        self._continues, self._stop = before is not None, signal.getsignal(signal.SIGINT)
+        self.continues, self._stop = before is not None, signal.getsignal(signal.SIGINT)
         self._runs: dict[str, _Run] = {}
         for record in before or ():
             self(record)
@@ -111,29 +111,23 @@ class Track:
             raise ConfigurationError(
                 f"a record must be a dict with a round, got {checks.shown(record)}: pass one record of a history"
             )
-        record = dict(zip(("seed", "setting"), labels, strict=False)) | dict(record)
-        setting, seed = (
-            dict(record.pop("setting", {})),
-            {name: record.pop(name) for name in ("seed",) if name in record},
-        )
-        labels = [*(f"{key}={value}" for key, value in setting.items()), *(f"seed-{value}" for value in seed.values())]
-        name, config = "-".join([self.name, *labels]), self.config | setting | seed
         self._stop = signal.getsignal(signal.SIGINT)  # that of `Simulation.run`, which returns normally after Ctrl-C
+        record = dict(zip(("seed", "setting"), labels, strict=False)) | dict(record)
+        self.start(record.pop("seed", None), record.pop("setting", None), record)
+
+    def start(self, seed: int | None = None, setting: Mapping[str, Any] | None = None, *records: Record) -> None:
+        """Creates the tracked run of a seed and setting now, and sends it records.
+
+        Otherwise the first record creates it, and the ``seconds`` of the second round include the time of that.
+        """
+        labels = dict(setting or {}) | ({} if seed is None else {"seed": seed})
+        parts = [f"seed-{value}" if key == "seed" else f"{key}={value}" for key, value in labels.items()]
+        name = "-".join([self.name, *parts])
         if is_first():
-            run = self._runs.setdefault(name, _Run(self, name, config))
-            run.pending.append(record)
+            run = self._runs.setdefault(name, _Run(self, name, self.config | labels))
+            run.pending += records
             if not run.failed:
                 run.send()
-
-    def open(self, name: str, config: Mapping[str, Any]) -> Any:
-        """Creates or continues the tracked run with this name. ``tracked.json`` keeps its id."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file, key = self.folder / IDS, f"{self.tracker} {name}"
-        ids = json.loads(file.read_text()) if file.exists() else {}
-        run = TRACKERS[self.tracker](self, name, dict(_flat(config)), ids.get(key) if self._continues else None)
-        if run.id is not None and ids.get(key) != run.id:
-            replace_file(file, json.dumps(ids | {key: run.id}, indent=2) + "\n")
-        return run
 
     def close(self, status: Status = "finished") -> None:
         """Closes the tracked runs as "finished", "failed" or "killed". The end of a ``with`` block calls it."""
@@ -161,7 +155,7 @@ class _Run:
     def send(self, status: Status | None = None) -> None:
         """Sends the pending records, and then closes the run if there is a status. An error becomes a warning."""
         try:
-            self.sent = self.sent or self.track.open(self.name, self.config)
+            self.sent = self.sent or self._open()
             while self.pending:
                 numbers = scalars(self.pending[0])
                 self.sent.log(numbers["round"], {name: value for name, value in numbers.items() if name != "round"})
@@ -178,6 +172,17 @@ class _Run:
                     "training continues. The missing rounds are sent at its end, if that is possible then"
                 )
             self.failed = True
+
+    def _open(self) -> Any:
+        """Creates or continues the run of the tracker. ``tracked.json`` keeps its id."""
+        track, name = self.track, self.name
+        track.folder.mkdir(parents=True, exist_ok=True)
+        file, key = track.folder / IDS, f"{track.tracker} {name}"
+        ids = json.loads(file.read_text()) if file.exists() else {}
+        run = TRACKERS[track.tracker](track, name, dict(_flat(self.config)), ids.get(key) if track.continues else None)
+        if run.id is not None and ids.get(key) != run.id:
+            replace_file(file, json.dumps(ids | {key: run.id}, indent=2) + "\n")
+        return run
 
 
 class _Wandb:

@@ -284,7 +284,7 @@ def _until(args: argparse.Namespace) -> Until | None:
 
 
 def _delete(output: Path, folders: Mapping[str, Path]) -> None:
-    """Deletes the checkpoints and models of an earlier run, which --force replaces. Its tracked runs do not continue."""
+    """Deletes the checkpoints and models of an earlier run, which --force replaces. Tracked runs don't continue."""
     (output / IDS).unlink(missing_ok=True)
     for name, folder in folders.items():
         shutil.rmtree(folder, ignore_errors=True)
@@ -319,7 +319,7 @@ def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], f
                     continue
                 try:
                     with contextlib.ExitStack() as tracked:
-                        tracks = [tracked.enter_context(track) for track in _tracks(config, job.output, name, history)]
+                        tracks = [tracked.enter_context(track) for track in _tracks(config, job, name, history)]
                         states = job.train(name, before.pop(name, (None, []))[0], history, [log, *tracks])
                     if config["per_client"] and job.is_done(history):
                         per_client[name] = job.scores(name, states)
@@ -348,12 +348,15 @@ def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], f
     return 130 if interrupted else 1 if stopped else 0
 
 
-def _tracks(config: Mapping[str, Any], output: Path, name: str, history: Sequence[Record]) -> Iterator[fd.logs.Track]:
-    """Yields the trackers of an algorithm. Its tracked runs continue those in the folder."""
+def _tracks(config: Mapping[str, Any], job: Job, name: str, history: Sequence[Record]) -> Iterator[fd.logs.Track]:
+    """Yields the trackers of an algorithm. They continue the tracked runs of the folder, or create them."""
     own = {"algorithm": config["algorithms"][name], "bank": config["bank"][name]}
     settings = {key: value for key, value in config.items() if key != "algorithms"} | own
     for tracker in config["track"]:
-        yield fd.logs.Track(tracker, output, settings, history, name=name)
+        track = fd.logs.Track(tracker, job.output, settings, history, name=name)
+        for seed in job.seeds:
+            track.start(seed if len(job.seeds) > 1 else None)
+        yield track
 
 
 def _lines(records: Mapping[str, Sequence[Record]]) -> list[Record]:
