@@ -195,10 +195,15 @@ class _Wandb:
             shutil.rmtree(old)
         default = {"mode": os.environ.get("WANDB_MODE", "offline"), "group": track.folder.name}
         default["project"] = os.environ.get("WANDB_PROJECT", "fedjax_drift")
+        settings = wandb.Settings(silent=True, console="off")
+        if hasattr(settings, "x_transaction_log_flush_interval"):
+            settings.x_transaction_log_flush_interval = (
+                1  # in seconds. The default is 15, which a killed run would lose
+            )
         self.id = known or secrets.token_hex(4)
         self._run: Any = wandb.init(
             dir=track.folder, id=self.id, name=name, config=dict(config), resume="allow" if known else None,
-            reinit="create_new", settings=wandb.Settings(silent=True, console="off"), **default | track.options,
+            reinit="create_new", settings=settings, **default | track.options,
         )  # fmt: skip
 
     def log(self, t: int, numbers: Mapping[str, float]) -> None:
