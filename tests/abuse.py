@@ -777,8 +777,10 @@ def checkpoints() -> Iterator[Call]:
 
 def logs() -> Iterator[Call]:
     before = Kind([*TEXTS, *THINGS, 3, [1], [None], 0.5, {"a": 1}], [[], HISTORY], [None], like=HISTORY)
-    kinds = {"folder": path(), "before": before, "tensorboard": flag()}
-    yield Call("fd.logs.Log", logged, {"folder": "log", "before": []}, kinds)
+    yield Call("fd.logs.Log", logged, {"folder": "log", "before": []}, {"folder": path(), "before": before})
+    kinds = {"folder": path(), "before": before, "tracker": only(str), "name": optional(only(str))}
+    kinds["config"] = Kind([*TEXTS, *THINGS, 3, 0.5, [1]], [None, {}, {"a": {"b": object()}}])
+    yield Call("fd.logs.Track", fd.logs.Track, {"tracker": "tensorboard", "folder": "log"}, kinds)
     record = Kind([value for value in ANYTHING if not isinstance(value, dict)], [HISTORY[0]], like=HISTORY[0])
     yield Call("log(record)", logged, {"folder": "log", "before": []}, {"record": record})
     yield Call("fd.logs.read", fd.logs.read, {}, {"path": path()})

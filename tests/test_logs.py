@@ -51,28 +51,6 @@ def test_json_and_csv_are_written_line_by_line(tmp_path) -> None:
     assert [row["train_loss"] for row in table(folder)] == ["2.5", "0.5"]
 
 
-def test_tensorboard_gets_every_number(tmp_path) -> None:
-    pytest.importorskip("tensorboardX", reason="needs tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
-
-    with logs.Log(tmp_path, tensorboard=True) as log:
-        log({"algorithm": "a", **FIRST})
-        log({"algorithm": "a", **SECOND})
-        log({"algorithm": "b", **FIRST})
-    found = {}
-    for path in (tmp_path / "tensorboard").rglob("events.*"):
-        data, at = path.read_bytes(), 0
-        while at < len(data):  # each entry is a length, a checksum, an event and a checksum
-            length = int.from_bytes(data[at : at + 8], "little")
-            event = Event.FromString(data[at + 12 : at + 12 + length])
-            at += length + 16
-            found |= {(path.parent.name, v.tag, event.step): v.simple_value for v in event.summary.value}
-    assert (
-        found["a", "train_loss", 1] == 2.5 and found["a", "accuracy", 2] == 0.75 and found["b", "train_loss", 1] == 2.5
-    )
-    assert math.isinf(found["a", "cka", 2]) and ("a", "round", 1) not in found
-
-
 def test_a_full_disk_causes_one_warning_and_no_line_is_lost(tmp_path) -> None:
     """In some rounds, one of them with a new column, the file can grow by only 20 bytes, which is less than a line."""
     history = [{"round": i, "train_loss": 1 / i} | ({"accuracy": 0.5} if i % 3 == 0 else {}) for i in range(1, 9)]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +43,21 @@ class Tracked(NamedTuple):
         return [(t, numbers[name]) for t, numbers in self.rounds if name in numbers]
 
 
+NOTHING = Tracked({}, [], {}, None)
+
+
 def tracked(tracker: str, folder: Path) -> dict[str, Tracked]:
-    """Returns the tracked runs of a folder by name."""
+    """Returns the tracked runs of a folder by name, when they are closed."""
+    if tracker == "wandb":
+        wait(lambda: all(run.status is not None for run in of_wandb(folder).values()))
     return {"wandb": of_wandb, "mlflow": of_mlflow, "tensorboard": of_tensorboard}[tracker](folder)
+
+
+def wait(done: Callable[[], bool]) -> None:
+    """Waits for the process of W&B, which writes its files a little later."""
+    end = time.monotonic() + 60
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def of_wandb(folder: Path) -> dict[str, Tracked]:
@@ -54,7 +67,7 @@ def of_wandb(folder: Path) -> dict[str, Tracked]:
     found = {}
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
         data, at, piece = path.read_bytes(), 7, b""
-        config, rounds, summary, status, name, group = {}, [], {}, None, "", ""
+        config, rounds, summary, status, name, group = {}, [], {}, None, path.name, ""
         while at + 7 <= len(data):
             left = 32768 - at % 32768
             if left < 7:
@@ -263,16 +276,11 @@ time.sleep(600)"""
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=env) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == "sent\n"
-            while not (tracker != "wandb" or written_by_wandb(folder)):  # within a second
-                time.sleep(0.1)
+            wait(lambda: tracker != "wandb" or len(of_wandb(folder).get("run", NOTHING).rounds) == 2)
         finally:
             child.kill()
-    run = tracked(tracker, folder)["run"]
+    run = of_wandb(folder)["run"] if tracker == "wandb" else tracked(tracker, folder)["run"]
     assert run.of("loss") == [(1, 1), (2, 0.5)] and run.status in (None, "RUNNING")
-
-
-def written_by_wandb(folder: Path) -> bool:
-    return any(len(run.rounds) == 2 for run in of_wandb(folder).values())
 
 
 def test_an_error_of_the_tracker_does_not_end_the_training(tracker, folder, monkeypatch) -> None:
@@ -369,7 +377,7 @@ def test_bad_input(tmp_path) -> None:
         ({"config": 5}, "config must be a dict, or None, got 5: pass sim.settings"),
         ({"before": {"round": 1}}, "before must be a history, or None, got"),
         ({"before": [5]}, "a record must be a dict with a round, got 5"),
-        ({"name": 5}, "name must be a str, got 5"),
+        ({"name": 5}, "name must be a string, got 5"),
         ({"mode": "online"}, "the options of tensorboard must be left out, got 'mode'"),
     ]:
         with pytest.raises(ValueError, match=message):
