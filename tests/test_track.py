@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from test_bank import file_limit
 
 import fedjax_drift as fd
 from fedjax_drift import cli, track
@@ -356,6 +358,32 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_compiled
     words = [*TINY, "--algorithm", "fedavg", "--track", "wandb", "--output", str(tmp_path / "o")]
     assert cli.main(words) == 2 and "pip install no_such_tracker" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def test_a_full_disk_loses_no_event_of_tensorboard(tmp_path) -> None:
+    """In round 2, the file can grow by only 20 bytes. The event is written at the end, and is whole."""
+    pytest.importorskip("tensorboardX", reason="needs tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    file = tmp_path / "tensorboard" / "a" / "events.out.tfevents"
+    with fd.logs.Track("tensorboard", tmp_path, name="a") as send:
+        send(line(1))
+        size = file.stat().st_size
+        with file_limit(size + 20), pytest.warns(UserWarning, match="does not take the run a .*File too large"):
+            send(line(2))
+        assert file.stat().st_size == size
+        send(line(3, cka=[0.5, math.inf]))
+    data, at, found = file.read_bytes(), 0, {}
+    while at < len(data):  # each entry is a length, a checksum, an event and a checksum
+        length = int.from_bytes(data[at : at + 8], "little")
+        event = data[at + 12 : at + 12 + length]
+        assert int.from_bytes(data[at + 12 + length : at + 16 + length], "little") == masked_crc32c(event)
+        at += length + 16
+        read = Event.FromString(event)
+        found |= {(value.tag, read.step): value.simple_value for value in read.summary.value}
+    assert [found["loss", t] for t in (1, 2, 3)] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert math.isinf(found["cka", 3]) and ("round", 1) not in found
 
 
 def test_no_tracker_is_imported_unless_it_is_used() -> None:
