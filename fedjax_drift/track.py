@@ -197,9 +197,7 @@ class _Wandb:
         default["project"] = os.environ.get("WANDB_PROJECT", "fedjax_drift")
         settings = wandb.Settings(silent=True, console="off")
         if hasattr(settings, "x_transaction_log_flush_interval"):
-            settings.x_transaction_log_flush_interval = (
-                1  # in seconds. The default is 15, which a killed run would lose
-            )
+            settings.x_transaction_log_flush_interval = 1  # s; a killed run would lose 15 by default
         self.id = known or secrets.token_hex(4)
         self._run: Any = wandb.init(
             dir=track.folder, id=self.id, name=name, config=dict(config), resume="allow" if known else None,

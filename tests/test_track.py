@@ -285,25 +285,27 @@ time.sleep(600)"""
     assert run.of("loss") == [(1, 1), (2, 0.5)] and run.status in (None, "RUNNING")
 
 
-def test_an_error_of_the_tracker_does_not_end_the_training(tracker, folder, monkeypatch) -> None:
-    """The tracker fails in round 2 and takes the missing rounds at the end."""
+@pytest.mark.parametrize("again", [True, False])
+def test_an_error_of_the_tracker_does_not_end_the_training(tracker, folder, monkeypatch, again) -> None:
+    """The tracker fails in round 2. It is asked once more, at the end, and then takes the missing rounds or not."""
     kind, sim = track.TRACKERS[tracker], small()
-    log, broken = kind.log, [True]
+    log, broken, asked = kind.log, [True], []
 
     def fails(self: Any, t: int, numbers: Any) -> None:
+        asked.append(t)
         if t >= 2 and broken:
             raise ConnectionError("no route to host")
         log(self, t, numbers)
 
     monkeypatch.setattr(kind, "log", fails)
-    with fd.logs.Track(tracker, folder) as send:
-        with pytest.warns(
-            UserWarning, match=r"does not take the run run \(no route to host\): the training cont"
-        ) as said:
+    with pytest.warns(UserWarning, match=r"not take the run run \(no route to host\): the training") as said:
+        with fd.logs.Track(tracker, folder) as send:
             _, history = sim.run(sim.init(jax.random.key(0)), 4, 1, on_round=send, progress=False)
-        broken.clear()
-    assert len(history) == 4 and len(said) == 1
-    assert tracked(tracker, folder)["run"].of("loss") == [(r["round"], pytest.approx(r["loss"])) for r in history]
+            if again:
+                broken.clear()
+    assert len(history) == 4 and len(said) == 1 and asked == [1, 2, *([2, 3, 4] if again else [2])]
+    if again:
+        assert tracked(tracker, folder)["run"].of("loss") == [(r["round"], pytest.approx(r["loss"])) for r in history]
 
 
 def test_the_command_line_tracks_every_algorithm_and_seed_and_resumes(tracker, folder, monkeypatch, capsys) -> None:
