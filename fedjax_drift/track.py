@@ -16,7 +16,7 @@ import shutil
 import signal
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from fedjax_drift import checks
@@ -133,7 +133,7 @@ class Track:
         """Closes the tracked runs as "finished", "failed" or "killed". The end of a ``with`` block calls it."""
         stopped = isinstance(self._stop, Stop) and self._stop.requested
         while self._runs:
-            self._runs.popitem()[1].send("killed" if stopped and status == "finished" else status)
+            self._runs.popitem()[1].close("killed" if stopped and status == "finished" else status)
 
     def __enter__(self) -> Track:
         return self
@@ -152,19 +152,19 @@ class _Run:
         self.sent: Any = None  # the run of the tracker
         self.summary: dict[str, Any] = {}
 
-    def send(self, status: Status | None = None) -> None:
-        """Sends the pending records, and then closes the run if there is a status. An error becomes a warning."""
+    def send(self) -> None:
+        """Sends the pending records."""
+        self._try(self._send)
+
+    def close(self, status: Status) -> None:
+        """Sends the records that are still pending, and closes the run, also if the tracker does not take them."""
+        self.send()
+        if self.sent is not None:
+            self._try(self.sent.close, status, self.summary | {"folder": str(self.track.folder)})
+
+    def _try(self, act: Callable[..., None], *arguments: Any) -> None:
         try:
-            self.sent = self.sent or self._open()
-            while self.pending:
-                numbers = scalars(self.pending[0])
-                self.sent.log(numbers["round"], {name: value for name, value in numbers.items() if name != "round"})
-                self.summary |= numbers
-                if "accuracy" in numbers:
-                    self.summary["best_accuracy"] = max(numbers["accuracy"], self.summary.get("best_accuracy", 0))
-                self.pending.pop(0)
-            if status is not None:
-                self.sent.close(status, self.summary | {"folder": str(self.track.folder)})
+            act(*arguments)
         except Exception as error:  # of another package, or of the network: the training must not end with it
             if not self.failed:
                 checks.warn(
@@ -172,6 +172,16 @@ class _Run:
                     "training continues. The missing rounds are sent at its end, if that is possible then"
                 )
             self.failed = True
+
+    def _send(self) -> None:
+        self.sent = self.sent or self._open()
+        while self.pending:
+            numbers = scalars(self.pending[0])
+            self.sent.log(numbers["round"], {name: value for name, value in numbers.items() if name != "round"})
+            self.summary |= numbers
+            if "accuracy" in numbers:
+                self.summary["best_accuracy"] = max(numbers["accuracy"], self.summary.get("best_accuracy", 0))
+            self.pending.pop(0)
 
     def _open(self) -> Any:
         """Creates or continues the run of the tracker. ``tracked.json`` keeps its id."""
@@ -268,8 +278,8 @@ class _TensorBoard:
         self._write(t, Summary(value=[Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()]))
 
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
-        self._text("summary", {"status": status, **summary})
-        self._file.close()
+        with self._file:
+            self._text("summary", {"status": status, **summary})
 
     def _text(self, tag: str, values: Mapping[str, Any]) -> None:
         from tensorboardX.summary import text
