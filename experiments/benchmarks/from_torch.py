@@ -10,8 +10,8 @@ For each network of torch_networks.py:
   another, with all cores.
 - ours: a round with the module over a round with our own network of the same shape, if there is one.
 
-The three are interleaved, and each turn gives a ratio. With --topologies, the round is compiled for devices that are
-not here: the memory it needs, and for a TPU the cycles of a local step that the compiler estimates.
+The three are interleaved, and each turn gives a ratio. With --topologies, nothing runs. The round is compiled for
+devices that are not here: the memory it needs, and for a TPU the cycles of a local step that the compiler estimates.
 """
 
 from __future__ import annotations
@@ -174,8 +174,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         forward, gradient = differences(model, module, case)
         note = f"{len(used)} operations; differences: forward {forward:.0e}, gradient {gradient:.0e}"
         x, y = arrays(case, BATCH if arguments.quick else case.rows)
-        sim = simulation(translated(case, module), case, x, y)
-        runs = {"from_torch": rounds(sim), "loop": Loop(case, x, y).round}
+        runs = {"from_torch": rounds(simulation(translated(case, module), case, x, y)), "loop": Loop(case, x, y).round}
         if case.ours:
             runs["ours"] = rounds(simulation(case.ours(), case, x, y))
         for run in runs.values():
@@ -184,19 +183,27 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         for _ in range(1 if arguments.quick else arguments.turns):
             for each, run in runs.items():
                 times[each].append(seconds(run))
-        yield measure.row(
-            f"{name}: {case.clients} clients x {x.shape[1]} examples", times["from_torch"], "s a round", note=note
-        )
+        what = f"{name}: {case.clients} clients x {x.shape[1]} examples"
+        yield measure.row(what, times["from_torch"], "s a round", note=note)
         for other, what in {"loop": "PyTorch's loop", "ours": "our network of the same shape"}.items():
             if other in times:
                 ratios = [a / b for a, b in zip(times["from_torch"], times[other], strict=True)]
                 limit = 1.3 if (name, other) == ("LeNet", "ours") else None
                 yield measure.row(f"- time over that of {what}", ratios, at_most=limit)
+
+
+def plans(arguments: argparse.Namespace) -> Iterator[measure.Row]:
+    for name in arguments.networks:
+        case = CASES[name]
         for topology in arguments.topologies:
-            plan = simulation(model, case, x, y, mesh=fd.described_mesh(topology)).plan()
-            cycles = f", {plan.cycles:,} cycles a local step" if plan.cycles else ""
-            more = f"{plan.lanes} lanes{cycles}, compiled in {plan.compile_seconds:.0f} s"
-            yield measure.row(f"- compiled for {topology}: temporary memory", plan.temporary / 2**20, "MiB", note=more)
+            for what, make in {"": lambda case=case: translated(case, case.make), ", ours": case.ours}.items():
+                if make is None:
+                    continue
+                x, y = arrays(case, case.rows)
+                plan = simulation(make(), case, x, y, mesh=fd.described_mesh(topology)).plan()
+                cycles = f"{plan.cycles:,} cycles a local step, " if plan.cycles else ""
+                note = f"{plan.lanes} lanes, {cycles}compiled in {plan.compile_seconds:.0f} s"
+                yield measure.row(f"{name}{what}, {topology}", plan.temporary / 2**20, "MiB temporary", note=note)
 
 
 def example(case: Case) -> jax.ShapeDtypeStruct:
@@ -213,9 +220,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.networks, arguments.topologies = ["LeNet", "LSTM"], []
-    if not arguments.topologies:
+    if arguments.topologies:
+        measure.save("from_torch_compiled", plans(arguments), arguments)
+    else:
         fd.use_cpu_devices()
-    measure.save("from_torch", rows(arguments), arguments)
+        measure.save("from_torch", rows(arguments), arguments)
 
 
 if __name__ == "__main__":

@@ -379,13 +379,18 @@ def group_norm(
 ) -> Any:
     if isinstance(x, Images):
         C, H, W, B = x.grid.shape
-        y: Any = Images(_normalised(x.grid.reshape(groups, -1, B), (1,), eps).reshape(C, H, W, B))
+        wide = x.grid.reshape(groups, -1, B).astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean = wide.mean(1, keepdims=True)
+        variance = jnp.square(wide).mean(1, keepdims=True) - jnp.square(
+            mean
+        )  # in one pass, as `models.layers.GroupNorm`
+        wide = (wide - mean) * lax.rsqrt(jnp.maximum(variance, 0) + eps)
+        y: Any = Images(wide.astype(x.dtype).reshape(C, H, W, B))
     else:
         y = _normalised(x.reshape(x.shape[0], groups, -1), (2,), eps).reshape(x.shape)
     C = x.shape[1]
-    return _scaled(
-        y, jnp.ones(C, x.dtype) if weight is None else weight, jnp.zeros(C, x.dtype) if bias is None else bias
-    )
+    scale, shift = jnp.ones(C, x.dtype) if weight is None else weight, jnp.zeros(C, x.dtype) if bias is None else bias
+    return _scaled(y, scale, shift)
 
 
 def instance_norm(
