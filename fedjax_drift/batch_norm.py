@@ -62,7 +62,7 @@ def check(name: str, owners: Iterable[Any] | None, kept: Any) -> str | None:
             f"{name} has running statistics (BatchNorm), so statistics must say what happens to them, got None: pass "
             'statistics="average" (clients update and send them, the server averages them), "local" (each client keeps '
             'its own) or "frozen" (they keep their initial values, also in training); or replace BatchNorm by '
-            "GroupNorm (fd.models.layers.GroupNorm, flax.linen.GroupNorm or nnx.GroupNorm), which has none"
+            "GroupNorm (of flax.linen, flax.nnx, torch.nn or fd.models.layers), which has none"
         )
     for owner in owners:
         if not _is_batch_norm(owner):

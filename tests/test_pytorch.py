@@ -290,6 +290,7 @@ FUNCTIONS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "instance norm": (F.relu, nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True)), (3, 8, 8)),
     "layer norm": (F.relu, nn.Sequential(nn.LayerNorm((3, 4)), nn.LayerNorm(4, bias=False)), (3, 4)),
     "RMS norm": (F.relu, nn.RMSNorm(4), (3, 4)),
+    "weight norm": (F.relu, nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), (3, 4)),
     "bilinear": (lambda x: nn.functional.bilinear(x, x, torch.ones(2, 4, 4)), None, (3, 4)),
 }
 
@@ -502,6 +503,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "length": (Function(lambda x: x.reshape(len(x), 4)), {}, "batches of any length.*x.shape"),
     "operation": (Function(torch.linalg.det, nn.Linear(4, 4)), {"input_shape": (4, 4)}, "must be covered.*det"),
     "where it is": (Function(lambda x: torch.fft.fft(x).abs()), {}, r"fft.*y = self\.function\(y\)"),
+    "momentum": (nn.BatchNorm1d(4, momentum=None), {"statistics": "average"}, "momentum of BatchNorm must be a number"),
     "random": (Function(lambda x: x + torch.rand_like(x)), {}, "covered|random"),
     "shape": (networks.LeNet(), {"input_shape": (1, 28, 28)}, r"examples of shape \[28, 1, 28\].*channels_last"),
     "no statistics": (Normed(), {"input_shape": (5,)}, "statistics must say"),

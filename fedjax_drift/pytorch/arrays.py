@@ -418,6 +418,10 @@ def all_(x: Array, dim: Axes = None, keepdim: bool = False) -> Array:
     return jnp.all(x, _axes(dim), keepdims=keepdim)
 
 
+def weight_norm(direction: Array, length: Array, dim: int = 0) -> Array:
+    return direction * (length / norm(direction, 2, [i for i in range(direction.ndim) if i != dim], True))
+
+
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
@@ -537,6 +541,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     "_unsafe_view": reshape,
+    "_weight_norm": weight_norm,
     "addmm": addmm,
     "all": all_,
     "amax": over_axes(jnp.argmax),

@@ -126,11 +126,22 @@ def _by_values(name: str, line: str) -> str:
 
 def _line_of(error: Exception) -> str:
     """The last line of the user's code before the error."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_others())]
+    return frames[-1].line or frames[-1].name if frames else "a layer of PyTorch"
+
+
+def _line_in(trace: str) -> str:
+    """The last line of the user's code in the stack trace of a node, or ""."""
+    lines = re.findall(r'File "([^"]+)", line \d+, in [^\n]+\n([^\n]+)', trace)
+    return next((code.strip() for file, code in reversed(lines) if not file.startswith(_others())), "")
+
+
+def _others() -> tuple[str, ...]:
+    """The folders of code that is not the user's."""
+    import sympy
     import torch
 
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
-    return frames[-1].line or frames[-1].name if frames else "its code"
+    return tuple(str(Path(file).parent) for file in (torch.__file__, sympy.__file__, __file__))
 
 
 def _read(exported: Any, name: str) -> Graph:
@@ -163,11 +174,11 @@ def _read(exported: Any, name: str) -> Graph:
                 buffers[node.name] = spec.target
         elif node.op == "call_function":
             read = _node(node)
-            line = [part.strip() for part in (node.meta.get("stack_trace") or "").splitlines() if part.strip()][-1:]
+            line = _line_in(node.meta.get("stack_trace") or "")
             if read is None:
-                missing.setdefault(str(node.target).removeprefix("aten."), " ".join(line))
+                missing.setdefault(str(node.target).removeprefix("aten."), line)
             elif read.operation in ("index", "index_put") and _selects(node):
-                raise ConfigurationError(_by_values(name, " ".join(line)))
+                raise ConfigurationError(_by_values(name, line or "a selection by a boolean array"))
             elif read.operation:
                 nodes.append(read)
     if missing:

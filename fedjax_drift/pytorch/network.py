@@ -72,6 +72,11 @@ def translated(module: Any, example: jax.ShapeDtypeStruct, channels_last: bool) 
     if channels_last and len(example.shape) == 4:
         example = jax.ShapeDtypeStruct([example.shape[i] for i in (0, 3, 1, 2)], example.dtype)
     batch = jax.ShapeDtypeStruct((2, *example.shape[1:]), example.dtype)
+    if any(getattr(part, "momentum", 0) is None for part in made.modules()):
+        raise ConfigurationError(
+            f"momentum of BatchNorm must be a number, got None, a cumulative average, in {type(made).__name__}: pass "
+            "momentum=0.1, which is PyTorch's default"
+        )
     names = _first_names(made)
     training, evaluation = (_renamed(graph.traced(made, batch, train), names) for train in (True, False))
     statistics = _statistics(evaluation)
