@@ -35,16 +35,26 @@ AXIS = {"round": "Round", "time": "Virtual time (s)", "megabytes": "Megabytes se
 CLIENT_DRIFT = "Client drift after the last local epoch"
 
 
-def curves(records: Records, path: FilePath = None, *, x: str = "round", style: Style = DEFAULT) -> Figure:
+def curves(
+    records: Records,
+    path: FilePath = None,
+    *,
+    x: str = "round",
+    y: Mapping[str, str] | None = None,
+    style: Style = DEFAULT,
+) -> Figure:
     """Plots test accuracy (in percent) and training loss against rounds, seconds or megabytes, one line per run.
 
-    If no run has an accuracy, because the models are not classifiers, it plots the test loss instead.
+    If no run has an accuracy, because the models are not classifiers, it plots the test loss instead. ``y`` selects
+    other entries of the records, such as those of `Model.scores`.
 
     Args:
       records: the runs to plot. The module `fd.plots` lists the allowed types.
       path: file to which the figure is written. Its suffix selects the format. Default: no file.
       x: the axis of the lines: "round" (default), "time", the virtual seconds (``clock=`` and ``devices=`` of
         `fd.Simulation`), or "megabytes", the 10^6 bytes that the clients have sent and received until then.
+      y: the panels, a dict from an entry of the records to the label of its axis, such as
+        ``{"perplexity": "Perplexity"}``. The values are plotted as they are in the records.
       style: how the rounds are smoothed, which band is drawn, and the size of the figure. Default: `Style()`.
 
     Raises:
@@ -52,15 +62,29 @@ def curves(records: Records, path: FilePath = None, *, x: str = "round", style: 
     """
     checks.choice("x", x, UNITS)
     runs, style = by_run(records), checked(style)
+    panels = usual_panels(runs, style) if y is None else chosen_panels(y, runs, style)
+    panels = [panel._replace(lines=over(x, panel.lines, runs)) for panel in panels]
+    hint = "pass {name: history of Simulation.run}"
+    return finished(figure_of_panels("curves", panels, hint, style, AXIS[x]), path)
+
+
+def usual_panels(runs: Runs, style: Style) -> list[Panel]:
+    """The panels of `curves`: the test accuracy, or else the test loss, and the training loss."""
     accuracy, loss = by_round(runs, "accuracy", style, 100), "Loss (nats per example)"
     tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
     if not any(line.x.size for line in accuracy.values()):
         loss = "Loss, mean over examples"
         tested = Panel("Test loss of the global model", loss, by_round(runs, "loss", style))
-    panels = [tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss", style))]
-    panels = [panel._replace(lines=over(x, panel.lines, runs)) for panel in panels]
-    hint = "pass {name: history of Simulation.run}"
-    return finished(figure_of_panels("curves", panels, hint, style, AXIS[x]), path)
+    return [tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss", style))]
+
+
+def chosen_panels(y: Mapping[str, str], runs: Runs, style: Style) -> list[Panel]:
+    """A panel for each entry of the records. y: a dict from the entry to the label of its axis."""
+    fix = 'pass {"perplexity": "Perplexity"}, for example'
+    if not checks.instance("y", y, Mapping, fix):  # type: ignore[type-abstract]
+        raise ConfigurationError(f"y must have at least one entry, got {{}}: {fix}")
+    labels = {checks.text("y's entry", key): checks.text(f"y[{key!r}]", label) for key, label in y.items()}
+    return [Panel("", label, by_round(runs, key, style)) for key, label in labels.items()]
 
 
 def drift(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
