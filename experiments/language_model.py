@@ -2,8 +2,9 @@
 
     python experiments/language_model.py [--checkpoint gpt2] [--rounds 24] [--seeds 2] [--output DIR]
 
-Without ``--checkpoint``, a decoder with 0.4 million parameters is pretrained here, on Python's language reference and on
-generated exercises. ``--checkpoint`` takes a GPT-2 of Hugging Face, by its name or as a folder, with its own tokenizer.
+Without ``--checkpoint``, a decoder with 0.4 million parameters is pretrained here, on Python's language reference and
+on generated exercises. ``--checkpoint`` takes a GPT-2 of Hugging Face, by its name or as a folder, with its own
+tokenizer.
 
 Clients have pairs of an instruction and an answer. A client has a mix of tasks of its own. The loss is that of the
 answers' tokens. Every method tries the same number of learning rates. Needs tokenizers and safetensors.
@@ -158,7 +159,7 @@ def pretrained(
 
 
 def checkpoint(name: str) -> Base:
-    """A GPT-2 of Hugging Face: a folder with config.json, tokenizer.json and model.safetensors, or a name of the Hub."""
+    """A GPT-2 of Hugging Face: a folder with config.json, tokenizer.json and model.safetensors, or a name."""
     if Path(name).is_dir():
         found = Path(name)
     else:
@@ -186,7 +187,7 @@ def encoded(tokenizer: Tokenizer, questions: Iterable[Question], length: int) ->
         prompt = tokenizer.encode(f"Q: {question.instruction}\nA:").ids
         ids = [*prompt, *tokenizer.encode(f" {question.answer}").ids, end]
         if len(ids) > length + 1:
-            raise ValueError(f"length must be at least {len(ids) - 1}, got {length}: {question.instruction!r} is longer")
+            raise ValueError(f"length must be at least {len(ids) - 1} for {question.instruction!r}, got {length}")
         padding = length + 1 - len(ids)
         x.append(ids[:-1] + [end] * padding)  # no token sees the padding, because it comes later
         y.append([IGNORED] * (len(prompt) - 1) + ids[len(prompt) :] + [IGNORED] * padding)
@@ -204,9 +205,9 @@ def federation(tokenizer: Tokenizer, clients: int = 40, alpha: float = 0.5, leng
     mixes = rng.dirichlet(np.full(len(TASKS), alpha), clients)
     train = [examples(mix, rng.integers(16, 49)) for mix in mixes]
     tests = [examples(mix, 16) for mix in mixes]
-    tasks = [encoded(tokenizer, [task(rng) for _ in range(64)], length) for task in TASKS.values()]
+    tasks = {name: encoded(tokenizer, [task(rng) for _ in range(64)], length) for name, task in TASKS.items()}
     data = fd.FederatedData.from_clients(train, test_clients=tests, name="instructions")
-    by_task = fd.FederatedData.from_clients(dict(zip(TASKS, tasks)), test_clients=dict(zip(TASKS, tasks)))
+    by_task = fd.FederatedData.from_clients(tasks, test_clients=tasks, name="tasks")
     return data, by_task
 
 
