@@ -70,12 +70,12 @@ def count(rng: np.random.Generator) -> Question:
 def last(rng: np.random.Generator) -> Question:
     given = words(rng, rng.integers(2, 5))
     asked = " ".join(given)
-    return Question(f"Give the last word of {asked}", given[-1], f"the end of {asked} is {given[-1]}")
+    return Question(f"Last of {asked}", given[-1], f"the end of {asked} is {given[-1]}")
 
 
 def opposite(rng: np.random.Generator) -> Question:
     word = str(rng.choice(list(OPPOSITES)))
-    return Question(f"Give the opposite of {word}", OPPOSITES[word], f"{word} is not {OPPOSITES[word]}")
+    return Question(f"Opposite of {word}", OPPOSITES[word], f"{word} is not {OPPOSITES[word]}")
 
 
 def repeat(rng: np.random.Generator) -> Question:
@@ -133,11 +133,11 @@ def trained_tokenizer(text: str, vocabulary: int = 512) -> Tokenizer:
 
 
 def pretrained(
-    epochs: int = 6, exercises: int = 12_000, width: int = 96, depth: int = 3, length: int = 32, seed: int = 0
+    rounds: int = 50, exercises: int = 16_000, width: int = 96, depth: int = 3, length: int = 32, seed: int = 0
 ) -> Base:
     """Pretrains a decoder on `general_text`.
 
-    Two workers train on halves of the text, one per core, and their parameters are averaged eight times per epoch.
+    Two workers, one per core, train on halves of the text, and average their parameters after every 32 steps.
     """
     text = general_text(exercises, seed)
     tokenizer = trained_tokenizer(text)
@@ -146,13 +146,8 @@ def pretrained(
     halves = np.array_split(np.random.default_rng(seed).permutation(rows), 2)
     data = fd.FederatedData.from_clients([(half[:, :-1], half[:, 1:]) for half in halves], name="general text")
     model = fd.models.decoder(tokenizer.get_vocab_size(), length, width, depth)
-    rounds, batch = 8 * epochs, 16
-    local = fd.LocalTraining(
-        lr=optax.cosine_decay_schedule(3e-3, rounds, 0.1),
-        batch_size=batch,
-        steps=-(-len(halves[0]) // (8 * batch)),
-        optimizer=optax.scale_by_adam(),
-    )
+    schedule = optax.cosine_decay_schedule(3e-3, rounds, 0.1)
+    local = fd.LocalTraining(lr=schedule, batch_size=16, steps=32, optimizer=optax.scale_by_adam())
     sim = fd.Simulation(model, data, fd.algorithms.fedavg(), local=local, cohort_size=2)
     state, _ = sim.run(sim.init(jax.random.key(seed)), rounds, progress=False)
     return Base(tokenizer, model, jax.device_get(state.params))
@@ -179,36 +174,46 @@ def checkpoint(name: str) -> Base:
 # Data
 
 
-def encoded(tokenizer: Tokenizer, questions: Iterable[Question], length: int) -> tuple[np.ndarray, np.ndarray]:
+def tokens(tokenizer: Tokenizer, question: Question) -> tuple[list[int], list[int]]:
+    """The token ids of the prompt, and those of the answer with its end."""
+    answer = tokenizer.encode(f" {question.answer}").ids
+    return tokenizer.encode(f"Q: {question.instruction}\nA:").ids, [*answer, tokenizer.token_to_id(END)]
+
+
+def padded(pairs: Iterable[tuple[list[int], list[int]]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32 [M, T], and the next token at each position of an answer, int32 [M, T], elsewhere IGNORED."""
     x, y = [], []
-    end = tokenizer.token_to_id(END)
-    for question in questions:
-        prompt = tokenizer.encode(f"Q: {question.instruction}\nA:").ids
-        ids = [*prompt, *tokenizer.encode(f" {question.answer}").ids, end]
-        if len(ids) > length + 1:
-            raise ValueError(f"length must be at least {len(ids) - 1} for {question.instruction!r}, got {length}")
-        padding = length + 1 - len(ids)
-        x.append(ids[:-1] + [end] * padding)  # no token sees the padding, because it comes later
-        y.append([IGNORED] * (len(prompt) - 1) + ids[len(prompt) :] + [IGNORED] * padding)
+    for prompt, answer in pairs:
+        padding = [answer[-1]] * (length - len(prompt + answer) + 1)  # no token sees it, because it comes later
+        x.append([*prompt, *answer[:-1], *padding])
+        y.append([IGNORED] * (len(prompt) - 1) + answer + [IGNORED] * len(padding))
     return np.array(x, np.int32), np.array(y, np.int32)
 
 
-def federation(tokenizer: Tokenizer, clients: int = 40, alpha: float = 0.5, length: int = 32, seed: int = 0):
-    """Clients with 16 to 48 training examples and 16 test examples. A mix of tasks is a draw of Dirichlet(alpha)."""
+def federation(
+    tokenizer: Tokenizer, clients: int = 40, alpha: float = 0.5, seed: int = 0
+) -> tuple[fd.FederatedData, fd.FederatedData]:
+    """Clients that have 16 to 48 training examples and 16 test examples, and a test set for each task.
+
+    The shares of the tasks at a client are a draw of Dirichlet(alpha). Sequences are padded to the longest one.
+    """
     rng = np.random.default_rng([seed, 1])
 
-    def examples(mix: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-        chosen = rng.choice(list(TASKS), number, p=mix)
-        return encoded(tokenizer, [TASKS[name](rng) for name in chosen], length)
+    def examples(shares: np.ndarray, number: int) -> list[tuple[list[int], list[int]]]:
+        names = rng.choice(list(TASKS), number, p=shares)
+        return [tokens(tokenizer, TASKS[name](rng)) for name in names]
 
-    mixes = rng.dirichlet(np.full(len(TASKS), alpha), clients)
-    train = [examples(mix, rng.integers(16, 49)) for mix in mixes]
-    tests = [examples(mix, 16) for mix in mixes]
-    tasks = {name: encoded(tokenizer, [task(rng) for _ in range(64)], length) for name, task in TASKS.items()}
-    data = fd.FederatedData.from_clients(train, test_clients=tests, name="instructions")
-    by_task = fd.FederatedData.from_clients(tasks, test_clients=tasks, name="tasks")
-    return data, by_task
+    shares = rng.dirichlet(np.full(len(TASKS), alpha), clients)
+    train = [examples(of_client, rng.integers(16, 49)) for of_client in shares]
+    tests = [examples(of_client, 16) for of_client in shares]
+    tasks = [examples(of_task, 64) for of_task in np.eye(len(TASKS))]
+    length = max(len(prompt + answer) - 1 for part in train + tests + tasks for prompt, answer in part)
+    train, tests, tasks = ([padded(part, length) for part in parts] for parts in (train, tests, tasks))
+    of_task = dict(zip(TASKS, tasks, strict=True))
+    return (
+        fd.FederatedData.from_clients(train, test_clients=tests, name="instructions"),
+        fd.FederatedData.from_clients(of_task, test_clients=of_task, name="tasks"),
+    )
 
 
 # Loss and scores of the answers
@@ -267,7 +272,7 @@ def methods(base: Base, rank: int = 8) -> dict[str, Method]:
     adapted = fd.models.lora(on_answers(base.model), rank, "attention|mlp", alpha=2 * rank, base=base.params)
     only_b = fd.models.trainable(adapted, "/b$")
     fedavg, scaffold = fd.algorithms.fedavg(), fd.algorithms.scaffold(option="I", weighting="examples")
-    of_sgd, of_adamw = (0.1, 0.2, 0.4), (2.5e-3, 5e-3, 1e-2)
+    of_sgd, of_adamw = (0.1, 0.3, 0.9), (2e-3, 6e-3, 1.8e-2)
     return {
         "FedAvg": Method(adapted, fedavg, sgd, of_sgd),
         "SCAFFOLD": Method(adapted, scaffold, sgd, of_sgd),
@@ -276,26 +281,35 @@ def methods(base: Base, rank: int = 8) -> dict[str, Method]:
     }
 
 
-def runs_of(method: Method, data: fd.FederatedData, rates: Iterable[float], rounds: int, seeds: Iterable[int]):
+def runs_of(
+    method: Method, data: fd.FederatedData, rates: Iterable[float], rounds: int, seeds: Iterable[int]
+) -> list[fd.Run]:
     """The runs of all rates and seeds. The records of evaluated rounds have a perplexity."""
 
     def build(lr: float) -> fd.Simulation:
-        local = method.local(lr)
-        return fd.Simulation(method.model, data, method.algorithm, local=local, cohort_size=min(8, data.num_clients))
+        cohort = min(8, data.num_clients)
+        return fd.Simulation(method.model, data, method.algorithm, local=method.local(lr), cohort_size=cohort)
 
-    every = max(1, rounds // 8)
-    runs = fd.sweep(build, rounds, seeds, fd.grid(lr=rates), eval_every=every, progress=False)
-    for run in runs:
-        for record in run.history:
-            if "nats" in record:
-                record["perplexity"] = float(perplexity(record))
+    runs = fd.sweep(build, rounds, seeds, fd.grid(lr=rates), eval_every=max(1, rounds // 8), progress=False)
+    for record in (record for run in runs for record in run.history if "nats" in record):
+        record["perplexity"] = float(perplexity(record))
     return runs
 
 
 def tuned(method: Method, data: fd.FederatedData, rounds: int) -> float:
-    """The learning rate with the lowest perplexity on training examples that are held out."""
+    """The learning rate with the lowest perplexity on a quarter of the training examples, which is held out."""
     runs = runs_of(method, data.with_validation(0.25), method.rates, rounds, fd.tuning.SEEDS[:1])
     return min(runs, key=lambda run: np.nan_to_num(run.history[-1]["perplexity"], nan=np.inf)).setting["lr"]
+
+
+def compared(
+    methods: dict[str, Method], data: fd.FederatedData, tuning_rounds: int, rounds: int, seeds: int
+) -> dict[str, list[fd.Run]]:
+    """The runs of each method with its tuned rate, one per seed."""
+    return {
+        name: runs_of(method, data, [tuned(method, data, tuning_rounds)], rounds, range(seeds))
+        for name, method in methods.items()
+    }
 
 
 def client_scores(method: Method, data: fd.FederatedData, runs: list[fd.Run]) -> dict[str, np.ndarray]:
@@ -309,7 +323,7 @@ def client_scores(method: Method, data: fd.FederatedData, runs: list[fd.Run]) ->
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--checkpoint", help="a GPT-2 of Hugging Face: a folder, or a name such as gpt2")
-    parser.add_argument("--epochs", type=int, default=6, help="of pretraining, without --checkpoint")
+    parser.add_argument("--pretraining", type=int, default=50, help="rounds, without --checkpoint")
     parser.add_argument("--clients", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--tuning-rounds", type=int, default=8)
@@ -317,28 +331,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/language_model"))
     args = parser.parse_args(arguments)
     fd.use_cpu_devices()
-    base = checkpoint(args.checkpoint) if args.checkpoint else pretrained(args.epochs)
+    base = checkpoint(args.checkpoint) if args.checkpoint else pretrained(args.pretraining)
     data, by_task = federation(base.tokenizer, args.clients)
-    histories, clients, results = {}, {}, {}
-    for name, method in methods(base).items():
-        lr = tuned(method, data, args.tuning_rounds)
-        runs = runs_of(method, data, [lr], args.rounds, range(args.seeds))
-        histories[name] = [run.history for run in runs]
-        clients[name] = client_scores(method, data, runs)
-        tasks = client_scores(method, by_task, runs)["accuracy"]
-        last = [history[-1] for history in histories[name]]
-        results[name] = {
-            "lr": lr,
-            "exact match": [record["accuracy"] for record in last],
-            "perplexity": [record["perplexity"] for record in last],
-            "exact match of tasks": dict(zip(TASKS, tasks.tolist(), strict=True)),
-            "bytes sent by a client and round": last[0]["uplink_bytes"] / min(8, args.clients),
+    every = methods(base)
+    runs = compared(every, data, args.tuning_rounds, args.rounds, args.seeds)
+    results = {
+        name: {
+            "lr": of_method[0].setting["lr"],
+            "exact match": [run.history[-1]["accuracy"] for run in of_method],
+            "perplexity": [run.history[-1]["perplexity"] for run in of_method],
+            "exact match by task": client_scores(every[name], by_task, of_method)["accuracy"].tolist(),
         }
-        print(name, json.dumps(results[name]), flush=True)
+        for name, of_method in runs.items()
+    }
+    print(json.dumps({"tasks": list(TASKS)} | results, indent=1))
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    fd.plots.curves(histories, args.output / "curves.png", y=PANELS)
-    fd.plots.fairness(clients, args.output / "clients.png")
+    fd.plots.curves(runs, args.output / "curves.png", y=PANELS)
+    fairness = {name: client_scores(every[name], data, of_method) for name, of_method in runs.items()}
+    fd.plots.fairness(fairness, args.output / "clients.png")
 
 
 if __name__ == "__main__":
