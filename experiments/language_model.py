@@ -328,12 +328,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--tuning-rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: FedAvg SCAFFOLD FedIT FFA-LoRA")
     parser.add_argument("--output", type=Path, default=Path("runs/language_model"))
     args = parser.parse_args(arguments)
     fd.use_cpu_devices()
     base = checkpoint(args.checkpoint) if args.checkpoint else pretrained(args.pretraining)
     data, by_task = federation(base.tokenizer, args.clients)
     every = methods(base)
+    every = {name: every[name] for name in args.methods or every}
     runs = compared(every, data, args.tuning_rounds, args.rounds, args.seeds)
     results = {
         name: {

@@ -225,6 +225,14 @@ SMALL = {  # values for the cell with the tag "parameters", so that the notebook
         "COHORT": 1,
         "TARGET": 0.01,
     },
+    "09_language_model.ipynb": {
+        "PRETRAINING": 1,
+        "CLIENTS": 4,
+        "ROUNDS": 1,
+        "TUNING_ROUNDS": 1,
+        "SEEDS": 1,
+        "NAMES": ["FFA-LoRA"],
+    },
     "07_sources_of_drift.ipynb": {"WRITERS": 4, "CLIENTS": 8, "ROUNDS": 2, "SEEDS": 1, "NAMES": ["FedAvg"], "LAST": 1},
 }
 

@@ -215,6 +215,27 @@ def test_large_fonts_and_dark_backgrounds():
     assert all(bar.get_facecolor()[3] == 0 and bar.get_hatch() for bar in axes.patches)
 
 
+def test_curves_show_chosen_entries_with_their_labels():
+    run = [
+        {"round": t, "accuracy": 0.1 * t, "perplexity": 9.0 - t, "uplink_bytes": 1e6, "downlink_bytes": 1e6}
+        for t in (1, 2)
+    ]
+    first, second = plots.curves(
+        {"A": run}, y={"perplexity": "Perplexity", "accuracy": "Exact match"}, x="megabytes"
+    ).axes
+    assert first.get_ylabel() == "Perplexity" and points(first.lines[0]) == [[2, 8], [4, 7]]
+    assert second.get_ylabel() == "Exact match" and points(second.lines[0]) == [[2, 0.1], [4, 0.2]]
+    for wrong, message in (
+        ({}, "y must have at least one entry"),
+        ("loss", "y must be of type Mapping"),
+        ({"loss": 3}, "str"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plots.curves({"A": run}, y=wrong)
+    with pytest.raises(ValueError, match="at least 1 round that was measured"):
+        plots.curves({"A": run}, y={"bleu": "BLEU"})
+
+
 def test_one_long_name_does_not_make_a_tall_legend():
     records = {f"run {i}": history(rounds=2) for i in range(11)} | {"a long name of a setting " * 5: history(rounds=2)}
     figure = plots.curves(records)

@@ -1,0 +1,95 @@
+"""Tests of experiments/language_model.py: the answers' labels, loss and scores, and the script with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedjax_drift as fd
+from fedjax_drift.models.pretrained import save_params
+
+pytest.importorskip("tokenizers")
+from experiments import language_model as lm
+
+WIDTH, DEPTH, LENGTH = 16, 2, 48
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return lm.trained_tokenizer(lm.general_text(exercises=200))
+
+
+def test_the_labels_are_the_tokens_of_the_answers(tokenizer) -> None:
+    data, by_task = lm.federation(tokenizer, clients=3)
+    assert data.num_clients == 3 and by_task.client_names == tuple(lm.TASKS)
+    rng = np.random.default_rng(0)
+    for task in lm.TASKS.values():
+        question = task(rng)
+        (x,), (y,) = lm.padded([lm.tokens(tokenizer, question)], LENGTH)
+        answer = y != lm.IGNORED
+        text = f"Q: {question.instruction}\nA: {question.answer}"
+        assert tokenizer.decode(x[: answer.nonzero()[0][-1] + 1]) == text
+        assert tokenizer.decode(y[answer], skip_special_tokens=False) == f" {question.answer}{lm.END}"
+        np.testing.assert_array_equal(x[1:][answer[:-1]], y[:-1][answer[:-1]])
+
+
+def test_the_accuracy_is_the_exact_match_of_greedy_decoding(tokenizer) -> None:
+    """Half of the answers are what the model decodes. In the others, one token differs."""
+    vocabulary, prompt, answer = tokenizer.get_vocab_size(), 5, 4
+    model = lm.on_answers(fd.models.decoder(vocabulary, 8, WIDTH, DEPTH))
+    params = jax.tree.map(lambda leaf: 10 * leaf, model.init(jax.random.key(0)))
+    ids = np.random.default_rng(0).integers(vocabulary, size=(6, prompt)).tolist()
+    for _ in range(answer):
+        for row in ids:
+            row.append(int(model.apply(params, jnp.array([row]))[0, -1].argmax()))
+    for row, place in zip(ids[3:], (prompt, prompt + 1, -1), strict=True):
+        row[place] = (row[place] + 1) % vocabulary
+    x, y = lm.padded([(row[:prompt], row[prompt:]) for row in ids], 8)
+    logits = model.apply(params, x)
+    scores = model.scores(logits, y)
+    assert scores["accuracy"].tolist() == [True] * 3 + [False] * 3
+
+    logs = np.asarray(jax.nn.log_softmax(logits))
+    of_answers = [[logs[i, prompt - 1 + j, ids[i][prompt + j]] for j in range(answer)] for i in range(6)]
+    np.testing.assert_allclose(model.loss(logits, y), -np.mean(of_answers, 1), rtol=1e-5)
+    means = {name: np.mean(values) for name, values in scores.items()}
+    np.testing.assert_allclose(lm.perplexity(means), np.exp(-np.mean(of_answers)), rtol=1e-5)
+
+
+def saved_checkpoint(folder: Path, tokenizer) -> None:
+    """A GPT-2 with random parameters, as Hugging Face's transformers saves it."""
+    vocabulary, rng = tokenizer.get_vocab_size(), np.random.default_rng(0)
+    sizes = {"vocab_size": vocabulary, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": 4}
+    shapes = {"wte.weight": (vocabulary, WIDTH), "wpe.weight": (LENGTH, WIDTH)}
+    for layer in range(DEPTH):
+        shapes |= {f"h.{layer}.ln_{i}.weight": (WIDTH,) for i in (1, 2)}
+        dense = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}
+        shapes |= {f"h.{layer}.{name}.weight": (a * WIDTH, b * WIDTH) for name, (a, b) in dense.items()}
+        shapes |= {f"h.{layer}.{name}.bias": (b * WIDTH,) for name, (_, b) in dense.items()}
+        shapes |= {f"h.{layer}.ln_{i}.bias": (WIDTH,) for i in (1, 2)}
+    shapes |= {"ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,)}
+    arrays = {name: rng.normal(0, 0.02, shape).astype("f4") for name, shape in shapes.items()}
+    save_params(arrays, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"} | sizes))
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="must be a GPT-2, got llama"):
+        lm.checkpoint(str(tmp_path))
+
+
+@pytest.mark.thorough
+def test_the_script_fine_tunes_a_checkpoint(tokenizer, tmp_path) -> None:
+    saved_checkpoint(tmp_path, tokenizer)
+    options = "--clients 3 --rounds 1 --tuning-rounds 1 --seeds 1 --methods FFA-LoRA"
+    lm.main(["--checkpoint", str(tmp_path), "--output", str(tmp_path), *options.split()])
+    (result,) = json.loads((tmp_path / "results.json").read_text()).values()
+    assert np.isfinite(result["perplexity"]).all() and len(result["exact match by task"]) == len(lm.TASKS)
+    assert (tmp_path / "curves.png").exists() and (tmp_path / "clients.png").exists()
