@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import fedjax_drift as fd
 
 END = "<|endoftext|>"  # the token that ends an answer, as in GPT-2's vocabulary
+TESTED = 64  # examples that are evaluated together, so that the logits of a large vocabulary fit in memory
 IGNORED = -1  # the label of a position that is not in the answer
 WORDS = "class code file index item key line list method module name number object set string text type value".split()
 PAIRS = (
@@ -288,7 +289,8 @@ def runs_of(
 
     def build(lr: float) -> fd.Simulation:
         cohort = min(8, data.num_clients)
-        return fd.Simulation(method.model, data, method.algorithm, local=method.local(lr), cohort_size=cohort)
+        options = {"local": method.local(lr), "cohort_size": cohort, "eval_batch_size": TESTED}
+        return fd.Simulation(method.model, data, method.algorithm, **options)
 
     runs = fd.sweep(build, rounds, seeds, fd.grid(lr=rates), eval_every=max(1, rounds // 8), progress=False)
     for record in (record for run in runs for record in run.history if "nats" in record):
@@ -314,7 +316,7 @@ def compared(
 
 def client_scores(method: Method, data: fd.FederatedData, runs: list[fd.Run]) -> dict[str, np.ndarray]:
     """The scores of each client of ``data``, the mean over the runs, and the perplexity."""
-    sim = fd.Simulation(method.model, data, fd.algorithms.fedavg(), cohort_size=1)
+    sim = fd.Simulation(method.model, data, fd.algorithms.fedavg(), cohort_size=1, eval_batch_size=TESTED)
     each = [sim.evaluate_clients(sim.init(jax.random.key(0), params=run.state.params)) for run in runs]
     scores = {name: np.mean([one[name] for one in each], 0) for name in each[0]}
     return scores | {"perplexity": np.mean([perplexity(one) for one in each], 0)}
