@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import fedjax_drift as fd
 
 END = "<|endoftext|>"  # the token that ends an answer, as in GPT-2's vocabulary
+COHORT = 8  # clients of a round
 TESTED = 64  # examples that are evaluated together, so that the logits of a large vocabulary fit in memory
 IGNORED = -1  # the label of a position that is not in the answer
 WORDS = "class code file index item key line list method module name number object set string text type value".split()
@@ -108,7 +109,7 @@ class Base(NamedTuple):
 
     tokenizer: Tokenizer
     model: fd.Model
-    params: fd.models.Params
+    params: Any
 
 
 def general_text(exercises: int, seed: int = 0) -> str:
@@ -205,14 +206,14 @@ def federation(
         return [tokens(tokenizer, TASKS[name](rng)) for name in names]
 
     shares = rng.dirichlet(np.full(len(TASKS), alpha), clients)
-    train = [examples(of_client, rng.integers(16, 49)) for of_client in shares]
+    train = [examples(of_client, int(rng.integers(16, 49))) for of_client in shares]
     tests = [examples(of_client, 16) for of_client in shares]
     tasks = [examples(of_task, 64) for of_task in np.eye(len(TASKS))]
     length = max(len(prompt + answer) - 1 for part in train + tests + tasks for prompt, answer in part)
-    train, tests, tasks = ([padded(part, length) for part in parts] for parts in (train, tests, tasks))
-    of_task = dict(zip(TASKS, tasks, strict=True))
+    clients_x_y, tests_x_y, tasks_x_y = ([padded(part, length) for part in parts] for parts in (train, tests, tasks))
+    of_task = dict(zip(TASKS, tasks_x_y, strict=True))
     return (
-        fd.FederatedData.from_clients(train, test_clients=tests, name="instructions"),
+        fd.FederatedData.from_clients(clients_x_y, test_clients=tests_x_y, name="instructions"),
         fd.FederatedData.from_clients(of_task, test_clients=of_task, name="tasks"),
     )
 
@@ -288,9 +289,10 @@ def runs_of(
     """The runs of all rates and seeds. The records of evaluated rounds have a perplexity."""
 
     def build(lr: float) -> fd.Simulation:
-        cohort = min(8, data.num_clients)
-        options = {"local": method.local(lr), "cohort_size": cohort, "eval_batch_size": TESTED}
-        return fd.Simulation(method.model, data, method.algorithm, **options)
+        cohort, local = min(COHORT, data.num_clients), method.local(lr)
+        return fd.Simulation(
+            method.model, data, method.algorithm, local=local, cohort_size=cohort, eval_batch_size=TESTED
+        )
 
     runs = fd.sweep(build, rounds, seeds, fd.grid(lr=rates), eval_every=max(1, rounds // 8), progress=False)
     for record in (record for run in runs for record in run.history if "nats" in record):
