@@ -1,6 +1,6 @@
 """Federated fine-tuning of a language model: the clients follow instructions, and train LoRA adapters of a decoder.
 
-    python experiments/language_model.py [--checkpoint gpt2] [--rounds 24] [--seeds 2] [--output DIR]
+    python experiments/language_model.py [--checkpoint gpt2] [--rounds 32] [--seeds 2] [--output DIR]
 
 Without ``--checkpoint``, a decoder with 0.4 million parameters is pretrained here, on Python's language reference and
 on generated exercises. ``--checkpoint`` takes a GPT-2 of Hugging Face, by its name or as a folder, with its own
@@ -274,7 +274,7 @@ def methods(base: Base, rank: int = 8) -> dict[str, Method]:
     adapted = fd.models.lora(on_answers(base.model), rank, "attention|mlp", alpha=2 * rank, base=base.params)
     only_b = fd.models.trainable(adapted, "/b$")
     fedavg, scaffold = fd.algorithms.fedavg(), fd.algorithms.scaffold(option="I", weighting="examples")
-    of_sgd, of_adamw = (0.1, 0.3, 0.9), (2e-3, 6e-3, 1.8e-2)
+    of_sgd, of_adamw = (0.03, 0.1, 0.3, 0.9), (2e-3, 6e-3, 1.8e-2, 5.4e-2)
     return {
         "FedAvg": Method(adapted, fedavg, sgd, of_sgd),
         "SCAFFOLD": Method(adapted, scaffold, sgd, of_sgd),
@@ -329,7 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", help="a GPT-2 of Hugging Face: a folder, or a name such as gpt2")
     parser.add_argument("--pretraining", type=int, default=50, help="rounds, without --checkpoint")
     parser.add_argument("--clients", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=32)
     parser.add_argument("--tuning-rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: FedAvg SCAFFOLD FedIT FFA-LoRA")
@@ -353,7 +353,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps({"tasks": list(TASKS)} | results, indent=1))
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    fd.plots.curves(runs, args.output / "curves.png", y=PANELS)
+    fd.plots.curves(runs, args.output / "curves.png", y=PANELS, style=fd.plots.Style(band="range"))
     fairness = {name: client_scores(every[name], data, of_method) for name, of_method in runs.items()}
     fd.plots.fairness(fairness, args.output / "clients.png")
 
