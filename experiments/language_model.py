@@ -249,6 +249,7 @@ def perplexity(scores: dict) -> np.ndarray:
     return np.exp(np.asarray(scores["nats"]) / scores["tokens"])
 
 
+NAMES = ("FedAvg", "SCAFFOLD", "FedIT", "FFA-LoRA")
 PANELS = {"accuracy": "Exact match of held-out answers", "perplexity": "Perplexity of held-out answers"}
 
 # Methods
@@ -275,12 +276,13 @@ def methods(base: Base, rank: int = 8) -> dict[str, Method]:
     only_b = fd.models.trainable(adapted, "/b$")
     fedavg, scaffold = fd.algorithms.fedavg(), fd.algorithms.scaffold(option="I", weighting="examples")
     of_sgd, of_adamw = (0.03, 0.1, 0.3, 0.9), (2e-3, 6e-3, 1.8e-2, 5.4e-2)
-    return {
-        "FedAvg": Method(adapted, fedavg, sgd, of_sgd),
-        "SCAFFOLD": Method(adapted, scaffold, sgd, of_sgd),
-        "FedIT": Method(adapted, fedavg, adamw, of_adamw),
-        "FFA-LoRA": Method(only_b, fedavg, adamw, of_adamw),
-    }
+    chosen = (
+        Method(adapted, fedavg, sgd, of_sgd),
+        Method(adapted, scaffold, sgd, of_sgd),
+        Method(adapted, fedavg, adamw, of_adamw),
+        Method(only_b, fedavg, adamw, of_adamw),
+    )
+    return dict(zip(NAMES, chosen, strict=True))
 
 
 def runs_of(
@@ -332,14 +334,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=32)
     parser.add_argument("--tuning-rounds", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: FedAvg SCAFFOLD FedIT FFA-LoRA")
+    parser.add_argument("--methods", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--output", type=Path, default=Path("runs/language_model"))
     args = parser.parse_args(arguments)
     fd.use_cpu_devices()
     base = checkpoint(args.checkpoint) if args.checkpoint else pretrained(args.pretraining)
     data, by_task = federation(base.tokenizer, args.clients)
     every = methods(base)
-    every = {name: every[name] for name in args.methods or every}
+    every = {name: every[name] for name in args.methods}
     runs = compared(every, data, args.tuning_rounds, args.rounds, args.seeds)
     results = {
         name: {
