@@ -112,17 +112,17 @@ class Base(NamedTuple):
     params: Any
 
 
-def general_text(exercises: int, seed: int = 0) -> str:
-    """Python's language reference, which Python comes with, followed by exercises in plain words."""
+def general_texts(exercises: int, seed: int = 0) -> list[str]:
+    """The chapters of Python's language reference, which Python comes with, and exercises in plain words."""
     from pydoc_data.topics import topics
 
-    rng = np.random.default_rng(seed)
-    plain = [rng.choice(list(TASKS.values()))(rng).plain for _ in range(exercises)]  # type: ignore[arg-type]
-    return re.sub(r"\s+", " ", " ".join(topics.values())) + " " + " . ".join(plain)
+    rng, tasks = np.random.default_rng(seed), list(TASKS.values())
+    plain = [tasks[rng.integers(len(tasks))](rng).plain for _ in range(exercises)]
+    return [" " + re.sub(r"\s+", " ", text).strip() for text in [*topics.values(), *plain]]
 
 
-def trained_tokenizer(text: str, vocabulary: int = 512) -> Tokenizer:
-    """A tokenizer of GPT-2's kind, byte-pair encoding, that is trained on a text."""
+def trained_tokenizer(texts: list[str], vocabulary: int = 512) -> Tokenizer:
+    """A tokenizer of GPT-2's kind, byte-pair encoding, that is trained on texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -130,20 +130,21 @@ def trained_tokenizer(text: str, vocabulary: int = 512) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def pretrained(
     rounds: int = 50, exercises: int = 16_000, width: int = 96, depth: int = 3, length: int = 32, seed: int = 0
 ) -> Base:
-    """Pretrains a decoder on `general_text`.
+    """Pretrains a decoder on `general_texts`. An END follows each of them, as in GPT-2's pretraining.
 
     Two workers, one per core, train on halves of the text, and average their parameters after every 32 steps.
     """
-    text = general_text(exercises, seed)
-    tokenizer = trained_tokenizer(text)
-    ids = np.array(tokenizer.encode(text).ids, np.int32)
+    texts = general_texts(exercises, seed)
+    tokenizer = trained_tokenizer(texts)
+    end = tokenizer.token_to_id(END)
+    ids = np.array([token for text in tokenizer.encode_batch(texts) for token in (*text.ids, end)], np.int32)
     rows = ids[: len(ids) // (length + 1) * (length + 1)].reshape(-1, length + 1)
     halves = np.array_split(np.random.default_rng(seed).permutation(rows), 2)
     data = fd.FederatedData.from_clients([(half[:, :-1], half[:, 1:]) for half in halves], name="general text")

@@ -21,7 +21,7 @@ WIDTH, DEPTH, LENGTH = 16, 2, 48
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return lm.trained_tokenizer(lm.general_text(exercises=200))
+    return lm.trained_tokenizer(lm.general_texts(exercises=200))
 
 
 def test_the_labels_are_the_tokens_of_the_answers(tokenizer) -> None:
