@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LONG = {  # pages whose examples take 8 s or more
     "monitoring.md", "models.md", "scale.md", "getting_started.md", "sources_of_drift.md", "concepts.md",
-    "algorithms.md", "language_models.md",
+    "algorithms.md",
 }  # fmt: skip
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n+)?```python\n(.*?)```", re.DOTALL)
 
