@@ -3,8 +3,8 @@
     python experiments/language_model.py [--checkpoint gpt2] [--rounds 32] [--seeds 2] [--output DIR]
 
 Without ``--checkpoint``, a decoder with 0.4 million parameters is pretrained here, on Python's language reference and
-on generated exercises. ``--checkpoint`` takes a GPT-2 of Hugging Face, by its name or as a folder, with its own
-tokenizer.
+on generated exercises. ``--checkpoint`` takes a causal language model of Hugging Face, by its name or as a folder,
+with its own tokenizer. If it is not a GPT-2, this needs transformers and PyTorch.
 
 Clients have pairs of an instruction and an answer. A client has a mix of tasks of its own. The loss is that of the
 answers' tokens. Every method tries the same number of learning rates. Needs tokenizers and safetensors.
@@ -28,6 +28,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import fedjax_drift as fd
 
 END = "<|endoftext|>"  # the token that ends an answer, as in GPT-2's vocabulary
+ENDS = (END, "</s>", "<|end_of_text|>", "<eos>")  # the same in other vocabularies
+LENGTH = 64  # of the sequences for a checkpoint that is not a GPT-2, in tokens
 COHORT = 8  # clients of a round
 TESTED = 64  # examples that are evaluated together, so that the logits of a large vocabulary fit in memory
 IGNORED = -1  # the label of a position that is not in the answer
@@ -110,6 +112,7 @@ class Base(NamedTuple):
     tokenizer: Tokenizer
     model: fd.Model
     params: Any
+    length: int | None = None  # of its inputs; None: any
 
 
 def general_texts(exercises: int, seed: int = 0) -> list[str]:
@@ -157,21 +160,27 @@ def pretrained(
 
 
 def checkpoint(name: str) -> Base:
-    """A GPT-2 of Hugging Face: a folder with config.json, tokenizer.json and model.safetensors, or a name."""
+    """A causal language model of Hugging Face: a folder with its configuration, tokenizer.json and parameters, or a
+    name. A GPT-2 becomes `fd.models.decoder`, and another one is translated from PyTorch."""
     if Path(name).is_dir():
         found = Path(name)
     else:
         from huggingface_hub import snapshot_download
 
-        files = ["config.json", "tokenizer.json", "model.safetensors"]
-        found = Path(snapshot_download(name, allow_patterns=files))
+        found = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     config = json.loads((found / "config.json").read_text())
-    if config["model_type"] != "gpt2":
-        raise ValueError(f"{name} must be a GPT-2, got {config['model_type']}: fd.models.decoder has GPT-2's layers")
-    sizes = (config[key] for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"))
-    model = fd.models.decoder(*sizes)
-    params = fd.models.load_params(model, found / "model.safetensors", names=fd.models.names.GPT2)
-    return Base(Tokenizer.from_file(str(found / "tokenizer.json")), model, params)
+    tokenizer = Tokenizer.from_file(str(found / "tokenizer.json"))
+    if config["model_type"] == "gpt2":
+        model = fd.models.decoder(
+            *(config[key] for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"))
+        )
+        params = fd.models.load_params(model, found / "model.safetensors", names=fd.models.names.GPT2)
+        return Base(tokenizer, model, params)
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(found, dtype="float32", use_cache=False)
+    model = fd.Model.from_torch(module, (LENGTH,), input_dtype=jnp.int32)
+    return Base(tokenizer, model, model.init(jax.random.key(0)), LENGTH)
 
 
 # Data
@@ -180,7 +189,12 @@ def checkpoint(name: str) -> Base:
 def tokens(tokenizer: Tokenizer, question: Question) -> tuple[list[int], list[int]]:
     """The token ids of the prompt, and those of the answer with its end."""
     answer = tokenizer.encode(f" {question.answer}").ids
-    return tokenizer.encode(f"Q: {question.instruction}\nA:").ids, [*answer, tokenizer.token_to_id(END)]
+    return tokenizer.encode(f"Q: {question.instruction}\nA:").ids, [*answer, end_of(tokenizer)]
+
+
+def end_of(tokenizer: Tokenizer) -> int:
+    """The id of the token that ends an answer."""
+    return next(i for i in map(tokenizer.token_to_id, ENDS) if i is not None)
 
 
 def padded(pairs: Iterable[tuple[list[int], list[int]]], length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -194,11 +208,12 @@ def padded(pairs: Iterable[tuple[list[int], list[int]]], length: int) -> tuple[n
 
 
 def federation(
-    tokenizer: Tokenizer, clients: int = 40, alpha: float = 0.5, seed: int = 0
+    tokenizer: Tokenizer, clients: int = 40, alpha: float = 0.5, seed: int = 0, length: int | None = None
 ) -> tuple[fd.FederatedData, fd.FederatedData]:
     """Clients that have 16 to 48 training examples and 16 test examples, and a test set for each task.
 
-    The shares of the tasks at a client are a draw of Dirichlet(alpha). Sequences are padded to the longest one.
+    The shares of the tasks at a client are a draw of Dirichlet(alpha). Sequences are padded to ``length``,
+    by default that of the longest one.
     """
     rng = np.random.default_rng([seed, 1])
 
@@ -210,7 +225,7 @@ def federation(
     train = [examples(of_client, int(rng.integers(16, 49))) for of_client in shares]
     tests = [examples(of_client, 16) for of_client in shares]
     tasks = [examples(of_task, 64) for of_task in np.eye(len(TASKS))]
-    length = max(len(prompt + answer) - 1 for part in train + tests + tasks for prompt, answer in part)
+    length = length or max(len(prompt + answer) - 1 for part in train + tests + tasks for prompt, answer in part)
     clients_x_y, tests_x_y, tasks_x_y = ([padded(part, length) for part in parts] for parts in (train, tests, tasks))
     of_task = dict(zip(TASKS, tasks_x_y, strict=True))
     return (
@@ -273,7 +288,7 @@ def adamw(lr: float) -> fd.LocalTraining:
 
 
 def methods(base: Base, rank: int = 8) -> dict[str, Method]:
-    adapted = fd.models.lora(on_answers(base.model), rank, "attention|mlp", alpha=2 * rank, base=base.params)
+    adapted = fd.models.lora(on_answers(base.model), rank, "attention|attn|mlp", alpha=2 * rank, base=base.params)
     only_b = fd.models.trainable(adapted, "/b$")
     fedavg, scaffold = fd.algorithms.fedavg(), fd.algorithms.scaffold(option="I", weighting="examples")
     of_sgd, of_adamw = (0.03, 0.1, 0.3, 0.9), (2e-3, 6e-3, 1.8e-2, 5.4e-2)
@@ -329,7 +344,9 @@ def client_scores(method: Method, data: fd.FederatedData, runs: list[fd.Run]) ->
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--checkpoint", help="a GPT-2 of Hugging Face: a folder, or a name such as gpt2")
+    parser.add_argument(
+        "--checkpoint", help="a causal language model of Hugging Face: a folder, or a name such as gpt2"
+    )
     parser.add_argument("--pretraining", type=int, default=50, help="rounds, without --checkpoint")
     parser.add_argument("--clients", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=32)
@@ -340,7 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     fd.use_cpu_devices()
     base = checkpoint(args.checkpoint) if args.checkpoint else pretrained(args.pretraining)
-    data, by_task = federation(base.tokenizer, args.clients)
+    data, by_task = federation(base.tokenizer, args.clients, length=base.length)
     every = methods(base)
     every = {name: every[name] for name in args.methods}
     runs = compared(every, data, args.tuning_rounds, args.rounds, args.seeds)

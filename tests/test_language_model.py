@@ -79,10 +79,24 @@ def saved_checkpoint(folder: Path, tokenizer) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_a_checkpoint_of_another_architecture_is_refused(tmp_path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="must be a GPT-2, got llama"):
-        lm.checkpoint(str(tmp_path))
+@pytest.mark.thorough
+def test_a_checkpoint_of_another_architecture_is_translated(tokenizer, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=tokenizer.get_vocab_size(), num_key_value_heads=2)
+    module = transformers.LlamaForCausalLM(config)
+    module.save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    base = lm.checkpoint(str(tmp_path))
+    x = np.random.default_rng(0).integers(0, tokenizer.get_vocab_size(), (2, lm.LENGTH)).astype("int32")
+    expected = module.eval()(torch.from_numpy(x).long()).logits.detach()
+    np.testing.assert_allclose(base.model.apply(base.params, x), expected, atol=1e-5)
+    data, _ = lm.federation(tokenizer, 3, length=base.length)
+    assert data.x.shape[1:] == (lm.LENGTH,)
+    for name, method in lm.methods(base, rank=2).items():
+        (run,) = lm.runs_of(method, data, method.rates[:1], 1, [0])
+        assert np.isfinite(run.history[-1]["perplexity"]), name
 
 
 @pytest.mark.thorough

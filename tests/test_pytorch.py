@@ -180,7 +180,15 @@ FUNCTIONS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
         lambda x: torch.cat(
             [
                 *[x.sum(1), x.mean(2), x.amax(1), x.amin((1, 2))[:, None], x.max(1).values, x.min(2)[0], x.prod(2)],
-                *[x.var(1), x.std(2), x.var(1, unbiased=False), x.norm(dim=1), x.logsumexp(1), x.cumsum(1).flatten(1)],
+                *[
+                    x.var(1),
+                    x.std(2),
+                    x.var(1, unbiased=False),
+                    x.norm(dim=1),
+                    x.logsumexp(1),
+                    x.cumsum(1).flatten(1),
+                    x.diff(dim=1).flatten(1),
+                ],
                 *[x.softmax(2).flatten(1), x.log_softmax(1).flatten(1), x.topk(2, 2).values.flatten(1)],
                 *[x.sort(2, descending=True).values.flatten(1), x.argmax(1).float(), F.normalize(x, dim=2).flatten(1)],
                 *[

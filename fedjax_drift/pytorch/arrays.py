@@ -398,6 +398,10 @@ def logsumexp(x: Array, dim: Axes, keepdim: bool = False) -> Array:
     return jax.nn.logsumexp(x, _axes(dim), keepdims=keepdim)
 
 
+def difference(x: Array, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Array:
+    return jnp.diff(x, n, dim, prepend, append)
+
+
 def cumulative(function: Callable[..., Array]) -> Callable[..., Array]:
     return lambda x, dim, dtype=None: function(x if dtype is None else x.astype(dtype), dim)
 
@@ -561,6 +565,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "cumprod": cumulative(jnp.cumprod),
     "cumsum": cumulative(jnp.cumsum),
     "diagonal": diagonal,
+    "diff": difference,
     "dot": jnp.dot,
     "einsum": einsum,
     "empty": zeros,
