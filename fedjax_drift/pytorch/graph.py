@@ -71,9 +71,8 @@ def traced(module: Any, example: jax.ShapeDtypeStruct, training: bool) -> Graph:
     name = type(module).__name__
     modes = {part: part.training for part in module.modules()}
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    zeros = torch.zeros(example.shape, dtype=getattr(torch, example.dtype.name), device=device)
-    if not example.dtype.kind == "f":
-        zeros = zeros.long() if example.dtype.kind in "iu" else zeros
+    dtype = torch.int64 if example.dtype.kind in "iu" else getattr(torch, example.dtype.name)
+    zeros = torch.zeros(example.shape, dtype=dtype, device=device)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
