@@ -1,4 +1,4 @@
-"""The convolution and the pooling of images, with an implementation for each kind of device.
+"""The convolution, pooling and group normalisation of images. The convolution has a form for each kind of device.
 
 `conv.py` has the function and selects the implementation: `cpu.py`, `tpu.py`, or the one of `windows.py`, which is used
 on GPUs. Inside a network, images have the layout [C, H, W, B].

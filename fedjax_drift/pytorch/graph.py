@@ -7,7 +7,7 @@ import operator
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from fedjax_drift.pytorch.arrays import ARRAYS, ELEMENTWISE
 from fedjax_drift.pytorch.layers import IN_MODE, LAYERS, OF_IMAGES, OF_IMAGES_IN_MODE, conv2d, sizes
 
 TABLES = (ELEMENTWISE, ARRAYS, LAYERS, OF_IMAGES, IN_MODE, OF_IMAGES_IN_MODE)
-SKIPPED = ("_assert", "sym_constrain_range", "_assert_tensor_metadata", "_assert_scalar")  # they compute nothing
+SKIPPED = ("_assert", "sym_constrain_range")  # they compute nothing
 NORMS = ("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
 MONOTONE = ("relu", "tanh", "sigmoid", "leaky_relu")  # activations that commute with the maximum
 
@@ -29,6 +29,10 @@ class Ref(NamedTuple):
     """The value of another node, or of an input."""
 
     name: str
+
+
+def is_ref(value: Any) -> bool:
+    return isinstance(value, Ref)
 
 
 class Node(NamedTuple):
@@ -286,17 +290,15 @@ def _own(path: str) -> str:
 # --- questions about a graph ------------------------------------------------------------------------------------------
 
 
-def refs(value: Any) -> Iterator[str]:
-    """The names of the values that arguments refer to."""
-    if isinstance(value, Ref):
-        yield value.name
-    elif isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from refs(each)
-
-
 def _used(node: Node) -> list[str]:
-    return [*refs(node.arguments), *refs(node.options)]
+    """The names of the values that the node refers to."""
+    leaves = jax.tree.leaves((node.arguments, node.options), is_leaf=is_ref)
+    return [each.name for each in leaves if is_ref(each)]
+
+
+def _of_arrays(graph: Graph) -> set[str]:
+    """The nodes whose values are arrays, and not numbers."""
+    return {node.name for node in graph.nodes if node.operation not in ("size", "python")}
 
 
 def _inside(node: Node, path: str) -> bool:
@@ -307,9 +309,8 @@ def input_of(graph: Graph, option: str, path: str) -> str:
     """The value that the submodule ``path`` gets."""
     inside = [node for node in graph.nodes if _inside(node, path)]
     _check_path(graph, option, path, inside)
-    known = {node.name for node in inside} | {*graph.parameters, *graph.constants}
-    sizes = {node.name for node in graph.nodes if node.operation in ("size", "python")}
-    given = list(dict.fromkeys(n for node in inside for n in _used(node) if n not in known | sizes))
+    outside = (_of_arrays(graph) | {graph.input}) - {node.name for node in inside}
+    given = list(dict.fromkeys(name for node in inside for name in _used(node) if name in outside))
     if len(given) != 1:
         raise ConfigurationError(f"{option} must name a submodule that is called once, with one array, got {path!r}")
     return given[0]
@@ -320,8 +321,8 @@ def output_of(graph: Graph, option: str, path: str) -> str:
     inside = {node.name: node for node in graph.nodes if _inside(node, path)}
     _check_path(graph, option, path, list(inside.values()))
     outside = [name for node in graph.nodes if node.name not in inside for name in _used(node)]
-    sizes = {node.name for node in graph.nodes if node.operation in ("size", "python")}
-    returned = list(dict.fromkeys(name for name in [*outside, graph.output] if name in inside and name not in sizes))
+    arrays = inside.keys() & _of_arrays(graph)
+    returned = list(dict.fromkeys(name for name in [*outside, graph.output] if name in arrays))
     if len(returned) != 1:
         raise ConfigurationError(
             f"{option} must name a submodule that is called once and returns one array, got {path!r}"
@@ -341,12 +342,12 @@ def needed(graph: Graph, wanted: list[str], given: str) -> list[Node]:
     for node in reversed(graph.nodes):
         if node.name in open_ and node.name != given:
             found.append(node)
-            if not _is_length(graph, node):
+            if not is_length(graph, node):
                 open_ |= set(_used(node))
     return found[::-1]
 
 
-def _is_length(graph: Graph, node: Node) -> bool:
+def is_length(graph: Graph, node: Node) -> bool:
     """Whether the node is the length of the batch, which every batched value knows."""
     return node.operation == "size" and node.arguments == (Ref(graph.input), 0)
 

@@ -28,6 +28,10 @@ class Images(NamedTuple):
         return self.grid.dtype
 
 
+def is_images(value: Any) -> bool:
+    return isinstance(value, Images)
+
+
 def plain(value: Any) -> Any:
     """The value in the layout of PyTorch, [B, C, H, W]."""
     return value.grid.transpose(3, 0, 1, 2) if isinstance(value, Images) else value

@@ -18,6 +18,7 @@ from jax import lax
 from fedjax_drift.batch_norm import rows
 from fedjax_drift.convolution import windows
 from fedjax_drift.convolution.conv import conv
+from fedjax_drift.convolution.groups import normalized
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.images import Images, as_images, plain
 
@@ -171,13 +172,12 @@ class Windows(NamedTuple):
     after: int
 
 
-def _windows(x: Any, window: Sizes, stride: Sizes, padding: Sizes, ceil: bool, dilation: int = 1) -> list[Windows]:
+def _windows(x: Any, window: Sizes, stride: Sizes, padding: Sizes, ceil: bool) -> list[Windows]:
     """One for each of the last axes. With ``ceil``, the last window may begin in the image and end after it."""
     axes = 2 if isinstance(x, Images) or x.ndim == 4 else x.ndim - 2
     found = []
     steps = sizes(stride or window, axes)
     for n, k, s, p in zip(x.shape[-axes:], sizes(window, axes), steps, sizes(padding, axes), strict=True):
-        k = dilation * (k - 1) + 1
         count = (n + 2 * p - k + (s - 1 if ceil else 0)) // s + 1
         count -= (count - 1) * s >= n + p
         found.append(Windows(k, s, p, (count - 1) * s + k - n - p))
@@ -231,62 +231,60 @@ def avg_pool(
     return total / count
 
 
-def adaptive_avg_pool(x: Any, size: Sequence[int]) -> Any:
-    """The mean over parts of the axes, of nearly equal lengths."""
+def adaptive_pool(reduce: Callable[..., Array], x: Any, size: Sequence[int]) -> Any:
+    """Reduces parts of the axes, of nearly equal lengths."""
     grid, first = (x.grid, 1) if isinstance(x, Images) else (x, x.ndim - len(size))
     for axis, parts in enumerate(size, first):
         n = grid.shape[axis]
         if n % parts == 0:
             shape = (*grid.shape[:axis], parts, n // parts, *grid.shape[axis + 1 :])
-            grid = grid.reshape(shape).mean(axis + 1)
-            continue
-        edges = [(i * n // parts, -(-(i + 1) * n // parts)) for i in range(parts)]
-        means = [lax.slice_in_dim(grid, a, b, axis=axis).mean(axis, keepdims=True) for a, b in edges]
-        grid = jnp.concatenate(means, axis)
+            grid = reduce(grid.reshape(shape), axis + 1)
+        else:
+            edges = [(i * n // parts, -(-(i + 1) * n // parts)) for i in range(parts)]
+            grid = jnp.stack([reduce(lax.slice_in_dim(grid, a, b, axis=axis), axis) for a, b in edges], axis)
     return Images(grid) if isinstance(x, Images) else grid
 
 
-def adaptive_max_pool(x: Any, size: Sequence[int]) -> Any:
-    """As `adaptive_avg_pool`, with the maximum. Returns it twice, because nobody uses the indices."""
-    grid, first = (x.grid, 1) if isinstance(x, Images) else (x, x.ndim - len(size))
-    for axis, parts in enumerate(size, first):
-        n = grid.shape[axis]
-        edges = [(i * n // parts, -(-(i + 1) * n // parts)) for i in range(parts)]
-        largest = [lax.slice_in_dim(grid, a, b, axis=axis).max(axis, keepdims=True) for a, b in edges]
-        grid = jnp.concatenate(largest, axis)
-    return (Images(grid), None) if isinstance(x, Images) else (grid, None)
+def adaptive_max_pool(x: Any, size: Sequence[int]) -> tuple[Any, None]:
+    """The maxima, and nothing in place of PyTorch's indices."""
+    return adaptive_pool(jnp.max, x, size), None
 
 
 def _elementwise(function: Callable[[Array], Array], x: Any) -> Any:
     return Images(function(x.grid)) if isinstance(x, Images) else function(x)
 
 
-def upsample_nearest(x: Any, size: Sequence[int] | None, factors: Sequence[float] | None = None) -> Any:
+def upsample(resize: Callable[..., Array], x: Any, size: Sequence[int] | None, factors: Sequence[float] | None) -> Any:
+    """Resizes the last axes to ``size``, or by ``factors``: ``resize(grid, axis, m, scale)`` makes an axis of length n
+    one of length m, with the old coordinate ``scale`` times the new one."""
     axes = len(size or factors or ())
     grid, first = (x.grid, 1) if isinstance(x, Images) else (x, x.ndim - axes)
-    for i in range(axes):
-        n = grid.shape[first + i]
-        m = size[i] if size else int(n * factors[i])  # type: ignore[index]
-        scale = n / m if size else 1 / factors[i]  # type: ignore[index]
-        grid = jnp.take(grid, jnp.asarray([min(int(j * scale), n - 1) for j in range(m)]), first + i)
+    for i, axis in enumerate(range(first, first + axes)):
+        n = grid.shape[axis]
+        m, scale = (size[i], n / size[i]) if size else (int(n * factors[i]), 1 / factors[i])  # type: ignore[index]
+        grid = resize(grid, axis, m, scale)
     return Images(grid) if isinstance(x, Images) else grid
+
+
+def upsample_nearest(x: Any, size: Sequence[int] | None, factors: Sequence[float] | None = None) -> Any:
+    def resize(grid: Array, axis: int, m: int, scale: float) -> Array:
+        return jnp.take(grid, jnp.asarray([min(int(j * scale), grid.shape[axis] - 1) for j in range(m)]), axis)
+
+    return upsample(resize, x, size, factors)
 
 
 def upsample_linear(
     x: Any, size: Sequence[int] | None, corners: bool = False, factors: Sequence[float] | None = None
 ) -> Any:
-    axes = len(size or factors or ())
-    grid, first = (x.grid, 1) if isinstance(x, Images) else (x, x.ndim - axes)
-    for i in range(axes):
-        n = grid.shape[first + i]
-        m = size[i] if size else int(n * factors[i])  # type: ignore[index]
-        scale = n / m if size else 1 / factors[i]  # type: ignore[index]
-        at = jnp.arange(m) * (n - 1) / max(m - 1, 1) if corners else jnp.maximum((jnp.arange(m) + 0.5) * scale - 0.5, 0)
+    def resize(grid: Array, axis: int, m: int, scale: float) -> Array:
+        n, j = grid.shape[axis], jnp.arange(m)
+        at = j * (n - 1) / max(m - 1, 1) if corners else jnp.maximum((j + 0.5) * scale - 0.5, 0)
         low = jnp.clip(jnp.floor(at).astype(int), 0, n - 1)
-        weight = (at - low).astype(grid.dtype).reshape(-1, *[1] * (grid.ndim - first - i - 1))
-        below, above = (jnp.take(grid, jnp.minimum(low + k, n - 1), first + i) for k in (0, 1))
-        grid = below + weight * (above - below)
-    return Images(grid) if isinstance(x, Images) else grid
+        weight = (at - low).astype(grid.dtype).reshape(-1, *[1] * (grid.ndim - axis - 1))
+        below, above = (jnp.take(grid, jnp.minimum(low + k, n - 1), axis) for k in (0, 1))
+        return below + weight * (above - below)
+
+    return upsample(resize, x, size, factors)
 
 
 # --- normalisation ----------------------------------------------------------------------------------------------------
@@ -378,14 +376,7 @@ def group_norm(
     x: Any, groups: int, weight: Array | None = None, bias: Array | None = None, eps: float = 1e-5, *_: Any
 ) -> Any:
     if isinstance(x, Images):
-        C, H, W, B = x.grid.shape
-        wide = x.grid.reshape(groups, -1, B).astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean = wide.mean(1, keepdims=True)
-        variance = jnp.square(wide).mean(1, keepdims=True) - jnp.square(
-            mean
-        )  # in one pass, as `models.layers.GroupNorm`
-        wide = (wide - mean) * lax.rsqrt(jnp.maximum(variance, 0) + eps)
-        y: Any = Images(wide.astype(x.dtype).reshape(C, H, W, B))
+        y: Any = Images(normalized(x.grid, groups, eps))
     else:
         y = _normalised(x.reshape(x.shape[0], groups, -1), (2,), eps).reshape(x.shape)
     C = x.shape[1]
@@ -573,9 +564,9 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 # These take images as `Images` and as arrays.
 OF_IMAGES: dict[str, Callable[..., Any]] = {
-    "adaptive_avg_pool1d": adaptive_avg_pool,
-    "adaptive_avg_pool2d": adaptive_avg_pool,
-    "adaptive_avg_pool3d": adaptive_avg_pool,
+    "adaptive_avg_pool1d": partial(adaptive_pool, jnp.mean),
+    "adaptive_avg_pool2d": partial(adaptive_pool, jnp.mean),
+    "adaptive_avg_pool3d": partial(adaptive_pool, jnp.mean),
     "adaptive_max_pool1d": adaptive_max_pool,
     "adaptive_max_pool2d": adaptive_max_pool,
     "avg_pool1d": avg_pool,

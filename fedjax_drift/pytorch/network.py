@@ -214,9 +214,8 @@ def fields(
     ) -> tuple[jax.Array, PyTree]:
         output = training.output if name == "apply" else places[0].features
         assert output is not None
-        new = {path: each for path, each in training.updates.items() if path in network.statistics}
-        if kept == "frozen" or not new:
-            new = {}
+        updates = {} if kept == "frozen" else training.updates
+        new = {path: each for path, each in updates.items() if path in network.statistics}
         wanted = [output, *new.values()]
         mode = Mode(key, mask, kept == "frozen")
         results = run(training, variables(params, statistics), (training.input, given(x)), wanted, mode)

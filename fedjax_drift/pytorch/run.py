@@ -8,8 +8,8 @@ import jax
 
 from fedjax_drift.pytorch import layers
 from fedjax_drift.pytorch.arrays import ARRAYS, ELEMENTWISE
-from fedjax_drift.pytorch.graph import Graph, Node, Ref, needed
-from fedjax_drift.pytorch.images import Images, broadcast, plain
+from fedjax_drift.pytorch.graph import Graph, Node, is_length, is_ref, needed
+from fedjax_drift.pytorch.images import Images, broadcast, is_images, plain
 from fedjax_drift.pytorch.layers import IN_MODE, LAYERS, OF_IMAGES, OF_IMAGES_IN_MODE, Mode
 
 
@@ -26,7 +26,7 @@ def run(
     length = given[1].shape[0]
     with jax.numpy_rank_promotion("allow"):  # PyTorch's rules
         for i, node in enumerate(needed(graph, wanted, given[0])):
-            if node.operation == "size" and node.arguments == (Ref(graph.input), 0):
+            if is_length(graph, node):
                 values[node.name] = length
             else:
                 key = None if mode.key is None else jax.random.fold_in(mode.key, i)
@@ -47,7 +47,7 @@ def _call(node: Node, values: dict[str, Any], mode: Mode) -> Any:
         return OF_IMAGES[name](*arguments, **options)
     if name in OF_IMAGES_IN_MODE:
         return OF_IMAGES_IN_MODE[name](mode, *arguments, **options)
-    images = [each for each in _leaves(arguments) if isinstance(each, Images)]
+    images = any(map(is_images, _leaves(arguments)))
     if images and name in ELEMENTWISE and all(getattr(each, "ndim", 0) <= 4 for each in _leaves(arguments)):
         return Images(ELEMENTWISE[name](*map(broadcast, arguments), **options))
     if images and (result := _of_images(name, arguments, options)) is not None:
@@ -76,24 +76,12 @@ def _of_images(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -
 
 
 def _resolved(value: Any, values: dict[str, Any]) -> Any:
-    if isinstance(value, Ref):
-        return values[value.name]
-    if isinstance(value, tuple):
-        return tuple(_resolved(each, values) for each in value)
-    if isinstance(value, dict):
-        return {name: _resolved(each, values) for name, each in value.items()}
-    return value
+    return jax.tree.map(lambda each: values[each.name] if is_ref(each) else each, value, is_leaf=is_ref)
 
 
 def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, tuple) and not isinstance(value, Images):
-        return [leaf for each in value for leaf in _leaves(each)]
-    return [value]
+    return jax.tree.leaves(value, is_leaf=is_images)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list) and not isinstance(value, Images):
-        return tuple(map(_plain, value))
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return plain(value)
+    return jax.tree.map(plain, value, is_leaf=is_images)
