@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from flax.traverse_util import flatten_dict, unflatten_dict
+
 Params = Any
 
 
 def nested(named: dict[str, Any]) -> Params:
     """{"conv1.weight": w} -> {"conv1": {"weight": w}}."""
-    params: dict[str, Any] = {}
-    for name, value in named.items():
-        *layers, last = name.split(".")
-        place = params
-        for layer in layers:
-            place = place.setdefault(layer, {})
-        place[last] = value
-    return params
+    return unflatten_dict(named, sep=".")
 
 
-def flat(params: Params, prefix: str = "") -> dict[str, Any]:
+def flat(params: Params) -> dict[str, Any]:
     """The inverse of `nested`."""
-    named: dict[str, Any] = {}
-    for name, value in params.items():
-        named |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return named
+    return flatten_dict(params, sep=".")
